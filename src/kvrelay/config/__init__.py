@@ -1,0 +1,25 @@
+"""Settings: one frozen dataclass per room, composed into a process's configuration."""
+
+from kvrelay.config.loading import load_settings
+from kvrelay.config.settings import (
+    ControlConfig,
+    DisaggConfig,
+    EngineConfig,
+    FrontendConfig,
+    MockConfig,
+    RouterConfig,
+    RunnerConfig,
+    TransferConfig,
+)
+
+__all__ = [
+    "ControlConfig",
+    "DisaggConfig",
+    "EngineConfig",
+    "FrontendConfig",
+    "MockConfig",
+    "RouterConfig",
+    "RunnerConfig",
+    "TransferConfig",
+    "load_settings",
+]

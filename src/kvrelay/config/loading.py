@@ -1,0 +1,105 @@
+"""Where settings come from: a YAML file, then the environment (``KVRELAY_<FIELD>``), then flags; later ones win.
+
+An unknown key is an error that names the nearest known one. Environment variables are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from kvrelay.config.settings import Settings
+from kvrelay.errors import ConfigError
+
+S = TypeVar("S", bound=Settings)
+
+ENV_PREFIX = "KVRELAY_"
+
+
+def load_settings(
+    cls: type[S],
+    *,
+    file_values: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+) -> S:
+    """Build ``cls`` from its section of a file, the environment and given flags. Raises ConfigError."""
+    fields = {item.name: item for item in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for name, value in (file_values or {}).items():
+        if name not in fields:
+            raise ConfigError(f"unknown setting {cls.section}.{name}{nearest(name, fields)}", param=name)
+        values[name] = convert(name, value, hints[name])
+    env = os.environ if environ is None else environ
+    for name in fields:
+        text = env.get(ENV_PREFIX + name.upper())
+        if text is not None:
+            values[name] = convert(name, text, hints[name])
+    for name, value in (flags or {}).items():
+        if name in fields and value is not None:
+            values[name] = convert(name, value, hints[name])
+    return cls(**values)
+
+
+def read_config_file(path: Path, sections: list[type[Settings]]) -> dict[str, dict[str, object]]:
+    """The sections of a YAML configuration file. Raises ConfigError for unknown sections and broken files."""
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+        raise ConfigError(f"cannot read configuration file {path}: {' '.join(str(exc).split())}") from exc
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} does not hold sections of settings")
+    known = {cls.section for cls in sections}
+    for name, body in loaded.items():
+        if name not in known:
+            raise ConfigError(f"unknown section {name} in {path}{nearest(str(name), known)}", param=str(name))
+        if not isinstance(body, dict):
+            raise ConfigError(f"section {name} in {path} is not a mapping", param=str(name))
+    return {str(name): body for name, body in loaded.items()}
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """`` (did you mean X?)``, or nothing when no known name is near."""
+    match = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {match[0]}?)" if match else ""
+
+
+def convert(name: str, value: object, hint: Any) -> object:
+    """``value`` (from YAML, environment or flags) as the field's type. Raises ConfigError."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    if typing.get_origin(hint) is typing.Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}, got {value}", param=name)
+        return value
+    if hint is bool:
+        return _to_bool(name, value)
+    try:
+        if isinstance(value, bool) or (hint is int and isinstance(value, float) and not value.is_integer()):
+            raise ValueError
+        return hint(value)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise ConfigError(f"{name} must be {hint.__name__}, got {value!r}", param=name) from exc
+
+
+def _to_bool(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{name} must be true or false, got {value!r}", param=name)

@@ -1,0 +1,147 @@
+"""The settings of every room: frozen dataclasses whose field metadata is the command line's help.
+
+Field names are flag names (``max_num_seqs`` is ``--max-num-seqs``) and keys of the YAML file, under the section that
+the dataclass's ``section`` names. Values are checked at construction: what cannot be honoured is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field
+from typing import Any, ClassVar, Literal, cast
+
+from kvrelay.errors import ConfigError
+
+
+def setting(default: object, help_text: str, *, low: float | None = None, high: float | None = None) -> Any:
+    """A dataclass field with its help text and, for numbers, the range it is checked against."""
+    return field(default=default, metadata={"help": help_text, "low": low, "high": high})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Base of the rooms' settings: checks the ranges that the fields declare."""
+
+    section: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for item in cast("dict[str, Field[Any]]", self.__dataclass_fields__).values():
+            low, high = item.metadata.get("low"), item.metadata.get("high")
+            value = getattr(self, item.name)
+            if value is None or isinstance(value, str):
+                continue
+            if (low is not None and not value >= low) or (high is not None and not value <= high):
+                bound = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+                raise ConfigError(f"{item.name} must be {bound}, got {value:g}", param=item.name)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig(Settings):
+    """Scheduling and the block pool."""
+
+    section: ClassVar[str] = "engine"
+
+    max_num_seqs: int = setting(256, "Sequences that run at once.", low=1, high=65536)
+    max_num_batched_tokens: int = setting(2048, "Token budget of one step (chunked prefill).", low=16)
+    max_num_waiting: int = setting(1024, "Requests that may wait before new ones are refused (429).", low=0)
+    block_size: int = setting(16, "Tokens per KV block.", low=1, high=1024)
+    num_blocks: int = setting(0, "Blocks in the KV pool; 0: from kv_cache_memory.", low=0)
+    kv_cache_memory: str = setting("auto", "Memory of the KV pool, e.g. 512MiB or 4GiB; auto: a share of what is free.")
+    max_model_len: int = setting(0, "Longest prompt plus answer; 0: the checkpoint's own limit.", low=0)
+    enable_prefix_caching: bool = setting(True, "Reuse the KV of equal prefixes.")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig(Settings):
+    """The device and how the model runs on it."""
+
+    section: ClassVar[str] = "runner"
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "Type of weights and KV.")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs.")
+    attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = setting("auto", "Attention implementation.")
+    num_threads: int = setting(0, "Compute threads of this process; 0: the cores it may use.", low=0, high=1024)
+    enforce_eager: bool = setting(False, "CUDA: run decode without graphs.")
+    seed: int = setting(0, "Seed from which requests without one draw theirs.")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig(Settings):
+    """The KV data plane."""
+
+    section: ClassVar[str] = "transfer"
+
+    transport: Literal["nixl", "loopback"] = setting("nixl", "How KV moves (loopback: within one process, for tests).")
+    ucx_tls: str = setting("auto", "UCX transports; auto: shared memory, cross-memory attach and TCP.")
+    transfer_timeout_s: float = setting(30.0, "Longest time that one read or write may take.", low=0.01)
+    poll_interval_s: float = setting(0.0005, "Pause between polls while a hand-off is open.", low=0.00005, high=0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class ControlConfig(Settings):
+    """The control plane: discovery, prefill queue, events."""
+
+    section: ClassVar[str] = "control"
+
+    control: str = setting("", "Control server, e.g. nats://HOST:4222; empty: serve starts one on loopback.")
+    discovery: str = setting("", "Discovery, e.g. etcd://HOST:2379; empty: on the control server.")
+    namespace: str = setting("default", "Clusters with different namespaces on one server do not see each other.")
+    lease_ttl_s: float = setting(10.0, "A process that is silent for so long is gone.", low=0.5, high=3600)
+    connect_timeout_s: float = setting(5.0, "How long a start waits for the control server.", low=0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class DisaggConfig(Settings):
+    """Remote or local prefill (mission, section 3). The first two can be changed at run time."""
+
+    section: ClassVar[str] = "disagg"
+
+    max_local_prefill_length: int = setting(256, "Prefills up to so many uncached tokens run locally.", low=-1)
+    max_prefill_queue_size: int = setting(16, "A queue this long means: prefill locally.", low=0)
+    remote_prefill_timeout_s: float = setting(30.0, "Unclaimed for so long, a prefill is taken back.", low=0.05)
+    max_handoff_attempts: int = setting(2, "Claims of one hand-off before it is prefilled locally.", low=1)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig(Settings):
+    """Which worker gets a request."""
+
+    section: ClassVar[str] = "router"
+
+    router: Literal["kv", "dynamo-v0", "round-robin", "random", "least-loaded", "power-of-two"] = setting(
+        "round-robin", "Routing policy."
+    )
+    overlap_weight: float = setting(1.0, "kv: credit per token of prefix overlap.", low=0)
+    decode_weight: float = setting(1.0, "kv: cost per decode token in flight, in prefill tokens.", low=0)
+    temperature: float = setting(0.0, "kv: 0 takes the best, above it draws by softmax.", low=0)
+    seed: int = setting(0, "Seed of random draws and ties.")
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendConfig(Settings):
+    """The HTTP service."""
+
+    section: ClassVar[str] = "frontend"
+
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port to listen on; 0: a free one.", low=0, high=65535)
+    api_key: str = setting("", "Key that clients must send as a bearer token; empty: none.")
+    max_body_bytes: int = setting(16 * 1024 * 1024, "Largest request body.", low=1024)
+    max_waiting_requests: int = setting(4096, "Requests in flight before new ones get 429.", low=1)
+    max_n: int = setting(128, "Largest n of a request.", low=1)
+    max_prompts: int = setting(1024, "Most prompts in one completions request.", low=1)
+    request_timeout_s: float = setting(0.0, "Default deadline of a request; 0: none.", low=0)
+    migration_limit: int = setting(3, "How often a request is continued on another worker.", low=0)
+    shutdown_timeout_s: float = setting(30.0, "How long open requests may take after SIGTERM.", low=0)
+
+
+@dataclass(frozen=True, slots=True)
+class MockConfig(Settings):
+    """The timing model of the mock engine: base + per token (prefill), base + per sequence (decode)."""
+
+    section: ClassVar[str] = "mock"
+
+    prefill_base_s: float = setting(0.002, "Time of a step that prefills.", low=0)
+    prefill_token_s: float = setting(0.00002, "Added per prefilled token.", low=0)
+    decode_base_s: float = setting(0.004, "Time of a decode step.", low=0)
+    decode_seq_s: float = setting(0.00005, "Added per decoding sequence.", low=0)
+    speedup_ratio: float = setting(1.0, "Divides all times; 0: no waiting at all.", low=0)

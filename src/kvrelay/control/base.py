@@ -1,0 +1,178 @@
+"""The control plane's contract: discovery with leases, the global prefill queue, events.
+
+What it owns: keys under leases, a watch that heals itself, a work queue with acknowledgement, pub/sub with
+request-reply. What it does not know: what the values mean; callers encode and decode them.
+
+Three seams, each with an in-memory implementation for tests beside the real one, all of which pass the contract suite
+in ``tests/contracts``. Every method that talks to a server raises ControlUnavailableError while there is none; nothing
+waits without a bound. Implementations reconnect by themselves: after a gap, leases are granted again and what was
+registered under them is put again, watches list again and report the difference, subscriptions come back.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrelay.core.handoff import RemotePrefillRequest
+
+
+class WatchKind(enum.Enum):
+    PUT = "put"
+    DELETE = "delete"
+    SYNCED = "synced"
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """A change under a watched prefix. SYNCED (with an empty key) follows the last of the keys found at the start."""
+
+    kind: WatchKind
+    key: str
+    value: bytes = b""
+
+
+class Lease(Protocol):
+    """Liveness of one process. Kept alive by the implementation, at a third of its time to live, until revoked.
+
+    When it is lost (the server forgot it, or the process was silent for too long) the implementation grants a new one
+    and puts its keys again; ``on_lost`` callbacks run each time, before that.
+    """
+
+    @property
+    def lease_id(self) -> str: ...
+
+    @property
+    def ttl_s(self) -> float: ...
+
+    def on_lost(self, callback: Callable[[], None]) -> None: ...
+
+    async def revoke(self) -> None:
+        """End the lease now; its keys go at once. Idempotent."""
+
+
+class Discovery(Protocol):
+    """Keys and values, some under a lease."""
+
+    async def grant(self, ttl_s: float) -> Lease: ...
+
+    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None: ...
+
+    async def delete(self, key: str) -> None: ...
+
+    async def get(self, key: str) -> bytes | None: ...
+
+    async def list(self, prefix: str) -> dict[str, bytes]: ...
+
+    def watch(self, prefix: str) -> AsyncIterator[WatchEvent]:
+        """All keys under ``prefix`` as PUTs, one SYNCED, then every change, without end.
+
+        An entry whose lease has ended is reported as DELETE within 1.5 times its time to live, whether or not the
+        server announces it. A watch outlives the connection: after a gap it reports what is different.
+        """
+
+
+class PrefillDelivery(Protocol):
+    """One entry pulled from the queue. Exactly one of ``ack`` and ``nak`` ends it; until then it is beaten alive."""
+
+    @property
+    def request(self) -> RemotePrefillRequest: ...
+
+    @property
+    def num_deliveries(self) -> int:
+        """1 at first; more when an earlier consumer died or gave up."""
+
+    async def ack(self) -> None: ...
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """Give it back for another consumer."""
+
+    async def in_progress(self) -> None:
+        """Beat: the redelivery timer starts again."""
+
+
+class PrefillQueue(Protocol):
+    """The global queue: decode workers push, prefill workers pull, one by one. Entries survive a restart of both."""
+
+    async def push(self, request: RemotePrefillRequest) -> None: ...
+
+    async def pull(self, timeout_s: float) -> PrefillDelivery | None:
+        """The next entry, or None after ``timeout_s``. Malformed entries are logged, counted and dropped; entries past
+        their deadline are dropped; those delivered too often go to the dead-letter subject."""
+
+    async def size(self) -> int:
+        """Entries that nobody has pulled yet."""
+
+
+class Subscription(Protocol):
+    async def unsubscribe(self) -> None: ...
+
+
+class EventBus(Protocol):
+    """Unreliable publish/subscribe and request/reply on subjects; numbering and replay are the callers' business.
+
+    Subjects are dot-separated tokens; ``*`` matches one token, a trailing ``>`` the rest.
+    """
+
+    async def publish(self, subject: str, data: bytes) -> None: ...
+
+    async def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:
+        """``handler(subject, data)`` runs on the event loop and must not block."""
+
+    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
+        """One reply. Raises RetryElsewhereError when nobody answers in time."""
+
+    async def serve(self, subject: str, handler: Callable[[bytes], Awaitable[bytes]]) -> Subscription: ...
+
+
+class ControlPlane(Protocol):
+    """One process's connection to all of it."""
+
+    @property
+    def discovery(self) -> Discovery: ...
+
+    @property
+    def prefill_queue(self) -> PrefillQueue: ...
+
+    @property
+    def events(self) -> EventBus: ...
+
+    @property
+    def is_connected(self) -> bool: ...
+
+    async def close(self) -> None:
+        """Close connections and end background tasks. Leases that were not revoked run out by themselves."""
+
+
+class Keys:
+    """Names in discovery and on the bus, all in one place."""
+
+    def __init__(self, namespace: str) -> None:
+        self.root = f"kvrelay/{namespace}/"
+        self.workers = f"{self.root}workers/"
+        self.kv_metadata = f"{self.root}kv_metadata/"
+        self.config = f"{self.root}config/"
+        self.subject_root = f"kvrelay.{namespace}."
+        self.kv_events = f"{self.subject_root}kv_events.*"
+        self.load_metrics = f"{self.subject_root}load.*"
+
+    def worker(self, worker_id: str) -> str:
+        return self.workers + worker_id
+
+    def worker_kv_metadata(self, worker_id: str, rank: int) -> str:
+        return f"{self.kv_metadata}{worker_id}/{rank}"
+
+    def config_value(self, name: str) -> str:
+        return self.config + name
+
+    def worker_kv_events(self, worker_id: str) -> str:
+        return f"{self.subject_root}kv_events.{worker_id}"
+
+    def worker_load(self, worker_id: str) -> str:
+        return f"{self.subject_root}load.{worker_id}"
+
+    def worker_replay(self, worker_id: str) -> str:
+        """Request/reply: a first sequence number in, KvEventBatch frames out."""
+        return f"{self.subject_root}replay.{worker_id}"

@@ -1,0 +1,57 @@
+"""What an engine tells the world about its prefix cache and its load (mission, section 5)."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
+    """Blocks became full and immutable, one after the other, under ``parent_hash`` (None: at the root).
+
+    ``block_hashes`` are sequence hashes, ``local_hashes`` and ``token_ids`` (flat, block after block) belong to them.
+    """
+
+    parent_hash: int | None
+    block_hashes: tuple[int, ...]
+    local_hashes: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    block_size: int
+    lora: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """Blocks (by sequence hash) were evicted and are no longer found."""
+
+    block_hashes: tuple[int, ...]
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """The prefix cache is empty."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KvEventBatch(msgspec.Struct, frozen=True):
+    """Events of one worker, in order. ``first_seq`` numbers the first event; they are numbered without gaps."""
+
+    worker_id: str
+    epoch: int
+    first_seq: int
+    events: tuple[KvEvent, ...]
+    version: int = 1
+
+
+class LoadMetrics(msgspec.Struct, frozen=True):
+    """A worker's load, in the mission's terms; published at start, before any forward pass, and then regularly."""
+
+    worker_id: str
+    request_active_slots: int
+    request_total_slots: int
+    kv_active_blocks: int
+    kv_total_blocks: int
+    num_requests_waiting: int
+    gpu_cache_usage_perc: float
+    gpu_prefix_cache_hit_rate: float
+    seq: int = 0
+    version: int = 1

@@ -1,0 +1,122 @@
+"""The hand-off of a prefill, decode-first: what the two workers say to each other.
+
+    decode worker D                        queue                    prefill worker P
+      allocate blocks, REMOTE_PREFILLING
+      RemotePrefillRequest ──────push───────> │
+                                              │ ──pull──>  may I? HandoffClaim ──rpc──> D
+      generation += 1, note the claimant  <─────────────────────────────────────────────┘
+      HandoffGrant(generation, block ids) ──rpc──────────> read hit blocks from D's pool
+                                                           compute a chunk, write its blocks into D's pool, ...
+      <───── HandoffDone(generation, first token): the notification of the last write, or an rpc behind it
+      RUNNING
+
+Ownership (design, section 4). Before a claim is granted nobody may write, so D frees the blocks at once when the
+request ends. After a grant, P may write until D has heard HandoffDone or HandoffReleased of that generation from P,
+or P's lease has ended and its connection is torn down; until then the blocks are quarantined, whatever becomes of the
+request. A claim, a notification or a release of another generation than the current one is refused and counted.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrelay.core.sampling import SamplingParams
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token; ``rank`` is 1 for the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The chosen token at one position and its likeliest alternatives, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class RemotePrefillRequest(msgspec.Struct, frozen=True):
+    """What a decode worker pushes to the prefill queue.
+
+    ``token_ids`` is everything to be prefilled: the prompt, and for a continued request the ``num_output_tokens``
+    tokens that were already generated. ``block_ids`` are D's blocks for them, the first ``num_cached_tokens`` tokens
+    of which are already computed there (a multiple of the block size). Block ids only: memory is described in
+    discovery. ``deadline_unix_s`` is wall-clock time; past it the entry is dropped, D has prefilled locally by then.
+    """
+
+    handoff_id: str
+    decode_worker_id: str
+    decode_address: str
+    model: str
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_output_tokens: int
+    sampling: SamplingParams
+    block_ids: tuple[int, ...]
+    num_cached_tokens: int
+    kv_compatibility: str
+    priority: int = 0
+    deadline_unix_s: float = 0.0
+    pushed_unix_s: float = 0.0
+    lora: str | None = None
+    version: int = 1
+
+
+class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
+    """P to D: I hold the queue entry; may I compute it?"""
+
+    handoff_id: str
+    prefill_worker_id: str
+    kv_compatibility: str
+
+
+class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
+    """D to P: yes. From here on D's ``block_ids`` are quarantined until this generation is done or released.
+
+    The ids override those of the queue entry: a second claimant gets fresh blocks.
+    """
+
+    handoff_id: str
+    generation: int
+    block_ids: tuple[int, ...]
+    num_cached_tokens: int
+
+
+class HandoffRefused(msgspec.Struct, frozen=True, tag=True):
+    """D to P: no (the request is gone, prefilled locally, claimed by a live peer, or the pools do not match)."""
+
+    handoff_id: str
+    reason: str
+
+
+class HandoffAbandon(msgspec.Struct, frozen=True, tag=True):
+    """D to P: nobody waits for it any more; stop writing and answer HandoffReleased."""
+
+    handoff_id: str
+    generation: int
+
+
+class HandoffReleased(msgspec.Struct, frozen=True, tag=True):
+    """P to D: I have stopped, no write of this generation will follow. ``error`` says why when P gave up itself."""
+
+    handoff_id: str
+    generation: int
+    error: str | None = None
+
+
+class HandoffDone(msgspec.Struct, frozen=True, tag=True):
+    """P to D, behind the last write: every block is in place; here is the first token (the "bonus" token).
+
+    ``num_transferred_bytes`` and ``prefill_s`` feed D's metrics.
+    """
+
+    handoff_id: str
+    generation: int
+    token_id: int
+    logprobs: PositionLogprobs | None
+    num_transferred_bytes: int
+    prefill_s: float
+    checksums: tuple[int, ...] | None = None

@@ -1,0 +1,147 @@
+"""The request plane's messages: frontend to worker, worker to frontend, worker to worker.
+
+One frame is one message: a version byte, then MessagePack. What does not decode is refused with ProtocolError.
+Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffGrant,
+    HandoffRefused,
+    HandoffReleased,
+    PositionLogprobs,
+)
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import FinishReason
+from kvrelay.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
+    """Frontend to worker: generate. ``worker_id`` and ``epoch`` fence: another incarnation refuses it.
+
+    ``output_token_ids`` is not empty when the request continues elsewhere: the worker prefills prompt + output and
+    goes on counting (limits, seeds, penalties) behind them. ``hit_rate`` is the router's estimate, for information.
+    """
+
+    request_id: str
+    worker_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    hit_rate: float = 0.0
+    timeout_s: float | None = None
+    lora: str | None = None
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag=True):
+    """Frontend to worker: the client went away, or a stop string matched. No answer follows."""
+
+    request_id: str
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """New tokens of one request. The last one of a request carries ``finish_reason`` (and no earlier one does).
+
+    ``num_cached_tokens`` (prefix hit) and ``prompt_logprobs`` come with the first. ``stop_token`` is the stop token
+    id that ended the answer, if one did. ``remote_prefill`` says where the first token was computed.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    num_cached_tokens: int | None = None
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    stop_token: int | None = None
+    error: str | None = None
+    remote_prefill: bool = False
+
+
+class OutputBatch(msgspec.Struct, frozen=True, tag=True):
+    """Worker to frontend: everything one engine step produced for this peer."""
+
+    outputs: tuple[TokenOutput, ...]
+
+
+class RequestRefused(msgspec.Struct, frozen=True, tag=True):
+    """Worker to frontend: not here. ``retryable`` says whether another worker may take it."""
+
+    request_id: str
+    reason: str
+    status: int
+    retryable: bool
+    retry_after_s: float = 1.0
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Liveness and control: answered by Pong on the same connection."""
+
+    nonce: int
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    nonce: int
+    worker_id: str
+
+
+class AdminRequest(msgspec.Struct, frozen=True, tag=True):
+    """An operator's order to a worker: ``drain``, ``status``, ``check_integrity``, ``clear_cache`` or ``role`` (with
+    ``argument``)."""
+
+    nonce: int
+    command: str
+    argument: str = ""
+
+
+class AdminReply(msgspec.Struct, frozen=True, tag=True):
+    """``payload`` is JSON text; ``error`` is set instead when the order failed."""
+
+    nonce: int
+    payload: str = ""
+    error: str | None = None
+
+
+Message = (
+    GenerateRequest
+    | AbortRequest
+    | OutputBatch
+    | RequestRefused
+    | HandoffClaim
+    | HandoffGrant
+    | HandoffRefused
+    | HandoffAbandon
+    | HandoffReleased
+    | HandoffDone
+    | Ping
+    | Pong
+    | AdminRequest
+    | AdminReply
+)
+
+_VERSION_PREFIX = bytes([PROTOCOL_VERSION])
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode_message(message: Message) -> bytes:
+    """One frame."""
+    return _VERSION_PREFIX + _encoder.encode(message)
+
+
+def decode_message(frame: bytes | memoryview) -> Message:
+    """The message in ``frame``. Raises ProtocolError for an unknown version or type, or a malformed body."""
+    if len(frame) < 2 or frame[0] != PROTOCOL_VERSION:
+        raise ProtocolError(f"a frame of {len(frame)} bytes has no version {PROTOCOL_VERSION} header")
+    try:
+        return _decoder.decode(memoryview(frame)[1:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"malformed message: {exc}") from exc

@@ -1,0 +1,78 @@
+"""The states of a request inside an engine, and the moves between them.
+
+    WAITING ──> RUNNING ──────────────> FINISHED_*        an aggregated request, or one that was prefilled locally
+       │  ^        │ ^
+       │  │        v │
+       │  └── PREEMPTED                                   its blocks were taken; it is prefilled again
+       │
+       ├──> REMOTE_PREFILLING ──> RUNNING                 decode side: a prefill worker writes our blocks
+       │            └──> WAITING                          the KV was lost: prefill locally
+       │
+       └──> LOADING_KV ──> RUNNING ──> PREFILL_SENDING    prefill side: hit blocks are read first; after the forward
+                                              │           pass the blocks stay ours until the last write is done
+                                              └──> FINISHED_*
+
+Both REMOTE_PREFILLING and PREFILL_SENDING count as unfinished work (mission, section 9).
+"""
+
+from __future__ import annotations
+
+import enum
+
+from kvrelay.errors import IllegalTransitionError
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request stands. Everything from FINISHED_STOPPED on is final."""
+
+    WAITING = 0
+    LOADING_KV = 1
+    REMOTE_PREFILLING = 2
+    RUNNING = 3
+    PREEMPTED = 4
+    PREFILL_SENDING = 5
+    FINISHED_STOPPED = 6
+    FINISHED_LENGTH = 7
+    FINISHED_ABORTED = 8
+    FINISHED_ERROR = 9
+
+    @property
+    def is_finished(self) -> bool:
+        return self >= RequestStatus.FINISHED_STOPPED
+
+
+_S = RequestStatus
+_FINISHED = frozenset({_S.FINISHED_STOPPED, _S.FINISHED_LENGTH, _S.FINISHED_ABORTED, _S.FINISHED_ERROR})
+
+TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    _S.WAITING: frozenset({_S.RUNNING, _S.REMOTE_PREFILLING, _S.LOADING_KV, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
+    _S.LOADING_KV: frozenset({_S.WAITING, _S.RUNNING, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
+    _S.REMOTE_PREFILLING: frozenset({_S.RUNNING, _S.WAITING}) | _FINISHED,
+    _S.RUNNING: frozenset({_S.PREEMPTED, _S.PREFILL_SENDING}) | _FINISHED,
+    _S.PREEMPTED: frozenset({_S.RUNNING, _S.FINISHED_ABORTED, _S.FINISHED_ERROR}),
+    _S.PREFILL_SENDING: _FINISHED,
+    **{status: frozenset() for status in _FINISHED},
+}
+
+
+def check_transition(old: RequestStatus, new: RequestStatus) -> None:
+    """Raise IllegalTransitionError unless the table has a move from ``old`` to ``new``."""
+    if new not in TRANSITIONS[old]:
+        raise IllegalTransitionError(f"a request cannot go from {old.name} to {new.name}")
+
+
+class FinishReason(enum.StrEnum):
+    """Why an answer ended, as clients see it. ``ABORT`` and ``ERROR`` do not occur in OpenAI's own API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+FINISH_STATUS: dict[FinishReason, RequestStatus] = {
+    FinishReason.STOP: _S.FINISHED_STOPPED,
+    FinishReason.LENGTH: _S.FINISHED_LENGTH,
+    FinishReason.ABORT: _S.FINISHED_ABORTED,
+    FinishReason.ERROR: _S.FINISHED_ERROR,
+}

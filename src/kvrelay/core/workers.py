@@ -1,0 +1,72 @@
+"""What discovery says about a worker: who it is, what it serves, where it listens, with whom it can exchange KV."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class WorkerRole(enum.StrEnum):
+    """What a worker does now. A role is state: it can change without reloading weights."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a frontend may send requests here (decode-first order)."""
+        return self is not WorkerRole.PREFILL
+
+    @property
+    def pulls_prefills(self) -> bool:
+        return self is not WorkerRole.DECODE
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """A worker's entry in discovery, readable JSON under ``kvrelay/NAMESPACE/workers/WORKER_ID``.
+
+    ``worker_id`` is new at every start; ``epoch`` counts role changes. ``address`` is the ZMQ request plane.
+    ``model_path`` lets a frontend on the same machine find the tokenizer; ``kv_compatibility`` is
+    ``Compatibility.digest()``.
+    """
+
+    worker_id: str
+    epoch: int
+    role: WorkerRole
+    model: str
+    model_path: str
+    address: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    kv_compatibility: str
+    host: str = ""
+    pid: int = 0
+    engine: str = "torch"
+    transport: str = "nixl"
+    max_num_seqs: int = 0
+    version: int = 1
+
+
+class KvMetadata(msgspec.Struct, frozen=True):
+    """A worker's KV memory in discovery, under ``kvrelay/NAMESPACE/kv_metadata/WORKER_ID/RANK``: put once, after
+    the pool is allocated; loaded and cached by a peer at first use.
+
+    ``agent`` is the transport's own opaque connection blob; ``address`` and ``num_bytes`` bound the pool in the
+    worker's memory; block b lies at ``address + b * block_bytes``.
+    """
+
+    worker_id: str
+    rank: int
+    transport: str
+    agent: bytes
+    address: int
+    num_bytes: int
+    block_bytes: int
+    device: str
+    device_id: int
+    kv_compatibility: str
+    version: int = 1

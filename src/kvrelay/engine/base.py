@@ -1,0 +1,181 @@
+"""The engine's contract with whatever computes a step, and with the worker that drives it.
+
+``EngineCore.step()`` is schedule -> execute -> update. This module holds the values that pass between those three and
+between the engine and the worker. No torch, no sockets, no asyncio.
+
+Sequences and slots. A running sequence owns a *slot*, a row 0 <= slot < max_num_seqs of the executor's persistent
+state (tokens, block table, sampling settings). The scheduler sends a sequence's data once, when it enters (NewSequence), and
+afterwards only what changes: new block ids. The executor appends each token that it samples to the slot's tokens
+itself; scheduler and executor both advance the slot's number of computed tokens by ``num_tokens`` per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.core.events import KvEvent
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.messages import TokenOutput
+from kvrelay.core.sampling import SamplingParams
+
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence enters slot ``slot``: at its first step, after preemption, or when its remote prefill has arrived.
+
+    ``token_ids`` are all known tokens, prompt first, then ``len(token_ids) - num_prompt_tokens`` generated ones.
+    The KV of the first ``num_computed_tokens`` is in ``block_ids`` already. ``seed`` is the sampling seed in force (the
+    request's own, or the one drawn at arrival), 0 <= seed < 2**64.
+    """
+
+    slot: int
+    request_id: str
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: Sequence[int]
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's work. Applied in the order: release, enter, append blocks, compute.
+
+    The batch's B rows are ordered decodes first (``num_tokens`` 1), then prefill chunks:
+    ``slots`` [B] int32, ``num_tokens`` [B] int32 tokens to compute from the slot's computed tokens on, ``samples`` [B]
+    bool: whether the row ends at the last known token and a next one is to be drawn.
+    ``block_slots``, ``block_indices``, ``block_ids`` [M] int32: block_table[slot, index] = id.
+    An output with B = 0 may still release and enter; the executor then runs no forward pass.
+    """
+
+    step: int
+    new_seqs: tuple[NewSequence, ...]
+    released_slots: tuple[int, ...]
+    slots: Int32Array
+    num_tokens: Int32Array
+    samples: BoolArray
+    block_slots: Int32Array
+    block_indices: Int32Array
+    block_ids: Int32Array
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """``token_ids``: one per row with ``samples`` set, in row order. ``logprobs``: by row, for those that asked.
+
+    ``prompt_logprobs``: by row, for rows whose request asked and which computed prompt tokens in this step: one entry for each
+    prompt position p in [computed, computed + num_tokens) with p >= 1: the logprob of token p given those before it.
+    The entry for the position after the chunk comes with the next chunk.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """Runs a step on devices: the torch runner, or the mock with its timing model. Used from one thread."""
+
+    @property
+    def kv_layout(self) -> KVLayout: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def kv_region(self) -> MemoryRegion:
+        """The KV pool's memory, valid until ``shutdown``; block b lies at ``address + b * block_bytes``."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def weights_fingerprint(self) -> str: ...
+
+    def warm_up(self) -> None:
+        """Compile and touch everything that the first request would otherwise wait for."""
+
+    def execute(self, work: SchedulerOutput) -> ModelOutput: ...
+
+    def shutdown(self) -> None: ...
+
+
+# -- what a step tells the worker ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefillStart:
+    """Decode side: blocks are allocated, the request is REMOTE_PREFILLING; push it to the prefill queue.
+
+    ``block_ids`` cover all ``token_ids``; the first ``num_cached_tokens`` (full blocks) are computed already.
+    """
+
+    handoff_id: str
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_output_tokens: int
+    sampling: SamplingParams
+    seed: int
+    block_ids: tuple[int, ...]
+    num_cached_tokens: int
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvLoad:
+    """Prefill side: read these blocks from the decode worker before computing (its prefix hits beyond ours).
+
+    ``block_ids[i]`` is our block for the request's block number ``first_block + i``.
+    """
+
+    request_id: str
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffChunk:
+    """Prefill side: these blocks are computed; write them to the decode worker (skip those that it holds).
+
+    ``last`` comes with the first token; the request is then PREFILL_SENDING until ``sending_finished``. The last block
+    of the last chunk may be partly filled.
+    """
+
+    request_id: str
+    first_block: int
+    block_ids: tuple[int, ...]
+    last: bool
+    token_id: int | None = None
+    logprobs: PositionLogprobs | None = None
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Everything that one step produced."""
+
+    outputs: list[TokenOutput] = field(default_factory=list)
+    remote_prefills: list[RemotePrefillStart] = field(default_factory=list)
+    kv_loads: list[KvLoad] = field(default_factory=list)
+    handoff_chunks: list[HandoffChunk] = field(default_factory=list)
+    kv_events: list[KvEvent] = field(default_factory=list)
+    num_scheduled_tokens: int = 0

@@ -1,0 +1,160 @@
+"""One exception tree, ordered by what the caller can do about it.
+
+=====================  ==========================================  ============================
+branch                 the caller can                              seen by a client as
+=====================  ==========================================  ============================
+InvalidInputError      fix the input                               400, 404, 413 / exit code 2
+RetryElsewhereError    try again later, or at another worker       429, 503 with Retry-After
+RecomputeError         compute the KV cache again, locally         nothing but a later token
+ReRegisterError        register again under a new lease            nothing
+FatalError             restart the process                         another worker's answer
+=====================  ==========================================  ============================
+
+Foreign exceptions are mapped to these at the edge where they arise, with ``from exc``. Attributes carry what a
+handler needs; the message is one line that a person can act on.
+"""
+
+from __future__ import annotations
+
+
+class KvrelayError(Exception):
+    """Base of everything that kvrelay raises on purpose. ``exit_code`` is what the command line ends with."""
+
+    exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+# -- fix the input ----------------------------------------------------------------------------------------------------
+
+
+class InvalidInputError(KvrelayError):
+    """The input is wrong and stays wrong. ``param`` names the offending field, ``status`` is the HTTP status."""
+
+    exit_code = 2
+    status = 400
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ConfigError(InvalidInputError):
+    """A setting is unknown or cannot be honoured."""
+
+
+class UnsupportedModelError(InvalidInputError):
+    """The checkpoint asks for an architecture or an option that the runner does not implement."""
+
+
+class CheckpointError(InvalidInputError):
+    """The checkpoint directory is missing, incomplete or damaged."""
+
+
+class ModelNotFoundError(InvalidInputError):
+    """No worker serves the model of that name."""
+
+    status = 404
+
+
+class PayloadTooLargeError(InvalidInputError):
+    """The request body is larger than the frontend accepts."""
+
+    status = 413
+
+
+class PromptTooLongError(InvalidInputError):
+    """Prompt and answer do not fit into the model's context or into the KV pool."""
+
+
+class ProtocolError(KvrelayError):
+    """A message of an unknown type or version, or a malformed one, arrived. It is dropped, logged and counted."""
+
+
+# -- retry elsewhere, or later ----------------------------------------------------------------------------------------
+
+
+class RetryElsewhereError(KvrelayError):
+    """Nothing is wrong with the request; this place cannot take it now. ``retry_after_s`` is in seconds."""
+
+    status = 503
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class OverloadedError(RetryElsewhereError):
+    """A bounded queue is full."""
+
+    status = 429
+
+
+class WorkerUnavailableError(RetryElsewhereError):
+    """No worker can take the request, or the one that had it is gone."""
+
+
+class ControlUnavailableError(RetryElsewhereError):
+    """The control plane (NATS, etcd) cannot be reached."""
+
+
+class AddressInUseError(KvrelayError):
+    """The port that was asked for belongs to another process."""
+
+    exit_code = 2
+
+
+# -- recompute --------------------------------------------------------------------------------------------------------
+
+
+class RecomputeError(KvrelayError):
+    """KV is lost; the tokens are not. The request's prefill is run again, locally."""
+
+
+class TransferError(RecomputeError):
+    """A read or write of KV failed or ran past its deadline. ``peer`` is the other worker's id."""
+
+    def __init__(self, message: str, *, peer: str | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class StaleHandoffError(RecomputeError):
+    """A message names a hand-off, or a generation of one, that is no longer current."""
+
+
+class IncompatiblePeerError(RecomputeError):
+    """The peer's KV cache cannot be exchanged with ours: its compatibility hash differs."""
+
+
+# -- register again ---------------------------------------------------------------------------------------------------
+
+
+class ReRegisterError(KvrelayError):
+    """What this process had registered is gone."""
+
+
+class LeaseLostError(ReRegisterError):
+    """The lease ended before it was renewed."""
+
+
+# -- restart ----------------------------------------------------------------------------------------------------------
+
+
+class FatalError(KvrelayError):
+    """The process cannot go on."""
+
+
+class IntegrityError(FatalError):
+    """An invariant of a pool or an index does not hold: a block is lost or owned twice."""
+
+
+class EngineDeadError(FatalError):
+    """The engine's thread or the executor has failed; its requests go elsewhere."""
+
+
+class IllegalTransitionError(FatalError):
+    """A state machine was asked for a move that its table does not have."""

@@ -1,0 +1,71 @@
+"""The router's contract: which worker gets a request.
+
+What it owns: what is known of the workers of one model (who holds which prefixes, who carries how much load), and the
+policies over it. What it does not know: HTTP, sockets, the control plane; those who hear something call ``add_worker``,
+``apply_events`` and so on. Everything is synchronous and runs on the frontend's event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvrelay.core.events import KvEventBatch, LoadMetrics
+from kvrelay.core.workers import WorkerInfo
+
+
+class RoutingRequest(msgspec.Struct, frozen=True):
+    """What a policy may look at. ``exclude`` names workers that have already failed this request."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    max_tokens: int = 0
+    priority: int = 0
+    lora: str | None = None
+    exclude: Collection[str] = ()
+
+
+class CandidateScore(msgspec.Struct, frozen=True):
+    """One worker's numbers in a decision, for ``--explain``, headers and logs."""
+
+    worker_id: str
+    score: float
+    overlap_blocks: int = 0
+    cache_usage: float = 0.0
+    num_waiting: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+
+class RoutingDecision(msgspec.Struct, frozen=True):
+    """The worker, and why. ``hit_rate`` is the share of the prompt that the worker is estimated to hold."""
+
+    worker_id: str
+    policy: str
+    hit_rate: float
+    overlap_blocks: int
+    candidates: tuple[CandidateScore, ...]
+
+
+class Router(Protocol):
+    """Routes the requests of one model. Workers are named by ``WorkerInfo.worker_id``."""
+
+    def add_worker(self, info: WorkerInfo) -> None:
+        """A worker that takes requests appeared, or re-registered with another epoch."""
+
+    def remove_worker(self, worker_id: str) -> None: ...
+
+    def choose(self, request: RoutingRequest) -> RoutingDecision:
+        """Pick a worker and count the request as placed there. Raises WorkerUnavailableError when there is none."""
+
+    def first_token(self, request_id: str) -> None:
+        """The prefill of a placed request is done."""
+
+    def finished(self, request_id: str, num_output_tokens: int) -> None:
+        """A placed request has left its worker, for whatever reason."""
+
+    def apply_events(self, batch: KvEventBatch) -> None: ...
+
+    def apply_metrics(self, metrics: LoadMetrics) -> None: ...

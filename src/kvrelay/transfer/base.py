@@ -1,0 +1,98 @@
+"""The KV data plane's contract: one-sided reads and writes between registered memory of two workers.
+
+What it owns: connections between memories, posting, completion, notifications. What it does not know: requests,
+schedulers, prefixes; it is told offsets and lengths (a TransferPlan).
+
+Protocol, per worker:
+  1. ``register(region)`` once, after the pool is allocated; the blob it returns goes to discovery (KvMetadata.agent).
+  2. ``add_peer(metadata)`` at the first hand-off with a peer. Raises IncompatiblePeerError on another block size.
+  3. ``post(...)`` any number of reads and writes; the peer's engine takes no part. A ``notify`` payload arrives at the
+     peer after all bytes of that write are visible there.
+  4. ``poll()`` completes posts and collects notifications. Both sides must poll while a hand-off is open.
+  5. ``remove_peer(id)`` tears the connection down: once it returns, nothing that the peer posts can touch our memory
+     through it, and our pending posts to it have failed.
+All methods of a Transport are called from one thread, the transfer thread (``TransferThread``); on one host a post
+blocks that thread for the whole copy.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.workers import KvMetadata
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class TransferOp(enum.Enum):
+    """Seen from the side that posts."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Pieces to move: byte offsets from the start of each side's pool, and lengths; int64 arrays of one length."""
+
+    local_offsets: Int64Array
+    remote_offsets: Int64Array
+    lengths: Int64Array
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A post ended. ``error`` is None when every byte arrived."""
+
+    handle: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Notification:
+    """A peer's payload, delivered after the write it belongs to. The payload is untrusted until decoded."""
+
+    payload: bytes
+
+
+class Transport(Protocol):
+    """One worker's end of the data plane."""
+
+    @property
+    def name(self) -> str: ...
+
+    def register(self, region: MemoryRegion) -> bytes: ...
+
+    def add_peer(self, metadata: KvMetadata) -> None: ...
+
+    def remove_peer(self, worker_id: str) -> None: ...
+
+    def has_peer(self, worker_id: str) -> bool: ...
+
+    def post(self, op: TransferOp, worker_id: str, plan: TransferPlan, notify: bytes | None = None) -> int:
+        """Start moving; returns a handle that a Completion will name exactly once. Raises TransferError.
+
+        An empty plan is allowed with ``notify``: the payload alone is delivered.
+        """
+
+    def poll(self) -> tuple[list[Completion], list[Notification]]: ...
+
+    @property
+    def num_pending(self) -> int:
+        """Posts that have not completed."""
+
+    def close(self) -> None: ...
