@@ -1,1 +1,18 @@
-"""router"""
+"""The router room: which worker gets a request, by KV overlap and load.
+
+``base`` is the contract; ``build_router`` is the door.
+"""
+
+from kvrelay.router.base import CandidateScore, Router, RoutingDecision, RoutingRequest
+from kvrelay.router.factory import build_router
+from kvrelay.router.router import PolicyRouter, RouterStage
+
+__all__ = [
+    "CandidateScore",
+    "PolicyRouter",
+    "Router",
+    "RouterStage",
+    "RoutingDecision",
+    "RoutingRequest",
+    "build_router",
+]

@@ -1,0 +1,182 @@
+"""The routing policies: pure functions from the candidates' numbers to a score each; the highest score wins.
+
+A policy sees columns (one entry a candidate) and nothing else: no workers, no clock, no index. Ties are drawn at
+random from the router's seeded generator, so that equal workers share the load.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvrelay.config import RouterConfig
+from kvrelay.router.load import FloatColumn
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The columns of one decision. ``overlap_blocks`` are leading blocks of this prompt that the worker holds."""
+
+    prompt_tokens: int
+    block_size: int
+    overlap_blocks: FloatColumn
+    cache_usage: FloatColumn
+    num_waiting: FloatColumn
+    prefill_tokens: FloatColumn
+    context_tokens: FloatColumn
+    num_requests: FloatColumn
+
+    def __len__(self) -> int:
+        return len(self.cache_usage)
+
+
+class Policy(Protocol):
+    """Scores candidates. ``uses_overlap`` says whether prefixes have to be looked up at all."""
+
+    uses_overlap: bool
+
+    def scores(self, candidates: Candidates) -> FloatColumn:
+        """One score per candidate, ``-inf`` for those that are out of the question. Called once per decision."""
+
+    def pick(self, scores: FloatColumn, rng: random.Random) -> int:
+        """The index of the chosen candidate."""
+
+
+def pick_best(scores: FloatColumn, rng: random.Random) -> int:
+    """The highest score; ties are drawn at random."""
+    best = np.flatnonzero(scores == scores.max())
+    return int(best[0] if len(best) == 1 else best[rng.randrange(len(best))])
+
+
+def pick_softmax(scores: FloatColumn, temperature: float, rng: random.Random) -> int:
+    """Draw with probability proportional to exp(score / temperature), scores scaled to a range of one.
+
+    Without the scaling, the temperature that spreads would depend on how long the prompts are.
+    """
+    finite = np.isfinite(scores)
+    low, high = float(scores[finite].min()), float(scores[finite].max())
+    if high == low:
+        return pick_best(scores, rng)
+    weights = np.where(finite, np.exp((scores - high) / (high - low) / temperature), 0.0)
+    cumulative = np.cumsum(weights)
+    at = int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
+    return min(at, int(np.flatnonzero(finite)[-1]))
+
+
+class KvPolicy:
+    """The default: the work that a worker would have before this request's first token, and while decoding it.
+
+        cost = pending prefill + (prompt - overlap_weight * overlap) + decode_weight * context in flight
+
+    all in tokens; the score is the negative cost. Affinity is gated by the request itself: the prefix draws exactly as
+    strongly as the prefill tokens that it saves, against load in the same unit, so a hot prefix spreads to a
+    second worker as soon as the first is busier by more than what the prefix would save.
+    """
+
+    uses_overlap = True
+
+    def __init__(self, overlap_weight: float, decode_weight: float, temperature: float) -> None:
+        self._overlap_weight = overlap_weight
+        self._decode_weight = decode_weight
+        self._temperature = temperature
+
+    def scores(self, candidates: Candidates) -> FloatColumn:
+        overlap = self._overlap_weight * candidates.block_size * candidates.overlap_blocks
+        prefill = candidates.prefill_tokens + np.maximum(candidates.prompt_tokens - overlap, 0.0)
+        cost: FloatColumn = prefill + self._decode_weight * candidates.context_tokens
+        return -cost
+
+    def pick(self, scores: FloatColumn, rng: random.Random) -> int:
+        if self._temperature > 0:
+            return pick_softmax(scores, self._temperature, rng)
+        return pick_best(scores, rng)
+
+
+class DynamoV0Policy:
+    """The mission's formula (section 5), from published load only:
+
+    logit = 2 * overlap_blocks * block_size / prompt_tokens - cache_usage - waiting / max_waiting_of_all
+    """
+
+    uses_overlap = True
+
+    def scores(self, candidates: Candidates) -> FloatColumn:
+        overlap = candidates.overlap_blocks * (candidates.block_size / max(candidates.prompt_tokens, 1))
+        most_waiting = candidates.num_waiting.max()
+        waiting = candidates.num_waiting / most_waiting if most_waiting > 0 else candidates.num_waiting
+        logits: FloatColumn = 2.0 * overlap - candidates.cache_usage - waiting
+        return logits
+
+    def pick(self, scores: FloatColumn, rng: random.Random) -> int:
+        return pick_best(scores, rng)
+
+
+class RoundRobinPolicy:
+    """One after the other, in the order in which workers were added. The score is minus the distance to the turn."""
+
+    uses_overlap = False
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def scores(self, candidates: Candidates) -> FloatColumn:
+        distance = (np.arange(len(candidates)) - self._next) % len(candidates)
+        return -distance.astype(np.float64)
+
+    def pick(self, scores: FloatColumn, rng: random.Random) -> int:
+        at = int(scores.argmax())
+        self._next = at + 1
+        return at
+
+
+class RandomPolicy:
+    """Every candidate with the same probability."""
+
+    uses_overlap = False
+
+    def scores(self, candidates: Candidates) -> FloatColumn:
+        return np.zeros(len(candidates))
+
+    def pick(self, scores: FloatColumn, rng: random.Random) -> int:
+        return pick_best(scores, rng)
+
+
+class LeastLoadedPolicy:
+    """The fewest tokens in flight: pending prefill and context, without regard to prefixes."""
+
+    uses_overlap = False
+
+    def scores(self, candidates: Candidates) -> FloatColumn:
+        load: FloatColumn = candidates.prefill_tokens + candidates.context_tokens
+        return -load
+
+    def pick(self, scores: FloatColumn, rng: random.Random) -> int:
+        return pick_best(scores, rng)
+
+
+class PowerOfTwoPolicy(LeastLoadedPolicy):
+    """Two candidates at random, the less loaded of them: late load samples cannot make everyone follow one worker."""
+
+    def pick(self, scores: FloatColumn, rng: random.Random) -> int:
+        eligible = [at for at, score in enumerate(scores.tolist()) if score != -math.inf]
+        pair = rng.sample(eligible, 2) if len(eligible) > 2 else eligible
+        return pair[pick_best(scores[pair], rng)]
+
+
+def build_policy(config: RouterConfig) -> Policy:
+    """The policy that ``config.router`` names."""
+    if config.router == "kv":
+        return KvPolicy(config.overlap_weight, config.decode_weight, config.temperature)
+    if config.router == "dynamo-v0":
+        return DynamoV0Policy()
+    if config.router == "round-robin":
+        return RoundRobinPolicy()
+    if config.router == "random":
+        return RandomPolicy()
+    if config.router == "least-loaded":
+        return LeastLoadedPolicy()
+    return PowerOfTwoPolicy()

@@ -1,0 +1,162 @@
+"""The router: workers, their load and their prefixes, put together under one policy.
+
+What it owns: the registered workers of one model, the load table, the index (only under a policy that looks at
+prefixes). What it does not know: how events, samples and requests arrive. Everything is synchronous.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import random
+from collections.abc import Collection
+
+import numpy as np
+
+from kvrelay.config import RouterConfig
+from kvrelay.core.clock import Clock
+from kvrelay.core.events import KvEventBatch, LoadMetrics
+from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.errors import WorkerUnavailableError
+from kvrelay.router.base import CandidateScore, RoutingDecision, RoutingRequest
+from kvrelay.router.load import FloatColumn, LoadTable
+from kvrelay.router.policies import Candidates, build_policy
+
+_log = logging.getLogger(__name__)
+
+
+class RouterStage(enum.Enum):
+    """Which workers compete. REQUEST: those that frontends send requests to (decode-first order, and the decode half
+    of a pair). PREFILL: those that prefill (the prefill half of a pair in prefill-first order)."""
+
+    REQUEST = "request"
+    PREFILL = "prefill"
+
+    def admits(self, info: WorkerInfo) -> bool:
+        if self is RouterStage.PREFILL:
+            return info.role is not WorkerRole.DECODE
+        return info.role.takes_requests
+
+
+class PolicyRouter:
+    """Implements ``Router``."""
+
+    def __init__(
+        self, config: RouterConfig, block_size: int, clock: Clock, stage: RouterStage = RouterStage.REQUEST
+    ) -> None:
+        self._block_size = block_size
+        self._stage = stage
+        self._workers: dict[str, WorkerInfo] = {}
+        self._load = LoadTable(block_size, clock)
+        self._rng = random.Random(config.seed)
+        self.configure(config)
+
+    @property
+    def config(self) -> RouterConfig:
+        return self._config
+
+    def configure(self, config: RouterConfig) -> None:
+        """Change policy or weights, from the next decision on; load and placements are kept."""
+        self._config = config
+        self._policy = build_policy(config)
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def add_worker(self, info: WorkerInfo) -> None:
+        known = self._workers.get(info.worker_id)
+        if known is not None and info.epoch < known.epoch:
+            return
+        self._workers[info.worker_id] = info
+        if self._stage.admits(info):
+            self._load.add_worker(info.worker_id)
+        else:
+            self._load.remove_worker(info.worker_id)
+
+    def remove_worker(self, worker_id: str) -> None:
+        self._workers.pop(worker_id, None)
+        self._load.remove_worker(worker_id)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def choose(self, request: RoutingRequest) -> RoutingDecision:
+        decision = self.explain(request)
+        num_tokens = len(request.token_ids)
+        cached = min(decision.overlap_blocks * self._block_size, num_tokens)
+        self._load.place(request.request_id, decision.worker_id, num_tokens - cached, num_tokens)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("request %s: %s", request.request_id, decision)
+        return decision
+
+    def explain(self, request: RoutingRequest) -> RoutingDecision:
+        """The decision, without placing the request. Raises WorkerUnavailableError when nobody can take it."""
+        ids = self._load.worker_ids
+        excluded = [row for row in map(self._load.row, request.exclude) if row is not None]
+        if len(excluded) >= len(ids):
+            raise WorkerUnavailableError("no worker can take the request")
+        candidates = self._candidates(request)
+        scores = self._policy.scores(candidates)
+        if excluded:
+            scores[excluded] = -np.inf
+        chosen = self._policy.pick(scores, self._rng)
+        overlap = int(candidates.overlap_blocks[chosen])
+        return RoutingDecision(
+            worker_id=ids[chosen],
+            policy=self._config.router,
+            hit_rate=overlap * self._block_size / len(request.token_ids) if overlap else 0.0,
+            overlap_blocks=overlap,
+            candidates=_score_records(ids, scores, candidates, excluded),
+        )
+
+    def first_token(self, request_id: str) -> None:
+        self._load.prefilled(request_id)
+
+    def finished(self, request_id: str, num_output_tokens: int) -> None:
+        self._load.finish(request_id)
+
+    def _candidates(self, request: RoutingRequest) -> Candidates:
+        load = self._load
+        return Candidates(
+            prompt_tokens=len(request.token_ids),
+            block_size=self._block_size,
+            overlap_blocks=self._overlap_column(request),
+            cache_usage=load.cache_usage(),
+            num_waiting=load.num_waiting(),
+            prefill_tokens=load.prefill_tokens(),
+            context_tokens=load.context_tokens(),
+            num_requests=load.num_requests(),
+        )
+
+    def _overlap_column(self, request: RoutingRequest) -> FloatColumn:
+        return np.zeros(len(self._load.worker_ids))
+
+    # -- what workers publish -----------------------------------------------------------------------------------------
+
+    def apply_events(self, batch: KvEventBatch) -> None:
+        """Feed the index; nothing to do under a policy without one."""
+
+    def apply_metrics(self, metrics: LoadMetrics) -> None:
+        self._load.apply_metrics(metrics)
+
+    def __repr__(self) -> str:
+        return f"PolicyRouter({self._config.router}, {self._load!r})"
+
+
+def _score_records(
+    ids: list[str], scores: FloatColumn, candidates: Candidates, excluded: Collection[int]
+) -> tuple[CandidateScore, ...]:
+    """Every candidate's numbers, in row order, without those that were excluded."""
+    records = tuple(
+        map(
+            CandidateScore,
+            ids,
+            scores.tolist(),
+            candidates.overlap_blocks.astype(np.int64).tolist(),
+            candidates.cache_usage.tolist(),
+            candidates.num_waiting.astype(np.int64).tolist(),
+            candidates.prefill_tokens.astype(np.int64).tolist(),
+            candidates.context_tokens.astype(np.int64).tolist(),
+        )
+    )
+    if not excluded:
+        return records
+    return tuple(record for row, record in enumerate(records) if row not in excluded)

@@ -1,0 +1,111 @@
+"""The load table: placements, published samples, staleness, workers that come and go."""
+
+from __future__ import annotations
+
+from kvrelay.core.clock import ManualClock
+from kvrelay.core.events import LoadMetrics
+from kvrelay.router.load import LoadTable, OwnLoad
+
+
+def sample(worker_id: str, *, active: int = 0, usage: float = 0.0, waiting: int = 0, seq: int = 0) -> LoadMetrics:
+    return LoadMetrics(
+        worker_id=worker_id,
+        request_active_slots=0,
+        request_total_slots=8,
+        kv_active_blocks=active,
+        kv_total_blocks=100,
+        num_requests_waiting=waiting,
+        gpu_cache_usage_perc=usage,
+        gpu_prefix_cache_hit_rate=0.0,
+        seq=seq,
+    )
+
+
+def table(*ids: str, clock: ManualClock | None = None) -> LoadTable:
+    built = LoadTable(16, clock or ManualClock(100.0), stale_after_s=5.0)
+    for name in ids:
+        built.add_worker(name)
+    return built
+
+
+def test_a_request_weighs_until_it_finishes() -> None:
+    load = table("a", "b")
+    load.place("r1", "b", prefill_tokens=60, context_tokens=100)
+    assert (load.prefill_tokens().tolist(), load.context_tokens().tolist()) == ([0, 60], [0, 100])
+    load.prefilled("r1")
+    load.prefilled("r1")
+    assert (load.prefill_tokens().tolist(), load.context_tokens().tolist()) == ([0, 0], [0, 100])
+    load.finish("r1")
+    load.finish("r1")
+    assert load.own("b") == OwnLoad(0, 0, 0)
+    assert load.num_placements == 0
+
+
+def test_a_request_that_moves_leaves_its_first_worker() -> None:
+    load = table("a", "b")
+    load.place("r1", "a", 60, 100)
+    load.place("r1", "b", 90, 120)
+    assert load.own("a") == OwnLoad(0, 0, 0)
+    assert load.own("b") == OwnLoad(90, 120, 1)
+
+
+def test_published_samples_and_staleness() -> None:
+    clock = ManualClock(100.0)
+    load = table("a", "b", clock=clock)
+    assert load.apply_metrics(sample("b", active=10, usage=0.5, waiting=3))
+    assert load.cache_usage().tolist() == [0.0, 0.5]
+    assert load.num_waiting().tolist() == [0, 3]
+    assert load.context_tokens().tolist() == [0, 160]
+    clock.advance(5.1)
+    assert load.cache_usage().tolist() == [0.0, 0.0]
+    assert load.context_tokens().tolist() == [0, 0]
+
+
+def test_own_placements_since_the_sample_are_added_to_it() -> None:
+    load = table("a")
+    load.place("r1", "a", 10, 100)
+    load.apply_metrics(sample("a", active=50))  # 800 tokens, most of them placed by other frontends
+    load.place("r2", "a", 10, 200)
+    assert load.context_tokens().tolist() == [1000]
+    load.finish("r1")
+    assert load.context_tokens().tolist() == [900]
+
+
+def test_a_late_sample_cannot_hide_what_was_just_placed() -> None:
+    load = table("a")
+    load.place("r1", "a", 10, 5000)
+    load.apply_metrics(sample("a", active=0))
+    assert load.context_tokens().tolist() == [5000]
+
+
+def test_samples_of_unknown_workers_and_old_samples_are_refused() -> None:
+    load = table("a")
+    assert not load.apply_metrics(sample("stranger"))
+    assert load.apply_metrics(sample("a", usage=0.4, seq=7))
+    assert not load.apply_metrics(sample("a", usage=0.9, seq=6))
+    assert load.cache_usage().tolist() == [0.4]
+
+
+def test_load_survives_a_worker_that_leaves_and_returns() -> None:
+    load = table("a", "b", "c")
+    load.place("r1", "b", 10, 100)
+    load.place("r2", "b", 20, 200)
+    load.remove_worker("b")
+    assert load.worker_ids == ["a", "c"]
+    load.finish("r1")
+    assert load.own("b") == OwnLoad(20, 200, 1)
+    load.add_worker("b")
+    assert load.context_tokens().tolist() == [0, 0, 200]
+    load.finish("r2")
+    assert load.context_tokens().tolist() == [0, 0, 0]
+
+
+def test_nothing_is_kept_of_a_worker_that_left_with_nothing() -> None:
+    load = table("a", "b")
+    load.place("r1", "b", 10, 100)
+    load.remove_worker("b")
+    load.remove_worker("b")
+    load.finish("r1")
+    load.add_worker("b")
+    assert load.own("b") == OwnLoad(0, 0, 0)
+    assert repr(load) == "LoadTable(workers=2, requests=0, prefill_tokens=0, context_tokens=0)"
