@@ -1,1 +1,1 @@
-"""cli"""
+"""The command line. A command parses its arguments, builds settings, and calls ``launch`` or ``bench``."""

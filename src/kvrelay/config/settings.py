@@ -6,8 +6,8 @@ the dataclass's ``section`` names. Values are checked at construction: what cann
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
 
 from kvrelay.errors import ConfigError
 
@@ -24,7 +24,7 @@ class Settings:
     section: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        for item in cast("dict[str, Field[Any]]", self.__dataclass_fields__).values():
+        for item in fields(self):
             low, high = item.metadata.get("low"), item.metadata.get("high")
             value = getattr(self, item.name)
             if value is None or isinstance(value, str):
@@ -95,7 +95,7 @@ class DisaggConfig(Settings):
 
     section: ClassVar[str] = "disagg"
 
-    max_local_prefill_length: int = setting(256, "Prefills up to so many uncached tokens run locally.", low=-1)
+    max_local_prefill_length: int = setting(256, "Prefills of up to so many tokens run locally; 0: none.", low=0)
     max_prefill_queue_size: int = setting(16, "A queue this long means: prefill locally.", low=0)
     remote_prefill_timeout_s: float = setting(30.0, "Unclaimed for so long, a prefill is taken back.", low=0.05)
     max_handoff_attempts: int = setting(2, "Claims of one hand-off before it is prefilled locally.", low=1)
@@ -113,7 +113,7 @@ class RouterConfig(Settings):
     overlap_weight: float = setting(1.0, "kv: credit per token of prefix overlap.", low=0)
     decode_weight: float = setting(1.0, "kv: cost per decode token in flight, in prefill tokens.", low=0)
     temperature: float = setting(0.0, "kv: 0 takes the best, above it draws by softmax.", low=0)
-    seed: int = setting(0, "Seed of random draws and ties.")
+    router_seed: int = setting(0, "Seed of random draws and ties.")
 
 
 @dataclass(frozen=True, slots=True)

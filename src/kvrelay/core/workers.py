@@ -8,7 +8,12 @@ import msgspec
 
 
 class WorkerRole(enum.StrEnum):
-    """What a worker does now. A role is state: it can change without reloading weights."""
+    """What a worker does now. A role is state: it can change without reloading weights.
+
+    A ``decode`` worker takes requests and may send their prefills away; a ``prefill`` worker pulls those from the
+    queue; a worker that does ``both`` takes requests and prefills them itself unless prefill workers are there
+    to help: what others call aggregated.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -21,7 +26,7 @@ class WorkerRole(enum.StrEnum):
 
     @property
     def pulls_prefills(self) -> bool:
-        return self is not WorkerRole.DECODE
+        return self is WorkerRole.PREFILL
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):

@@ -1,0 +1,46 @@
+# make help | serve | test | check | bench. Each builds the environment (.venv) first when it is not there.
+PYTHON ?= python3
+VENV   ?= .venv
+MODEL  ?=
+ARGS   ?=
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check bench env system-packages clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+
+serve: env  ## one prefill and one decode worker with the bundled checkpoint (MODEL=dir for another, ARGS=... for flags)
+	@$(BIN)/kvrelay serve $(MODEL) --prefill 1 --decode 1 $(ARGS)
+
+test: env system-packages  ## all tests that need no GPU
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: env  ## ruff, mypy and import-linter
+	@$(BIN)/ruff format --check src tests tools
+	@$(BIN)/ruff check src tests tools
+	@$(BIN)/lint-imports
+	@$(BIN)/mypy
+
+bench: env  ## the short form of all benchmarks, into bench-results/
+	@$(BIN)/kvrelay bench all --short $(ARGS)
+
+env: $(STAMP)
+
+# torch first and pinned: an open range would fetch gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (once)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench,etcd]'
+	@touch $@
+
+# The etcd tests need a server; without one they are skipped with the reason (with CI=true they fail).
+system-packages:
+	@command -v etcd >/dev/null 2>&1 || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 \
+	  && { apt-get update -qq && apt-get install -y -qq etcd-server etcd-client; } >/dev/null 2>&1; } || true
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache bench-results

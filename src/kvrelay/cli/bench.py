@@ -1,0 +1,13 @@
+"""``kvrelay bench``: the bench room's commands, and those of the rooms that it may not import."""
+
+from __future__ import annotations
+
+from kvrelay.bench.commands import bench_group
+from kvrelay.cli.bench_engine import bench_engine
+from kvrelay.cli.bench_frontend import bench_frontend
+from kvrelay.cli.bench_transfer import bench_transfer
+from kvrelay.router.bench_command import bench_router
+
+bench = bench_group
+for command in (bench_engine, bench_frontend, bench_transfer, bench_router):
+    bench.add_command(command)

@@ -1,0 +1,108 @@
+"""Orders to a running cluster: status, drain, role, config. They find the workers in discovery."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import click
+
+from kvrelay.cli.options import SettingsSource, settings_options
+from kvrelay.cli.processes import run_async
+from kvrelay.config import ControlConfig
+
+_control = settings_options(ControlConfig)
+
+
+def _settings(config_file: Path | None, flags: dict[str, object]) -> ControlConfig:
+    return SettingsSource((ControlConfig,), config_file, flags).build(ControlConfig)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--watch", is_flag=True, help="Again every second, until interrupted.")
+@_control
+def status(as_json: bool, watch: bool, config_file: Path | None, **flags: object) -> None:
+    """Show workers with role, model, load, KV use and hand-offs.
+
+    Example: kvrelay status --control nats://127.0.0.1:4222
+    """
+    from kvrelay.launch.admin import cluster_status, status_table
+
+    control = _settings(config_file, flags)
+
+    async def show() -> None:
+        report = await cluster_status(control)
+        if as_json:
+            click.echo(json.dumps(report))
+        else:
+            status_table(report)
+
+    while True:
+        run_async(show())
+        if not watch:
+            return
+        time.sleep(1.0)
+
+
+@click.command()
+@click.argument("worker_id")
+@_control
+def drain(worker_id: str, config_file: Path | None, **flags: object) -> None:
+    """Let WORKER_ID finish what it has, leave and exit.
+
+    Example: kvrelay drain prefill-0a1b2c3d4e --control nats://127.0.0.1:4222
+    """
+    from kvrelay.launch.admin import print_order
+
+    run_async(print_order(_settings(config_file, flags), worker_id, "drain"))
+
+
+@click.command()
+@click.argument("worker_id")
+@click.argument("new_role", type=click.Choice(["prefill", "decode", "both"]))
+@_control
+def role(worker_id: str, new_role: str, config_file: Path | None, **flags: object) -> None:
+    """Drain WORKER_ID and let it go on as NEW_ROLE, without reloading weights.
+
+    Example: kvrelay role decode-0a1b2c3d4e prefill --control nats://127.0.0.1:4222
+    """
+    from kvrelay.launch.admin import print_order
+
+    run_async(print_order(_settings(config_file, flags), worker_id, "role", new_role))
+
+
+@click.group()
+def config() -> None:
+    """Read or change a setting of a running cluster.
+
+    Example: kvrelay config set disagg.max_local_prefill_length 512 --control nats://127.0.0.1:4222
+    """
+
+
+@config.command("get")
+@click.argument("key", required=False)
+@_control
+def config_get(key: str | None, config_file: Path | None, **flags: object) -> None:
+    """Show KEY, or everything that was set.
+
+    Example: kvrelay config get --control nats://127.0.0.1:4222
+    """
+    from kvrelay.launch.admin import config_get as get
+
+    run_async(get(_settings(config_file, flags), key))
+
+
+@config.command("set")
+@click.argument("key")
+@click.argument("value")
+@_control
+def config_set(key: str, value: str, config_file: Path | None, **flags: object) -> None:
+    """Set KEY to VALUE everywhere, at once.
+
+    Example: kvrelay config set disagg.max_prefill_queue_size 4 --control nats://127.0.0.1:4222
+    """
+    from kvrelay.launch.admin import config_set as put
+
+    run_async(put(_settings(config_file, flags), key, value))

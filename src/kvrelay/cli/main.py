@@ -1,0 +1,87 @@
+"""``kvrelay``: finds the command, runs it, and turns every failure into one line on stderr and an exit code.
+
+Exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted. Commands are imported only when they are called, so that
+``kvrelay --help`` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+
+import click
+
+from kvrelay import __version__
+from kvrelay.errors import KvrelayError
+
+COMMANDS = {
+    "serve": ("kvrelay.cli.serve:serve", "Serve a model on this machine, prefill and decode apart."),
+    "frontend": ("kvrelay.cli.processes:frontend", "Run a frontend of a cluster."),
+    "worker": ("kvrelay.cli.processes:worker", "Run a worker of a cluster."),
+    "status": ("kvrelay.cli.cluster:status", "Show a running cluster."),
+    "drain": ("kvrelay.cli.cluster:drain", "Let a worker finish its work and leave."),
+    "role": ("kvrelay.cli.cluster:role", "Change what a worker does."),
+    "config": ("kvrelay.cli.cluster:config", "Read or change a setting of a running cluster."),
+    "bench": ("kvrelay.cli.bench:bench", "Measure engines, servers, routers, transfers and data sets."),
+    "make-model": ("kvrelay.cli.make_model:make_model_command", "Write a checkpoint with random weights."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands' names and one-line help without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        module, name = entry[0].split(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="kvrelay")
+@click.option("--log-level", default="warning", type=click.Choice(["debug", "info", "warning", "error"]))
+def cli(log_level: str) -> None:
+    """LLM serving with prefill and decode apart: the KV cache handed over like a baton.
+
+    Example: kvrelay serve --prefill 1 --decode 1
+    """
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; returns the exit code."""
+    try:
+        result = cli.main(arguments, prog_name="kvrelay", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as exc:
+        click.echo(exc.format_message())
+        return 2
+    except click.ClickException as exc:
+        where = f" (see '{exc.ctx.command_path} --help')" if isinstance(exc, click.UsageError) and exc.ctx else ""
+        return _fail(f"{exc.format_message()}{where}", exc.exit_code)
+    except KvrelayError as exc:
+        return _fail(exc.message, exc.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"kvrelay: {' '.join(message.split())}", file=sys.stderr)
+    return code

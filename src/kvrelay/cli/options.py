@@ -1,0 +1,80 @@
+"""Turns the rooms' settings dataclasses into command line options, so that a flag, its type, its range and its help are
+written down once, in ``kvrelay.config``."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvrelay.config import load_settings
+from kvrelay.config.loading import read_config_file
+from kvrelay.config.settings import Settings
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+S = TypeVar("S", bound=Settings)
+
+
+def settings_options(*classes: type[Settings], exclude: tuple[str, ...] = ()) -> Callable[[Command], Command]:
+    """A decorator that adds ``--config FILE`` and one option per field of ``classes`` to a click command.
+
+    An option that is not given arrives as None, so that file and environment keep their say.
+    """
+
+    def decorate(command: Command) -> Command:
+        for cls in reversed(classes):
+            hints = typing.get_type_hints(cls)
+            for item in reversed(dataclasses.fields(cls)):
+                if item.name not in exclude:
+                    command = _option(item, hints[item.name])(command)
+        help_text = "YAML file with a section per room; flags win over it."
+        path = click.Path(exists=True, dir_okay=False, path_type=Path)
+        return click.option("--config", "config_file", type=path, help=help_text)(command)
+
+    return decorate
+
+
+def _option(item: dataclasses.Field[Any], hint: Any) -> Callable[[Command], Command]:
+    flag = "--" + item.name.replace("_", "-")
+    help_text = f"{item.metadata.get('help', '')}  [default: {item.default if item.default != '' else 'none'}]"
+    if isinstance(hint, types.UnionType):
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    if hint is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", item.name, default=None, help=help_text)
+    if typing.get_origin(hint) is typing.Literal:
+        kind: click.ParamType[Any] | type = click.Choice([str(choice) for choice in typing.get_args(hint)])
+    else:
+        kind = hint
+    return click.option(flag, item.name, type=kind, default=None, help=help_text)
+
+
+class SettingsSource:
+    """The values one command was given: a configuration file and flags. Builds each room's settings from them."""
+
+    def __init__(self, classes: tuple[type[Settings], ...], config_file: Path | None, flags: Mapping[str, Any]) -> None:
+        self._file = read_config_file(config_file, list(classes)) if config_file else {}
+        self._flags = {name: value for name, value in flags.items() if value is not None}
+
+    def build(self, cls: type[S], **overrides: object) -> S:
+        """``cls`` from file, environment, flags and, over all, ``overrides``. Raises ConfigError."""
+        return load_settings(cls, file_values=self._file.get(cls.section), flags={**self._flags, **overrides})
+
+
+def settings_to_flags(settings: Settings, *, skip: tuple[str, ...] = ()) -> list[str]:
+    """The command line that rebuilds ``settings``: only what differs from the defaults."""
+    words: list[str] = []
+    for item in dataclasses.fields(settings):
+        value = getattr(settings, item.name)
+        if item.name in skip or value == item.default:
+            continue
+        flag = "--" + item.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, str(value)]
+    return words

@@ -1,0 +1,99 @@
+"""``kvrelay serve``: one command to a running system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvrelay.cli.options import SettingsSource, settings_options, settings_to_flags
+from kvrelay.cli.processes import FRONTEND_SETTINGS, WORKER_SETTINGS, run_async
+from kvrelay.config import (
+    ControlConfig,
+    DisaggConfig,
+    EngineConfig,
+    FrontendConfig,
+    MockConfig,
+    RouterConfig,
+    RunnerConfig,
+    TransferConfig,
+)
+
+SERVE_SETTINGS = (
+    FrontendConfig,
+    RouterConfig,
+    DisaggConfig,
+    EngineConfig,
+    RunnerConfig,
+    TransferConfig,
+    ControlConfig,
+    MockConfig,
+)
+assert set(SERVE_SETTINGS) == {*WORKER_SETTINGS, *FRONTEND_SETTINGS}
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--prefill", "num_prefill", default=1, type=click.IntRange(0, 64), help="Prefill workers; 0: aggregated.")
+@click.option("--decode", "num_decode", default=1, type=click.IntRange(1, 64), help="Decode workers.")
+@click.option("--frontends", "num_frontends", default=1, type=click.IntRange(1, 64), help="Frontend processes.")
+@click.option("--engine", "engine_kind", type=click.Choice(["torch", "mock"]), default="torch", help="Engine.")
+@click.option("--served-model-name", help="Name that clients use; default: the directory's.")
+@click.option(
+    "--nats-dir", type=click.Path(file_okay=False, path_type=Path), help="Data of the NATS server; default: temporary."
+)
+@click.option("--start-timeout", default=300.0, type=click.FloatRange(1.0), help="Seconds until all must be ready.")
+@click.option(
+    "--drain-timeout", default=30.0, type=click.FloatRange(0.0), help="Seconds to finish requests at the end."
+)
+@settings_options(*SERVE_SETTINGS)
+def serve(
+    model: str | None,
+    num_prefill: int,
+    num_decode: int,
+    num_frontends: int,
+    engine_kind: str,
+    served_model_name: str | None,
+    nats_dir: Path | None,
+    start_timeout: float,
+    drain_timeout: float,
+    config_file: Path | None,
+    **flags: object,
+) -> None:
+    """Serve MODEL (a checkpoint directory or hub id; default: the bundled one) on this machine.
+
+    Example: kvrelay serve ./model --prefill 1 --decode 1 --port 8000
+    """
+    from kvrelay.launch.models import resolve_model, served_name
+    from kvrelay.launch.serve import ServeOptions, available_cores, run_serve
+
+    source = SettingsSource(SERVE_SETTINGS, config_file, flags)
+    path = resolve_model(model)
+    runner = source.build(RunnerConfig)
+    if runner.num_threads == 0:
+        runner = source.build(RunnerConfig, num_threads=max(1, available_cores() // (num_prefill + num_decode)))
+    worker_settings = (*(source.build(cls) for cls in (EngineConfig, TransferConfig, DisaggConfig)), runner)
+    worker_flags = ["--engine", engine_kind]
+    for settings in (*worker_settings, *([source.build(MockConfig)] if engine_kind == "mock" else [])):
+        worker_flags += settings_to_flags(settings)
+    frontend = source.build(FrontendConfig)
+    frontend_flags = settings_to_flags(frontend, skip=("port",)) + settings_to_flags(source.build(RouterConfig))
+    run_async(
+        run_serve(
+            ServeOptions(
+                model_path=path,
+                model_name=served_name(path, served_model_name),
+                num_prefill=num_prefill,
+                num_decode=num_decode,
+                num_frontends=num_frontends,
+                frontend=frontend,
+                control=source.build(ControlConfig),
+                worker_flags=worker_flags,
+                frontend_flags=frontend_flags,
+                control_flags=settings_to_flags,
+                nats_dir=nats_dir,
+                start_timeout_s=start_timeout,
+                drain_timeout_s=drain_timeout,
+            )
+        )
+    )

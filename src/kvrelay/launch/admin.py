@@ -1,0 +1,142 @@
+"""What an operator asks of a running cluster: who is there, how loaded, drain, change role, change a setting."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvrelay.config import ControlConfig, DisaggConfig
+from kvrelay.config.loading import nearest
+from kvrelay.control import connect_control
+from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.core.messages import AdminReply, AdminRequest, Message
+from kvrelay.core.workers import WorkerInfo
+from kvrelay.errors import ConfigError, KvrelayError, WorkerUnavailableError
+from kvrelay.rpc import ZmqRpcClient
+from kvrelay.worker.disagg import DisaggPolicy
+
+ORDER_TIMEOUT_S = 30.0
+STATUS_TIMEOUT_S = 2.0
+SETTABLE = ("disagg.max_local_prefill_length", "disagg.max_prefill_queue_size")
+
+_nonces = itertools.count(1)
+
+
+async def order(info: WorkerInfo, command: str, argument: str = "", timeout_s: float = ORDER_TIMEOUT_S) -> Any:
+    """Send one order to one worker; gives its JSON answer. Raises WorkerUnavailableError, KvrelayError."""
+    client = ZmqRpcClient(info.address, connect_timeout_s=timeout_s)
+    answer: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
+
+    def receive(message: Message) -> None:
+        if isinstance(message, AdminReply) and not answer.done():
+            answer.set_result(message)
+
+    client.on_message(receive)
+    await client.start()
+    try:
+        client.send(AdminRequest(next(_nonces), command, argument))
+        async with asyncio.timeout(timeout_s):
+            reply = await answer
+    except TimeoutError as exc:
+        raise WorkerUnavailableError(f"{info.worker_id} did not answer in {timeout_s:g} s") from exc
+    finally:
+        await client.close()
+    if reply.error is not None:
+        raise KvrelayError(f"{info.worker_id}: {reply.error}")
+    return json.loads(reply.payload)
+
+
+async def list_workers(control: ControlPlane, keys: Keys) -> list[WorkerInfo]:
+    """The workers in discovery, by id."""
+    entries = await control.discovery.list(keys.workers)
+    return sorted((msgspec.json.decode(value, type=WorkerInfo) for value in entries.values()), key=_by_id)
+
+
+def _by_id(info: WorkerInfo) -> str:
+    return info.worker_id
+
+
+async def cluster_status(config: ControlConfig) -> dict[str, Any]:
+    """Every worker's own status, and the queue."""
+    control = await connect_control(config)
+    try:
+        workers = await list_workers(control, Keys(config.namespace))
+        answers = await asyncio.gather(*(_status_of(info) for info in workers))
+        return {"prefill_queue_size": await control.prefill_queue.size(), "workers": answers}
+    finally:
+        await control.close()
+
+
+async def _status_of(info: WorkerInfo) -> dict[str, Any]:
+    try:
+        status: dict[str, Any] = await order(info, "status", timeout_s=STATUS_TIMEOUT_S)
+        return status
+    except KvrelayError as exc:
+        return {"worker_id": info.worker_id, "role": info.role, "model": info.model, "error": str(exc)}
+
+
+def status_table(report: dict[str, Any]) -> None:
+    """Print the report for a person."""
+    table = Table(title=f"prefill queue: {report['prefill_queue_size']}", title_justify="left")
+    for column in ("worker", "role", "model", "requests", "waiting", "KV used", "hand-offs in/out", "remote prefills"):
+        table.add_column(column)
+    for status in report["workers"]:
+        if "error" in status:
+            table.add_row(status["worker_id"], status["role"], status["model"], f"[red]{status['error']}[/red]")
+            continue
+        load = status["load"]
+        table.add_row(
+            status["worker_id"],
+            status["role"],
+            status["model"],
+            f"{load['request_active_slots']}/{load['request_total_slots']}",
+            str(load["num_requests_waiting"]),
+            f"{load['kv_active_blocks']}/{load['kv_total_blocks']}",
+            f"{status['handoffs_in']}/{status['handoffs_out']}",
+            str(status["decode"]["num_remote_done"] + status["prefill"]["num_prefills"]),
+        )
+    Console().print(table)
+
+
+async def print_order(config: ControlConfig, worker_id: str, command: str, argument: str = "") -> None:
+    """Send an order to the worker of that id and print what it says. Raises WorkerUnavailableError."""
+    control = await connect_control(config)
+    try:
+        workers = {info.worker_id: info for info in await list_workers(control, Keys(config.namespace))}
+    finally:
+        await control.close()
+    if worker_id not in workers:
+        raise WorkerUnavailableError(f"no worker {worker_id} in discovery{nearest(worker_id, workers)}")
+    print(json.dumps(await order(workers[worker_id], command, argument)))
+
+
+async def config_set(config: ControlConfig, key: str, value: str) -> None:
+    """Put a run-time setting into discovery, where every worker watches it. Raises ConfigError."""
+    if key not in SETTABLE:
+        raise ConfigError(f"{key} cannot be set at run time{nearest(key, SETTABLE)}", param=key)
+    DisaggPolicy(DisaggConfig()).set(key.removeprefix("disagg."), value)
+    control = await connect_control(config)
+    try:
+        await control.discovery.put(Keys(config.namespace).config_value(key), json.dumps(int(value)).encode())
+    finally:
+        await control.close()
+
+
+async def config_get(config: ControlConfig, key: str | None) -> None:
+    """Print what was set at run time, one ``key value`` a line."""
+    control = await connect_control(config)
+    try:
+        keys = Keys(config.namespace)
+        entries = await control.discovery.list(keys.config)
+    finally:
+        await control.close()
+    for name, value in sorted(entries.items()):
+        shown = name.removeprefix(keys.config)
+        if key in (None, shown):
+            print(shown, value.decode())

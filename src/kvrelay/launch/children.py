@@ -1,0 +1,88 @@
+"""Child processes: started with the command line that a cluster would use, ended with their parent, restarted when they
+crash.
+
+A child runs in a session of its own, so that Ctrl-C reaches only ``serve``, which then ends its children in order. On
+Linux the kernel ends a child whose parent has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+_log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
+CRASH_LOOP_WINDOW_S = 60.0
+CRASH_LOOP_LIMIT = 5
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@dataclass(slots=True)
+class Child:
+    """One child and its history of crashes."""
+
+    name: str
+    command: list[str]
+    process: subprocess.Popen[bytes]
+    crashes_s: list[float] = field(default_factory=list)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+
+def kvrelay_command(*arguments: str) -> list[str]:
+    """The command line of another ``kvrelay`` process in this environment."""
+    return [sys.executable, "-m", "kvrelay", *arguments]
+
+
+def start_child(name: str, command: list[str]) -> Child:
+    """Start ``command``; it writes to our stdout and stderr."""
+    process = subprocess.Popen(  # noqa: PLW1509 - the hook only calls prctl
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent
+    )
+    return Child(name, command, process)
+
+
+def restart_delay_s(child: Child, now_s: float) -> float | None:
+    """How long to wait before starting a crashed child again; None when it crashes in a loop."""
+    child.crashes_s = [at for at in child.crashes_s if now_s - at < CRASH_LOOP_WINDOW_S] + [now_s]
+    if len(child.crashes_s) >= CRASH_LOOP_LIMIT:
+        return None
+    return RESTART_BACKOFF_S[min(len(child.crashes_s), len(RESTART_BACKOFF_S)) - 1]
+
+
+def restart(child: Child) -> None:
+    """Start the child's command again, in place."""
+    child.process = start_child(child.name, child.command).process
+
+
+async def stop_children(children: list[Child], timeout_s: float) -> None:
+    """SIGTERM, wait for a clean end, SIGKILL what is left."""
+    for child in children:
+        if child.exit_code is None:
+            child.process.terminate()
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and any(child.exit_code is None for child in children):
+        await asyncio.sleep(0.02)
+    for child in children:
+        if child.exit_code is None:
+            _log.warning("%s (pid %d) did not end in %g s: killed", child.name, child.pid, timeout_s)
+            child.process.kill()
+        child.process.wait()

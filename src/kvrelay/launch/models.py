@@ -1,0 +1,44 @@
+"""Finds the checkpoint that a model argument means, and the name that it is served under."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvrelay.data import bundled_checkpoint_path
+from kvrelay.errors import CheckpointError
+
+
+def resolve_model(model: str | None) -> Path:
+    """The directory of a checkpoint: the bundled one, a local directory, or a hub id fetched by ``huggingface_hub``.
+
+    Raises CheckpointError when there is none.
+    """
+    if not model:
+        return bundled_checkpoint_path()
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{model} is no checkpoint: it has no config.json", param="model")
+        return path.resolve()
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise CheckpointError(f"checkpoint directory {model} does not exist", param="model")
+    return _from_hub(model)
+
+
+def _from_hub(model: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError as exc:
+        raise CheckpointError(f"{model} is no local directory, and huggingface_hub is not installed") from exc
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as exc:
+        reason = str(exc).split("\n", maxsplit=1)[0]
+        raise CheckpointError(f"{model} is no local directory, and the hub does not give it: {reason}") from exc
+
+
+def served_name(path: Path, name: str | None) -> str:
+    """The name that clients use: the one given, or the directory's."""
+    return name or path.name

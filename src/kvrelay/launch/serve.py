@@ -1,0 +1,235 @@
+"""``kvrelay serve``: a whole cluster on one machine, as child processes under supervision.
+
+It starts a NATS server on loopback unless it is given one, then the workers and frontends with the command lines that
+a cluster would use, waits until all of them are there, says so in one line, and watches them: a child that crashes is
+started again with growing pauses; one that crashes in a loop ends the whole with a non-zero exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiohttp
+
+from kvrelay.config import ControlConfig, FrontendConfig
+from kvrelay.control import connect_control
+from kvrelay.control.base import Keys
+from kvrelay.control.nats_process import NatsServerProcess
+from kvrelay.errors import AddressInUseError, FatalError, KvrelayError
+from kvrelay.launch.children import Child, kvrelay_command, restart, restart_delay_s, start_child, stop_children
+from kvrelay.launch.signals import on_terminate
+
+_log = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.05
+USAGE_EXIT_CODE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What ``serve`` was told. The command lines of the children come ready made, but for what only ``serve`` knows."""
+
+    model_path: Path
+    model_name: str
+    num_prefill: int
+    num_decode: int
+    num_frontends: int
+    frontend: FrontendConfig
+    control: ControlConfig
+    worker_flags: list[str]
+    frontend_flags: list[str]
+    control_flags: Callable[[ControlConfig], list[str]]
+    nats_dir: Path | None
+    start_timeout_s: float
+    drain_timeout_s: float
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_prefill + self.num_decode
+
+
+class Cluster:
+    """The children of one ``serve``, from start to stop."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self._nats: NatsServerProcess | None = None
+        self._control = options.control
+        self._workers: list[Child] = []
+        self._frontends: list[Child] = []
+        self._port = options.frontend.port
+        self._stop = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        host = self._options.frontend.host
+        return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._port}"
+
+    async def run(self) -> None:
+        """Start, announce, supervise until SIGTERM or SIGINT, stop. Raises KvrelayError when it cannot go on."""
+        on_terminate(self._stop.set)
+        self._port = _check_port(self._options.frontend)
+        try:
+            await self._start()
+            if await self._until_ready():
+                self._announce()
+                await self._supervise()
+        finally:
+            await self._shut_down()
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        options = self._options
+        if not self._control.control:
+            self._nats = NatsServerProcess(store_dir=options.nats_dir)
+            self._control = replace(self._control, control=await asyncio.to_thread(self._nats.start))
+        for number in range(options.num_prefill):
+            self._workers.append(self._start_worker("prefill", number))
+        for number in range(options.num_decode):
+            self._workers.append(self._start_worker("decode" if options.num_prefill else "both", number))
+        for number in range(options.num_frontends):
+            self._frontends.append(self._start_frontend(number))
+
+    def _start_worker(self, role: str, number: int) -> Child:
+        options = self._options
+        command = kvrelay_command(
+            "worker",
+            str(options.model_path),
+            "--served-model-name",
+            options.model_name,
+            "--role",
+            role,
+            *options.worker_flags,
+            *options.control_flags(self._control),
+        )
+        return start_child(f"{role} worker {number}", command)
+
+    def _start_frontend(self, number: int) -> Child:
+        options = self._options
+        flags = [*options.frontend_flags, "--port", str(self._port), *options.control_flags(self._control)]
+        return start_child(f"frontend {number}", kvrelay_command("frontend", *flags))
+
+    async def _until_ready(self) -> bool:
+        """Wait until every worker is in discovery and the frontend serves the model. False: told to stop meanwhile."""
+        deadline = time.monotonic() + self._options.start_timeout_s
+        control = await connect_control(self._control)
+        keys = Keys(self._control.namespace)
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
+                while not self._stop.is_set():
+                    self._check_starting()
+                    workers = await control.discovery.list(keys.workers)
+                    if len(workers) >= self._options.num_workers and await self._healthy(session):
+                        return True
+                    if time.monotonic() > deadline:
+                        raise FatalError(
+                            f"not ready after {self._options.start_timeout_s:g} s: "
+                            f"{len(workers)} of {self._options.num_workers} workers are there"
+                        )
+                    await asyncio.sleep(POLL_INTERVAL_S)
+        finally:
+            await control.close()
+        return False
+
+    async def _healthy(self, session: aiohttp.ClientSession) -> bool:
+        try:
+            async with session.get(f"{self.url}/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    def _check_starting(self) -> None:
+        """A child that ends while starting has said why on stderr."""
+        for child in self._workers + self._frontends:
+            if child.exit_code is not None:
+                error = FatalError(f"{child.name} ended with exit code {child.exit_code} while starting")
+                error.exit_code = USAGE_EXIT_CODE if child.exit_code == USAGE_EXIT_CODE else 1
+                raise error
+
+    def _announce(self) -> None:
+        options = self._options
+        body = json.dumps({"model": options.model_name, "prompt": "Once upon a time", "max_tokens": 32})
+        shape = (
+            f"{options.num_prefill}P{options.num_decode}D"
+            if options.num_prefill
+            else f"{options.num_decode} aggregated"
+        )
+        print(f"kvrelay is ready: {options.model_name} ({shape}) at {self.url}/v1 (control {self._control.control})")
+        print(f"  curl {self.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+
+    # -- watch --------------------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        while not self._stop.is_set():
+            for child in self._workers + self._frontends:
+                if child.exit_code is not None:
+                    await self._revive(child)
+            if self._nats is not None and not self._nats.is_running:
+                _log.warning("the NATS server ended: starting it again")
+                await asyncio.to_thread(self._nats.start)
+            try:
+                async with asyncio.timeout(POLL_INTERVAL_S * 4):
+                    await self._stop.wait()
+            except TimeoutError:
+                pass
+
+    async def _revive(self, child: Child) -> None:
+        if child.exit_code == 0:
+            # Drained on an operator's order: it is meant to be gone.
+            self._workers = [other for other in self._workers if other is not child]
+            if not self._workers:
+                self._stop.set()
+            return
+        delay = restart_delay_s(child, time.monotonic())
+        if delay is None:
+            raise FatalError(f"{child.name} crashes in a loop (exit code {child.exit_code})")
+        print(
+            f"kvrelay: {child.name} (pid {child.pid}) ended with exit code {child.exit_code}; restart in {delay:g} s",
+            file=sys.stderr,
+        )
+        await asyncio.sleep(delay)
+        if not self._stop.is_set():
+            restart(child)
+
+    async def _shut_down(self) -> None:
+        """Frontends first, so that nothing new comes; then the workers, drained; then the control plane."""
+        timeout_s = self._options.drain_timeout_s
+        await stop_children(self._frontends, timeout_s)
+        await stop_children(self._workers, timeout_s)
+        if self._nats is not None:
+            await asyncio.to_thread(self._nats.stop)
+
+
+def _check_port(config: FrontendConfig) -> int:
+    """The port to serve on: the one asked for, if it is free, or a free one for 0. Raises AddressInUseError."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as exc:
+            raise AddressInUseError(f"cannot listen on {config.host}:{config.port}: {exc.strerror}") from exc
+        return int(probe.getsockname()[1])
+
+
+async def run_serve(options: ServeOptions) -> None:
+    """Run a cluster on this machine until it is told to stop."""
+    try:
+        await Cluster(options).run()
+    except OSError as exc:
+        raise KvrelayError(f"cannot start: {exc}") from exc
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

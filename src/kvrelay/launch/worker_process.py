@@ -1,0 +1,109 @@
+"""One worker process: control plane, engine, data plane and request plane, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, RunnerConfig, TransferConfig
+from kvrelay.control import connect_control
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.workers import WorkerRole
+from kvrelay.engine.base import Executor
+from kvrelay.engine.core import EngineCore
+from kvrelay.errors import ConfigError
+from kvrelay.launch.signals import on_terminate
+from kvrelay.rpc import ZmqRpcClient, ZmqRpcServer
+from kvrelay.rpc.base import RpcClient
+from kvrelay.transfer import build_transport
+from kvrelay.worker.worker import Worker, WorkerSettings, new_worker_id
+
+_log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long the engine thread may keep the interpreter from the event loop; Python's 5 ms is a token's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """Everything that ``kvrelay worker`` was told."""
+
+    model_path: Path
+    model_name: str
+    role: WorkerRole
+    engine_kind: str
+    host: str
+    port: int
+    engine: EngineConfig
+    runner: RunnerConfig
+    transfer: TransferConfig
+    control: ControlConfig
+    disagg: DisaggConfig
+    mock: MockConfig
+
+
+def build_engine_executor(options: WorkerOptions) -> Executor:
+    """The torch runner, or the mock with its timing model. Raises InvalidInputError."""
+    if options.engine_kind == "mock":
+        from kvrelay.launch.mock_model import build_mock_executor
+
+        return build_mock_executor(options.model_path, options.engine, options.mock)
+    from kvrelay.runner import build_executor
+
+    return build_executor(options.model_path, options.runner, options.engine)
+
+
+async def run_worker(options: WorkerOptions) -> None:
+    """Run until SIGTERM, an order to drain, or a failed engine."""
+    if not options.control.control:
+        raise ConfigError("a worker needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    control = await connect_control(options.control)
+    try:
+        executor = await asyncio.to_thread(_load, options)
+        settings = _settings(options, executor)
+        worker = Worker(
+            settings,
+            executor,
+            EngineCore(executor, settings.engine, MonotonicClock(), worker_id=settings.worker_id),
+            build_transport(options.transfer, settings.worker_id),
+            control,
+            ZmqRpcServer(options.host, options.port),
+            _connect,
+        )
+        await worker.start()
+        on_terminate(worker.request_drain)
+        _log.info("%s is ready (pid %d)", settings.worker_id, os.getpid())
+        await worker.run()
+    finally:
+        await control.close()
+
+
+def _load(options: WorkerOptions) -> Executor:
+    executor = build_engine_executor(options)
+    executor.warm_up()
+    return executor
+
+
+def _settings(options: WorkerOptions, executor: Executor) -> WorkerSettings:
+    return WorkerSettings(
+        model=options.model_name,
+        model_path=str(options.model_path),
+        role=options.role,
+        engine_kind=options.engine_kind,
+        engine=replace(options.engine, num_blocks=executor.num_blocks, max_model_len=executor.max_model_len),
+        transfer=options.transfer,
+        control=options.control,
+        disagg=options.disagg,
+        worker_id=new_worker_id(options.role),
+    )
+
+
+async def _connect(address: str) -> RpcClient:
+    client = ZmqRpcClient(address)
+    await client.start()
+    return client

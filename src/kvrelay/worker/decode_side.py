@@ -1,0 +1,361 @@
+"""A worker's decode side: requests of frontends, and the hand-offs that bring their KV from elsewhere.
+
+    GenerateRequest ──> admit (engine thread): prefix hit, remote or local? ──> engine
+    RemotePrefillStart ──> push to the prefill queue
+    HandoffClaim ──> grant ──> HandoffGrant            (the claimant's connection is remembered)
+    HandoffDone (notification of the last write) ──> engine: RUNNING
+    HandoffReleased, connection lost, lease ended ──> engine: quarantined blocks return, the request goes on locally
+
+It owns who asked for what (peer of each request, connection of each claimant). It does not own blocks: the engine's
+hand-off ledger does, and every rule about them is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvrelay.control.base import PrefillQueue
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffGrant,
+    HandoffRefused,
+    HandoffReleased,
+    RemotePrefillRequest,
+)
+from kvrelay.core.messages import (
+    AbortRequest,
+    GenerateRequest,
+    OutputBatch,
+    RequestRefused,
+    TokenOutput,
+    decode_message,
+)
+from kvrelay.engine.base import RemotePrefillStart, StepOutput
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.errors import (
+    ControlUnavailableError,
+    EngineDeadError,
+    InvalidInputError,
+    KvrelayError,
+    ProtocolError,
+    RetryElsewhereError,
+)
+from kvrelay.rpc.base import Peer, RpcServer
+from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.worker.engine_thread import EngineThread
+
+_log = logging.getLogger(__name__)
+
+QUEUE_SIZE_INTERVAL_S = 0.02
+EXPIRY_INTERVAL_S = 0.25
+
+
+@dataclass(slots=True)
+class DecodeStats:
+    """Counters of the decode side, for metrics and status. ``places`` counts prefills by where they ran and why."""
+
+    num_requests: int = 0
+    num_refused: int = 0
+    num_aborted: int = 0
+    num_remote_done: int = 0
+    num_stale: int = 0
+    num_received_bytes: int = 0
+    places: Counter[str] = field(default_factory=Counter)
+
+
+class DecodeSide:
+    """Serves frontends, and grants hand-offs to prefill workers."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        model: str,
+        address: Callable[[], str],
+        kv_compatibility: str,
+        engine: EngineThread,
+        transfer: TransferThread,
+        queue: PrefillQueue,
+        server: RpcServer,
+        policy: DisaggPolicy,
+        fleet: Callable[[], int],
+    ) -> None:
+        self.stats = DecodeStats()
+        self.accepting = True
+        self._worker_id = worker_id
+        self._model = model
+        self._address = address
+        self._kv_compatibility = kv_compatibility
+        self._engine = engine
+        self._transfer = transfer
+        self._queue = queue
+        self._server = server
+        self._policy = policy
+        self._num_prefill_workers = fleet
+        self._queue_size = 0
+        self._loop = asyncio.get_running_loop()
+        self._peer_of: dict[str, Peer] = {}
+        self._requests_of: defaultdict[Peer, set[str]] = defaultdict(set)
+        self._claimants: dict[str, Peer] = {}
+        self._open_grants: dict[tuple[str, int], str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_request_s = 0.0
+        self._queue_watch: asyncio.Task[None] | None = None
+        self._expiry = self._loop.create_task(self._expire_forever())
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._peer_of)
+
+    @property
+    def num_open_grants(self) -> int:
+        return len(self._open_grants)
+
+    # -- frontends ----------------------------------------------------------------------------------------------------
+
+    def generate(self, peer: Peer, message: GenerateRequest) -> None:
+        """Admit a request, or refuse it at once."""
+        if message.worker_id != self._worker_id:
+            self._refuse(peer, message.request_id, f"worker {message.worker_id} is gone", 503, retryable=True)
+            return
+        if not self.accepting:
+            self._refuse(peer, message.request_id, "the worker is draining", 503, retryable=True)
+            return
+        if message.request_id in self._peer_of:
+            self._refuse(peer, message.request_id, "a request of this id is running", 400, retryable=False)
+            return
+        self.stats.num_requests += 1
+        self._peer_of[message.request_id] = peer
+        self._requests_of[peer].add(message.request_id)
+        self._watch_queue()
+        self._engine.post(lambda core: self._admit(core, peer, message))
+
+    def abort(self, peer: Peer, message: AbortRequest) -> None:
+        """The frontend wants no more of it."""
+        if self._peer_of.get(message.request_id) == peer:
+            self._forget(message.request_id)
+            self._abort(message.request_id)
+
+    def peer_gone(self, peer: Peer) -> None:
+        """A connection ended: a frontend's requests are cancelled, a prefill worker's hand-offs go on without it."""
+        for request_id in list(self._requests_of.get(peer, ())):
+            self._forget(request_id)
+            self._abort(request_id)
+        for worker_id, claimant in list(self._claimants.items()):
+            if claimant == peer:
+                del self._claimants[worker_id]
+                # Its lease may live on, and so may its writes: the request goes on, the blocks stay quarantined.
+                self._engine.post(lambda core, worker_id=worker_id: core.claimant_lost(worker_id))
+
+    def _abort(self, request_id: str) -> None:
+        self.stats.num_aborted += 1
+        self._engine.post(lambda core: core.abort(request_id))
+
+    def _admit(self, core: EngineCore, peer: Peer, message: GenerateRequest) -> None:
+        """On the engine thread: decide where the prefill runs and enqueue."""
+        tokens = message.prompt_token_ids + message.output_token_ids
+        place = self._policy.decide(
+            prompt_length=len(tokens),
+            num_cached_tokens=core.num_cached_tokens(tokens),
+            prefill_fleet=PrefillFleet(self._num_prefill_workers(), self._queue_size),
+            must_be_local=message.sampling.prompt_logprobs is not None or message.sampling.max_tokens == 0,
+        )
+        try:
+            core.add_request(
+                Request(
+                    request_id=message.request_id,
+                    prompt_token_ids=message.prompt_token_ids,
+                    output_token_ids=message.output_token_ids,
+                    sampling=message.sampling,
+                    mode=PrefillMode.REMOTE if place is PrefillPlace.REMOTE else PrefillMode.LOCAL,
+                    priority=message.priority,
+                )
+            )
+        except KvrelayError as exc:
+            self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, exc)
+        else:
+            self.stats.places[place] += 1
+
+    def _refuse_error(self, peer: Peer, request_id: str, error: KvrelayError) -> None:
+        self._forget(request_id)
+        if isinstance(error, InvalidInputError):
+            self._refuse(peer, request_id, error.message, error.status, retryable=False)
+        elif isinstance(error, RetryElsewhereError):
+            self._refuse(peer, request_id, error.message, error.status, True, error.retry_after_s)
+        else:
+            self._refuse(peer, request_id, error.message, 500, retryable=isinstance(error, EngineDeadError))
+
+    def _refuse(
+        self, peer: Peer, request_id: str, reason: str, status: int, retryable: bool, retry_after_s: float = 1.0
+    ) -> None:
+        self.stats.num_refused += 1
+        self._server.send(peer, RequestRefused(request_id, reason, status, retryable, retry_after_s))
+
+    def _forget(self, request_id: str) -> None:
+        peer = self._peer_of.pop(request_id, None)
+        if peer is not None:
+            requests = self._requests_of[peer]
+            requests.discard(request_id)
+            if not requests:
+                del self._requests_of[peer]
+
+    # -- what a step produced -----------------------------------------------------------------------------------------
+
+    def deliver(self, step: StepOutput, abandons: list[tuple[str, HandoffAbandon]]) -> None:
+        """On the event loop, once per step: tokens to frontends, prefills to the queue, abandons to claimants."""
+        if step.outputs:
+            self._send_outputs(step.outputs)
+        for start in step.remote_prefills:
+            self._spawn(self._push(start))
+        for claimant, abandon in abandons:
+            peer = self._claimants.get(claimant)
+            if peer is not None:
+                self._server.send(peer, abandon)
+
+    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
+        by_peer: defaultdict[Peer, list[TokenOutput]] = defaultdict(list)
+        for output in outputs:
+            peer = self._peer_of.get(output.request_id)
+            if peer is None:
+                continue
+            by_peer[peer].append(output)
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+        for peer, batch in by_peer.items():
+            self._server.send(peer, OutputBatch(tuple(batch)))
+
+    async def _push(self, start: RemotePrefillStart) -> None:
+        now = time.time()
+        request = RemotePrefillRequest(
+            handoff_id=start.handoff_id,
+            decode_worker_id=self._worker_id,
+            decode_address=self._address(),
+            model=self._model,
+            request_id=start.request_id,
+            token_ids=start.token_ids,
+            num_output_tokens=start.num_output_tokens,
+            sampling=msgspec.structs.replace(start.sampling, seed=start.seed),
+            block_ids=start.block_ids,
+            num_cached_tokens=start.num_cached_tokens,
+            kv_compatibility=self._kv_compatibility,
+            priority=start.priority,
+            deadline_unix_s=now + self._policy.config.remote_prefill_timeout_s,
+            pushed_unix_s=now,
+        )
+        try:
+            await self._queue.push(request)
+        except ControlUnavailableError as exc:
+            _log.warning("cannot queue prefill %s, computing it here: %s", start.handoff_id, exc)
+            self._engine.post(lambda core: core.remote_prefill_failed(start.handoff_id, "queue not reachable"))
+
+    # -- prefill workers ----------------------------------------------------------------------------------------------
+
+    def claim(self, peer: Peer, message: HandoffClaim) -> None:
+        """A prefill worker asks for a hand-off."""
+        self._claimants[message.prefill_worker_id] = peer
+        self._spawn(self._grant(peer, message))
+
+    async def _grant(self, peer: Peer, message: HandoffClaim) -> None:
+        answer: HandoffGrant | HandoffRefused
+        if message.kv_compatibility != self._kv_compatibility:
+            answer = HandoffRefused(message.handoff_id, f"KV is not compatible with {self._kv_compatibility}")
+        else:
+            try:
+                answer = await self._engine.call(lambda core: core.grant(message))
+            except EngineDeadError as exc:
+                answer = HandoffRefused(message.handoff_id, exc.message)
+        if isinstance(answer, HandoffGrant):
+            self._open(answer, message.prefill_worker_id)
+        self._server.send(peer, answer)
+
+    def released(self, message: HandoffReleased) -> None:
+        """The claimant has stopped writing."""
+        self._engine.post(lambda core: core.handoff_released(message))
+        self._close(message.handoff_id, message.generation)
+
+    def notified(self, payload: bytes) -> None:
+        """On the transfer thread: the last write's notification has arrived."""
+        try:
+            message = decode_message(payload)
+        except ProtocolError as exc:
+            _log.warning("notification refused: %s", exc)
+            return
+        if not isinstance(message, HandoffDone):
+            _log.warning("notification refused: %s is not HandoffDone", type(message).__name__)
+            return
+        self._engine.post(lambda core: self._done(core, message))
+
+    def _done(self, core: EngineCore, message: HandoffDone) -> None:
+        if core.remote_prefill_done(message):
+            self.stats.num_remote_done += 1
+            self.stats.num_received_bytes += message.num_transferred_bytes
+        else:
+            self.stats.num_stale += 1
+        self._loop.call_soon_threadsafe(self._close, message.handoff_id, message.generation)
+
+    def worker_gone(self, worker_id: str) -> None:
+        """A prefill worker's lease has ended: nothing of it can write any more."""
+        self._claimants.pop(worker_id, None)
+        self._engine.post(lambda core: core.peer_gone(worker_id))
+        for key, claimant in list(self._open_grants.items()):
+            if claimant == worker_id:
+                self._close(*key)
+
+    def _open(self, grant: HandoffGrant, claimant: str) -> None:
+        self._open_grants[(grant.handoff_id, grant.generation)] = claimant
+        self._transfer.open_handoff()
+
+    def _close(self, handoff_id: str, generation: int) -> None:
+        if self._open_grants.pop((handoff_id, generation), None) is not None:
+            self._transfer.close_handoff()
+
+    # -- background ---------------------------------------------------------------------------------------------------
+
+    def _watch_queue(self) -> None:
+        """Keep the queue's size fresh while requests arrive; stop asking a second after the last one."""
+        self._last_request_s = time.monotonic()
+        if self._num_prefill_workers() and (self._queue_watch is None or self._queue_watch.done()):
+            self._queue_watch = self._loop.create_task(self._refresh_queue_size())
+
+    async def _refresh_queue_size(self) -> None:
+        while time.monotonic() - self._last_request_s < 1.0:
+            try:
+                self._queue_size = await self._queue.size()
+            except ControlUnavailableError:
+                self._queue_size = self._policy.config.max_prefill_queue_size
+            await asyncio.sleep(QUEUE_SIZE_INTERVAL_S)
+        self._queue_size = 0
+
+    async def _expire_forever(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_INTERVAL_S)
+            if self._peer_of:
+                self._engine.post(lambda core: core.expire_handoffs())
+
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def drain(self) -> None:
+        """Take nothing new; return when every request and every hand-off has ended."""
+        self.accepting = False
+        while self._peer_of or self._open_grants:
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        tasks = [self._expiry, *self._tasks, *([self._queue_watch] if self._queue_watch else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,65 @@
+"""The disaggregated router: prefill here, or send it away? (mission, section 3)
+
+A pure decision over numbers that others measured; both thresholds can be replaced while requests run.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+from kvrelay.config import DisaggConfig
+from kvrelay.errors import ConfigError
+
+
+class PrefillPlace(enum.StrEnum):
+    """Where a prefill runs, and for local ones why. Values are metric labels."""
+
+    REMOTE = "remote"
+    LOCAL_SHORT = "local_short"
+    LOCAL_QUEUE_FULL = "local_queue_full"
+    LOCAL_NO_PREFILL_WORKER = "local_no_prefill_worker"
+    LOCAL_REQUIRED = "local_required"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFleet:
+    """What a decode worker knows of the prefill side."""
+
+    num_workers: int
+    queue_size: int
+
+
+class DisaggPolicy:
+    """Holds the thresholds and decides per request."""
+
+    def __init__(self, config: DisaggConfig) -> None:
+        self.config = config
+
+    def set(self, name: str, value: object) -> None:
+        """Replace one threshold at run time. Raises ConfigError for an unknown name or a value out of range."""
+        if name not in ("max_local_prefill_length", "max_prefill_queue_size"):
+            raise ConfigError(f"disagg.{name} cannot be changed at run time", param=name)
+        try:
+            number = int(str(value))
+        except ValueError as exc:
+            raise ConfigError(f"disagg.{name} must be a whole number, got {value!r}", param=name) from exc
+        self.config = replace(self.config, **{name: number})
+
+    def decide(
+        self, *, prompt_length: int, num_cached_tokens: int, prefill_fleet: PrefillFleet, must_be_local: bool = False
+    ) -> PrefillPlace:
+        """``absolute_prefill_length > max_local_prefill_length and queue_size < max_prefill_queue_size``.
+
+        ``num_cached_tokens`` is the true prefix hit on this worker, so prompt_length * (1 - hit_rate) is exact.
+        ``must_be_local``: the request needs what only a local prefill gives (prompt logprobs).
+        """
+        if must_be_local:
+            return PrefillPlace.LOCAL_REQUIRED
+        if prompt_length - num_cached_tokens <= self.config.max_local_prefill_length:
+            return PrefillPlace.LOCAL_SHORT
+        if prefill_fleet.num_workers == 0:
+            return PrefillPlace.LOCAL_NO_PREFILL_WORKER
+        if prefill_fleet.queue_size >= self.config.max_prefill_queue_size:
+            return PrefillPlace.LOCAL_QUEUE_FULL
+        return PrefillPlace.REMOTE

@@ -1,0 +1,171 @@
+"""One granted hand-off, seen from the prefill worker: read the hit blocks, write each finished chunk, say done.
+
+                engine thread            transfer thread               event loop
+    KvLoad ───────> load() ──submit──>  READ ──> engine.kv_loaded
+    HandoffChunk ─> send() ──submit──>  WRITE ──> _written()
+    last chunk ───> send() ..waits for the writes before it.. WRITE + HandoffDone ──> _end(None)
+                                                                        abandon() <── HandoffAbandon, connection lost
+
+Our blocks stay in use until every transfer that touches them has completed, whatever happens in between; only then is
+the engine told ``sending_finished``. ``on_end`` runs exactly once, after that point.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvrelay.core.handoff import HandoffDone, HandoffGrant, RemotePrefillRequest
+from kvrelay.core.layout import KVLayout
+from kvrelay.core.messages import encode_message
+from kvrelay.engine.base import HandoffChunk, KvLoad
+from kvrelay.transfer.base import TransferOp
+from kvrelay.transfer.plan import plan_blocks
+from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.engine_thread import EngineThread
+
+
+class OutgoingHandoff:
+    """Drives the transfers of one hand-off. Methods may be called from the threads named in the module's figure."""
+
+    def __init__(
+        self,
+        request: RemotePrefillRequest,
+        grant: HandoffGrant,
+        *,
+        engine_request_id: str,
+        layout: KVLayout,
+        engine: EngineThread,
+        transfer: TransferThread,
+        on_computed: Callable[[], None],
+        on_end: Callable[[str | None], None],
+    ) -> None:
+        self.request = request
+        self.grant = grant
+        self.engine_request_id = engine_request_id
+        self.num_bytes = 0
+        self._layout = layout
+        self._engine = engine
+        self._transfer = transfer
+        self._on_computed = on_computed
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._num_in_flight = 0
+        self._last_chunk: HandoffChunk | None = None
+        self._error: str | None = None
+        self._ended = False
+        self._started_s = time.monotonic()
+
+    # -- engine thread ------------------------------------------------------------------------------------------------
+
+    def load(self, load: KvLoad) -> None:
+        """Read the decode worker's hit blocks into ours; the engine hears ``kv_loaded`` in any case."""
+        with self._lock:
+            if self._error is None:
+                self._submit(TransferOp.READ, load.first_block, load.block_ids, None)
+                return
+        self._tell_loaded(ok=False)
+
+    def send(self, chunk: HandoffChunk) -> None:
+        """Write a computed chunk; the last one waits until every earlier write has completed."""
+        if chunk.last:
+            self._on_computed()
+        with self._lock:
+            if self._error is not None or self._ended:
+                return
+            if chunk.last and self._num_in_flight > 0:
+                self._last_chunk = chunk
+            else:
+                self._write(chunk)
+
+    # -- event loop ---------------------------------------------------------------------------------------------------
+
+    def abandon(self, reason: str) -> None:
+        """Stop: compute and write nothing more. ``on_end(reason)`` follows when no transfer is in flight."""
+        with self._lock:
+            if self._ended:
+                return
+            self._error = self._error or reason
+            ends = self._close_if_idle()
+        self._engine.post(lambda core: core.abort(self.engine_request_id))
+        if ends:
+            self._end()
+
+    # -- transfer thread ----------------------------------------------------------------------------------------------
+
+    def _loaded(self, error: str | None) -> None:
+        self._tell_loaded(ok=error is None)
+        with self._lock:
+            self._num_in_flight -= 1
+            ends = self._error is not None and self._close_if_idle()
+        if ends:
+            self._end()
+
+    def _written(self, error: str | None) -> None:
+        with self._lock:
+            self._num_in_flight -= 1
+            newly_failed = error is not None and self._error is None
+            self._error = self._error or error
+            ends = False
+            if self._error is not None:
+                ends = self._close_if_idle()
+            elif self._num_in_flight == 0 and self._last_chunk is not None:
+                chunk, self._last_chunk = self._last_chunk, None
+                self._write(chunk)
+        if newly_failed:
+            self._engine.post(lambda core: core.abort(self.engine_request_id))
+        if ends:
+            self._end()
+
+    def _finished(self, error: str | None) -> None:
+        """The write that carried HandoffDone has completed."""
+        with self._lock:
+            self._num_in_flight -= 1
+            self._error = self._error or error
+            ends = self._close_if_idle()
+        if ends:
+            self._end()
+
+    # -- any thread, under the lock -----------------------------------------------------------------------------------
+
+    def _write(self, chunk: HandoffChunk) -> None:
+        notify = self._done_message(chunk) if chunk.last else None
+        self._submit(TransferOp.WRITE, chunk.first_block, chunk.block_ids, notify)
+
+    def _submit(self, op: TransferOp, first_block: int, block_ids: tuple[int, ...], notify: bytes | None) -> None:
+        remote = self.grant.block_ids[first_block : first_block + len(block_ids)]
+        plan = plan_blocks(self._layout, block_ids, remote)
+        on_done = self._loaded if op is TransferOp.READ else self._written if notify is None else self._finished
+        self._num_in_flight += 1
+        self.num_bytes += plan.num_bytes
+        self._transfer.submit(op, self.request.decode_worker_id, plan, notify=notify, on_done=on_done)
+
+    def _done_message(self, chunk: HandoffChunk) -> bytes:
+        assert chunk.token_id is not None, "the last chunk carries the first token"
+        return encode_message(
+            HandoffDone(
+                handoff_id=self.grant.handoff_id,
+                generation=self.grant.generation,
+                token_id=chunk.token_id,
+                logprobs=chunk.logprobs,
+                num_transferred_bytes=self.num_bytes + len(chunk.block_ids) * self._layout.block_bytes,
+                prefill_s=time.monotonic() - self._started_s,
+            )
+        )
+
+    def _close_if_idle(self) -> bool:
+        """Whether this call is the one that ends the hand-off."""
+        if self._ended or self._num_in_flight > 0:
+            return False
+        self._ended = True
+        return True
+
+    # -- outside the lock ---------------------------------------------------------------------------------------------
+
+    def _tell_loaded(self, *, ok: bool) -> None:
+        self._engine.post(lambda core: core.kv_loaded(self.engine_request_id, ok))
+
+    def _end(self) -> None:
+        self._engine.post(lambda core: core.sending_finished(self.engine_request_id))
+        self._on_end(self._error)

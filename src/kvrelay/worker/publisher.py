@@ -1,0 +1,104 @@
+"""Publishes what routers need to know: the prefix cache's events, numbered and replayable, and the load.
+
+A first load sample goes out at start, before any forward pass; then one on change, at most 20 a second, and at least
+one a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+
+from kvrelay.control.base import EventBus, Keys, Subscription
+from kvrelay.core.event_codec import encode_events, encode_load
+from kvrelay.core.event_log import KvEventLog
+from kvrelay.core.events import KvEvent, LoadMetrics
+from kvrelay.errors import ControlUnavailableError
+
+_log = logging.getLogger(__name__)
+
+MIN_INTERVAL_S = 0.05
+MAX_INTERVAL_S = 1.0
+
+
+class Publisher:
+    """One worker's events and load on the bus. All methods run on the event loop."""
+
+    def __init__(self, worker_id: str, epoch: int, bus: EventBus, keys: Keys, log: KvEventLog) -> None:
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._bus = bus
+        self._keys = keys
+        self._log = log
+        self._pending: list[KvEvent] = []
+        self._load: LoadMetrics | None = None
+        self._sent_load: LoadMetrics | None = None
+        self._sent_s = 0.0
+        self._seq = 0
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._replay: Subscription | None = None
+
+    async def start(self, load: LoadMetrics) -> None:
+        """Publish the first sample and begin."""
+        self._load = load
+        await self._publish_load()
+        self._replay = await self._bus.serve(self._keys.worker_replay(self._worker_id), self._serve_replay)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def update(self, events: list[KvEvent], load: LoadMetrics) -> None:
+        """What a step changed."""
+        self._pending += events
+        self._load = load
+        self._changed.set()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._replay is not None:
+            try:
+                await self._replay.unsubscribe()
+            except ControlUnavailableError as exc:
+                _log.debug("replay service ends with the connection: %s", exc)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(MAX_INTERVAL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            await self._publish_events()
+            await self._publish_load()
+            await asyncio.sleep(MIN_INTERVAL_S)
+
+    async def _publish_events(self) -> None:
+        if not self._pending:
+            return
+        events, self._pending = self._pending, []
+        batch = self._log.append(tuple(events))
+        try:
+            await self._bus.publish(self._keys.worker_kv_events(self._worker_id), encode_events(batch))
+        except ControlUnavailableError as exc:
+            # The log has them: indexes see the gap in the numbers and ask for a replay.
+            _log.debug("events %d.. not published: %s", batch.first_seq, exc)
+
+    async def _publish_load(self) -> None:
+        load, now = self._load, time.monotonic()
+        if load is None or (load == self._sent_load and now - self._sent_s < MAX_INTERVAL_S):
+            return
+        self._sent_load, self._sent_s = load, now
+        self._seq += 1
+        try:
+            sample = msgspec.structs.replace(load, seq=self._seq)
+            await self._bus.publish(self._keys.worker_load(self._worker_id), encode_load(sample))
+        except ControlUnavailableError as exc:
+            _log.debug("load not published: %s", exc)
+
+    async def _serve_replay(self, data: bytes) -> bytes:
+        return self._log.serve_replay(data)

@@ -1,0 +1,386 @@
+"""A worker: an engine that joined the cluster.
+
+Life: build the engine -> bind the request plane -> register KV memory -> put itself into discovery under a lease ->
+serve -> drain -> leave. The role is state: ``set_role`` drains, registers again under a new epoch and goes on without
+reloading weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Coroutine
+from dataclasses import asdict, dataclass
+
+import msgspec
+
+from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, TransferConfig
+from kvrelay.control.base import ControlPlane, Keys, Lease, WatchKind
+from kvrelay.core.event_log import KvEventLog
+from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffReleased
+from kvrelay.core.hashing import HASH_SEED
+from kvrelay.core.layout import Compatibility
+from kvrelay.core.messages import (
+    PROTOCOL_VERSION,
+    AbortRequest,
+    AdminReply,
+    AdminRequest,
+    GenerateRequest,
+    Message,
+    Ping,
+    Pong,
+)
+from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
+from kvrelay.engine.base import Executor, StepOutput
+from kvrelay.engine.core import EngineCore
+from kvrelay.errors import ConfigError, ControlUnavailableError, EngineDeadError, KvrelayError
+from kvrelay.rpc.base import Peer, RpcServer
+from kvrelay.transfer.base import Notification, Transport
+from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.decode_side import DecodeSide
+from kvrelay.worker.disagg import DisaggPolicy
+from kvrelay.worker.engine_thread import EngineThread
+from kvrelay.worker.fleet import Fleet
+from kvrelay.worker.peers import Connect, DecodePeers
+from kvrelay.worker.prefill_side import PrefillSide
+from kvrelay.worker.publisher import Publisher
+
+_log = logging.getLogger(__name__)
+
+ORDERS = ("status", "drain", "role", "check_integrity", "clear_cache")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker is told at start. ``worker_id`` is drawn anew at every start."""
+
+    model: str
+    model_path: str
+    role: WorkerRole
+    engine_kind: str
+    engine: EngineConfig
+    transfer: TransferConfig
+    control: ControlConfig
+    disagg: DisaggConfig
+    worker_id: str
+
+
+def new_worker_id(role: WorkerRole) -> str:
+    """An id that no earlier incarnation of any worker had; it begins with the role at birth, for the eye only."""
+    return f"{role}-{uuid.uuid4().hex[:10]}"
+
+
+class Worker:
+    """Wires an engine to the planes. Everything it uses comes by constructor."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        executor: Executor,
+        core: EngineCore,
+        transport: Transport,
+        control: ControlPlane,
+        server: RpcServer,
+        connect: Connect,
+    ) -> None:
+        self.settings = settings
+        self.role = settings.role
+        self.epoch = 0
+        self._executor = executor
+        self._core = core
+        self._control = control
+        self._server = server
+        self._keys = Keys(settings.control.namespace)
+        self._loop = asyncio.get_running_loop()
+        self._lease: Lease | None = None
+        self._draining = asyncio.Event()
+        self._dead: EngineDeadError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._compatibility = Compatibility(
+            model=settings.model,
+            weights_fingerprint=executor.weights_fingerprint,
+            layout=executor.kv_layout,
+            hash_seed=HASH_SEED,
+            protocol=PROTOCOL_VERSION,
+        ).digest()
+        self._transport = transport
+        self._transfer = TransferThread(transport, settings.transfer)
+        self._transfer.on_notification(self._on_notification)
+        self._engine = EngineThread(core, self._on_step, self._on_engine_dead)
+        self._events = KvEventLog(settings.worker_id, self.epoch)
+        self._publisher = Publisher(settings.worker_id, self.epoch, control.events, self._keys, self._events)
+        self._policy = DisaggPolicy(settings.disagg)
+        self._fleet = Fleet(control.discovery, self._keys, settings.model, self._on_worker_gone)
+        self._peers = DecodePeers(
+            connect,
+            control.discovery,
+            self._keys,
+            on_abandon=self._on_abandon,
+            on_lost=self._on_decode_peer_lost,
+        )
+        self._prefill = PrefillSide(
+            worker_id=settings.worker_id,
+            model=settings.model,
+            layout=executor.kv_layout,
+            kv_compatibility=self._compatibility,
+            engine=self._engine,
+            transfer=self._transfer,
+            queue=control.prefill_queue,
+            peers=self._peers,
+        )
+        self._decode = DecodeSide(
+            worker_id=settings.worker_id,
+            model=settings.model,
+            address=lambda: server.address,
+            kv_compatibility=self._compatibility,
+            engine=self._engine,
+            transfer=self._transfer,
+            queue=control.prefill_queue,
+            server=server,
+            policy=self._policy,
+            fleet=lambda: self._fleet.num_prefill_workers if self.role is not WorkerRole.PREFILL else 0,
+        )
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bind, register, appear in discovery. Raises ControlUnavailableError or AddressInUseError."""
+        self._server.on_message(self._on_message)
+        self._server.on_peer_gone(self._decode.peer_gone)
+        await self._server.start()
+        self._transfer.start()
+        agent = await asyncio.wrap_future(self._transfer.register(self._executor.kv_region))
+        self._engine.start()
+        self._lease = await self._control.discovery.grant(self.settings.control.lease_ttl_s)
+        self._lease.on_lost(self._on_lease_lost)
+        await self._put_kv_metadata(agent)
+        await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
+        self._fleet.start()
+        self._spawn(self._watch_config())
+        await self._enter_role(self.role)
+
+    async def run(self) -> None:
+        """Serve until ``request_drain``; then drain and leave. Raises EngineDeadError when the engine has failed."""
+        await self._draining.wait()
+        if self._dead is None:
+            await self._leave_role()
+        await self.close()
+        if self._dead is not None:
+            raise self._dead
+
+    def request_drain(self) -> None:
+        """Begin to leave; ``run`` returns when everything in flight has ended."""
+        self._draining.set()
+
+    async def close(self) -> None:
+        """Leave discovery and free everything, whatever is in flight."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            if self._lease is not None:
+                await self._lease.revoke()
+        except ControlUnavailableError as exc:
+            _log.warning("cannot revoke the lease, it runs out by itself: %s", exc)
+        await self._fleet.close()
+        await self._publisher.close()
+        await self._decode.close()
+        await self._peers.close()
+        await self._server.close()
+        await asyncio.to_thread(self._engine.close)
+        await asyncio.to_thread(self._transfer.close)
+        self._executor.shutdown()
+
+    # -- role ---------------------------------------------------------------------------------------------------------
+
+    async def set_role(self, role: WorkerRole) -> None:
+        """Drain, register again under a new epoch, go on. The weights and the KV pool stay."""
+        if role is self.role:
+            return
+        await self._leave_role()
+        self.epoch += 1
+        await self._enter_role(role)
+
+    async def _enter_role(self, role: WorkerRole) -> None:
+        self.role = role
+        self._engine.post(lambda core: core.set_exclusive_prefill(role is WorkerRole.PREFILL))
+        self._decode.accepting = role.takes_requests
+        if role is WorkerRole.PREFILL:
+            self._prefill.start()
+        await self._control.discovery.put(
+            self._keys.worker(self.settings.worker_id), msgspec.json.encode(self._info()), self._lease
+        )
+
+    async def _leave_role(self) -> None:
+        """Out of discovery first; then finish what is in flight."""
+        try:
+            await self._control.discovery.delete(self._keys.worker(self.settings.worker_id))
+        except ControlUnavailableError as exc:
+            _log.warning("cannot leave discovery: %s", exc)
+        await self._prefill.drain()
+        await self._decode.drain()
+
+    def _info(self) -> WorkerInfo:
+        settings = self.settings
+        return WorkerInfo(
+            worker_id=settings.worker_id,
+            epoch=self.epoch,
+            role=self.role,
+            model=settings.model,
+            model_path=settings.model_path,
+            address=self._server.address,
+            max_model_len=self._executor.max_model_len,
+            block_size=self._executor.kv_layout.block_size,
+            num_blocks=self._executor.num_blocks,
+            vocab_size=self._executor.vocab_size,
+            kv_compatibility=self._compatibility,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            engine=settings.engine_kind,
+            transport=self._transport.name,
+            max_num_seqs=settings.engine.max_num_seqs,
+        )
+
+    async def _put_kv_metadata(self, agent: bytes) -> None:
+        region = self._executor.kv_region
+        metadata = KvMetadata(
+            worker_id=self.settings.worker_id,
+            rank=0,
+            transport=self._transport.name,
+            agent=agent,
+            address=region.address,
+            num_bytes=region.num_bytes,
+            block_bytes=self._executor.kv_layout.block_bytes,
+            device=region.device,
+            device_id=region.device_id,
+            kv_compatibility=self._compatibility,
+        )
+        key = self._keys.worker_kv_metadata(self.settings.worker_id, 0)
+        await self._control.discovery.put(key, msgspec.json.encode(metadata), self._lease)
+
+    # -- what arrives -------------------------------------------------------------------------------------------------
+
+    def _on_message(self, peer: Peer, message: Message) -> None:
+        match message:
+            case GenerateRequest():
+                self._decode.generate(peer, message)
+            case AbortRequest():
+                self._decode.abort(peer, message)
+            case HandoffClaim():
+                self._decode.claim(peer, message)
+            case HandoffReleased():
+                self._decode.released(message)
+            case Ping():
+                self._server.send(peer, Pong(message.nonce, self.settings.worker_id))
+            case AdminRequest():
+                self._spawn(self._admin(peer, message))
+            case _:
+                _log.warning("an unexpected %s was dropped", type(message).__name__)
+
+    def _on_step(self, step: StepOutput) -> None:
+        """On the engine thread, after every step."""
+        self._prefill.on_step(step)
+        abandons = self._core.drain_abandons()
+        events = self._core.drain_events()
+        if step.outputs or step.remote_prefills or abandons:
+            self._loop.call_soon_threadsafe(self._decode.deliver, step, abandons)
+        if events or step.num_scheduled_tokens or step.outputs:
+            self._loop.call_soon_threadsafe(self._publisher.update, events, self._core.metrics())
+
+    def _on_notification(self, notification: Notification) -> None:
+        self._decode.notified(notification.payload)
+
+    def _on_abandon(self, message: HandoffAbandon) -> None:
+        self._prefill.on_abandon(message)
+
+    def _on_worker_gone(self, worker_id: str) -> None:
+        self._decode.worker_gone(worker_id)
+        self._on_decode_peer_lost(worker_id)
+
+    def _on_decode_peer_lost(self, worker_id: str) -> None:
+        self._prefill.on_peer_lost(worker_id)
+        self._transfer.remove_peer(worker_id)
+
+    def _on_lease_lost(self) -> None:
+        """Others may count us as dead: what we still write could land in reused blocks."""
+        _log.warning("lease lost: abandoning hand-offs in progress")
+        self._prefill.abandon_all("lease lost")
+
+    def _on_engine_dead(self, error: EngineDeadError) -> None:
+        def leave() -> None:
+            self._dead = error
+            self._draining.set()
+
+        self._loop.call_soon_threadsafe(leave)
+
+    # -- orders of an operator ----------------------------------------------------------------------------------------
+
+    async def _admin(self, peer: Peer, message: AdminRequest) -> None:
+        try:
+            payload = await self._perform(message)
+        except (KvrelayError, ValueError) as exc:
+            self._server.send(peer, AdminReply(message.nonce, error=str(exc)))
+        else:
+            self._server.send(peer, AdminReply(message.nonce, payload=json.dumps(payload)))
+
+    async def _perform(self, message: AdminRequest) -> object:
+        match message.command:
+            case "status":
+                return await self.status()
+            case "drain":
+                self.request_drain()
+                return {"draining": True}
+            case "role":
+                await self.set_role(WorkerRole(message.argument))
+                return {"role": self.role, "epoch": self.epoch}
+            case "check_integrity":
+                return await self._engine.call(_integrity)
+            case "clear_cache":
+                await self._engine.call(lambda core: core.clear_cache())
+                return {"cleared": True}
+        raise ConfigError(f"unknown order {message.command}; known are {', '.join(ORDERS)}")
+
+    async def status(self) -> dict[str, object]:
+        """Everything an operator asks for, as JSON values."""
+        metrics = await self._engine.call(lambda core: core.metrics())
+        return {
+            "worker_id": self.settings.worker_id,
+            "role": self.role,
+            "epoch": self.epoch,
+            "model": self.settings.model,
+            "pid": os.getpid(),
+            "load": msgspec.to_builtins(metrics),
+            "requests": self._decode.num_requests,
+            "handoffs_in": self._decode.num_open_grants,
+            "handoffs_out": self._prefill.num_handoffs,
+            "decode": asdict(self._decode.stats),
+            "prefill": asdict(self._prefill.stats),
+            "transfer": msgspec.to_builtins(self._transfer.stats()),
+            "disagg": asdict(self._policy.config),
+        }
+
+    async def _watch_config(self) -> None:
+        """Thresholds that ``kvrelay config set`` changes, effective at once."""
+        prefix = self._keys.config_value("disagg.")
+        async for event in self._control.discovery.watch(prefix):
+            if event.kind is not WatchKind.PUT:
+                continue
+            try:
+                self._policy.set(event.key.removeprefix(prefix), msgspec.json.decode(event.value))
+            except (ConfigError, msgspec.DecodeError) as exc:
+                _log.warning("%s refused: %s", event.key, exc)
+
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _integrity(core: EngineCore) -> dict[str, object]:
+    core.check_integrity()
+    metrics = core.metrics()
+    return {"ok": True, "blocks_in_use": metrics.kv_active_blocks, "blocks": metrics.kv_total_blocks}

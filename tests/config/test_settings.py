@@ -1,0 +1,88 @@
+"""Settings: ranges, precedence of file, environment and flags, unknown keys."""
+
+import dataclasses
+
+import pytest
+
+from kvrelay.cli.options import settings_to_flags
+from kvrelay.config import (
+    ControlConfig,
+    DisaggConfig,
+    EngineConfig,
+    FrontendConfig,
+    MockConfig,
+    RouterConfig,
+    RunnerConfig,
+    TransferConfig,
+    load_settings,
+)
+from kvrelay.config.loading import read_config_file
+from kvrelay.errors import ConfigError
+
+ALL = [
+    ControlConfig,
+    DisaggConfig,
+    EngineConfig,
+    FrontendConfig,
+    MockConfig,
+    RouterConfig,
+    RunnerConfig,
+    TransferConfig,
+]
+
+
+def test_field_names_are_unique_over_all_rooms_since_they_are_flags():
+    names = [item.name for cls in ALL for item in dataclasses.fields(cls)]
+    assert len(names) == len(set(names))
+
+
+def test_every_field_has_help_and_every_class_a_section():
+    assert len({cls.section for cls in ALL}) == len(ALL)
+    for cls in ALL:
+        assert all(item.metadata["help"] for item in dataclasses.fields(cls))
+
+
+def test_flags_win_over_environment_over_file():
+    values = {"block_size": 8, "max_num_seqs": 8, "max_num_waiting": 8}
+    environ = {"KVRELAY_BLOCK_SIZE": "32", "KVRELAY_MAX_NUM_SEQS": "32"}
+    config = load_settings(EngineConfig, file_values=values, environ=environ, flags={"block_size": 64})
+    assert (config.block_size, config.max_num_seqs, config.max_num_waiting) == (64, 32, 8)
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "message"),
+    [
+        (EngineConfig, {"block_size": 0}, "block_size must be between 1 and 1024, got 0"),
+        (EngineConfig, {"block_size": "big"}, "block_size must be int, got 'big'"),
+        (EngineConfig, {"block_sise": 16}, "did you mean block_size"),
+        (EngineConfig, {"enable_prefix_caching": "maybe"}, "true or false"),
+        (RunnerConfig, {"dtype": "int4"}, "dtype must be one of auto, float32, bfloat16, float16"),
+        (DisaggConfig, {"max_local_prefill_length": 1.5}, "must be int"),
+        (FrontendConfig, {"port": 70000}, "between 0 and 65535"),
+        (ControlConfig, {"lease_ttl_s": float("nan")}, "lease_ttl_s"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(cls, values, message):
+    with pytest.raises(ConfigError, match=message):
+        load_settings(cls, file_values=values, environ={})
+
+
+def test_flags_rebuild_the_settings():
+    config = EngineConfig(block_size=32, enable_prefix_caching=False)
+    assert settings_to_flags(config) == ["--block-size", "32", "--no-enable-prefix-caching"]
+    assert settings_to_flags(EngineConfig()) == []
+
+
+def test_config_file(tmp_path):
+    file = tmp_path / "kvrelay.yaml"
+    file.write_text("engine:\n  block_size: 32\n")
+    assert read_config_file(file, [EngineConfig]) == {"engine": {"block_size": 32}}
+    for text, message in [
+        ("engin:\n  block_size: 1\n", "unknown section engin .*did you mean engine"),
+        ("- 1\n", "does not hold sections"),
+        ("engine: 3\n", "not a mapping"),
+        ("engine: [\n", "cannot read"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_config_file(file, [EngineConfig])

@@ -1,0 +1,95 @@
+"""Hash vectors, the chain, adapters, and what is not a token."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvrelay.core.hashing import HASH_SEED, chain_hashes, compute_block_hashes, compute_local_hashes, local_seed
+from kvrelay.errors import InvalidInputError
+
+VECTORS = [
+    # tokens, block size, local hashes, sequence hashes
+    (
+        [1, 2, 3, 4, 5, 6, 7, 8, 9],
+        4,
+        (14643705804678351452, 16777012769546811212),
+        (14643705804678351452, 4945711292740353085),
+    ),
+    (
+        list(range(100_000, 100_032)),
+        16,
+        (937353047620882141, 10699618466713579764),
+        (937353047620882141, 17754811342975023199),
+    ),
+]
+
+
+@pytest.mark.parametrize(("tokens", "block_size", "local", "sequence"), VECTORS)
+def test_vectors(tokens: list[int], block_size: int, local: tuple[int, ...], sequence: tuple[int, ...]) -> None:
+    hashes = compute_block_hashes(tokens, block_size)
+    assert hashes.local == local
+    assert hashes.sequence == sequence
+
+
+def test_local_hashes_are_xxh3_over_little_endian_words() -> None:
+    rng = random.Random(7)
+    for block_size in (1, 3, 16, 64, 200):
+        tokens = [rng.randrange(2**32) for _ in range(block_size * 5 + block_size // 2)]
+        expected = tuple(
+            xxhash.xxh3_64_intdigest(struct.pack(f"<{block_size}I", *tokens[at : at + block_size]), 1337)
+            for at in range(0, block_size * 5, block_size)
+        )
+        assert compute_local_hashes(tokens, block_size) == expected
+
+
+def test_the_chain_names_the_whole_prefix() -> None:
+    tokens = list(range(64))
+    first, other = compute_block_hashes(tokens, 16), compute_block_hashes([99, *tokens[1:]], 16)
+    assert first.sequence[0] == first.local[0]
+    assert first.local[1:] == other.local[1:]
+    assert not set(first.sequence) & set(other.sequence)
+    pair = struct.pack("<QQ", first.sequence[0], first.local[1])
+    assert first.sequence[1] == xxhash.xxh3_64_intdigest(pair, HASH_SEED)
+
+
+def test_a_chain_can_be_continued_anywhere() -> None:
+    hashes = compute_block_hashes(list(range(160)), 16)
+    for at in range(1, 10):
+        assert chain_hashes(hashes.local[at:], parent=hashes.sequence[at - 1]) == hashes.sequence[at:]
+    assert chain_hashes(()) == chain_hashes((), parent=5) == ()
+
+
+@pytest.mark.parametrize("length", [0, 1, 15])
+def test_less_than_a_block_has_no_hash(length: int) -> None:
+    assert compute_block_hashes([1] * length, 16) == ((), ())
+
+
+def test_every_kind_of_sequence_hashes_alike() -> None:
+    tokens = [5, 0, 2**32 - 1, 77, 1, 2]
+    expected = compute_block_hashes(tokens, 2)
+    assert len(expected.local) == 3
+    for given in (tuple(tokens), np.array(tokens, dtype=np.uint32), np.array(tokens), np.array(tokens, dtype=">u8")):
+        assert compute_block_hashes(given, 2) == expected
+
+
+def test_adapters_and_seeds_separate() -> None:
+    tokens = list(range(32))
+    plain, adapted = compute_block_hashes(tokens, 16), compute_block_hashes(tokens, 16, lora="adapter")
+    assert not set(plain.local) & set(adapted.local)
+    assert not set(plain.sequence) & set(adapted.sequence)
+    assert adapted.local == compute_local_hashes(tokens, 16, local_seed(lora="adapter"))
+    assert plain.local != compute_block_hashes(tokens, 16, seed=1).local
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[-1, 2], [2**32, 1], [1.5, 2], ["1", "2"], np.array([-1, 2]), np.array([2**32, 1]), np.array([0.5, 1.0])],
+)
+def test_what_is_not_a_token_is_refused(tokens: list[int]) -> None:
+    with pytest.raises(InvalidInputError):
+        compute_block_hashes(tokens, 2)

@@ -1,0 +1,92 @@
+"""The request plane's codec: everything survives a round trip, nothing malformed gets through."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffGrant,
+    HandoffRefused,
+    HandoffReleased,
+    PositionLogprobs,
+    TokenLogprob,
+)
+from kvrelay.core.messages import (
+    AbortRequest,
+    AdminReply,
+    AdminRequest,
+    GenerateRequest,
+    OutputBatch,
+    Ping,
+    Pong,
+    RequestRefused,
+    TokenOutput,
+    decode_message,
+    encode_message,
+)
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import FinishReason
+from kvrelay.errors import ProtocolError
+
+LOGPROBS = PositionLogprobs(TokenLogprob(5, -0.25, 1), (TokenLogprob(5, -0.25, 1), TokenLogprob(7, -2.0, 2)))
+MESSAGES = [
+    GenerateRequest("r1", "w1", (1, 2, 3), SamplingParams(logit_bias={3: 1.5}, stop_token_ids=(2,)), (9,), 1, 0.5, 2.0),
+    AbortRequest("r1"),
+    OutputBatch(
+        (
+            TokenOutput("r1", (4, 5), logprobs=(LOGPROBS, LOGPROBS), num_cached_tokens=16),
+            TokenOutput("r2", (), FinishReason.STOP, stop_token=2, prompt_logprobs=(None, LOGPROBS)),
+        )
+    ),
+    RequestRefused("r1", "full", 429, True),
+    HandoffClaim("h", "p", "abc"),
+    HandoffGrant("h", 1, (4, 5), 16),
+    HandoffRefused("h", "gone"),
+    HandoffAbandon("h", 2),
+    HandoffReleased("h", 2, "failed"),
+    HandoffDone("h", 1, 7, LOGPROBS, 1024, 0.5),
+    Ping(1),
+    Pong(1, "w"),
+    AdminRequest(1, "status"),
+    AdminReply(1, "{}"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_round_trip(message):
+    assert decode_message(encode_message(message)) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_truncated_frames_are_refused(message):
+    frame = encode_message(message)
+    for length in range(len(frame)):
+        with pytest.raises(ProtocolError):
+            decode_message(frame[:length])
+
+
+def test_other_versions_and_pickles_are_refused():
+    frame = encode_message(Ping(1))
+    with pytest.raises(ProtocolError, match="version"):
+        decode_message(bytes([99]) + frame[1:])
+    with pytest.raises(ProtocolError):
+        decode_message(pickle.dumps(Ping))
+    with pytest.raises(ProtocolError):
+        decode_message(frame[:1] + pickle.dumps({"type": "Ping"}))
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_never_raise_anything_else(data):
+    try:
+        decode_message(data)
+    except ProtocolError:
+        pass
+    try:
+        decode_message(b"\x01" + data)
+    except ProtocolError:
+        pass
