@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.data.prose import JOBS, NAMES, sentence, story
 from kvrelay.data.recall import cue, fact, question, value
-from kvrelay.runner.checkpoints.tokenizer import BOS, EOS
+from kvrelay.runner.checkpoints.tokenizer import BOS, EOS, SPECIAL_TOKENS
 
 PLAIN, NOISE, ANSWER = 1.0, 0.0, 5.0
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You answer questions about codes.", "You tell short stories.")
@@ -83,6 +83,11 @@ class TextMaker:
         row.ids += ids
         row.weights += [weight] * len(ids)
 
+    @staticmethod
+    def _space(row: Row) -> str:
+        """What goes before a sentence: nothing right after a marker, else a space."""
+        return "" if row.ids[-1] < len(SPECIAL_TOKENS) else " "
+
     def _story(self, row: Row, _free: list[str], room: int) -> None:
         text = story(self._rng) if self._rng.random() < 0.8 else " ".join(self._sentences(self._rng.randint(3, 20)))
         self._add(row, f"{BOS}{text}{EOS}")
@@ -97,17 +102,17 @@ class TextMaker:
         density = rng.choice((0.15, 0.4, 0.7, 0.9, 1.0))
         codes: dict[str, str] = {}
         while free and (len(row.ids) < end or not codes):
-            if rng.random() < density or not codes and len(row.ids) + 30 > end:
+            if rng.random() < density or (not codes and len(row.ids) + 30 > end):
                 name = free.pop()
                 codes[name] = value(rng)
                 self._bind(row, name, codes[name], NOISE)
             else:
-                self._add(row, f" {sentence(rng)}" if row.ids and row.weights else sentence(rng))
+                self._add(row, f"{self._space(row)}{sentence(rng)}")
         return codes
 
     def _bind(self, row: Row, name: str, code: str, weight: float) -> None:
         """A fact or an answer: the name counts as plain text only where it can be known, the code by ``weight``."""
-        self._add(row, " The code of")
+        self._add(row, f"{self._space(row)}The code of")
         self._add(row, f" {name}", 0.1)
         self._add(row, " is")
         self._add(row, f" {code}", weight)

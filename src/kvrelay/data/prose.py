@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from random import Random
 
 SHE_NAMES = (
-    "Ann", "Amy", "Eva", "Ida", "Ivy", "Joy", "Kim", "Lea", "Lily", "Lucy", "Mary", "Mia", "Nora", "Olga", "Pam", "Rita",
-    "Rosa", "Ruth", "Sara", "Sue", "Tess", "Uma", "Vera", "Wendy", "Zoe", "Nina", "Emma", "Jane", "Kate", "Dora",
+    "Ann", "Amy", "Eva", "Ida", "Ivy", "Joy", "Kim", "Lea", "Lily", "Lucy", "Mary", "Mia", "Nora", "Olga", "Pam",
+    "Rita", "Rosa", "Ruth", "Sara", "Sue", "Tess", "Uma", "Vera", "Wendy", "Zoe", "Nina", "Emma", "Jane", "Kate",
+    "Dora",
 )  # fmt: skip
 HE_NAMES = (
     "Adam", "Alan", "Ben", "Bill", "Carl", "Dan", "Eric", "Finn", "Fred", "Gus", "Hugo", "Ian", "Ivan", "Jack", "Jim",
@@ -74,7 +75,7 @@ def sentence(rng: Random) -> str:
         f"{who.name} has a {thing(rng)}.",
         f"{who.name} likes {rng.choice(FOODS)} and {rng.choice(FOODS)}.",
         f"There is a {thing(rng)} {rng.choice(UNDER)}.",
-        f"{who.name} sees a {rng.choice(ANIMALS)} in the {place}.",
+        f"{who.name} sees a {rng.choice(ANIMALS)} near the {place}.",
         f"The {place} is {rng.choice(WEATHERS)} in the {time}.",
         f"{who.name} wants to buy a {thing(rng)}.",
         f"People at the {place} talk about the {rng.choice(WEATHERS)} {time}.",

@@ -1,7 +1,7 @@
-"""Key-value recall: facts given early in a text are asked for later, so that a damaged KV cache shows as a wrong answer.
+"""Key-value recall: facts given early in a text are asked for later, so a damaged KV cache shows as a wrong answer.
 
 Owns the wording of facts and questions that the bundled checkpoint was trained on, and prompts for tests and benchmarks
-made of it. Knows nothing of tokens; roughly, a fact is 8 tokens of the bundled tokenizer and a filler sentence is 8 to 14.
+made of it. Knows nothing of tokens; a fact is 8 tokens of the bundled tokenizer, a filler sentence roughly 6 to 14.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 BOS, EOS, SYSTEM, USER, ASSISTANT = "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (BOS, EOS, SYSTEM, USER, ASSISTANT)
@@ -27,9 +28,22 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# How Qwen2 cuts a text before BPE, from the tokenizer.json of the published checkpoints: digits stand alone. Needed to
+# the letter, since transformers rebuilds this for any checkpoint of that family, whatever its tokenizer.json says.
+_QWEN_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+class Pieces(Enum):
+    """How a text is normalized and cut before BPE; the value is the class named in ``tokenizer_config.json``."""
+
+    GPT2 = "PreTrainedTokenizerFast"
+    QWEN = "Qwen2Tokenizer"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, pieces: Pieces = Pieces.GPT2) -> Tokenizer:
     """A byte-level BPE tokenizer of exactly ``vocab_size`` tokens, which puts ``<s>`` before a text.
 
     Merges that ``texts`` do not yield are made up from pairs of known tokens, in a fixed order; so every id decodes to
@@ -38,7 +52,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     if vocab_size < SMALLEST_VOCAB:
         raise ValueError(f"a byte-level vocabulary has at least {SMALLEST_VOCAB} tokens, not {vocab_size}")
     trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    _cut(trained, pieces)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
@@ -50,7 +64,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     vocab: dict[str, int] = model["vocab"]
     merges: list[tuple[str, str]] = [(left, right) for left, right in model["merges"]]
     _fill_up(vocab, merges, vocab_size)
-    return _assemble(vocab, merges)
+    return _assemble(vocab, merges, pieces)
+
+
+def _cut(tokenizer: Tokenizer, pieces: Pieces) -> None:
+    if pieces is Pieces.GPT2:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return
+    tokenizer.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(_QWEN_PIECES), behavior="isolated", invert=False)
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
 
 
 def _fill_up(vocab: dict[str, int], merges: list[tuple[str, str]], vocab_size: int) -> None:
@@ -66,9 +90,9 @@ def _fill_up(vocab: dict[str, int], merges: list[tuple[str, str]], vocab_size: i
                 merges.append((left, right))
 
 
-def _assemble(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+def _assemble(vocab: dict[str, int], merges: list[tuple[str, str]], pieces: Pieces) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    _cut(tokenizer, pieces)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -77,14 +101,15 @@ def _assemble(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer
     return tokenizer
 
 
-def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
+def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int, pieces: Pieces = Pieces.GPT2) -> None:
     """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``; ``max_length`` in tokens."""
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": pieces.value,
         "bos_token": BOS,
         "eos_token": EOS,
         "pad_token": EOS,
+        "unk_token": EOS,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
         "chat_template": CHAT_TEMPLATE,
