@@ -1,1 +1,23 @@
-"""transfer"""
+"""KV between machines: one-sided reads and writes between registered pools. The door of the room.
+
+``base`` is the contract, ``plan`` the arithmetic, ``thread`` what a worker uses, ``build_transport`` the factory.
+"""
+
+from kvrelay.transfer.base import Notification, TransferOp, TransferPlan, Transport
+from kvrelay.transfer.factory import build_transport
+from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
+from kvrelay.transfer.stats import PeerTransferStats, TransferStats
+from kvrelay.transfer.thread import TransferThread
+
+__all__ = [
+    "EMPTY_PLAN",
+    "Notification",
+    "PeerTransferStats",
+    "TransferOp",
+    "TransferPlan",
+    "TransferStats",
+    "TransferThread",
+    "Transport",
+    "build_transport",
+    "plan_blocks",
+]

@@ -1,0 +1,79 @@
+"""Counts of what a transfer thread has moved. What it does not know: how metrics are published."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.transfer.base import TransferOp, TransferPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTransferStats:
+    """All ended transfers of one kind with one peer. ``seconds`` sums from submission to end, waiting included."""
+
+    worker_id: str
+    op: TransferOp
+    num_transfers: int = 0
+    num_errors: int = 0
+    num_bytes: int = 0
+    num_pieces: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """A moment's view of a transfer thread. Bytes and pieces count only what arrived."""
+
+    peers: tuple[PeerTransferStats, ...]
+    num_notifications: int
+    num_unfinished: int
+    num_open_handoffs: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(peer.num_bytes for peer in self.peers)
+
+    @property
+    def num_errors(self) -> int:
+        return sum(peer.num_errors for peer in self.peers)
+
+
+class StatsCounter:
+    """Adds ended transfers up. Not thread-safe; ``TransferThread`` guards it."""
+
+    def __init__(self) -> None:
+        self._peers: dict[tuple[str, TransferOp], PeerTransferStats] = {}
+        self.num_notifications = 0
+
+    def add(self, worker_id: str, op: TransferOp, plan: TransferPlan, seconds: float, error: str | None) -> None:
+        old = self._peers.get((worker_id, op)) or PeerTransferStats(worker_id, op)
+        ok = error is None
+        self._peers[worker_id, op] = PeerTransferStats(
+            worker_id,
+            op,
+            old.num_transfers + 1,
+            old.num_errors + (not ok),
+            old.num_bytes + (plan.num_bytes if ok else 0),
+            old.num_pieces + (plan.num_pieces if ok else 0),
+            old.seconds + seconds,
+        )
+
+    def forget(self, worker_id: str) -> None:
+        """Fold a removed worker's counts into those of worker "", so that comers and goers do not fill the memory."""
+        for op in TransferOp:
+            gone = self._peers.pop((worker_id, op), None)
+            if gone is None:
+                continue
+            rest = self._peers.get(("", op)) or PeerTransferStats("", op)
+            self._peers["", op] = PeerTransferStats(
+                "",
+                op,
+                rest.num_transfers + gone.num_transfers,
+                rest.num_errors + gone.num_errors,
+                rest.num_bytes + gone.num_bytes,
+                rest.num_pieces + gone.num_pieces,
+                rest.seconds + gone.seconds,
+            )
+
+    def snapshot(self, num_unfinished: int, num_open_handoffs: int) -> TransferStats:
+        return TransferStats(tuple(self._peers.values()), self.num_notifications, num_unfinished, num_open_handoffs)
