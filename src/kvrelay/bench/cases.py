@@ -1,0 +1,146 @@
+"""Cases: servers to measure, either running already or started and stopped by the tool.
+
+A started server is the leader of a process group of its own, so that stopping it leaves none of its children behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay.bench.client.connection import ConnectionPool
+from kvrelay.bench.client.service import wait_until_healthy
+from kvrelay.bench.client.target import Target, parse_target
+from kvrelay.bench.errors import BenchError, ServerDownError
+from kvrelay.errors import InvalidInputError
+
+PORT_PLACE = "{port}"
+_POLL_S = 0.05
+_LOG_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A named server: an address, or a command with ``{port}`` where its port belongs."""
+
+    name: str
+    url: str | None = None
+    command: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CaseTimes:
+    """Seconds that a started server has to become healthy, and to end after SIGTERM before it is killed."""
+
+    start_s: float = 120.0
+    stop_s: float = 20.0
+
+
+def parse_case(text: str) -> Case:
+    """Read ``name=URL`` or ``name=command ... {port} ...``. Raises InvalidInputError."""
+    name, separator, value = text.partition("=")
+    name, value = name.strip(), value.strip()
+    if not (separator and name and value) or "/" in name:
+        raise InvalidInputError(f"{text!r} is not NAME=URL or NAME='COMMAND ... {PORT_PLACE} ...'", param="case")
+    if value.startswith(("http://", "https://")):
+        parse_target(value)
+        return Case(name, url=value)
+    if PORT_PLACE not in value:
+        raise InvalidInputError(f"the command of case {name} says nowhere {PORT_PLACE}", param="case")
+    try:
+        shlex.split(value)
+    except ValueError as exc:
+        raise InvalidInputError(f"the command of case {name}: {exc}", param="case") from exc
+    return Case(name, command=value)
+
+
+def check_names(cases: tuple[Case, ...]) -> None:
+    """Refuse an empty list and a name used twice."""
+    names = [case.name for case in cases]
+    if not names or len(set(names)) != len(names):
+        raise InvalidInputError(f"cases need different names, and at least one: {', '.join(names) or 'none given'}")
+
+
+@asynccontextmanager
+async def running(case: Case, log_dir: Path, times: CaseTimes, api_key: str | None = None) -> AsyncIterator[Target]:
+    """The case's server, healthy; one that was started here is stopped at the end, whatever happens."""
+    if case.command is None:
+        yield parse_target(case.url or "", api_key)
+        return
+    log_path = log_dir / f"{case.name}.log"
+    target = Target("127.0.0.1", _free_port(), api_key=api_key)
+    process = _start(case, case.command.replace(PORT_PLACE, str(target.port)), log_path)
+    try:
+        await _healthy(case, process, target, log_path, times.start_s)
+        yield target
+    finally:
+        await _stop(process, times.stop_s)
+
+
+def _start(case: Case, command: str, log_path: Path) -> subprocess.Popen[bytes]:
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            log.write(f"$ {command}\n".encode())
+            log.flush()
+            return subprocess.Popen(
+                shlex.split(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+    except OSError as exc:
+        raise InvalidInputError(f"case {case.name} cannot be started: {exc}", param="case") from exc
+
+
+async def _healthy(
+    case: Case, process: subprocess.Popen[bytes], target: Target, log_path: Path, timeout_s: float
+) -> None:
+    def check_alive() -> None:
+        code = process.poll()
+        if code is not None:
+            raise BenchError(f"case {case.name} ended with code {code} at its start: {_last_line(log_path)}")
+
+    pool = ConnectionPool(target)
+    try:
+        await wait_until_healthy(pool, timeout_s, check_alive)
+    except ServerDownError as exc:
+        raise BenchError(f"case {case.name}: {exc.message}; its log is {log_path}") from exc
+    finally:
+        pool.close()
+
+
+async def _stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    _signal_group(process, signal.SIGTERM)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
+    finally:
+        # Also after a clean end: what the leader left behind must not disturb the next case.
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _last_line(log_path: Path) -> str:
+    tail = log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace").strip().splitlines()
+    return tail[-1][:200] if tail else "it wrote nothing"

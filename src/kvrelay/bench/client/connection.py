@@ -1,0 +1,211 @@
+"""HTTP/1.1 on raw asyncio transports: one request at a time per connection, connections reused.
+
+Each read is stamped before it is parsed, and its body bytes go straight to the request's sink, so a slow consumer
+cannot shift another request's stamps by more than its own work. Parsing is httptools (C). TCP_NODELAY is set by
+asyncio on every connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import httptools
+
+from kvrelay.bench.client.target import Target
+from kvrelay.bench.errors import BadResponseError, ServerDownError
+
+Sink = Callable[[int, bytes], None]
+MAX_ERROR_BODY = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished answer. ``body`` is kept only where no sink took it. ``done_ns`` is the stamp of its last byte."""
+
+    status: int
+    content_type: str
+    body: bytes
+    done_ns: int
+
+
+class _Exchange:
+    """The answer under way: httptools calls the ``on_*`` methods while it is fed."""
+
+    def __init__(self, sink: Sink | None, done: asyncio.Future[Answer]) -> None:
+        self.parser = httptools.HttpResponseParser(self)
+        self.now_ns = 0
+        self.started = False
+        self.keep_alive = False
+        self._sink = sink
+        self._done = done
+        self._content_type = ""
+        self._delimited = False
+        self._head_complete = False
+        self._streaming = False
+        self._body = bytearray()
+
+    def on_message_begin(self) -> None:
+        self.started = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
+            self._delimited = True
+        elif name == b"content-type":
+            self._content_type = value.decode("latin-1").partition(";")[0].strip().lower()
+
+    def on_headers_complete(self) -> None:
+        self._head_complete = True
+        is_stream = self.parser.get_status_code() == 200 and self._content_type == "text/event-stream"
+        self._streaming = is_stream and self._sink is not None
+
+    def on_body(self, body: bytes) -> None:
+        if self._streaming and self._sink is not None:
+            self._sink(self.now_ns, body)
+        elif len(self._body) < MAX_ERROR_BODY or self._sink is None:
+            self._body += body
+
+    def on_message_complete(self) -> None:
+        self.keep_alive = bool(self.parser.should_keep_alive())
+        if not self._done.done():
+            status = int(self.parser.get_status_code())
+            self._done.set_result(Answer(status, self._content_type, bytes(self._body), self.now_ns))
+
+    def closed(self) -> None:
+        """The connection ended: right for an answer that has no other end, else a failure."""
+        if self._head_complete and not self._delimited:
+            self.on_message_complete()
+            self.keep_alive = False
+        elif self.started:
+            self.fail(ServerDownError("the server closed the connection in the middle of an answer"))
+        else:
+            self.fail(StaleConnectionError("the server closed the connection without an answer"))
+
+    def fail(self, error: Exception) -> None:
+        if not self._done.done():
+            self._done.set_exception(error)
+
+
+class Connection(asyncio.Protocol):
+    """One TCP connection. ``exchange`` may be awaited once at a time."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._exchange: _Exchange | None = None
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing() and self._exchange is None
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def exchange(self, request: bytes, sink: Sink | None) -> Answer:
+        """Send and wait for the whole answer. Raises ServerDownError, BadResponseError."""
+        assert self._transport is not None
+        assert self._exchange is None
+        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        exchange = self._exchange = _Exchange(sink, done)
+        self._transport.write(request)
+        try:
+            answer = await done
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._exchange = None
+        if not exchange.keep_alive:
+            self.close()
+        return answer
+
+    # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            self.close()
+            return
+        exchange.now_ns = time.perf_counter_ns()
+        try:
+            exchange.parser.feed_data(data)
+        except httptools.HttpParserCallbackError as exc:
+            exchange.fail(exc.__context__ if isinstance(exc.__context__, BadResponseError) else _not_http(exc))
+        except httptools.HttpParserError as exc:
+            exchange.fail(_not_http(exc))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._exchange is not None:
+            self._exchange.closed()
+
+
+class StaleConnectionError(ServerDownError):
+    """The connection was closed before any byte of the answer: normal for one that had been idle."""
+
+
+class ConnectionPool:
+    """Connections to one server, as many as there are requests in flight."""
+
+    def __init__(self, target: Target, connect_timeout_s: float = 10.0) -> None:
+        self.target = target
+        self._timeout_s = connect_timeout_s
+        self._idle: list[Connection] = []
+        self._ssl = ssl.create_default_context() if target.tls else None
+
+    def __repr__(self) -> str:
+        return f"ConnectionPool({self.target.url}, {len(self._idle)} idle)"
+
+    async def warm(self, count: int) -> None:
+        """Open connections beforehand, so that no request pays for the handshake."""
+        self._idle += [await self._connect() for _ in range(count - len(self._idle))]
+
+    async def send(self, request: bytes, sink: Sink | None = None) -> Answer:
+        """Send over an idle connection or a new one. One that had been closed meanwhile is replaced, once."""
+        connection, reused = self._take(), True
+        if connection is None:
+            connection, reused = await self._connect(), False
+        try:
+            answer = await connection.exchange(request, sink)
+        except StaleConnectionError:
+            if not reused:
+                raise
+            connection = await self._connect()
+            answer = await connection.exchange(request, sink)
+        if connection.usable:
+            self._idle.append(connection)
+        return answer
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    def _take(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                return connection
+        return None
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        target = self.target
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                _, connection = await loop.create_connection(Connection, target.host, target.port, ssl=self._ssl)
+        except (OSError, TimeoutError) as exc:
+            raise ServerDownError(f"no connection to {target.url}: {exc or 'timed out'}") from exc
+        return connection
+
+
+def _not_http(exc: Exception) -> BadResponseError:
+    return BadResponseError(f"the server's answer is not HTTP: {exc}")

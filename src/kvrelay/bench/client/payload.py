@@ -1,0 +1,130 @@
+"""The OpenAI API's bodies: requests written, chunks of streams read. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from kvrelay.bench.errors import BadResponseError
+from kvrelay.bench.load.request import LoadRequest
+from kvrelay.errors import InvalidInputError
+
+DONE = b"[DONE]"
+
+
+class Endpoint(StrEnum):
+    """The two that stream; the value is the path."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class BodyOptions:
+    """What each request's body says beside its prompt.
+
+    ``plain`` leaves out what OpenAI's own API does not know (ignore_eos, return_token_ids, continuous usage).
+    ``extra`` is a JSON object whose fields are added last.
+    """
+
+    model: str
+    endpoint: Endpoint = Endpoint.COMPLETIONS
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    plain: bool = False
+    extra: bytes = b"{}"
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    delta: Delta | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Chunk(msgspec.Struct):
+    """A chunk of a stream. ``error`` is there where the server failed after it had begun."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+_chunk_decoder = msgspec.json.Decoder(Chunk)
+
+
+def parse_extra(text: str) -> bytes:
+    """Check that ``text`` is a JSON object."""
+    try:
+        return msgspec.json.encode(msgspec.json.decode(text.encode(), type=dict[str, object]))
+    except msgspec.DecodeError as exc:
+        raise InvalidInputError(f"the extra body is not a JSON object: {exc}", param="extra_body") from exc
+
+
+def encode_body(request: LoadRequest, options: BodyOptions) -> bytes:
+    """The JSON body of a streaming request. Token ids cannot go to the chat endpoint: InvalidInputError."""
+    body: dict[str, object] = {"model": options.model}
+    if options.endpoint is Endpoint.CHAT:
+        body["messages"] = _messages(request)
+    else:
+        body["prompt"] = request.prompt
+    usage: dict[str, object] = {"include_usage": True}
+    body |= {
+        "max_tokens": request.output_len,
+        "temperature": options.temperature,
+        "stream": True,
+        "stream_options": usage,
+    }
+    if not options.plain:
+        usage["continuous_usage_stats"] = True
+        body |= {"ignore_eos": options.ignore_eos, "return_token_ids": True}
+    body |= msgspec.json.decode(options.extra, type=dict[str, object])
+    return msgspec.json.encode(body)
+
+
+def decode_chunk(data: bytes) -> Chunk:
+    """Read one event's data. Raises BadResponseError for what is not a chunk, and for an error sent as one."""
+    try:
+        chunk = _chunk_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise BadResponseError(f"the stream holds something that is no chunk: {exc}") from exc
+    if chunk.error is not None and bytes(chunk.error) != b"null":
+        raise BadResponseError(f"the stream broke off with an error: {error_text(bytes(chunk.error))}")
+    return chunk
+
+
+def error_text(body: bytes) -> str:
+    """The message in an error body, in one line of bounded length."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        decoded = body.decode("utf-8", "replace")
+    for key in ("error", "message", "detail"):
+        if isinstance(decoded, dict) and key in decoded:
+            decoded = decoded[key]
+    return " ".join(str(decoded).split())[:200]
+
+
+def _messages(request: LoadRequest) -> list[dict[str, str]]:
+    if request.messages:
+        return [{"role": message.role, "content": message.content} for message in request.messages]
+    if isinstance(request.prompt, str):
+        return [{"role": "user", "content": request.prompt}]
+    raise InvalidInputError("the chat endpoint takes text: use a data set of text, or --endpoint completions")

@@ -1,0 +1,105 @@
+"""What else a server is asked: whether it is healthy, which model it serves, how many tokens a text has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from kvrelay.bench.client.connection import Answer, ConnectionPool
+from kvrelay.bench.client.payload import error_text
+from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+_POLL_S = 0.1
+_TOKENIZE_AT_ONCE = 4
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _TokenCount(msgspec.Struct):
+    count: int | None = None
+    tokens: list[int] | None = None
+
+
+class _Text(msgspec.Struct):
+    prompt: str
+
+
+async def first_model(pool: ConnectionPool) -> str:
+    """The id of the first model at ``/v1/models``. Raises ServerDownError, BadResponseError."""
+    answer = await pool.send(pool.target.head("GET", "/v1/models", 0))
+    if answer.status != 200:
+        raise BadResponseError(f"{pool.target.url}/v1/models: HTTP {answer.status}: {error_text(answer.body)}")
+    models = _decode(answer, _Models, f"{pool.target.url}/v1/models")
+    if not models.data:
+        raise BadResponseError(f"{pool.target.url} serves no model")
+    return models.data[0].id
+
+
+async def wait_until_healthy(
+    pool: ConnectionPool, timeout_s: float, check_alive: Callable[[], None] = lambda: None
+) -> None:
+    """Poll ``/health`` until it says 200. ``check_alive`` raises where waiting has become pointless.
+
+    Raises ServerDownError after ``timeout_s`` seconds.
+    """
+    last = "no answer yet"
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                check_alive()
+                try:
+                    answer = await pool.send(pool.target.head("GET", "/health", 0))
+                except BenchError as exc:
+                    last = exc.message
+                else:
+                    if answer.status == 200:
+                        return
+                    last = f"HTTP {answer.status}"
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError as exc:
+        raise ServerDownError(f"{pool.target.url} was not healthy within {timeout_s:g} s: {last}") from exc
+
+
+async def count_tokens(pool: ConnectionPool, model: str, texts: Sequence[str]) -> int | None:
+    """Tokens of all texts by the server's ``/tokenize``; None where it has none."""
+    slots = asyncio.Semaphore(_TOKENIZE_AT_ONCE)
+
+    async def one(text: str) -> int:
+        body = msgspec.json.encode({"model": model, "prompt": text, "add_special_tokens": False})
+        async with slots:
+            answer = await pool.send(pool.target.head("POST", "/tokenize", len(body)) + body)
+        if answer.status != 200:
+            raise BadResponseError(f"/tokenize: HTTP {answer.status}")
+        found = _decode(answer, _TokenCount, "/tokenize")
+        return found.count if found.count is not None else len(found.tokens or ())
+
+    try:
+        return sum(await asyncio.gather(*(one(text) for text in texts if text)))
+    except BenchError:
+        return None
+
+
+async def detokenize(pool: ConnectionPool, model: str, tokens: Sequence[int]) -> str:
+    """The text of token ids by the server's ``/detokenize``. Raises BadResponseError where it has none."""
+    body = msgspec.json.encode({"model": model, "tokens": list(tokens)})
+    answer = await pool.send(pool.target.head("POST", "/detokenize", len(body)) + body)
+    if answer.status != 200:
+        raise BadResponseError(f"{pool.target.url}/detokenize: HTTP {answer.status}: {error_text(answer.body)}")
+    return _decode(answer, _Text, "/detokenize").prompt
+
+
+def _decode(answer: Answer, kind: type[_T], where: str) -> _T:
+    try:
+        return msgspec.json.decode(answer.body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise BadResponseError(f"{where} answered something unexpected: {exc}") from exc

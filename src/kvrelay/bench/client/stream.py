@@ -1,0 +1,146 @@
+"""One streaming request: the recorder that turns stamped bytes into a record, and the call that feeds it.
+
+The recorder is pure, so its figures are tested with made-up stamps.
+"""
+
+from __future__ import annotations
+
+import time
+
+from kvrelay.bench.client.connection import Answer, ConnectionPool
+from kvrelay.bench.client.events import EventSplitter
+from kvrelay.bench.client.payload import DONE, Chunk, Endpoint, Usage, decode_chunk, error_text
+from kvrelay.bench.errors import BadResponseError, ServerDownError
+from kvrelay.bench.report.records import Outcome, RequestRecord, TokenSource, spread_tokens
+
+
+class StreamRecorder:
+    """Takes the body's bytes as they arrive. Call ``sent`` first, then ``feed`` per read, then ``record`` once."""
+
+    __slots__ = (
+        "_class_name",
+        "_done",
+        "_events",
+        "_finished",
+        "_lengths",
+        "_prompt_len",
+        "_sent_ns",
+        "_source",
+        "_stamps",
+        "_texts",
+        "_tokens",
+        "_usage",
+    )
+
+    def __init__(self, class_name: str, prompt_len: int | None) -> None:
+        self._class_name = class_name
+        self._prompt_len = prompt_len
+        self._sent_ns = 0
+        self._events = EventSplitter()
+        self._stamps: list[int] = []
+        self._tokens: list[int] = []
+        self._lengths: list[int] = []
+        self._texts: list[str] = []
+        self._usage: Usage | None = None
+        self._source: TokenSource | None = None
+        self._finished = False
+        self._done = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the stream said that it ended."""
+        return self._finished or self._done
+
+    def sent(self, now_ns: int) -> None:
+        self._sent_ns = now_ns
+
+    def feed(self, now_ns: int, body: bytes) -> None:
+        """Take what one read brought. Raises BadResponseError for what is not a stream of chunks."""
+        for data in self._events.feed(body):
+            if data == DONE:
+                self._done = True
+            else:
+                self._chunk(now_ns, decode_chunk(data))
+
+    def record(self, outcome: Outcome, end_ns: int, error: str | None = None) -> RequestRecord:
+        """The record of what has come so far."""
+        usage = self._usage
+        source = self._source or TokenSource.TOKEN_IDS
+        tokens = tuple(self._tokens)
+        reported = usage.completion_tokens if usage else None
+        if source is TokenSource.ESTIMATED and reported is not None:
+            tokens = spread_tokens(tuple(self._lengths), reported)
+        details = usage.prompt_tokens_details if usage else None
+        return RequestRecord(
+            class_name=self._class_name,
+            outcome=outcome,
+            sent_ns=self._sent_ns,
+            end_ns=end_ns,
+            stamps_ns=tuple(self._stamps),
+            tokens=tokens,
+            token_source=source,
+            prompt_tokens=(usage.prompt_tokens if usage else 0) or self._prompt_len or 0,
+            output_tokens=reported if reported is not None else sum(tokens),
+            cached_tokens=details.cached_tokens if details else None,
+            text="".join(self._texts),
+            error=error,
+        )
+
+    def _chunk(self, now_ns: int, chunk: Chunk) -> None:
+        text, ids = "", None
+        for choice in chunk.choices:
+            delta = choice.delta
+            text += choice.text or ((delta.content or delta.reasoning_content or "") if delta else "")
+            ids = choice.token_ids if ids is None else ids + (choice.token_ids or [])
+            self._finished = self._finished or choice.finish_reason is not None
+        before = self._usage.completion_tokens if self._usage else None
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        count = self._count(text, ids, before or 0, chunk.usage)
+        if text:
+            self._texts.append(text)
+        if not count:
+            return
+        if self._stamps and self._stamps[-1] == now_ns:
+            self._tokens[-1] += count
+            self._lengths[-1] += len(text)
+        else:
+            self._stamps.append(now_ns)
+            self._tokens.append(count)
+            self._lengths.append(len(text))
+
+    def _count(self, text: str, ids: list[int] | None, before: int, usage: Usage | None) -> int:
+        """Tokens of a chunk, by the source that the first chunk with a token offered."""
+        reported = usage.completion_tokens if usage else None
+        if self._source is None:
+            if ids:
+                self._source = TokenSource.TOKEN_IDS
+            elif text:
+                # Usage that first comes with the last chunk is a total, not a running count.
+                running = bool(reported) and not self._finished
+                self._source = TokenSource.USAGE if running else TokenSource.ESTIMATED
+        if self._source is TokenSource.TOKEN_IDS:
+            return len(ids or ())
+        if self._source is TokenSource.USAGE:
+            return max(0, reported - before) if reported is not None else 0
+        return 1 if text else 0
+
+
+async def run_stream(pool: ConnectionPool, endpoint: Endpoint, body: bytes, recorder: StreamRecorder) -> RequestRecord:
+    """Send one request and record its stream. Whatever fails is in the record; nothing is raised but cancellation."""
+    request = pool.target.head("POST", endpoint.value, len(body)) + body
+    recorder.sent(time.perf_counter_ns())
+    try:
+        answer = await pool.send(request, recorder.feed)
+    except (ServerDownError, BadResponseError) as exc:
+        return recorder.record(Outcome.FAILED, time.perf_counter_ns(), exc.message)
+    error = _judge(answer, recorder)
+    return recorder.record(Outcome.FAILED if error else Outcome.OK, answer.done_ns, error)
+
+
+def _judge(answer: Answer, recorder: StreamRecorder) -> str | None:
+    if answer.status != 200:
+        return f"HTTP {answer.status}: {error_text(answer.body)}"
+    if answer.content_type != "text/event-stream":
+        return f"the server answered {answer.content_type or 'something without a type'} instead of a stream"
+    return None if recorder.complete else "the stream ended before it said so"

@@ -1,0 +1,265 @@
+"""Files of conversations and traces, read into typed values; every format that the room knows is named here.
+
+A reader is lazy where the format allows it, checks each record, and names file and line of what is wrong. It does not
+know what the records are for.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from kvrelay.bench.errors import MissingPackageError
+from kvrelay.errors import InvalidInputError
+
+_T = TypeVar("_T")
+
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+
+
+class FileFormat(StrEnum):
+    """A file's format; ``AUTO`` looks at the name and at the first record."""
+
+    AUTO = "auto"
+    SHAREGPT = "sharegpt"
+    LMSYS = "lmsys"
+    DOLLY = "dolly"
+    MESSAGES = "messages"
+    TEXT = "text"
+    MOONCAKE = "mooncake"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one side said. ``role`` is user, assistant or system, or what the file says."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The turns of a conversation, in order."""
+
+    turns: tuple[Turn, ...]
+
+    def text(self, *, first_turn_only: bool = False) -> str:
+        """The turns' contents, joined by line ends; with ``first_turn_only`` up to the first that a user said."""
+        if not first_turn_only:
+            return "\n".join(turn.content for turn in self.turns)
+        first = next((at for at, turn in enumerate(self.turns) if turn.role == "user"), 0)
+        return "\n".join(turn.content for turn in self.turns[: first + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecord:
+    """One request of a trace: seconds since the trace's epoch, lengths in tokens, ids of its blocks where known."""
+
+    timestamp_s: float
+    input_len: int
+    output_len: int
+    hash_ids: tuple[int, ...] = ()
+
+
+class _ShareTurn(msgspec.Struct):
+    value: str | None
+    role: str = msgspec.field(name="from", default="user")
+
+
+class _ShareItem(msgspec.Struct):
+    conversations: list[_ShareTurn]
+
+
+class _DollyItem(msgspec.Struct):
+    instruction: str
+    response: str
+    context: str = ""
+
+
+class _Part(msgspec.Struct):
+    text: str = ""
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[_Part] | None = None
+
+    def turn(self) -> Turn:
+        content = self.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+        return Turn(self.role, text)
+
+
+class _MessagesItem(msgspec.Struct):
+    messages: list[_Message]
+
+
+class _MooncakeItem(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+def detect_format(path: Path) -> FileFormat:
+    """Tell the format from the name and the first record. Raises InvalidInputError where the file cannot be read."""
+    if path.suffix == ".parquet":
+        return FileFormat.LMSYS
+    with _opened(path) as lines:
+        first = next((line for line in lines if line.strip()), b"")
+    if first.lstrip().startswith(b"["):
+        return FileFormat.SHAREGPT
+    for key, found in (
+        (b'"hash_ids"', FileFormat.MOONCAKE),
+        (b'"conversations"', FileFormat.SHAREGPT),
+        (b'"messages"', FileFormat.MESSAGES),
+        (b'"instruction"', FileFormat.DOLLY),
+    ):
+        if first.lstrip().startswith(b"{") and key in first:
+            return found
+    if path.suffix in (".json", ".jsonl"):
+        raise InvalidInputError(f"{path}: the first record is of no known format; name one with --format")
+    return FileFormat.TEXT
+
+
+def read_conversations(path: Path, fmt: FileFormat = FileFormat.AUTO) -> Iterator[Conversation]:
+    """The file's conversations. An empty file, or one of another format, raises InvalidInputError."""
+    fmt = detect_format(path) if fmt is FileFormat.AUTO else fmt
+    readers: dict[FileFormat, Callable[[Path], Iterator[Conversation]]] = {
+        FileFormat.SHAREGPT: _read_sharegpt,
+        FileFormat.LMSYS: _read_lmsys,
+        FileFormat.DOLLY: _read_dolly,
+        FileFormat.MESSAGES: _read_messages,
+        FileFormat.TEXT: _read_text,
+    }
+    if fmt not in readers:
+        raise InvalidInputError(f"{path} is a {fmt.value} file: it holds no text")
+    return _not_empty(path, readers[fmt](path))
+
+
+def read_mooncake(path: Path) -> Iterator[TraceRecord]:
+    """A Mooncake trace: milliseconds become seconds, ids of blocks are kept."""
+    return _not_empty(path, _read_mooncake(path))
+
+
+def read_azure(path: Path) -> Iterator[TraceRecord]:
+    """An Azure LLM trace: CSV with TIMESTAMP, ContextTokens, GeneratedTokens; times are relative to its first row."""
+    return _not_empty(path, _read_azure(path))
+
+
+def json_lines(path: Path, item: type[_T]) -> Iterator[_T]:
+    """Decode every line that is not blank as ``item``; the error names the line."""
+    decoder = msgspec.json.Decoder(item)
+    with _opened(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield decoder.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+                    raise InvalidInputError(f"{path}:{number}: {exc}") from exc
+
+
+def _read_sharegpt(path: Path) -> Iterator[Conversation]:
+    with _opened(path) as lines:
+        is_array = next((line for line in lines if line.strip()), b"").lstrip().startswith(b"[")
+    items: Iterator[_ShareItem]
+    if is_array:
+        try:
+            items = iter(msgspec.json.decode(path.read_bytes(), type=list[_ShareItem]))
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise InvalidInputError(f"{path}: not a ShareGPT file: {exc}") from exc
+    else:
+        items = json_lines(path, _ShareItem)
+    for item in items:
+        turns = tuple(Turn(_ROLES.get(turn.role, turn.role), turn.value or "") for turn in item.conversations)
+        if turns:
+            yield Conversation(turns)
+
+
+def _read_lmsys(path: Path) -> Iterator[Conversation]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as exc:
+        raise MissingPackageError("pyarrow", f"reading {path.name}") from exc
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=4096, columns=["conversation"]):
+                if "conversation" not in batch.schema.names:
+                    raise InvalidInputError(f"{path} has no column 'conversation'")
+                for messages in msgspec.convert(batch.column("conversation").to_pylist(), list[list[_Message]]):
+                    yield Conversation(tuple(message.turn() for message in messages))
+    except (ArrowException, OSError, msgspec.ValidationError) as exc:
+        raise InvalidInputError(f"{path}: not a parquet file of conversations: {exc}") from exc
+
+
+def _read_dolly(path: Path) -> Iterator[Conversation]:
+    for item in json_lines(path, _DollyItem):
+        question = f"{item.instruction}\n{item.context}" if item.context else item.instruction
+        yield Conversation((Turn("user", question), Turn("assistant", item.response)))
+
+
+def _read_messages(path: Path) -> Iterator[Conversation]:
+    for item in json_lines(path, _MessagesItem):
+        yield Conversation(tuple(message.turn() for message in item.messages))
+
+
+def _read_text(path: Path) -> Iterator[Conversation]:
+    with _opened(path) as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                text = line.decode().rstrip("\r\n")
+            except UnicodeDecodeError as exc:
+                raise InvalidInputError(f"{path}:{number}: not UTF-8 text") from exc
+            if text:
+                yield Conversation((Turn("user", text),))
+
+
+def _read_mooncake(path: Path) -> Iterator[TraceRecord]:
+    for item in json_lines(path, _MooncakeItem):
+        if item.input_length < 1 or item.output_length < 0:
+            raise InvalidInputError(f"{path}: a request of {item.input_length} input tokens is not a request")
+        yield TraceRecord(item.timestamp / 1000, item.input_length, item.output_length, tuple(item.hash_ids))
+
+
+def _read_azure(path: Path) -> Iterator[TraceRecord]:
+    epoch: datetime | None = None
+    with _opened(path) as lines:
+        rows = csv.DictReader(line.decode(errors="replace") for line in lines)
+        for row in rows:
+            try:
+                # Seven decimals are written; datetime reads six.
+                moment = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])
+                input_len, output_len = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            except (KeyError, ValueError, TypeError, AttributeError) as exc:
+                message = f"{path}:{rows.line_num}: not a row of TIMESTAMP,ContextTokens,GeneratedTokens"
+                raise InvalidInputError(message) from exc
+            epoch = moment if epoch is None else epoch
+            yield TraceRecord((moment - epoch).total_seconds(), max(1, input_len), max(1, output_len))
+
+
+def _not_empty(path: Path, records: Iterator[_T]) -> Iterator[_T]:
+    """Pull the first record now, so that a wrong file is reported before anything is started."""
+    first = next(records, None)
+    if first is None:
+        raise InvalidInputError(f"{path} is empty: no record in it")
+    return itertools.chain([first], records)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Iterator[bytes]]:
+    try:
+        file = path.open("rb")
+    except OSError as exc:
+        raise InvalidInputError(f"cannot read {path}: {exc.strerror}") from exc
+    with file:
+        yield file

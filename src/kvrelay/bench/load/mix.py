@@ -1,0 +1,201 @@
+"""Classes of requests as a person describes them, and the streams made of the descriptions.
+
+A mix is written ``chat=64/128:closed=8,long=1024/8:rate=3``: per class the lengths of prompt and answer, then options.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+
+from kvrelay.bench.formats import read_azure, read_mooncake
+from kvrelay.bench.load.arrivals import check_rate, random_arrivals, trace_arrivals
+from kvrelay.bench.load.files import MOONCAKE_BLOCK, json_requests, mooncake_requests, sharegpt_requests, trace_requests
+from kvrelay.bench.load.generated import (
+    DEFAULT_VOCAB_SIZE,
+    SharedPrefix,
+    TokenRange,
+    random_requests,
+    shared_prefix_requests,
+)
+from kvrelay.bench.load.lengths import Length, parse_length
+from kvrelay.bench.load.readable import readable_prefix_requests
+from kvrelay.bench.load.request import LoadClass, LoadRequest
+from kvrelay.bench.load.tokens import EstimatedTokens, LocalTokenizer, TokenCounter
+from kvrelay.errors import InvalidInputError
+
+
+class DatasetKind(StrEnum):
+    """The data sets; those of files need a path."""
+
+    RANDOM = "random"
+    SHARED_PREFIX = "shared-prefix"
+    READABLE_PREFIX = "readable-prefix"
+    SHAREGPT = "sharegpt"
+    JSONL = "jsonl"
+    MOONCAKE = "mooncake"
+    TRACE = "trace"
+
+
+_DEFAULT_LENGTH = Length("fixed", 256)
+_GENERATED = {DatasetKind.RANDOM, DatasetKind.SHARED_PREFIX, DatasetKind.READABLE_PREFIX}
+_TIMED = {DatasetKind.MOONCAKE, DatasetKind.TRACE}
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """A data set and its parameters, lengths in tokens. ``output`` None: as the file says (generated sets: 64)."""
+
+    kind: DatasetKind = DatasetKind.RANDOM
+    path: Path | None = None
+    prompt: Length = _DEFAULT_LENGTH
+    output: Length | None = None
+    groups: int = 8
+    per_group: int = 16
+    system: Length = _DEFAULT_LENGTH
+    vocab_size: int | None = None
+    tokenizer: Path | None = None
+    block_tokens: int = MOONCAKE_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSpec:
+    """A class of requests. Without ``rate`` and with ``max_concurrency`` it is a closed loop; with neither, the trace's
+    times where it has some, else everything at once."""
+
+    name: str = "requests"
+    dataset: Dataset = Dataset()
+    rate: float | None = None
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    num_requests: int | None = None
+    time_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rate is not None:
+            check_rate(self.rate, f"request rate of {self.name}")
+        for value, what in ((self.max_concurrency, "max concurrency"), (self.num_requests, "number of requests")):
+            if value is not None and value < 1:
+                raise InvalidInputError(f"{what} of {self.name} must be above zero, not {value}")
+        if self.dataset.kind not in _GENERATED and self.dataset.path is None:
+            raise InvalidInputError(f"the data set {self.dataset.kind.value} needs a file", param="dataset")
+
+    @property
+    def endless(self) -> bool:
+        """Whether the class never ends by itself."""
+        return self.num_requests is None and self.dataset.kind is DatasetKind.RANDOM
+
+    @property
+    def finite_rate(self) -> float | None:
+        """The offered rate for reports; None where there is none."""
+        return self.rate if self.rate is not None and math.isfinite(self.rate) else None
+
+
+def build_class(spec: ClassSpec, seed: int) -> LoadClass:
+    """The streams of a class; equal specs and seeds give equal streams. Files are opened, and refused, here."""
+    rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
+    requests = _requests(spec.dataset, rng, seed)
+    offsets: Iterator[float] | None = None
+    if spec.rate is not None:
+        offsets = random_arrivals(np.random.default_rng([seed, 1]), spec.rate, spec.burstiness)
+    elif spec.max_concurrency is None and spec.dataset.kind in _TIMED:
+        requests, timed = itertools.tee(requests)
+        offsets = trace_arrivals((request.arrival_s or 0.0 for request in timed), spec.time_scale)
+    elif spec.max_concurrency is None:
+        offsets = itertools.repeat(0.0)
+    return LoadClass(spec.name, requests, offsets, spec.max_concurrency, spec.num_requests, spec.finite_rate)
+
+
+def _requests(dataset: Dataset, rng: np.random.Generator, seed: int) -> Iterator[LoadRequest]:
+    kind, path = dataset.kind, dataset.path
+    output = dataset.output or Length("fixed", 64)
+    if path is None:
+        return _generated(dataset, rng, output)
+    if kind is DatasetKind.SHAREGPT:
+        return sharegpt_requests(path, _counter(dataset), dataset.output, rng)
+    if kind is DatasetKind.JSONL:
+        return json_requests(path, dataset.output, rng)
+    if kind is DatasetKind.MOONCAKE:
+        return mooncake_requests(read_mooncake(path), seed, _tokens(dataset), dataset.block_tokens)
+    if kind is DatasetKind.TRACE:
+        return trace_requests(read_azure(path), rng, _tokens(dataset))
+    raise InvalidInputError(f"the data set {kind.value} takes no file", param="dataset")
+
+
+def _generated(dataset: Dataset, rng: np.random.Generator, output: Length) -> Iterator[LoadRequest]:
+    if dataset.kind is DatasetKind.RANDOM:
+        return random_requests(rng, dataset.prompt, output, _tokens(dataset))
+    spec = SharedPrefix(dataset.groups, dataset.per_group, dataset.system, dataset.prompt, output)
+    if dataset.kind is DatasetKind.SHARED_PREFIX:
+        return shared_prefix_requests(rng, spec, _tokens(dataset))
+    return readable_prefix_requests(rng, spec, _counter(dataset))
+
+
+def _tokens(dataset: Dataset) -> TokenRange:
+    if dataset.vocab_size is not None:
+        return TokenRange(stop=dataset.vocab_size)
+    return TokenRange(stop=LocalTokenizer(dataset.tokenizer).vocab_size if dataset.tokenizer else DEFAULT_VOCAB_SIZE)
+
+
+def _counter(dataset: Dataset) -> TokenCounter:
+    return LocalTokenizer(dataset.tokenizer) if dataset.tokenizer else EstimatedTokens()
+
+
+def parse_mix(text: str, base: Dataset) -> tuple[ClassSpec, ...]:
+    """Read a mix; ``base`` gives what a class does not say. Raises InvalidInputError naming the class."""
+    specs = tuple(_parse_class(part.strip(), base) for part in text.split(","))
+    names = [spec.name for spec in specs]
+    if len(set(names)) != len(names):
+        raise InvalidInputError(f"the mix names a class twice: {', '.join(names)}", param="mix")
+    return specs
+
+
+def _parse_class(text: str, base: Dataset) -> ClassSpec:
+    name, _, description = text.partition("=")
+    lengths, *options = description.split(":")
+    prompt, slash, output = lengths.partition("/")
+    if not (name.isidentifier() and slash):
+        raise InvalidInputError(f"{text!r} in the mix is not NAME=PROMPT/OUTPUT[:closed=N|:rate=R]...", param="mix")
+    dataset = replace(
+        base,
+        prompt=parse_length(prompt, f"prompt length of {name}"),
+        output=parse_length(output, f"output length of {name}"),
+    )
+    spec = ClassSpec(name, dataset)
+    for option in options:
+        spec = _with_option(spec, option)
+    if spec.rate is None and spec.max_concurrency is None:
+        raise InvalidInputError(f"class {name} of the mix needs closed=N or rate=R", param="mix")
+    return spec
+
+
+def _with_option(spec: ClassSpec, option: str) -> ClassSpec:
+    key, _, value = option.partition("=")
+    try:
+        match key:
+            case "closed" | "max":
+                return replace(spec, max_concurrency=int(value))
+            case "rate":
+                return replace(spec, rate=float(value))
+            case "n":
+                return replace(spec, num_requests=int(value))
+            case "burstiness":
+                return replace(spec, burstiness=float(value))
+            case "groups":
+                dataset = replace(spec.dataset, kind=DatasetKind.SHARED_PREFIX, groups=int(value))
+                return replace(spec, dataset=dataset)
+            case "per-group":
+                return replace(spec, dataset=replace(spec.dataset, per_group=int(value)))
+            case "system":
+                return replace(spec, dataset=replace(spec.dataset, system=parse_length(value, "system length")))
+    except ValueError as exc:
+        raise InvalidInputError(f"class {spec.name} of the mix: {option!r} has no number", param="mix") from exc
+    known = "closed, max, rate, n, burstiness, groups, per-group, system"
+    raise InvalidInputError(f"class {spec.name} of the mix: {key!r} is none of {known}", param="mix")

@@ -1,0 +1,64 @@
+"""The prefix report as a table for people and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvrelay.bench.prefixes.measure import PrefixMeasurement, PrefixReport, Unit
+from kvrelay.bench.report.plotting import new_figure, save_figure
+from kvrelay.bench.report.statistics import Distribution
+
+
+def print_prefixes(report: PrefixReport, console: Console) -> None:
+    """Print ratio, distributions, top prefixes and cache hit ratios."""
+    unit = "blocks of 512 tokens" if report.unit is Unit.BLOCKS else report.unit.value
+    table = Table(title="Prefix repetition: " + ", ".join(report.files), show_header=False)
+    table.add_row("conversations", f"{report.conversations}")
+    table.add_row("shared prefixes", f"{report.shared_prefixes}")
+    table.add_row("", f"at least {report.min_count} uses, longer than {report.min_length} {unit}, none inside another")
+    table.add_row("repetition (prefixes / conversations)", f"{report.repetition:.4%}")
+    table.add_row("conversations that begin with one", f"{report.covered:.4%}")
+    table.add_row(f"length in {unit}", _line(report.lengths))
+    table.add_row("uses", _line(report.uses))
+    console.print(table)
+    if report.top:
+        top = Table("uses", "length", "begins with", title="Most used")
+        for prefix in report.top:
+            top.add_row(str(prefix.count), str(prefix.length), repr(prefix.text))
+        console.print(top)
+    caches = Table("cache, blocks", "hit ratio", title=f"{report.num_blocks} blocks of {report.block_size} {unit}")
+    for cache in report.caches:
+        name = "unlimited" if cache.num_blocks is None else f"LRU {cache.num_blocks}"
+        caches.add_row(name, f"{cache.hit_ratio:.3f}")
+    console.print(caches)
+
+
+def plot_prefixes(measurement: PrefixMeasurement, path: Path) -> None:
+    """Draw lengths, lengths against uses, and hit ratio against cache size."""
+    report = measurement.report
+    figure = new_figure(12, 4)
+    lengths, scatter, caches = figure.subplots(1, 3)
+    lengths.hist(measurement.lengths, bins=40)
+    lengths.set(xlabel=f"length of shared prefix ({report.unit.value})", ylabel="prefixes")
+    scatter.plot(measurement.lengths, measurement.uses, ".", markersize=4)
+    scatter.set(xlabel=f"length ({report.unit.value})", ylabel="uses")
+    if measurement.uses:
+        scatter.set(xscale="log", yscale="log")
+    sized = [cache for cache in report.caches if cache.num_blocks is not None]
+    caches.plot([cache.num_blocks for cache in sized], [cache.hit_ratio for cache in sized], "o-", label="LRU")
+    caches.axhline(report.caches[0].hit_ratio, linestyle="--", color="grey", label="unlimited")
+    caches.set(xlabel="cache size (blocks)", ylabel="block hit ratio", ylim=(0, 1))
+    caches.legend()
+    save_figure(figure, path)
+
+
+def _line(values: Distribution | None) -> str:
+    if values is None:
+        return "-"
+    return (
+        f"mean {values.mean:.1f}, median {values.median:.0f}, P90 {values.p90:.0f}, "
+        f"P99 {values.p99:.0f}, max {values.max:.0f}"
+    )
