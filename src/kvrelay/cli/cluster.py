@@ -22,22 +22,25 @@ def _settings(config_file: Path | None, flags: dict[str, object]) -> ControlConf
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("--watch", is_flag=True, help="Again every second, until interrupted.")
+@click.option("--check", is_flag=True, help="Check the block pools; fail unless they are whole and idle.")
 @_control
-def status(as_json: bool, watch: bool, config_file: Path | None, **flags: object) -> None:
+def status(as_json: bool, watch: bool, check: bool, config_file: Path | None, **flags: object) -> None:
     """Show workers with role, model, load, KV use and hand-offs.
 
     Example: kvrelay status --control nats://127.0.0.1:4222
     """
-    from kvrelay.launch.admin import cluster_status, status_table
+    from kvrelay.launch.admin import cluster_status, require_idle, status_table
 
     control = _settings(config_file, flags)
 
     async def show() -> None:
-        report = await cluster_status(control)
+        report = await cluster_status(control, check=check)
         if as_json:
             click.echo(json.dumps(report))
         else:
             status_table(report)
+        if check:
+            require_idle(report)
 
     while True:
         run_async(show())

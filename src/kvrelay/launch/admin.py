@@ -62,23 +62,34 @@ def _by_id(info: WorkerInfo) -> str:
     return info.worker_id
 
 
-async def cluster_status(config: ControlConfig) -> dict[str, Any]:
-    """Every worker's own status, and the queue."""
+async def cluster_status(config: ControlConfig, *, check: bool = False) -> dict[str, Any]:
+    """Every worker's own status, and the queue; with ``check`` also the verdict on its block pool."""
     control = await connect_control(config)
     try:
         workers = await list_workers(control, Keys(config.namespace))
-        answers = await asyncio.gather(*(_status_of(info) for info in workers))
+        answers = await asyncio.gather(*(_status_of(info, check) for info in workers))
         return {"prefill_queue_size": await control.prefill_queue.size(), "workers": answers}
     finally:
         await control.close()
 
 
-async def _status_of(info: WorkerInfo) -> dict[str, Any]:
+async def _status_of(info: WorkerInfo, check: bool) -> dict[str, Any]:
     try:
         status: dict[str, Any] = await order(info, "status", timeout_s=STATUS_TIMEOUT_S)
+        if check:
+            status["integrity"] = await order(info, "check_integrity", timeout_s=STATUS_TIMEOUT_S)
         return status
     except KvrelayError as exc:
         return {"worker_id": info.worker_id, "role": info.role, "model": info.model, "error": str(exc)}
+
+
+def require_idle(report: dict[str, Any]) -> None:
+    """Raise KvrelayError unless every worker answered, its pool is whole, and no block is in use."""
+    for status in report["workers"]:
+        if "error" in status:
+            raise KvrelayError(f"{status['worker_id']}: {status['error']}")
+        if status["integrity"]["blocks_in_use"]:
+            raise KvrelayError(f"{status['worker_id']} has {status['integrity']['blocks_in_use']} blocks in use")
 
 
 def status_table(report: dict[str, Any]) -> None:

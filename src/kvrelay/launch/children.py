@@ -54,8 +54,11 @@ def kvrelay_command(*arguments: str) -> list[str]:
 
 def start_child(name: str, command: list[str]) -> Child:
     """Start ``command``; it writes to our stdout and stderr."""
-    process = subprocess.Popen(  # noqa: PLW1509 - the hook only calls prctl
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only calls prctl
     )
     return Child(name, command, process)
 

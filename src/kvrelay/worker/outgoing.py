@@ -3,8 +3,11 @@
                 engine thread            transfer thread               event loop
     KvLoad ───────> load() ──submit──>  READ ──> engine.kv_loaded
     HandoffChunk ─> send() ──submit──>  WRITE ──> _written()
-    last chunk ───> send() ..waits for the writes before it.. WRITE + HandoffDone ──> _end(None)
+    last chunk ───> send() ──submit──>  WRITE + HandoffDone ──> _written() ──> _end(None)
                                                                         abandon() <── HandoffAbandon, connection lost
+
+The transfer thread keeps a peer's transfers in order and lets HandoffDone go only behind the writes before it, and
+never after one of them has failed (they share a group).
 
 Our blocks stay in use until every transfer that touches them has completed, whatever happens in between; only then is
 the engine told ``sending_finished``. ``on_end`` runs exactly once, after that point.
@@ -52,7 +55,7 @@ class OutgoingHandoff:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._num_in_flight = 0
-        self._last_chunk: HandoffChunk | None = None
+        self._all_sent = False
         self._error: str | None = None
         self._ended = False
         self._started_s = time.monotonic()
@@ -68,16 +71,14 @@ class OutgoingHandoff:
         self._tell_loaded(ok=False)
 
     def send(self, chunk: HandoffChunk) -> None:
-        """Write a computed chunk; the last one waits until every earlier write has completed."""
+        """Write a computed chunk; the last one carries HandoffDone."""
         if chunk.last:
             self._on_computed()
         with self._lock:
-            if self._error is not None or self._ended:
-                return
-            if chunk.last and self._num_in_flight > 0:
-                self._last_chunk = chunk
-            else:
-                self._write(chunk)
+            if self._error is None:
+                self._all_sent = chunk.last
+                notify = self._done_message(chunk) if chunk.last else None
+                self._submit(TransferOp.WRITE, chunk.first_block, chunk.block_ids, notify)
 
     # -- event loop ---------------------------------------------------------------------------------------------------
 
@@ -95,10 +96,11 @@ class OutgoingHandoff:
     # -- transfer thread ----------------------------------------------------------------------------------------------
 
     def _loaded(self, error: str | None) -> None:
+        """The read has ended. A failed one is no reason to give up: what was to be read can be computed."""
         self._tell_loaded(ok=error is None)
         with self._lock:
             self._num_in_flight -= 1
-            ends = self._error is not None and self._close_if_idle()
+            ends = self._close_if_idle()
         if ends:
             self._end()
 
@@ -107,39 +109,22 @@ class OutgoingHandoff:
             self._num_in_flight -= 1
             newly_failed = error is not None and self._error is None
             self._error = self._error or error
-            ends = False
-            if self._error is not None:
-                ends = self._close_if_idle()
-            elif self._num_in_flight == 0 and self._last_chunk is not None:
-                chunk, self._last_chunk = self._last_chunk, None
-                self._write(chunk)
+            ends = self._close_if_idle()
         if newly_failed:
             self._engine.post(lambda core: core.abort(self.engine_request_id))
         if ends:
             self._end()
 
-    def _finished(self, error: str | None) -> None:
-        """The write that carried HandoffDone has completed."""
-        with self._lock:
-            self._num_in_flight -= 1
-            self._error = self._error or error
-            ends = self._close_if_idle()
-        if ends:
-            self._end()
-
     # -- any thread, under the lock -----------------------------------------------------------------------------------
-
-    def _write(self, chunk: HandoffChunk) -> None:
-        notify = self._done_message(chunk) if chunk.last else None
-        self._submit(TransferOp.WRITE, chunk.first_block, chunk.block_ids, notify)
 
     def _submit(self, op: TransferOp, first_block: int, block_ids: tuple[int, ...], notify: bytes | None) -> None:
         remote = self.grant.block_ids[first_block : first_block + len(block_ids)]
         plan = plan_blocks(self._layout, block_ids, remote)
-        on_done = self._loaded if op is TransferOp.READ else self._written if notify is None else self._finished
+        on_done = self._loaded if op is TransferOp.READ else self._written
         self._num_in_flight += 1
         self.num_bytes += plan.num_bytes
-        self._transfer.submit(op, self.request.decode_worker_id, plan, notify=notify, on_done=on_done)
+        group = None if op is TransferOp.READ else self.engine_request_id
+        self._transfer.submit(op, self.request.decode_worker_id, plan, notify, on_done=on_done, group=group)
 
     def _done_message(self, chunk: HandoffChunk) -> bytes:
         assert chunk.token_id is not None, "the last chunk carries the first token"
@@ -155,8 +140,8 @@ class OutgoingHandoff:
         )
 
     def _close_if_idle(self) -> bool:
-        """Whether this call is the one that ends the hand-off."""
-        if self._ended or self._num_in_flight > 0:
+        """Whether this call is the one that ends the hand-off: nothing moves, and nothing more will be submitted."""
+        if self._ended or self._num_in_flight > 0 or (self._error is None and not self._all_sent):
             return False
         self._ended = True
         return True

@@ -178,9 +178,8 @@ class PrefillSide:
 
     async def _meet(self, worker_id: str) -> None:
         """Load and cache the peer's memory metadata, at first use."""
-        if not self._transfer.has_peer(worker_id):
-            metadata = await self._peers.kv_metadata(worker_id, 0, self._kv_compatibility)
-            await asyncio.wrap_future(self._transfer.add_peer(metadata))
+        if not self._transfer.knows_peer(worker_id):
+            self._transfer.add_peer(await self._peers.kv_metadata(worker_id, 0, self._kv_compatibility))
 
     async def _compute_and_send(
         self, delivery: PrefillDelivery, grant: HandoffGrant, peer: DecodePeer, slot: _Slot

@@ -39,7 +39,7 @@ from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.errors import ConfigError, ControlUnavailableError, EngineDeadError, KvrelayError
 from kvrelay.rpc.base import Peer, RpcServer
-from kvrelay.transfer.base import Notification, Transport
+from kvrelay.transfer.base import Transport
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.decode_side import DecodeSide
 from kvrelay.worker.disagg import DisaggPolicy
@@ -109,7 +109,6 @@ class Worker:
         ).digest()
         self._transport = transport
         self._transfer = TransferThread(transport, settings.transfer)
-        self._transfer.on_notification(self._on_notification)
         self._engine = EngineThread(core, self._on_step, self._on_engine_dead)
         self._events = KvEventLog(settings.worker_id, self.epoch)
         self._publisher = Publisher(settings.worker_id, self.epoch, control.events, self._keys, self._events)
@@ -145,6 +144,8 @@ class Worker:
             fleet=lambda: self._fleet.num_prefill_workers if self.role is not WorkerRole.PREFILL else 0,
         )
 
+        self._transfer.on_notification(self._decode.notified)
+
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -153,11 +154,12 @@ class Worker:
         self._server.on_peer_gone(self._decode.peer_gone)
         await self._server.start()
         self._transfer.start()
-        agent = await asyncio.wrap_future(self._transfer.register(self._executor.kv_region))
+        metadata = await asyncio.to_thread(self._register_memory)
         self._engine.start()
         self._lease = await self._control.discovery.grant(self.settings.control.lease_ttl_s)
         self._lease.on_lost(self._on_lease_lost)
-        await self._put_kv_metadata(agent)
+        key = self._keys.worker_kv_metadata(self.settings.worker_id, metadata.rank)
+        await self._control.discovery.put(key, msgspec.json.encode(metadata), self._lease)
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
         self._fleet.start()
         self._spawn(self._watch_config())
@@ -245,22 +247,13 @@ class Worker:
             max_num_seqs=settings.engine.max_num_seqs,
         )
 
-    async def _put_kv_metadata(self, agent: bytes) -> None:
-        region = self._executor.kv_region
-        metadata = KvMetadata(
+    def _register_memory(self) -> KvMetadata:
+        return self._transfer.register(
+            self._executor.kv_region,
             worker_id=self.settings.worker_id,
-            rank=0,
-            transport=self._transport.name,
-            agent=agent,
-            address=region.address,
-            num_bytes=region.num_bytes,
             block_bytes=self._executor.kv_layout.block_bytes,
-            device=region.device,
-            device_id=region.device_id,
             kv_compatibility=self._compatibility,
         )
-        key = self._keys.worker_kv_metadata(self.settings.worker_id, 0)
-        await self._control.discovery.put(key, msgspec.json.encode(metadata), self._lease)
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 
@@ -290,9 +283,6 @@ class Worker:
             self._loop.call_soon_threadsafe(self._decode.deliver, step, abandons)
         if events or step.num_scheduled_tokens or step.outputs:
             self._loop.call_soon_threadsafe(self._publisher.update, events, self._core.metrics())
-
-    def _on_notification(self, notification: Notification) -> None:
-        self._decode.notified(notification.payload)
 
     def _on_abandon(self, message: HandoffAbandon) -> None:
         self._prefill.on_abandon(message)

@@ -1,0 +1,50 @@
+"""``kvrelay bench engine``: offline throughput of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+
+from kvrelay.cli.options import SettingsSource, settings_options
+from kvrelay.cli.report import print_report
+from kvrelay.config import EngineConfig, RunnerConfig
+
+SETTINGS = (EngineConfig, RunnerConfig)
+
+
+@click.command("engine")
+@click.argument("model", required=False)
+@click.option("--num-prompts", default=128, type=click.IntRange(1, 100_000), help="Prompts in the batch.")
+@click.option("--input-len", default=128, type=click.IntRange(1), help="Tokens per prompt.")
+@click.option("--output-len", default=64, type=click.IntRange(1), help="Tokens per answer.")
+@click.option("--runs", default=3, type=click.IntRange(1, 1000), help="Timed passes; the median is reported.")
+@click.option("--load-seed", default=0, type=int, help="Seed of the prompts.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@settings_options(*SETTINGS)
+def bench_engine(
+    model: str | None,
+    num_prompts: int,
+    input_len: int,
+    output_len: int,
+    runs: int,
+    load_seed: int,
+    as_json: bool,
+    config_file: Path | None,
+    **flags: object,
+) -> None:
+    """Run a batch of random prompts through the engine, in this process, without any server.
+
+    Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64 --dtype bfloat16
+    """
+    from kvrelay.launch.engine_benchmark import EngineLoad, run_engine_benchmark
+    from kvrelay.launch.models import resolve_model
+
+    source = SettingsSource(SETTINGS, config_file, flags)
+    runner, engine = source.build(RunnerConfig), source.build(EngineConfig)
+    path = resolve_model(model)
+    report = run_engine_benchmark(path, runner, engine, EngineLoad(num_prompts, input_len, output_len, load_seed), runs)
+    report |= {"model": path.name, "runner": dataclasses.asdict(runner), "engine": dataclasses.asdict(engine)}
+    shown = report if as_json else {name: value for name, value in report.items() if not isinstance(value, dict)}
+    print_report(f"engine, {path.name}, {runner.dtype}", shown, as_json)

@@ -1,0 +1,144 @@
+"""The same tokens wherever the prefill ran: 1P1D, aggregated, the offline engine and transformers agree.
+
+200 mixed prompts (1 to 3,000 tokens, shared prefixes), streaming and not, through the ``openai`` client, against real
+processes. Afterwards the pools are whole and nothing is in use.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from kvrelay.engine.core import EngineCore
+from serving import Serve, kvrelay
+
+from kvrelay.config import EngineConfig, RunnerConfig
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engine.request import Request
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+NUM_PROMPTS = 200
+OUTPUT_LEN = 12
+TIE = 1e-3
+"""Where the oracle's two best logits are closer than this, rounding may decide; such prompts prove nothing."""
+
+
+def make_prompts(vocab_size: int) -> list[tuple[int, ...]]:
+    """Lengths from 1 to 3,000, most of them short; a third of them share one of four prefixes."""
+    draw = random.Random(7)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(16, vocab_size) for _ in range(count))
+
+    prefixes = [tokens(length) for length in (40, 160, 700, 1500)]
+    lengths = [1, 2, 15, 16, 17, 255, 256, 257, 2047, 2048, 3000]
+    lengths += [int(10 ** draw.uniform(0, 3.3)) for _ in range(NUM_PROMPTS - len(lengths))]
+    prompts = []
+    for number, length in enumerate(lengths):
+        prefix = prefixes[number % 4] if number % 3 == 0 else ()
+        prompts.append((prefix + tokens(max(1, length - len(prefix))))[:3000])
+    return prompts
+
+
+def serve_arguments(num_prefill: int) -> tuple[str, ...]:
+    flags = ("--dtype", "float32", "--max-local-prefill-length", "64", "--kv-cache-memory", "512MiB")
+    return ("--prefill", str(num_prefill), "--decode", "1", *flags)
+
+
+def complete_all(server: Serve, prompts: list[tuple[int, ...]], *, stream: bool) -> list[tuple[int, ...]]:
+    """Greedy output tokens for each prompt, eight requests at a time."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def one(prompt: tuple[int, ...]) -> tuple[int, ...]:
+        answer = client.completions.create(
+            model=server.model,
+            prompt=list(prompt),
+            max_tokens=OUTPUT_LEN,
+            temperature=0,
+            stream=stream,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+        if not stream:
+            return tuple(answer.choices[0].token_ids)
+        return tuple(token for chunk in answer for choice in chunk.choices for token in choice.token_ids or ())
+
+    with client, ThreadPoolExecutor(8) as pool:
+        return list(pool.map(one, prompts))
+
+
+def offline(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The engine in this process, without any server."""
+    from kvrelay.runner import build_executor
+
+    engine = EngineConfig(kv_cache_memory="512MiB")
+    executor = build_executor(bundled_checkpoint_path(), RunnerConfig(dtype="float32", num_threads=2), engine)
+    core = EngineCore(executor, engine, MonotonicClock(), worker_id="offline")
+    sampling = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        core.add_request(Request(str(number), prompt, sampling))
+    outputs: dict[str, tuple[int, ...]] = {}
+    while core.has_unfinished():
+        for output in core.step().outputs:
+            outputs[output.request_id] = outputs.get(output.request_id, ()) + output.token_ids
+    core.check_integrity()
+    executor.shutdown()
+    return [outputs[str(number)] for number in range(len(prompts))]
+
+
+def check_against_transformers(prompts: list[tuple[int, ...]], outputs: list[tuple[int, ...]]) -> int:
+    """Every output token must be the oracle's best one. Returns how many prompts were left out for a near tie."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(bundled_checkpoint_path(), dtype=torch.float32)
+    num_ties = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *output[:-1]]])).logits[0, len(prompt) - 1 :]
+        best = logits.topk(2).values
+        if float((best[:, 0] - best[:, 1]).min()) < TIE:
+            num_ties += 1
+            continue
+        assert tuple(logits.argmax(-1).tolist()) == output, f"a prompt of {len(prompt)} tokens"
+    return num_ties
+
+
+def check_idle(server: Serve) -> None:
+    """No block in use, every pool whole."""
+    done = kvrelay("status", "--json", "--check", "--control", server.control)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_disaggregated_equals_aggregated_equals_offline_equals_transformers():
+    vocab_size = len(
+        __import__("json").loads((bundled_checkpoint_path() / "tokenizer.json").read_text())["model"]["vocab"]
+    )
+    prompts = make_prompts(vocab_size)
+    num_long = sum(len(prompt) > 64 for prompt in prompts)
+    with Serve(serve_arguments(1)) as server:
+        streamed = complete_all(server, prompts, stream=True)
+        (decode,) = server.workers("decode")
+        (prefill,) = server.workers("prefill")
+        plain = complete_all(server, prompts, stream=False)
+        check_idle(server)
+    # Metrics prove where prefills ran and what moved: long ones were remote unless the prefix was cached already.
+    num_remote = decode["decode"]["num_remote_done"]
+    assert num_long * 0.5 < num_remote <= num_long
+    assert prefill["prefill"]["num_prefills"] == num_remote
+    assert prefill["prefill"]["num_failed"] == 0
+    assert decode["decode"]["num_received_bytes"] > num_remote * 64 * 100
+    assert decode["decode"]["places"]["local_short"] >= NUM_PROMPTS - num_long
+    assert all(len(output) == OUTPUT_LEN for output in streamed)
+    assert plain == streamed
+    with Serve(serve_arguments(0)) as server:
+        aggregated = complete_all(server, prompts, stream=False)
+        check_idle(server)
+    assert aggregated == streamed
+    assert offline(prompts) == streamed
+    assert check_against_transformers(prompts, streamed) < NUM_PROMPTS * 0.1
