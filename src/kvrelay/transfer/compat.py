@@ -9,20 +9,26 @@ from __future__ import annotations
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError
 
+VERSION = 1
+"""Of KvMetadata."""
 
-def check_compatible(local: KvMetadata, remote: KvMetadata) -> None:
-    """Raise IncompatiblePeerError unless blocks can be moved between the two pools as they are."""
+
+def check_compatible(peer: KvMetadata, *, transport: str, block_bytes: int = 0, kv_compatibility: str = "") -> None:
+    """Raise IncompatiblePeerError unless blocks can be moved between our pool and the peer's as they are.
+
+    Ours: the transport's name, and, where given, bytes per block and compatibility hash.
+    """
     for field, ours, theirs in (
-        ("protocol version", local.version, remote.version),
-        ("transport", local.transport, remote.transport),
-        ("KV compatibility", local.kv_compatibility, remote.kv_compatibility),
-        ("bytes per block", local.block_bytes, remote.block_bytes),
+        ("protocol version", VERSION, peer.version),
+        ("transport", transport, peer.transport),
+        ("KV compatibility", kv_compatibility or peer.kv_compatibility, peer.kv_compatibility),
+        ("number of bytes per block", block_bytes or peer.block_bytes, peer.block_bytes),
     ):
         if ours != theirs:
             raise IncompatiblePeerError(
-                f"worker {remote.worker_id} cannot exchange KV with us: its {field} is {theirs}, ours is {ours}"
+                f"worker {peer.worker_id} cannot exchange KV with us: its {field} is {theirs}, ours is {ours}"
             )
-    check_pool(remote)
+    check_pool(peer)
 
 
 def check_pool(metadata: KvMetadata) -> None:

@@ -15,12 +15,14 @@ Only the low-level binding is used; it needs no torch, and nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
@@ -34,6 +36,7 @@ CPU_TRANSPORTS = "posix,sysv,cma,self,tcp"
 MAX_NOTIFY_BYTES = 1 << 20
 _SETTLE_POLLS = 50
 _SETTLE_PAUSE_S = 0.001
+_SEAL = b"kvrelay-nixl-1:"
 
 
 class NixlTransport:
@@ -73,7 +76,7 @@ class NixlTransport:
             self._registered = self._nixl.nixlRegDList(self._segment(region.device), [row])
             self._agent.registerMem(self._registered, self._backend)
             self._region = region
-            return bytes(self._agent.getLocalMD())
+            return seal(bytes(self._agent.getLocalMD()))
         except self._errors as exc:
             raise FatalError(
                 f"NIXL cannot register the KV pool ({region.num_bytes} bytes on {region.device}): {exc}"
@@ -83,12 +86,16 @@ class NixlTransport:
         check_pool(metadata)
         worker_id = metadata.worker_id
         self.remove_peer(worker_id)
+        blob = unseal(metadata.agent)
+        if blob is None:
+            raise TransferError(f"the metadata of worker {worker_id} is damaged", peer=worker_id)
         try:
-            loaded = self._agent.loadRemoteMD(metadata.agent)
+            loaded = self._agent.loadRemoteMD(blob)
         except self._errors as exc:
+            self._invalidate(worker_id)
             raise TransferError(f"cannot connect to worker {worker_id}: {exc}", peer=worker_id) from exc
         if loaded != worker_id.encode():
-            self._agent.invalidateRemoteMD(loaded.decode("utf-8", "replace"))
+            self._invalidate(loaded.decode("utf-8", "replace"))
             raise TransferError(f"the metadata of worker {worker_id} belongs to another one", peer=worker_id)
         self._peers[worker_id] = metadata
 
@@ -99,11 +106,7 @@ class NixlTransport:
             if peer == worker_id:
                 self._lost_a_peer = True
                 self._end(handle, request, f"worker {worker_id} was disconnected")
-        try:
-            self._agent.invalidateRemoteMD(worker_id)
-        except self._errors:
-            # Already forgotten by NIXL, which is what we want.
-            self._lost_a_peer = True
+        self._invalidate(worker_id)
 
     def has_peer(self, worker_id: str) -> bool:
         return worker_id in self._peers
@@ -238,9 +241,25 @@ class NixlTransport:
             # Could not be cancelled; NIXL keeps it. The peer is on its way out.
             self._lost_a_peer = True
 
+    def _invalidate(self, name: str) -> None:
+        """Make NIXL forget a peer; that it does not know it is fine."""
+        with contextlib.suppress(*self._errors):
+            self._agent.invalidateRemoteMD(name)
+
     def _collect_notifications(self) -> list[Notification]:
         try:
             by_peer = self._agent.getNotifs({})
         except self._errors:
             return []
         return [Notification(bytes(payload)) for payloads in by_peer.values() for payload in payloads]
+
+
+def seal(blob: bytes) -> bytes:
+    """NIXL's blob with a checksum: a damaged one would leave half a peer in the agent, which nothing removes."""
+    return _SEAL + xxhash.xxh3_64_digest(blob) + blob
+
+
+def unseal(sealed: bytes) -> bytes | None:
+    """What was sealed, or None when it is not the same any more."""
+    digest, blob = sealed[len(_SEAL) : len(_SEAL) + 8], sealed[len(_SEAL) + 8 :]
+    return blob if sealed.startswith(_SEAL) and digest == xxhash.xxh3_64_digest(blob) else None

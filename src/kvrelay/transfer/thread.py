@@ -6,7 +6,7 @@ beyond "one is open"; it runs callbacks.
     any thread ── submit ──> inbox ──> one FIFO per peer ──> posts of at most MAX_POST_BYTES ──> poll ──> on_done(error)
 
 Promises:
-  - ``on_done`` runs exactly once per submitted transfer, on this thread, and must not block.
+  - ``on_done`` runs exactly once per submitted transfer, never within ``submit``, and must not block.
   - To one peer, transfers are posted in the order of submission, and one with ``notify`` only when all before it have
     ended. So a notification arrives behind the bytes of every earlier write.
   - Once a transfer of a ``group`` has failed, every later one of that group fails too, unposted: a notification "done"
@@ -32,8 +32,8 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import KvrelayError, RecomputeError, TransferError
-from kvrelay.transfer.base import Completion, TransferOp, TransferPlan, Transport
+from kvrelay.errors import RecomputeError, TransferError
+from kvrelay.transfer.base import Completion, Notification, TransferOp, TransferPlan, Transport
 from kvrelay.transfer.compat import check_compatible
 from kvrelay.transfer.plan import check_bounds, split_plan
 from kvrelay.transfer.stats import StatsCounter, TransferStats
@@ -95,9 +95,10 @@ class TransferThread:
         self._num_handoffs = 0
         self._num_unfinished = 0
         self._counter = StatsCounter()
-        self._local: KvMetadata | None = None
+        self._region: MemoryRegion | None = None
+        self._required: tuple[int, str] = (0, "")
         self._known: dict[str, KvMetadata] = {}
-        self._on_notification: Callable[[bytes], None] | None = None
+        self._on_notification: Callable[[Notification], None] | None = None
         self._peers: dict[str, _Peer] = {}
         self._owners: dict[int, _Transfer] = {}
         self._polls_since_progress = 0
@@ -108,48 +109,34 @@ class TransferThread:
     def start(self) -> None:
         self._thread.start()
 
-    def register(
-        self, region: MemoryRegion, *, worker_id: str, block_bytes: int, kv_compatibility: str, rank: int = 0
-    ) -> KvMetadata:
-        """Register the KV pool, once; gives what goes to discovery. Blocks. Raises FatalError."""
+    def register(self, region: MemoryRegion, *, block_bytes: int = 0, kv_compatibility: str = "") -> Future[bytes]:
+        """Register the KV pool, once; gives ``KvMetadata.agent``. The future raises FatalError.
 
-        def run() -> KvMetadata:
-            metadata = KvMetadata(
-                worker_id=worker_id,
-                rank=rank,
-                transport=self._transport.name,
-                agent=self._transport.register(region),
-                address=region.address,
-                num_bytes=region.num_bytes // block_bytes * block_bytes,
-                block_bytes=block_bytes,
-                device=region.device,
-                device_id=region.device_id,
-                kv_compatibility=kv_compatibility,
-            )
-            self._local = metadata
-            return metadata
+        ``block_bytes`` and ``kv_compatibility``, where given, are what every peer has to have too.
+        """
 
-        return self._post_call(run).result()
+        def run() -> bytes:
+            agent = self._transport.register(region)
+            self._region = region
+            self._required = (block_bytes, kv_compatibility)
+            return agent
 
-    def on_notification(self, handler: Callable[[bytes], None]) -> None:
-        """``handler(payload)`` runs on the transfer thread, must not block, and must not trust the payload."""
+        return self._post_call(run)
+
+    def on_notification(self, handler: Callable[[Notification], None]) -> None:
+        """``handler`` runs on the transfer thread, must not block, and must not trust the payload."""
         self._on_notification = handler
 
-    def add_peer(self, metadata: KvMetadata) -> None:
-        """Learn of a peer; the connection is made at the first transfer. Raises IncompatiblePeerError."""
-        if self._local is None:
-            raise TransferError("the KV pool is not registered yet", peer=metadata.worker_id)
-        check_compatible(self._local, metadata)
-        with self._lock:
-            self._known[metadata.worker_id] = metadata
+    def add_peer(self, metadata: KvMetadata) -> Future[None]:
+        """Connect to a peer. The future raises IncompatiblePeerError, or TransferError when it cannot be reached."""
+        return self._post_call(lambda: self._connect(metadata))
 
-    def knows_peer(self, worker_id: str) -> bool:
+    def has_peer(self, worker_id: str) -> bool:
+        """Whether the peer was added and not removed. Its connection may be down; the next transfer makes it anew."""
         return worker_id in self._known
 
     def remove_peer(self, worker_id: str) -> Future[None]:
-        """Tear the connection down and forget the peer; done when nothing moves between us any more."""
-        with self._lock:
-            self._known.pop(worker_id, None)
+        """Tear the connection down, fail what is under way on it, forget the peer."""
         return self._post_call(lambda: self._forget(worker_id))
 
     def submit(
@@ -178,7 +165,8 @@ class TransferThread:
                 self._num_unfinished += 1
                 self._inbox.put(lambda: self._accept(transfer))
         if not accepted:
-            on_done("the transfer thread is closed")
+            # The caller may hold a lock that on_done takes.
+            threading.Thread(target=on_done, args=("the transfer thread is closed",), daemon=True).start()
 
     def open_handoff(self) -> None:
         """From now on peers may need our polling. Pairs with ``close_handoff``."""
@@ -221,7 +209,7 @@ class TransferThread:
         def run() -> None:
             try:
                 future.set_result(function())
-            except KvrelayError as exc:
+            except Exception as exc:  # noqa: BLE001 - handed to the caller, whatever it is
                 future.set_exception(exc)
 
         with self._lock:
@@ -249,7 +237,7 @@ class TransferThread:
         completions, notifications = self._transport.poll()
         # Notifications first: "prefill done" is what somebody waits for.
         for notification in notifications:
-            self._notify(notification.payload)
+            self._notify(notification)
         for completion in completions:
             self._complete(completion)
         self._polls_since_progress = 0 if completions or notifications else self._polls_since_progress + 1
@@ -275,14 +263,25 @@ class TransferThread:
             return self._config.poll_interval_s / (_EAGER_POLLS_PER_INTERVAL if eager else 1)
         return self._config.poll_interval_s if self._num_handoffs else None
 
+    def _connect(self, metadata: KvMetadata) -> None:
+        if self._region is None:
+            raise TransferError("the KV pool is not registered yet", peer=metadata.worker_id)
+        block_bytes, kv_compatibility = self._required
+        check_compatible(
+            metadata, transport=self._transport.name, block_bytes=block_bytes, kv_compatibility=kv_compatibility
+        )
+        self._disconnect(metadata.worker_id, f"worker {metadata.worker_id} was added anew")
+        self._transport.add_peer(metadata)
+        self._known[metadata.worker_id] = metadata
+
     def _accept(self, transfer: _Transfer) -> None:
-        remote, local = self._known.get(transfer.worker_id), self._local
-        if remote is None or local is None:
-            self._finish(transfer, f"worker {transfer.worker_id} is not known to the transfer thread")
+        remote, region = self._known.get(transfer.worker_id), self._region
+        if remote is None or region is None:
+            self._finish(transfer, f"worker {transfer.worker_id} is not connected")
             return
         try:
             # The whole plan at once, before a first part of it moves.
-            check_bounds(transfer.plan, local.num_bytes, remote.num_bytes, transfer.worker_id)
+            check_bounds(transfer.plan, region.num_bytes, remote.num_bytes, transfer.worker_id)
         except TransferError as exc:
             self._finish(transfer, exc.message)
             return
@@ -364,6 +363,7 @@ class TransferThread:
             self._finish(transfer, error)
 
     def _forget(self, worker_id: str) -> None:
+        self._known.pop(worker_id, None)
         self._disconnect(worker_id, f"worker {worker_id} was removed")
         with self._lock:
             self._counter.forget(worker_id)
@@ -382,14 +382,14 @@ class TransferThread:
         except Exception:  # noqa: BLE001 - another room's fault must not stop the transfers of everybody else
             _log.exception("on_done of a transfer with worker %s failed", transfer.worker_id)
 
-    def _notify(self, payload: bytes) -> None:
+    def _notify(self, notification: Notification) -> None:
         with self._lock:
             self._counter.num_notifications += 1
         if self._on_notification is None:
-            _log.warning("a notification of %d bytes arrived, and nobody listens", len(payload))
+            _log.warning("a notification of %d bytes arrived, and nobody listens", len(notification.payload))
             return
         try:
-            self._on_notification(payload)
+            self._on_notification(notification)
         except Exception:  # noqa: BLE001 - as for on_done
             _log.exception("the handler of notifications failed")
 

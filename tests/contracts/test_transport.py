@@ -1,0 +1,229 @@
+"""What every Transport does, whatever moves the bytes. Both ends live in this process and are polled by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvrelay.config import TransferConfig
+from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.workers import KvMetadata
+from kvrelay.errors import IncompatiblePeerError, TransferError
+from kvrelay.transfer.base import TransferOp, TransferPlan, Transport
+from kvrelay.transfer.factory import build_transport
+from kvrelay.transfer.loopback import LoopbackFabric
+from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=16, dtype="float32")
+NUM_BLOCKS = 64
+WAIT_S = 10.0
+
+
+@dataclass
+class End:
+    """A transport with its pool, what it completed and what it was told."""
+
+    worker_id: str
+    transport: Transport
+    pool: np.ndarray
+    metadata: KvMetadata
+    completed: dict[int, str | None] = field(default_factory=dict)
+    payloads: list[bytes] = field(default_factory=list)
+
+    def poll(self) -> None:
+        completions, notifications = self.transport.poll()
+        for completion in completions:
+            assert completion.handle not in self.completed, "a handle completed twice"
+            self.completed[completion.handle] = completion.error
+        self.payloads += [notification.payload for notification in notifications]
+
+
+class Pair:
+    """Two workers. ``prefill`` has added ``decode``; not the other way round, as in production."""
+
+    def __init__(self, prefill: End, decode: End) -> None:
+        self.prefill, self.decode = prefill, decode
+        prefill.transport.add_peer(decode.metadata)
+
+    def poll_until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < end, "did not happen in time"
+            self.prefill.poll()
+            self.decode.poll()
+
+    def move(self, op: TransferOp, plan: TransferPlan, notify: bytes | None = None) -> str | None:
+        handle = self.prefill.transport.post(op, self.decode.worker_id, plan, notify)
+        self.poll_until(lambda: handle in self.prefill.completed)
+        return self.prefill.completed[handle]
+
+
+def make_end(transport: Transport, worker_id: str, seed: int) -> End:
+    pool = np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
+    region = MemoryRegion(pool.ctypes.data, pool.nbytes)
+    agent = transport.register(region)
+    metadata = KvMetadata(
+        worker_id=worker_id,
+        rank=0,
+        transport=transport.name,
+        agent=agent,
+        address=region.address,
+        num_bytes=region.num_bytes,
+        block_bytes=LAYOUT.block_bytes,
+        device="cpu",
+        device_id=0,
+        kv_compatibility="same",
+    )
+    return End(worker_id, transport, pool, metadata)
+
+
+@pytest.fixture(params=["loopback", "nixl"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    if request.param == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
+        pytest.skip("NIXL is not installed")
+    config = TransferConfig(transport=request.param)
+    fabric = LoopbackFabric()
+    name = request.node.name
+    ends = [
+        make_end(build_transport(config, f"{name}-{role}", fabric), f"{name}-{role}", seed)
+        for seed, role in enumerate(("p", "d"))
+    ]
+    yield Pair(*ends)
+    for end in ends:
+        end.transport.close()
+
+
+def test_writes_land_where_the_plan_says_and_nowhere_else(pair: Pair) -> None:
+    local, remote = [3, 4, 5, 9], [10, 11, 12, 2]
+    expected = pair.decode.pool.copy()
+    expected[remote] = pair.prefill.pool[local]
+    source = pair.prefill.pool.copy()
+    assert pair.move(TransferOp.WRITE, plan_blocks(LAYOUT, local, remote)) is None
+    np.testing.assert_array_equal(pair.decode.pool, expected)
+    np.testing.assert_array_equal(pair.prefill.pool, source)
+
+
+def test_reads_fetch_the_peers_blocks(pair: Pair) -> None:
+    local, remote = [0, 1, 63], [63, 20, 21]
+    expected = pair.prefill.pool.copy()
+    expected[local] = pair.decode.pool[remote]
+    assert pair.move(TransferOp.READ, plan_blocks(LAYOUT, local, remote)) is None
+    np.testing.assert_array_equal(pair.prefill.pool, expected)
+
+
+def test_random_block_sets_arrive(pair: Pair) -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(20):
+        count = int(rng.integers(1, NUM_BLOCKS))
+        local, remote = rng.permutation(NUM_BLOCKS)[:count], rng.permutation(NUM_BLOCKS)[:count]
+        pair.prefill.pool[:] = rng.integers(0, 256, pair.prefill.pool.shape, dtype=np.uint8)
+        expected = pair.decode.pool.copy()
+        expected[remote] = pair.prefill.pool[local]
+        assert pair.move(TransferOp.WRITE, plan_blocks(LAYOUT, local.tolist(), remote.tolist())) is None
+        np.testing.assert_array_equal(pair.decode.pool, expected)
+
+
+def test_a_notification_arrives_behind_the_bytes_of_its_write(pair: Pair) -> None:
+    for step in range(5):
+        pair.prefill.pool[:] = step + 1
+        payload = bytes([step, 0, 255])
+        pair.prefill.transport.post(
+            TransferOp.WRITE, pair.decode.worker_id, plan_blocks(LAYOUT, range(64), range(64)), payload
+        )
+        pair.poll_until(lambda count=step + 1: len(pair.decode.payloads) == count)
+        assert pair.decode.payloads[-1] == payload
+        assert (pair.decode.pool == step + 1).all()
+
+
+def test_an_empty_plan_delivers_its_notification_alone(pair: Pair) -> None:
+    before = pair.decode.pool.copy()
+    assert pair.move(TransferOp.WRITE, EMPTY_PLAN, b"alone") is None
+    pair.poll_until(lambda: bool(pair.decode.payloads))
+    assert pair.decode.payloads == [b"alone"]
+    np.testing.assert_array_equal(pair.decode.pool, before)
+
+
+def test_many_posts_complete_once_each(pair: Pair) -> None:
+    handles = [
+        pair.prefill.transport.post(
+            TransferOp.WRITE, pair.decode.worker_id, plan_blocks(LAYOUT, [index], [63 - index]), b"%d" % index
+        )
+        for index in range(NUM_BLOCKS)
+    ]
+    pair.poll_until(lambda: len(pair.decode.payloads) == NUM_BLOCKS and len(pair.prefill.completed) == NUM_BLOCKS)
+    assert pair.prefill.completed == dict.fromkeys(handles)
+    assert sorted(map(int, pair.decode.payloads)) == list(range(NUM_BLOCKS))
+    assert pair.prefill.transport.num_pending == 0
+    np.testing.assert_array_equal(pair.decode.pool, pair.prefill.pool[::-1])
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "length"),
+    [
+        (0, NUM_BLOCKS * LAYOUT.block_bytes, 1),
+        (0, NUM_BLOCKS * LAYOUT.block_bytes - 4, 8),
+        (NUM_BLOCKS * LAYOUT.block_bytes - 4, 0, 8),
+        (-8, 0, 8),
+        (0, -8, 8),
+        (0, 0, 0),
+        (0, 0, -1),
+        (0, 2**63 - 4, 8),
+    ],
+)
+def test_no_piece_may_leave_either_pool(pair: Pair, local: int, remote: int, length: int) -> None:
+    plan = TransferPlan(*(np.array([0, value], dtype=np.int64) for value in (local, remote)), np.array([8, length]))
+    before = pair.decode.pool.copy()
+    with pytest.raises(TransferError):
+        pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, plan, b"never")
+    assert pair.prefill.transport.num_pending == 0
+    np.testing.assert_array_equal(pair.decode.pool, before)
+
+
+def test_a_removed_peer_is_unknown_until_it_is_added_again(pair: Pair) -> None:
+    plan = plan_blocks(LAYOUT, [1], [2])
+    assert pair.move(TransferOp.WRITE, plan, b"before") is None
+    pair.prefill.transport.remove_peer(pair.decode.worker_id)
+    assert not pair.prefill.transport.has_peer(pair.decode.worker_id)
+    with pytest.raises(TransferError) as caught:
+        pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, plan)
+    assert caught.value.peer == pair.decode.worker_id
+    pair.prefill.transport.remove_peer(pair.decode.worker_id)
+    pair.prefill.transport.add_peer(pair.decode.metadata)
+    pair.prefill.pool[1] = 77
+    assert pair.move(TransferOp.WRITE, plan, b"after") is None
+    pair.poll_until(lambda: b"after" in pair.decode.payloads)
+    assert (pair.decode.pool[2] == 77).all()
+
+
+def test_a_peer_with_an_impossible_pool_or_a_foreign_blob_is_refused(pair: Pair) -> None:
+    metadata = pair.decode.metadata
+    for broken in (
+        replace_struct(metadata, address=0),
+        replace_struct(metadata, num_bytes=metadata.num_bytes - 1),
+        replace_struct(metadata, num_bytes=0),
+        replace_struct(metadata, device="tape"),
+        replace_struct(metadata, address=2**64 - 8),
+    ):
+        with pytest.raises(IncompatiblePeerError):
+            pair.prefill.transport.add_peer(broken)
+    for agent in (b"", b"junk" * 30, metadata.agent[:-1], pair.prefill.metadata.agent):
+        with pytest.raises(TransferError):
+            pair.prefill.transport.add_peer(replace_struct(metadata, agent=agent))
+    pair.prefill.transport.add_peer(metadata)
+    assert pair.move(TransferOp.WRITE, plan_blocks(LAYOUT, [1], [2])) is None
+
+
+def test_close_is_clean_with_posts_under_way(pair: Pair) -> None:
+    pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, plan_blocks(LAYOUT, [1], [2]), b"maybe")
+    pair.prefill.transport.close()
+    pair.prefill.transport.close()
+
+
+def replace_struct(metadata: KvMetadata, **changes: object) -> KvMetadata:
+    return msgspec.structs.replace(metadata, **changes)
