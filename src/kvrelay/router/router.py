@@ -48,7 +48,7 @@ class PolicyRouter:
         self._stage = stage
         self._workers: dict[str, WorkerInfo] = {}
         self._load = LoadTable(block_size, clock)
-        self._rng = random.Random(config.seed)
+        self._rng = random.Random(config.router_seed)
         self.configure(config)
 
     @property

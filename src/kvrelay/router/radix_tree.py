@@ -1,0 +1,138 @@
+"""RadixTree: the plain index, which defines what an index of prefixes does (mission, section 5).
+
+A node per block, children by local hash, the set of workers that hold it; a table finds a worker's block by its
+sequence hash. ``PrefixIndex`` does the same, faster, and is tested against this one. What it does not know: the order
+of events, workers' registrations, load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvrelay.router.errors import ParentNotFoundError
+from kvrelay.router.overlap import OverlapScores, RecentUses, StoredChain
+
+
+class _Node:
+    """One block. The root is a node without a parent."""
+
+    __slots__ = ("children", "local_hash", "parent", "sequence_hash", "workers")
+
+    def __init__(self, parent: _Node | None, local_hash: int, sequence_hash: int) -> None:
+        self.parent = parent
+        self.local_hash = local_hash
+        self.sequence_hash = sequence_hash
+        self.children: dict[int, _Node] = {}
+        self.workers: set[str] = set()
+
+
+class RadixTree:
+    """``expiration_duration`` (seconds) turns on the count of recent uses in ``find_matches``."""
+
+    def __init__(self, expiration_duration: float | None = None, clock: Clock | None = None) -> None:
+        self._root = _Node(None, 0, 0)
+        self._lookup: dict[str, dict[int, _Node]] = {}
+        self._num_nodes = 0
+        self._uses = None
+        if expiration_duration is not None:
+            self._uses = RecentUses(expiration_duration, clock or MonotonicClock())
+
+    @property
+    def num_blocks(self) -> int:
+        """Nodes in the tree, including those kept only because something hangs below them."""
+        return self._num_nodes
+
+    def find_matches(self, sequence: Sequence[int], early_exit: bool = False) -> OverlapScores:
+        """Walk down ``sequence`` (local hashes) while children match and somebody holds the whole way.
+
+        With ``early_exit`` the walk ends at the first block that only one worker holds.
+        """
+        scores: dict[str, int] = {}
+        walked: list[int] = []
+        node, active = self._root, None
+        for depth, local_hash in enumerate(sequence, start=1):
+            child = node.children.get(local_hash)
+            if child is None:
+                break
+            node = child
+            active = set(node.workers) if active is None else active & node.workers
+            if not active:
+                break
+            walked.append(node.sequence_hash)
+            scores.update(dict.fromkeys(active, depth))
+            if early_exit and len(active) == 1:
+                break
+        return OverlapScores(scores, self._uses.record(walked) if self._uses is not None else ())
+
+    def apply_event(self, worker_id: str, event: KvEvent) -> None:
+        """Raises ParentNotFoundError (and changes nothing) when the worker does not hold the stored blocks' parent.
+
+        Storing what is stored and removing what is not there changes nothing.
+        """
+        if isinstance(event, BlockStored):
+            self._store(worker_id, event)
+        elif isinstance(event, BlockRemoved):
+            for block in event.block_hashes:
+                self._remove(worker_id, block)
+        elif isinstance(event, AllBlocksCleared):
+            self.clear_worker(worker_id)
+
+    def clear_worker(self, worker_id: str) -> None:
+        """The worker holds nothing any more."""
+        for block in list(self._lookup.get(worker_id, ())):
+            self._remove(worker_id, block)
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Forget the worker."""
+        self.clear_worker(worker_id)
+        self._lookup.pop(worker_id, None)
+
+    def dump(self) -> list[StoredChain]:
+        """Every worker's blocks, parents before children where the worker holds both."""
+        chains = []
+        pending = list(self._root.children.values())
+        while pending:
+            node = pending.pop()
+            parent = node.parent.sequence_hash if node.parent is not None and node.parent is not self._root else None
+            own = (node.sequence_hash,), (node.local_hash,)
+            chains += [StoredChain(worker, parent, *own) for worker in sorted(node.workers)]
+            pending += node.children.values()
+        return chains
+
+    def load(self, chains: Iterable[StoredChain]) -> None:
+        """Add what ``dump`` gave. A block whose parent its worker does not hold is unreachable and is left out."""
+        for chain in chains:
+            event = BlockStored(chain.parent_hash, chain.block_hashes, chain.local_hashes, (), block_size=1)
+            try:
+                self._store(chain.worker_id, event)
+            except ParentNotFoundError:
+                continue
+
+    def _store(self, worker_id: str, event: BlockStored) -> None:
+        blocks = self._lookup.setdefault(worker_id, {})
+        node = self._root
+        if event.parent_hash is not None:
+            parent = blocks.get(event.parent_hash)
+            if parent is None:
+                raise ParentNotFoundError(worker_id, event.parent_hash)
+            node = parent
+        for sequence_hash, local_hash in zip(event.block_hashes, event.local_hashes, strict=True):
+            child = node.children.get(local_hash)
+            if child is None:
+                child = node.children[local_hash] = _Node(node, local_hash, sequence_hash)
+                self._num_nodes += 1
+            node = child
+            node.workers.add(worker_id)
+            blocks[sequence_hash] = node
+
+    def _remove(self, worker_id: str, sequence_hash: int) -> None:
+        node = self._lookup.get(worker_id, {}).pop(sequence_hash, None)
+        if node is None:
+            return
+        node.workers.discard(worker_id)
+        while node.parent is not None and not node.workers and not node.children:
+            del node.parent.children[node.local_hash]
+            self._num_nodes -= 1
+            node = node.parent
