@@ -1,0 +1,167 @@
+"""A request plane inside one process, for tests: the contract of ``base``, without sockets.
+
+Messages go through the real codec, arrive in order on the next turn of the event loop, and connections can be broken
+from either side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from kvrelay.core.messages import Message, decode_message, encode_message
+from kvrelay.errors import AddressInUseError, ProtocolError, WorkerUnavailableError
+from kvrelay.rpc.base import Peer
+
+
+class LoopbackNetwork:
+    """Addresses of one imaginary machine."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, LoopbackRpcServer] = {}
+        self._ports = itertools.count(1)
+
+    def server(self, port: int = 0) -> LoopbackRpcServer:
+        """A server that is not started yet; port 0 takes a free one."""
+        return LoopbackRpcServer(self, f"tcp://loopback:{port or next(self._ports) + 10_000}")
+
+    def client(self, address: str) -> LoopbackRpcClient:
+        """A client of ``address`` that is not started yet."""
+        return LoopbackRpcClient(self, address)
+
+    def listen(self, server: LoopbackRpcServer) -> None:
+        if server.address in self._servers:
+            raise AddressInUseError(f"{server.address} is in use")
+        self._servers[server.address] = server
+
+    def unlisten(self, server: LoopbackRpcServer) -> None:
+        self._servers.pop(server.address, None)
+
+    def find(self, address: str) -> LoopbackRpcServer | None:
+        return self._servers.get(address)
+
+
+class LoopbackRpcServer:
+    """RpcServer in memory. ``drop`` breaks one client's connection."""
+
+    def __init__(self, network: LoopbackNetwork, address: str) -> None:
+        self._network = network
+        self._address = address
+        self._clients: dict[Peer, LoopbackRpcClient] = {}
+        self._peer_ids = itertools.count(1)
+        self._on_message: Callable[[Peer, Message], None] | None = None
+        self._on_peer_gone: Callable[[Peer], None] | None = None
+        self.num_malformed = 0
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def on_message(self, handler: Callable[[Peer, Message], None]) -> None:
+        self._on_message = handler
+
+    def on_peer_gone(self, handler: Callable[[Peer], None]) -> None:
+        self._on_peer_gone = handler
+
+    def send(self, peer: Peer, message: Message) -> bool:
+        frame = encode_message(message)
+        client = self._clients.get(peer)
+        if client is None:
+            return False
+        asyncio.get_running_loop().call_soon(client.deliver, frame)
+        return True
+
+    async def start(self) -> None:
+        self._network.listen(self)
+
+    async def close(self) -> None:
+        self._network.unlisten(self)
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            asyncio.get_running_loop().call_soon(client.lose)
+
+    def accept(self, client: LoopbackRpcClient) -> Peer:
+        peer = Peer(next(self._peer_ids).to_bytes(5, "big"))
+        self._clients[peer] = client
+        return peer
+
+    def deliver(self, peer: Peer, frame: bytes) -> None:
+        """A frame from a client; malformed ones are counted and dropped."""
+        try:
+            message = decode_message(frame)
+        except ProtocolError:
+            self.num_malformed += 1
+            return
+        if self._on_message is not None and peer in self._clients:
+            self._on_message(peer, message)
+
+    def drop(self, peer: Peer) -> None:
+        """Break the connection: both ends hear of it."""
+        client = self._clients.pop(peer, None)
+        if client is None:
+            return
+        asyncio.get_running_loop().call_soon(client.lose)
+        if self._on_peer_gone is not None:
+            asyncio.get_running_loop().call_soon(self._on_peer_gone, peer)
+
+
+class LoopbackRpcClient:
+    """RpcClient in memory."""
+
+    def __init__(self, network: LoopbackNetwork, address: str) -> None:
+        self._network = network
+        self.address = address
+        self._server: LoopbackRpcServer | None = None
+        self._peer = Peer(b"")
+        self._is_lost = False
+        self._on_message: Callable[[Message], None] | None = None
+        self._on_disconnect: list[Callable[[], None]] = []
+
+    @property
+    def is_connected(self) -> bool:
+        return self._server is not None
+
+    def on_message(self, handler: Callable[[Message], None]) -> None:
+        self._on_message = handler
+
+    def on_disconnect(self, handler: Callable[[], None]) -> None:
+        if self._is_lost:
+            asyncio.get_running_loop().call_soon(handler)
+        else:
+            self._on_disconnect.append(handler)
+
+    def send(self, message: Message) -> None:
+        self.send_frame(encode_message(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Raw bytes, to see what the other end makes of garbage."""
+        if self._server is None:
+            raise WorkerUnavailableError(f"no connection to {self.address}")
+        asyncio.get_running_loop().call_soon(self._server.deliver, self._peer, frame)
+
+    async def start(self) -> None:
+        server = self._network.find(self.address)
+        if server is None:
+            raise WorkerUnavailableError(f"{self.address} refused the connection")
+        self._server, self._peer = server, server.accept(self)
+
+    async def close(self) -> None:
+        server, self._server = self._server, None
+        self._on_disconnect = []
+        if server is not None:
+            # Behind what was sent before, like a socket.
+            asyncio.get_running_loop().call_soon(server.drop, self._peer)
+
+    def deliver(self, frame: bytes) -> None:
+        if self._on_message is not None and self._server is not None:
+            self._on_message(decode_message(frame))
+
+    def lose(self) -> None:
+        """The connection is gone."""
+        if self._server is None:
+            return
+        self._server, self._is_lost = None, True
+        handlers, self._on_disconnect = self._on_disconnect, []
+        for handler in handlers:
+            handler()

@@ -1,0 +1,220 @@
+"""The serving end of the request plane: a ZMQ ROUTER on the running event loop.
+
+It owns the bound socket and the set of peers that have spoken. ROUTER does not say which peer a broken connection
+belonged to, so each disconnection is followed by probes: a one-byte frame to every peer; the one that cannot be routed
+to any more is gone. Whatever a peer sent before it left is handed on before ``on_peer_gone``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket as sockets
+from collections.abc import Callable
+
+import zmq
+
+from kvrelay.core.messages import Message, decode_message, encode_message
+from kvrelay.errors import AddressInUseError, ConfigError, ProtocolError
+from kvrelay.rpc.base import Peer
+from kvrelay.rpc.zmq_socket import (
+    MAX_FRAME_BYTES,
+    PROBE_FRAME,
+    ConnectionMonitor,
+    CurveKeys,
+    MalformedLog,
+    SocketReader,
+    close_socket,
+    configure,
+)
+
+_log = logging.getLogger(__name__)
+
+PROBE_DELAYS_S = (0.0, 0.02, 0.1, 0.5)
+"""The monitor hears of a broken connection a little before the socket does, so one probe may be too early."""
+DRAIN_BUDGET = 50_000
+WILDCARDS = ("0.0.0.0", "*", "::")
+
+
+class ZmqRpcServer:
+    """RpcServer over ZMQ. ``advertise_host`` is the name that others connect to when ``host`` is a wildcard.
+
+    With ``curve_keys`` only clients that know the public key can connect, and all traffic is encrypted. A context given
+    by the caller is shared, otherwise the server has one (and one I/O thread) of its own.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        advertise_host: str | None = None,
+        curve_keys: CurveKeys | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._advertise_host = advertise_host
+        self._curve_keys = curve_keys
+        self._owns_context = context is None
+        self._shared_context = context
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._reader: SocketReader | None = None
+        self._monitor: ConnectionMonitor | None = None
+        self._address = ""
+        self._peers: set[Peer] = set()
+        self._malformed = MalformedLog()
+        self._on_message: Callable[[Peer, Message], None] | None = None
+        self._on_peer_gone: Callable[[Peer], None] | None = None
+        self._probes: list[asyncio.TimerHandle] = []
+
+    def __repr__(self) -> str:
+        address = self._address or "not started"
+        return f"ZmqRpcServer({address}, peers={len(self._peers)}, malformed={self.num_malformed})"
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def peers(self) -> frozenset[Peer]:
+        """Clients that have sent something and are not gone."""
+        return frozenset(self._peers)
+
+    @property
+    def num_malformed(self) -> int:
+        """Frames that were dropped because they did not decode."""
+        return self._malformed.count
+
+    def on_message(self, handler: Callable[[Peer, Message], None]) -> None:
+        self._on_message = handler
+
+    def on_peer_gone(self, handler: Callable[[Peer], None]) -> None:
+        self._on_peer_gone = handler
+
+    async def start(self) -> None:
+        """Bind. Raises AddressInUseError, or ConfigError for an address that this machine does not have."""
+        context = self._shared_context or zmq.Context()
+        socket = context.socket(zmq.ROUTER)
+        try:
+            self._bind(socket)
+        except zmq.ZMQError as exc:
+            socket.close(linger=0)
+            if self._owns_context:
+                context.term()
+            if exc.errno == errno.EADDRINUSE:
+                raise AddressInUseError(f"port {self._port} of {self._host} is in use") from exc
+            raise ConfigError(f"cannot listen on {self._host}:{self._port}: {exc}", param="host") from exc
+        self._context, self._socket = context, socket
+        self._monitor = ConnectionMonitor(socket, zmq.Event.DISCONNECTED, self._on_disconnected)
+        self._reader = SocketReader(socket, self._receive_one)
+
+    def send(self, peer: Peer, message: Message) -> bool:
+        """Queue a message. False when the peer is gone, its queue is full, or the message is larger than the limit."""
+        frame = encode_message(message)
+        if len(frame) > MAX_FRAME_BYTES:
+            _log.error("a %s of %d bytes is above the limit and was not sent", type(message).__name__, len(frame))
+            return False
+        if self._socket is None or self._reader is None or peer not in self._peers:
+            return False
+        self._reader.wake()
+        return self._send_frame(self._socket, peer, frame)
+
+    async def close(self) -> None:
+        """Unbind. What is queued has a quarter of a second to leave. No ``on_peer_gone`` follows. Idempotent."""
+        socket, self._socket = self._socket, None
+        if socket is None or self._context is None or self._reader is None or self._monitor is None:
+            return
+        for probe in self._probes:
+            probe.cancel()
+        self._reader.close()
+        self._monitor.close()
+        self._peers.clear()
+        await close_socket(socket, self._context, self._owns_context)
+
+    def _bind(self, socket: zmq.Socket[bytes]) -> None:
+        configure(socket)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._curve_keys is not None:
+            socket.curve_server = True
+            socket.curve_publickey = self._curve_keys.public
+            socket.curve_secretkey = self._curve_keys.secret
+        is_ipv6 = ":" in self._host
+        socket.setsockopt(zmq.IPV6, int(is_ipv6))
+        host = f"[{self._host}]" if is_ipv6 else self._host
+        socket.bind(f"tcp://{host}:{self._port or '*'}")
+        port = socket.last_endpoint.decode().rstrip("\0").rsplit(":", 1)[1]
+        if self._advertise_host is not None:
+            host = self._advertise_host
+        elif self._host in WILDCARDS:
+            host = sockets.gethostname()
+        self._address = f"tcp://{host}:{port}"
+
+    def _receive_one(self) -> bool:
+        socket = self._socket
+        if socket is None:
+            return False
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        peer = Peer(frames[0])
+        self._peers.add(peer)
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"a message of {len(frames) - 1} frames instead of one")
+            message = decode_message(frames[1])
+        except ProtocolError as exc:
+            self._malformed.report(peer, exc)
+            return True
+        if self._on_message is not None:
+            self._on_message(peer, message)
+        return True
+
+    @staticmethod
+    def _send_frame(socket: zmq.Socket[bytes], peer: Peer, frame: bytes) -> bool:
+        try:
+            socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+            socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            # EAGAIN: the peer's queue is full. EHOSTUNREACH: it is gone, and the monitor tells us.
+            return False
+        return True
+
+    def _on_disconnected(self, event: zmq.Event) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._probes = [probe for probe in self._probes if not probe.cancelled() and probe.when() > now]
+        if len(self._probes) < 4 * len(PROBE_DELAYS_S):
+            self._probes += [loop.call_later(delay_s, self._probe) for delay_s in PROBE_DELAYS_S]
+
+    def _probe(self) -> None:
+        socket, reader = self._socket, self._reader
+        if socket is None or reader is None:
+            return
+        unreachable = [peer for peer in self._peers if not self._can_reach(socket, peer)]
+        if not unreachable:
+            reader.wake()
+            return
+        if not reader.drain(DRAIN_BUDGET):
+            # They may have left messages behind, which come first.
+            reader.wake()
+            self._probes.append(asyncio.get_running_loop().call_later(PROBE_DELAYS_S[1], self._probe))
+            return
+        reader.wake()
+        for peer in unreachable:
+            self._peers.discard(peer)
+            self._malformed.forget(peer)
+            if self._on_peer_gone is not None:
+                self._on_peer_gone(peer)
+
+    @staticmethod
+    def _can_reach(socket: zmq.Socket[bytes], peer: Peer) -> bool:
+        try:
+            socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+            socket.send(PROBE_FRAME, zmq.NOBLOCK)
+        except zmq.ZMQError as exc:
+            return exc.errno != errno.EHOSTUNREACH
+        return True

@@ -1,0 +1,146 @@
+"""What ZMQ server and client share: socket options, keys, reading on the event loop, connection events.
+
+It owns the way from a ZMQ socket to callbacks on the running loop. It does not know messages or peers.
+
+A ZMQ socket's file descriptor is edge-triggered: it becomes readable once when something has happened, and any call on
+the socket may consume that edge. So a reader reads until there is nothing left, and looks again after every burst of
+sends. There is no future and no task per message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvrelay.errors import ProtocolError
+
+_log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""``LIMIT``: a larger message is refused by the sender, and ends the connection that it arrives on."""
+HIGH_WATER_MARK = 10_000
+HEARTBEAT_INTERVAL_MS = 2_000
+HEARTBEAT_TIMEOUT_MS = 6_000
+LINGER_MS = 250
+READ_BUDGET = 256
+MALFORMED_LOG_INTERVAL_S = 60.0
+
+PROBE_FRAME = b"\x00"
+"""Sent by a server to find out whether a peer is still there; clients ignore it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """A CURVE key pair in Z85 text. The public half is what others need to connect."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+def new_curve_keys() -> CurveKeys:
+    """A fresh key pair."""
+    public, secret = zmq.curve_keypair()
+    return CurveKeys(public, secret)
+
+
+def configure(socket: zmq.Socket[bytes]) -> None:
+    """Bounds and heartbeats, the same on both ends."""
+    socket.set_hwm(HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+
+
+class SocketReader:
+    """Calls ``receive_one`` whenever the socket may have something, until it returns False (nothing left)."""
+
+    def __init__(self, socket: zmq.Socket[bytes], receive_one: Callable[[], bool]) -> None:
+        self._fd = int(socket.FD)
+        self._receive_one = receive_one
+        self._loop = asyncio.get_running_loop()
+        self._is_scheduled = False
+        self._is_closed = False
+        self._loop.add_reader(self._fd, self._drain)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again soon: to be called after every use of the socket. Many calls in one turn of the loop cost one."""
+        if not self._is_scheduled and not self._is_closed:
+            self._is_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def drain(self, budget: int) -> bool:
+        """Read up to ``budget`` messages now. True when nothing is left."""
+        return any(self._is_closed or not self._receive_one() for _ in range(budget))
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.remove_reader(self._fd)
+
+    def _drain(self) -> None:
+        self._is_scheduled = False
+        is_empty = False
+        try:
+            is_empty = self.drain(READ_BUDGET)
+        finally:
+            # Also behind a handler that raised: the edge is gone, nobody else would come back for the rest.
+            if not is_empty:
+                self.wake()
+
+
+class ConnectionMonitor:
+    """Reports a socket's connection events (``zmq.Event``) on the event loop."""
+
+    def __init__(self, socket: zmq.Socket[bytes], events: int, handler: Callable[[zmq.Event], None]) -> None:
+        self._socket = socket
+        self._handler = handler
+        self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(events)
+        self._reader = SocketReader(self._monitor, self._receive_one)
+
+    def close(self) -> None:
+        """Before the socket itself is closed."""
+        self._reader.close()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+
+    def _receive_one(self) -> bool:
+        try:
+            frames = self._monitor.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._handler(zmq.Event(parse_monitor_message(frames)["event"]))
+        return True
+
+
+class MalformedLog:
+    """Counts malformed frames, and logs at most one a minute for each peer."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._logged_s: dict[bytes, float] = {}
+
+    def report(self, peer: bytes, error: ProtocolError) -> None:
+        self.count += 1
+        now = asyncio.get_running_loop().time()
+        last = self._logged_s.get(peer)
+        if last is None or now - last >= MALFORMED_LOG_INTERVAL_S:
+            self._logged_s[peer] = now
+            _log.warning("dropped a frame from peer %s: %.200s (%d so far)", peer.hex(), error, self.count)
+
+    def forget(self, peer: bytes) -> None:
+        self._logged_s.pop(peer, None)
+
+
+async def close_socket(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], owns_context: bool) -> None:
+    """Close, giving queued messages LINGER_MS to leave. The wait, if any, is not on the event loop."""
+    socket.close()
+    if owns_context:
+        await asyncio.to_thread(context.term)
