@@ -1,0 +1,84 @@
+"""A worker process for the two-process tests: a pool behind a TransferThread, ordered about by JSON lines on stdin.
+
+Orders: fill (seed), digest (blocks), connect (metadata), write (blocks, notify), digest_on_notify. Answers and
+notifications are JSON lines on stdout. Ends when stdin does.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import queue
+import sys
+import threading
+
+import msgspec
+import numpy as np
+import xxhash
+
+from kvrelay.config import TransferConfig
+from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.workers import KvMetadata
+from kvrelay.transfer import TransferOp, TransferThread, build_transport, plan_blocks
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=16, head_dim=32, dtype="bfloat16")
+NUM_BLOCKS = 256
+
+
+def say(answer: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+class Worker:
+    def __init__(self, worker_id: str, config: TransferConfig) -> None:
+        self.pool = np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
+        self.thread = TransferThread(build_transport(config, worker_id), config)
+        self.thread.on_notification(lambda notification: self.notified(notification.payload))
+        self.thread.start()
+        region = MemoryRegion(self.pool.ctypes.data, self.pool.nbytes)
+        agent = self.thread.register(region, block_bytes=LAYOUT.block_bytes, kv_compatibility="k").result(30)
+        self.metadata = KvMetadata(
+            worker_id, 0, "nixl", agent, region.address, region.num_bytes, LAYOUT.block_bytes, "cpu", 0, "k"
+        )
+        self.thread.open_handoff()
+
+    def digest(self, blocks: list[int]) -> str:
+        return xxhash.xxh3_64_hexdigest(self.pool[blocks].tobytes())
+
+    def notified(self, payload: bytes) -> None:
+        """The payload names the blocks that must have arrived before it."""
+        blocks = json.loads(payload)
+        say({"notified": blocks, "digest": self.digest(blocks)})
+
+    def perform(self, order: dict[str, object]) -> None:
+        match order:
+            case {"do": "fill", "seed": int(seed)}:
+                self.pool[:] = np.random.default_rng(seed).integers(0, 256, self.pool.shape, dtype=np.uint8)
+                say({"filled": seed})
+            case {"do": "digest", "blocks": list(blocks)}:
+                say({"digest": self.digest(blocks)})
+            case {"do": "connect", "metadata": str(blob)}:
+                self.thread.add_peer(msgspec.msgpack.decode(base64.b64decode(blob), type=KvMetadata)).result(10)
+                say({"connected": True})
+            case {"do": "write", "to": str(peer), "local": list(local), "remote": list(remote)}:
+                ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+                notify = json.dumps(remote).encode()
+                plan = plan_blocks(LAYOUT, local, remote)
+                self.thread.submit(TransferOp.WRITE, peer, plan, notify, on_done=ended.put)
+                say({"written": ended.get(timeout=30)})
+            case _:
+                say({"error": f"unknown order {order}"})
+
+
+def main() -> None:
+    worker = Worker(sys.argv[1], msgspec.json.decode(sys.argv[2], type=TransferConfig))
+    blob = base64.b64encode(msgspec.msgpack.encode(worker.metadata)).decode()
+    say({"metadata": blob, "torch": "torch" in sys.modules, "threads": threading.active_count()})
+    for line in sys.stdin:
+        worker.perform(json.loads(line))
+    worker.thread.close()
+
+
+if __name__ == "__main__":
+    main()

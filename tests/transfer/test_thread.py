@@ -1,0 +1,328 @@
+"""TransferThread over the loopback transport, with injected faults and a clock moved by hand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvrelay.config import TransferConfig
+from kvrelay.core.clock import ManualClock
+from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.workers import KvMetadata
+from kvrelay.errors import IncompatiblePeerError, TransferError
+from kvrelay.transfer import thread as thread_module
+from kvrelay.transfer.base import TransferOp
+from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
+from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
+from kvrelay.transfer.thread import TransferThread
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=4, head_dim=8, dtype="float32")
+NUM_BLOCKS = 32
+CONFIG = TransferConfig(transport="loopback", transfer_timeout_s=30.0)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.001)
+
+
+@dataclass
+class Side:
+    thread: TransferThread
+    pool: np.ndarray
+    metadata: KvMetadata
+    payloads: list[bytes] = field(default_factory=list)
+
+
+class Cluster:
+    """A prefill and a decode worker on one fabric."""
+
+    def __init__(self) -> None:
+        self.fabric = LoopbackFabric(seed=3)
+        self.clock = ManualClock()
+        self.prefill, self.decode = self.make("p"), self.make("d")
+        self.prefill.thread.add_peer(self.decode.metadata).result(5)
+        self.decode.thread.open_handoff()
+        self.log: list[tuple[object, str | None]] = []
+
+    def make(self, worker_id: str) -> Side:
+        thread = TransferThread(LoopbackTransport(self.fabric, worker_id), CONFIG, self.clock)
+        thread.start()
+        pool = np.random.default_rng(sum(worker_id.encode())).integers(
+            0, 256, (NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8
+        )
+        region = MemoryRegion(pool.ctypes.data, pool.nbytes)
+        agent = thread.register(region, block_bytes=LAYOUT.block_bytes, kv_compatibility="k").result(5)
+        metadata = KvMetadata(
+            worker_id, 0, "loopback", agent, region.address, region.num_bytes, LAYOUT.block_bytes, "cpu", 0, "k"
+        )
+        side = Side(thread, pool, metadata)
+        thread.on_notification(lambda notification: side.payloads.append(notification.payload))
+        return side
+
+    def write(self, name: object, blocks: list[int], notify: bytes | None = None, group: str | None = None) -> None:
+        plan = plan_blocks(LAYOUT, blocks, blocks)
+        self.prefill.thread.submit(
+            TransferOp.WRITE,
+            "d",
+            plan,
+            notify,
+            on_done=lambda error: self.log.append((name, error)),
+            group=group,
+        )
+
+    def wait(self, count: int) -> list[tuple[object, str | None]]:
+        wait_for(lambda: len(self.log) >= count)
+        return self.log
+
+    def close(self) -> None:
+        self.prefill.thread.close()
+        self.decode.thread.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
+
+
+def test_writes_complete_and_are_counted(cluster: Cluster) -> None:
+    cluster.write("a", [1, 2, 5], b"done")
+    assert cluster.wait(1) == [("a", None)]
+    wait_for(lambda: cluster.decode.payloads == [b"done"])
+    np.testing.assert_array_equal(cluster.decode.pool[[1, 2, 5]], cluster.prefill.pool[[1, 2, 5]])
+    stats = cluster.prefill.thread.stats()
+    assert stats.num_bytes == 3 * LAYOUT.block_bytes
+    (row,) = stats.peers
+    assert (row.worker_id, row.op, row.num_transfers, row.num_pieces, row.num_errors) == (
+        "d",
+        TransferOp.WRITE,
+        1,
+        2,
+        0,
+    )
+    assert stats.num_unfinished == 0
+    assert cluster.decode.thread.stats().num_notifications == 1
+
+
+def test_a_notification_waits_for_every_earlier_write_even_when_posts_end_out_of_order(cluster: Cluster) -> None:
+    cluster.fabric.faults.reorder = True
+    cluster.fabric.faults.delay_polls = 3
+    cluster.decode.pool[:] = 0
+    seen: list[bool] = []
+    cluster.decode.thread.on_notification(
+        lambda _: seen.append(bool((cluster.decode.pool[:30] == cluster.prefill.pool[:30]).all()))
+    )
+    for block in range(30):
+        cluster.write(block, [block])
+    cluster.write("last", [], b"done")
+    assert cluster.wait(31)[-1] == ("last", None)
+    wait_for(lambda: bool(seen))
+    assert seen == [True]
+
+
+def test_after_a_failed_write_nothing_of_its_group_follows(cluster: Cluster) -> None:
+    cluster.fabric.faults.fail_next = 1
+    cluster.write("chunk", [1], group="h1")
+    cluster.wait(1)
+    cluster.write("last", [2], b"done-1", group="h1")
+    cluster.write("other", [3], b"done-2", group="h2")
+    log = cluster.wait(3)
+    assert log[0] == ("chunk", "injected failure")
+    assert ("last", "injected failure") in log
+    assert ("other", None) in log
+    wait_for(lambda: bool(cluster.decode.payloads))
+    assert cluster.decode.payloads == [b"done-2"]
+
+
+def test_a_transfer_past_its_deadline_fails_and_cannot_land_later(cluster: Cluster) -> None:
+    cluster.fabric.faults.drop_next = 1
+    before = cluster.decode.pool.copy()
+    cluster.write("lost", [4])
+    wait_for(lambda: cluster.fabric.faults.drop_next == 0)
+    cluster.clock.advance(31)
+    ((name, error),) = cluster.wait(1)
+    assert name == "lost"
+    assert "deadline" in (error or "")
+    np.testing.assert_array_equal(cluster.decode.pool, before)
+    cluster.write("next", [5])
+    assert cluster.wait(2)[1] == ("next", None)
+
+
+def test_a_process_that_was_stopped_posts_nothing_when_it_wakes_up(cluster: Cluster) -> None:
+    stopped, wake_up = threading.Event(), threading.Event()
+
+    def stop(error: str | None) -> None:
+        stopped.set()
+        wake_up.wait(10)
+
+    plan = plan_blocks(LAYOUT, [0], [0])
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", plan, on_done=stop)
+    assert stopped.wait(10)
+    before = cluster.decode.pool.copy()
+    cluster.prefill.pool[6] += 1
+    cluster.write("late", [6], b"late")
+    cluster.clock.advance(100)
+    wake_up.set()
+    assert "deadline" in (cluster.wait(1)[0][1] or "")
+    np.testing.assert_array_equal(cluster.decode.pool, before)
+    assert cluster.decode.payloads == []
+
+
+def test_a_shorter_timeout_is_honoured(cluster: Cluster) -> None:
+    cluster.fabric.faults.drop_next = 1
+    cluster.prefill.thread.submit(
+        TransferOp.READ,
+        "d",
+        plan_blocks(LAYOUT, [1], [1]),
+        on_done=lambda error: cluster.log.append(("short", error)),
+        timeout_s=2.0,
+    )
+    cluster.clock.advance(1)
+    assert cluster.log == []
+    cluster.clock.advance(2)
+    assert "deadline" in (cluster.wait(1)[0][1] or "")
+
+
+def test_a_dead_peer_fails_everything_under_way_with_it(cluster: Cluster) -> None:
+    cluster.fabric.faults.delay_polls = 1_000_000
+    for block in range(20):
+        cluster.write(block, [block])
+    cluster.fabric.faults.delay_polls = 0
+    wait_for(lambda: cluster.prefill.thread.stats().num_unfinished == 20)
+    cluster.fabric.kill("d")
+    cluster.prefill.thread.remove_peer("d").result(5)
+    assert sorted(name for name, _ in cluster.wait(20)) == list(range(20))  # type: ignore[type-var]
+    assert all(error for _, error in cluster.log)
+    assert not cluster.prefill.thread.has_peer("d")
+    cluster.write("after", [1])
+    assert cluster.wait(21)[-1][1] == "worker d is not connected"
+
+
+def test_the_next_transfer_reconnects_after_a_failure(cluster: Cluster) -> None:
+    cluster.fabric.faults.fail_next = 1
+    cluster.write("a", [1])
+    cluster.wait(1)
+    cluster.write("b", [2], b"x")
+    assert cluster.wait(2)[1] == ("b", None)
+
+
+def test_bad_plans_fail_alone(cluster: Cluster) -> None:
+    cluster.write("good", [1])
+    cluster.prefill.thread.submit(
+        TransferOp.WRITE,
+        "d",
+        plan_blocks(LAYOUT, [0], [NUM_BLOCKS]),
+        on_done=lambda error: cluster.log.append(("bad", error)),
+    )
+    cluster.write("good too", [2])
+    log = dict(cluster.wait(3))
+    assert log["good"] is None
+    assert log["good too"] is None
+    assert "pool" in (log["bad"] or "")
+
+
+def test_large_plans_are_posted_in_parts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_module, "MAX_POST_BYTES", LAYOUT.block_bytes // 2 + 3)
+    cluster.decode.pool[:] = 0
+    cluster.fabric.faults.delay_polls = 2
+    cluster.write("big", list(range(NUM_BLOCKS)), b"done")
+    assert cluster.wait(1) == [("big", None)]
+    wait_for(lambda: cluster.decode.payloads == [b"done"])
+    np.testing.assert_array_equal(cluster.decode.pool, cluster.prefill.pool)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kv_compatibility": "other"}, {"block_bytes": 64}, {"transport": "nixl"}, {"version": 2}]
+)
+def test_incompatible_peers_are_refused(cluster: Cluster, changes: dict[str, object]) -> None:
+    metadata = msgspec.structs.replace(cluster.prefill.metadata, worker_id="x", **changes)
+    with pytest.raises(IncompatiblePeerError):
+        cluster.prefill.thread.add_peer(metadata).result(5)
+    assert not cluster.prefill.thread.has_peer("x")
+
+
+def test_closing_fails_what_is_unfinished_and_what_comes_later(cluster: Cluster) -> None:
+    cluster.fabric.faults.drop_next = 100
+    cluster.write("open", [1])
+    wait_for(lambda: cluster.prefill.thread.stats().num_unfinished == 1)
+    cluster.prefill.thread.close()
+    assert cluster.wait(1) == [("open", "the transfer thread is closed")]
+    cluster.write("late", [1])
+    assert cluster.wait(2)[1] == ("late", "the transfer thread is closed")
+    with pytest.raises(TransferError):
+        cluster.prefill.thread.add_peer(cluster.decode.metadata)
+
+
+def test_a_thread_that_was_never_started_closes() -> None:
+    thread = TransferThread(LoopbackTransport(LoopbackFabric(), "a"), CONFIG)
+    thread.close()
+    thread.close()
+
+
+def test_callbacks_that_fail_stop_nothing(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    def explode(_: object) -> None:
+        raise RuntimeError("boom")
+
+    cluster.decode.thread.on_notification(explode)
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=explode)
+    cluster.write("after", [1])
+    assert cluster.wait(1) == [("after", None)]
+    wait_for(lambda: cluster.decode.thread.stats().num_notifications == 1)
+    assert "boom" in caplog.text
+
+
+def test_nothing_is_polled_while_nothing_is_open(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.decode.thread.close_handoff()
+    cluster.write("a", [1])
+    cluster.wait(1)
+    polls = 0
+    transport = cluster.decode.thread._transport
+    original = transport.poll
+
+    def counted() -> object:
+        nonlocal polls
+        polls += 1
+        return original()
+
+    monkeypatch.setattr(transport, "poll", counted)
+    time.sleep(0.05)
+    settled = polls
+    time.sleep(0.05)
+    assert polls == settled
+    cluster.decode.thread.open_handoff()
+    wait_for(lambda: polls > settled + 5)
+
+
+def test_reads_and_writes_with_many_peers_from_many_threads(cluster: Cluster) -> None:
+    others = [cluster.make(f"d{index}") for index in range(3)]
+    for other in others:
+        cluster.prefill.thread.add_peer(other.metadata).result(5)
+
+    def submit(peer: str, block: int) -> None:
+        plan = plan_blocks(LAYOUT, [block], [block])
+        cluster.prefill.thread.submit(
+            TransferOp.WRITE, peer, plan, on_done=lambda error: cluster.log.append((peer, error))
+        )
+
+    threads = [
+        threading.Thread(target=lambda index=index: [submit(f"d{index}", block) for block in range(NUM_BLOCKS)])
+        for index in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(error is None for _, error in cluster.wait(3 * NUM_BLOCKS))
+    for other in others:
+        np.testing.assert_array_equal(other.pool, cluster.prefill.pool)
+        other.thread.close()
