@@ -4,9 +4,10 @@
 between the engine and the worker. No torch, no sockets, no asyncio.
 
 Sequences and slots. A running sequence owns a *slot*, a row 0 <= slot < max_num_seqs of the executor's persistent
-state (tokens, block table, sampling settings). The scheduler sends a sequence's data once, when it enters (NewSequence), and
-afterwards only what changes: new block ids. The executor appends each token that it samples to the slot's tokens
-itself; scheduler and executor both advance the slot's number of computed tokens by ``num_tokens`` per step.
+state (tokens, block table, sampling settings). The scheduler sends a sequence's data once, when it enters
+(NewSequence), and afterwards only what changes: new block ids. The executor appends each token that it samples to the
+slot's tokens itself; scheduler and executor both advance the slot's number of computed tokens by ``num_tokens`` per
+step.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ class SchedulerOutput:
 class ModelOutput:
     """``token_ids``: one per row with ``samples`` set, in row order. ``logprobs``: by row, for those that asked.
 
-    ``prompt_logprobs``: by row, for rows whose request asked and which computed prompt tokens in this step: one entry for each
-    prompt position p in [computed, computed + num_tokens) with p >= 1: the logprob of token p given those before it.
-    The entry for the position after the chunk comes with the next chunk.
+    ``prompt_logprobs``: by row, for rows whose request asked and which computed prompt tokens in this step: one entry
+    for each prompt position p in [computed, computed + num_tokens) with p >= 1: the logprob of token p given those
+    before it. The entry for the position after the chunk comes with the next chunk.
     """
 
     token_ids: list[int]

@@ -1,0 +1,140 @@
+"""The sequences that hold a slot, and the arrays that a step sends to the executor.
+
+It owns slots, the order of rows, and which slots the executor has been told of. It does not decide who runs. Arrays are
+rebuilt only when the set of decoding sequences changes, so a steady decode step costs no Python per sequence here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, KeysView
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.engine.base import NewSequence, SchedulerOutput
+from kvrelay.engine.request import Request
+
+_EMPTY = np.empty(0, dtype=np.int32)
+
+
+class Batch:
+    """Slots and rows. A sequence is either *prefilling* or *decoding*; both are kept in order of entry."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._decoding: dict[Request, None] = {}
+        self._prefilling: dict[Request, None] = {}
+        self._entering: dict[Request, None] = {}
+        self._released: list[int] = []
+        self._new_blocks: list[tuple[int, int, int]] = []
+        self._decode_rows: list[Request] | None = None
+        self._decode_slots: npt.NDArray[np.int32] = _EMPTY
+        self._step = 0
+
+    def __len__(self) -> int:
+        return len(self._decoding) + len(self._prefilling)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._decoding
+        yield from self._prefilling
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._decoding)
+
+    @property
+    def prefilling(self) -> KeysView[Request]:
+        return self._prefilling.keys()
+
+    def enter(self, request: Request, *, decoding: bool) -> None:
+        """Give ``request`` a slot; the executor hears of it with the next step."""
+        request.slot = self._free_slots.pop()
+        self._entering[request] = None
+        if decoding:
+            self._add_decoding(request)
+        else:
+            self._prefilling[request] = None
+
+    def start_decoding(self, request: Request) -> None:
+        """The prefill of ``request`` is complete."""
+        del self._prefilling[request]
+        self._add_decoding(request)
+
+    def leave(self, request: Request) -> None:
+        """Take the slot of ``request`` back."""
+        if request in self._decoding:
+            del self._decoding[request]
+            self._decode_rows = None
+        else:
+            del self._prefilling[request]
+        if request in self._entering:
+            del self._entering[request]
+        else:
+            self._released.append(request.slot)
+        if self._new_blocks:
+            # The slot may be given to another sequence in the same step; these are not for that one.
+            self._new_blocks = [block for block in self._new_blocks if block[0] != request.slot]
+        self._free_slots.append(request.slot)
+        request.slot = -1
+
+    def add_block(self, request: Request, block_id: int) -> None:
+        """Append a block to the table of ``request``."""
+        if request not in self._entering:
+            self._new_blocks.append((request.slot, len(request.block_ids), block_id))
+        request.block_ids.append(block_id)
+
+    def decode_rows(self) -> list[Request]:
+        """Decoding sequences in row order. The list stays as it is when the batch changes later."""
+        if self._decode_rows is None:
+            self._decode_rows = list(self._decoding)
+            slots = [request.slot for request in self._decode_rows]
+            self._decode_slots = np.array(slots, dtype=np.int32)
+        return self._decode_rows
+
+    def build(self, decodes: list[Request], chunks: list[tuple[Request, int]]) -> SchedulerOutput:
+        """The step's work: ``decodes`` (all of ``decode_rows`` or none), then a chunk of so many tokens each."""
+        num_decodes = len(decodes)
+        num_rows = num_decodes + len(chunks)
+        num_tokens = np.ones(num_rows, dtype=np.int32)
+        samples = np.ones(num_rows, dtype=np.bool_)
+        slots = self._decode_slots if decodes else _EMPTY
+        if chunks:
+            slots = np.concatenate([slots, np.array([request.slot for request, _ in chunks], dtype=np.int32)])
+            for row, (request, count) in enumerate(chunks, num_decodes):
+                num_tokens[row] = count
+                ends = request.num_computed_tokens + count == len(request.token_ids)
+                samples[row] = ends and not request.is_prefill_only
+        blocks = np.array(self._new_blocks, dtype=np.int32).reshape(-1, 3)
+        self._step += 1
+        output = SchedulerOutput(
+            step=self._step,
+            new_seqs=tuple(_new_sequence(request) for request in self._entering),
+            released_slots=tuple(self._released),
+            slots=slots,
+            num_tokens=num_tokens,
+            samples=samples,
+            block_slots=blocks[:, 0],
+            block_indices=blocks[:, 1],
+            block_ids=blocks[:, 2],
+        )
+        self._entering.clear()
+        self._released.clear()
+        self._new_blocks.clear()
+        return output
+
+    def _add_decoding(self, request: Request) -> None:
+        self._decoding[request] = None
+        self._decode_rows = None
+
+
+def _new_sequence(request: Request) -> NewSequence:
+    return NewSequence(
+        slot=request.slot,
+        request_id=request.request_id,
+        token_ids=tuple(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        block_ids=tuple(request.block_ids),
+        sampling=request.sampling,
+        seed=request.seed,
+    )

@@ -1,0 +1,276 @@
+"""The KV pool's bookkeeping: who holds which block, what may be reused, what must not be touched.
+
+It owns every block of one pool and the prefix cache over them. It does not know requests or workers, and never sees
+the memory itself. Each block is in exactly one state:
+
+    free          no references. Either *plain* (content worthless, kept as runs of adjacent ids) or *cached* (content
+                  findable by its hash; the longest unused is evicted when plain blocks run out)
+    in use        one reference per holder; a cached block may have many, and holders beyond the first only read
+    quarantined   a remote peer may still write to it (design, section 4, rule 2): it does not become free when its
+                  last reference goes, only when the quarantine is lifted as well
+
+A block enters the cache when it is full and computed (``cache_blocks``). Of two equal blocks the first stays the
+findable one. A hit compares token ids, so colliding hashes are harmless.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvrelay.engine.free_runs import FreeRuns
+from kvrelay.errors import IntegrityError
+
+
+class BlockState(enum.Enum):
+    FREE = "free"
+    IN_USE = "in use"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """What makes a block findable. ``parent_hash`` is the sequence hash of the block before it (None: the root)."""
+
+    sequence_hash: int
+    parent_hash: int | None
+    local_hash: int
+    token_ids: tuple[int, ...]
+
+
+class BlockPool:
+    """Reference counts, free blocks and prefix cache of ``num_blocks`` blocks of ``block_size`` tokens."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._num_refs = [0] * num_blocks
+        self._quarantined: set[int] = set()
+        self._plain = FreeRuns()
+        self._plain.add(0, num_blocks)
+        self._cached_free: OrderedDict[int, None] = OrderedDict()
+        self._cached: dict[int, CachedBlock] = {}
+        self._block_of_hash: dict[int, int] = {}
+        self._events: list[KvEvent] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockPool({self.num_blocks} blocks of {self.block_size}: {self.num_free} free "
+            f"({len(self._cached_free)} cached), {self.num_in_use} in use, {self.num_quarantined} quarantined)"
+        )
+
+    # -- numbers ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that ``allocate`` can give, cached ones included."""
+        return len(self._plain) + len(self._cached_free)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    @property
+    def num_in_use(self) -> int:
+        return self.num_blocks - self.num_free - len(self._quarantined)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens take."""
+        return -(-num_tokens // self.block_size)
+
+    def num_refs(self, block_id: int) -> int:
+        return self._num_refs[block_id]
+
+    def state(self, block_id: int) -> BlockState:
+        if block_id in self._quarantined:
+            return BlockState.QUARANTINED
+        return BlockState.IN_USE if self._num_refs[block_id] else BlockState.FREE
+
+    # -- references ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, count: int, after: int | None = None) -> list[int] | None:
+        """``count`` blocks with one reference each, adjacent where possible; None (and no change) if too few are free.
+
+        ``after``: a block behind which they would lie best.
+        """
+        if count > self.num_free:
+            return None
+        missing = count - len(self._plain)
+        if missing > 0:
+            self._evict(missing)
+        block_ids = self._plain.take(count, after)
+        for block_id in block_ids:
+            self._num_refs[block_id] = 1
+        return block_ids
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """One more reference to each: blocks of a prefix hit, or held already."""
+        for block_id in block_ids:
+            if self._num_refs[block_id] == 0 and block_id not in self._quarantined:
+                # KeyError here would mean that a plain free block is taken behind the pool's back.
+                del self._cached_free[block_id]
+            self._num_refs[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference to each. What nobody holds becomes free, the last block first, so that the tail of a
+        prefix is evicted before its head."""
+        for block_id in reversed(block_ids):
+            if self._num_refs[block_id] <= 0:
+                raise IntegrityError(f"block {block_id} is released more often than it was taken")
+            self._num_refs[block_id] -= 1
+            self._free_if_unheld(block_id)
+
+    def quarantine(self, block_ids: Sequence[int]) -> None:
+        """A peer may write to these from now on. They are in use, in no cache, and in no other quarantine."""
+        for block_id in block_ids:
+            if block_id in self._quarantined or block_id in self._cached or not self._num_refs[block_id]:
+                raise IntegrityError(f"block {block_id} cannot be given to a writer: {self.describe(block_id)}")
+        self._quarantined.update(block_ids)
+
+    def lift_quarantine(self, block_ids: Sequence[int]) -> None:
+        """Nobody will write to these any more."""
+        for block_id in reversed(block_ids):
+            if block_id not in self._quarantined:
+                raise IntegrityError(f"block {block_id} is not quarantined: {self.describe(block_id)}")
+            self._quarantined.discard(block_id)
+            self._free_if_unheld(block_id)
+
+    def _free_if_unheld(self, block_id: int) -> None:
+        if self._num_refs[block_id] or block_id in self._quarantined:
+            return
+        if block_id in self._cached:
+            self._cached_free[block_id] = None
+        else:
+            self._plain.add(block_id)
+
+    # -- prefix cache -------------------------------------------------------------------------------------------------
+
+    def find_prefix(self, token_ids: Sequence[int], sequence_hashes: Sequence[int]) -> list[int]:
+        """Blocks that hold the longest cached prefix of ``token_ids``, whose complete blocks have these hashes.
+
+        No reference is taken. Capped at ``len(token_ids) - 1`` tokens rounded down to a block, since the last token has
+        to be computed to get the next one.
+        """
+        found: list[int] = []
+        size = self.block_size
+        parent: int | None = None
+        for index in range(min(len(sequence_hashes), (len(token_ids) - 1) // size)):
+            sequence_hash = sequence_hashes[index]
+            block_id = self._block_of_hash.get(sequence_hash)
+            if block_id is None:
+                break
+            entry = self._cached[block_id]
+            if entry.parent_hash != parent or entry.token_ids != tuple(token_ids[index * size : (index + 1) * size]):
+                break
+            found.append(block_id)
+            parent = sequence_hash
+        return found
+
+    def num_free_among(self, block_ids: Iterable[int]) -> int:
+        """How many of these cached blocks are free now: taking them lowers ``num_free`` by so much."""
+        return sum(block_id in self._cached_free for block_id in block_ids)
+
+    def cache_blocks(
+        self,
+        block_ids: Sequence[int],
+        parent_hash: int | None,
+        sequence_hashes: Sequence[int],
+        local_hashes: Sequence[int],
+        token_ids: Sequence[int],
+    ) -> None:
+        """These consecutive blocks are full and computed: make them findable behind ``parent_hash``.
+
+        ``token_ids`` are theirs, flat. A block whose hash is known stays private. Blocks behind a parent that is not
+        in the cache stay private too: nobody could reach them.
+        """
+        if not self.enable_prefix_caching:
+            return
+        stored: list[CachedBlock] = []
+        size = self.block_size
+        for index, block_id in enumerate(block_ids):
+            sequence_hash = sequence_hashes[index]
+            if sequence_hash in self._block_of_hash:
+                self._report_stored(stored)
+                stored = []
+            elif parent_hash is None or parent_hash in self._block_of_hash:
+                tokens = tuple(token_ids[index * size : (index + 1) * size])
+                entry = CachedBlock(sequence_hash, parent_hash, local_hashes[index], tokens)
+                self._cached[block_id] = entry
+                self._block_of_hash[sequence_hash] = block_id
+                stored.append(entry)
+            parent_hash = sequence_hash
+        self._report_stored(stored)
+
+    def clear_cache(self) -> None:
+        """Forget every prefix; blocks in use stay in use."""
+        self._cached.clear()
+        self._block_of_hash.clear()
+        for block_id in self._cached_free:
+            self._plain.add(block_id)
+        self._cached_free.clear()
+        self._events.append(AllBlocksCleared())
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def drain_events(self) -> list[KvEvent]:
+        """What has happened to the prefix cache since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _report_stored(self, stored: list[CachedBlock]) -> None:
+        if stored:
+            self._events.append(
+                BlockStored(
+                    parent_hash=stored[0].parent_hash,
+                    block_hashes=tuple(entry.sequence_hash for entry in stored),
+                    local_hashes=tuple(entry.local_hash for entry in stored),
+                    token_ids=tuple(token for entry in stored for token in entry.token_ids),
+                    block_size=self.block_size,
+                )
+            )
+
+    def _evict(self, count: int) -> None:
+        removed = []
+        for _ in range(count):
+            block_id, _ = self._cached_free.popitem(last=False)
+            entry = self._cached.pop(block_id)
+            del self._block_of_hash[entry.sequence_hash]
+            removed.append(entry.sequence_hash)
+            self._plain.add(block_id)
+        self._events.append(BlockRemoved(tuple(removed)))
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def describe(self, block_id: int) -> str:
+        cached = "cached" if block_id in self._cached else "not cached"
+        return f"{self.state(block_id).value}, {self._num_refs[block_id]} references, {cached}"
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every block is in exactly one state and the cache maps agree."""
+        plain = {start + offset for start, length in self._plain.runs().items() for offset in range(length)}
+        if len(plain) != len(self._plain) or sum(self._plain.runs().values()) != len(plain):
+            raise IntegrityError("runs of free blocks overlap")
+        for block_id in range(self.num_blocks):
+            held = self._num_refs[block_id] > 0 or block_id in self._quarantined
+            homes = (block_id in plain) + (block_id in self._cached_free) + held
+            if homes != 1:
+                raise IntegrityError(f"block {block_id} has {homes} homes: {self.describe(block_id)}")
+            if block_id in plain and block_id in self._cached:
+                raise IntegrityError(f"block {block_id} is cached and plain")
+            if block_id in self._cached_free and block_id not in self._cached:
+                raise IntegrityError(f"block {block_id} is free as cached, but is not cached")
+        if len(self._block_of_hash) != len(self._cached):
+            raise IntegrityError("the cache's two maps differ in size")
+        for block_id, entry in self._cached.items():
+            if self._block_of_hash.get(entry.sequence_hash) != block_id:
+                raise IntegrityError(f"block {block_id} is not found under its hash")

@@ -1,0 +1,386 @@
+"""The engine: schedule, execute, update; and the orders that a worker gives between two steps.
+
+It owns the scheduler, the block pool, the hand-off ledger and the executor, and is driven by one thread. It does not
+know sockets, queues or transports. A worker calls ``step()`` while ``has_work()`` and carries out what the StepOutput
+says; everything that peers answer comes back through the methods below, between steps.
+
+Who frees what. Blocks of a finished request are free at once, except: those granted to a prefill worker (the ledger
+quarantines them until it has stopped), and those of a hand-off in sending (until ``sending_finished``).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from kvrelay.config import EngineConfig
+from kvrelay.core.clock import Clock
+from kvrelay.core.events import KvEvent, LoadMetrics
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffGrant,
+    HandoffRefused,
+    HandoffReleased,
+)
+from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.messages import TokenOutput
+from kvrelay.core.status import FinishReason, RequestStatus
+from kvrelay.engine.base import Executor, RemotePrefillStart, StepOutput
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.handoffs import HandoffLedger
+from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
+from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.stopping import stop_token_ids
+from kvrelay.errors import (
+    EngineDeadError,
+    IntegrityError,
+    InvalidInputError,
+    OverloadedError,
+    PromptTooLongError,
+)
+
+
+class EngineCore:
+    """One engine. Not thread-safe: all calls come from the thread that steps it.
+
+    ``seed`` is what requests without a seed draw theirs from. ``remote_prefill_timeout_s``: a remote prefill that
+    nobody has claimed by then is computed here; ``handoff_timeout_s``: the same for one that was claimed and is not
+    done; ``max_handoff_attempts``: how many claims one hand-off may see.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        clock: Clock,
+        *,
+        worker_id: str,
+        exclusive_prefill: bool = False,
+        seed: int = 0,
+        remote_prefill_timeout_s: float = 30.0,
+        handoff_timeout_s: float = 120.0,
+        max_handoff_attempts: int = 2,
+    ) -> None:
+        self.executor = executor
+        self.config = config
+        self.worker_id = worker_id
+        self._clock = clock
+        self._remote_prefill_timeout_s = remote_prefill_timeout_s
+        self._random = random.Random(seed)
+        self._num_arrived = 0
+        self._num_metrics = 0
+        self._dead: EngineDeadError | None = None
+        self.pool = BlockPool(
+            executor.num_blocks,
+            executor.kv_layout.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self.ledger = HandoffLedger(
+            self.pool, worker_id, grant_timeout_s=handoff_timeout_s, max_attempts=max_handoff_attempts
+        )
+        self.scheduler = Scheduler(
+            self.pool,
+            clock,
+            self._start_remote,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            exclusive_prefill=exclusive_prefill,
+        )
+        limits = [executor.max_model_len, executor.num_blocks * executor.kv_layout.block_size]
+        if config.max_model_len:
+            limits.append(config.max_model_len)
+        self.max_model_len = min(limits)
+        """Longest prompt plus answer, in tokens: the model's limit, the configured one, and the whole pool."""
+
+    def __repr__(self) -> str:
+        return f"EngineCore({self.worker_id}, {self.scheduler!r}, {self.ledger!r})"
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepOutput:
+        """Schedule, execute, update. If the executor fails, every request gets an error output, and the next call
+        raises EngineDeadError."""
+        self._raise_if_dead()
+        work = self.scheduler.schedule()
+        if work is not None:
+            try:
+                result = self.executor.execute(work)
+            except Exception as exc:  # noqa: BLE001 - whatever a device or a kernel may raise
+                return self._die(exc)
+            self.scheduler.update(result)
+        output = self.scheduler.take_output()
+        output.kv_events = self.pool.drain_events()
+        return output
+
+    def has_work(self) -> bool:
+        """Whether ``step`` has something to compute or to tell right now."""
+        return self._dead is not None or self.scheduler.has_work or self._has_news()
+
+    def has_unfinished(self) -> bool:
+        """Whether requests or hand-offs are in progress, those that wait for a transfer included."""
+        return bool(self.scheduler.requests) or self.ledger.num_grants > 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have arrived and not ended."""
+        return len(self.scheduler.requests)
+
+    def _has_news(self) -> bool:
+        output = self.scheduler.output
+        return bool(
+            output.outputs
+            or output.remote_prefills
+            or output.kv_loads
+            or output.handoff_chunks
+            or self.pool.has_events
+            or self.ledger.has_abandons
+        )
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Take ``request`` in.
+
+        Raises InvalidInputError (a wrong token, parameter or id), PromptTooLongError (it can never fit),
+        OverloadedError (too many wait already) or EngineDeadError; then nothing has changed.
+        """
+        self._raise_if_dead()
+        self._validate(request)
+        if self.scheduler.num_waiting >= self.config.max_num_waiting + self.scheduler.num_places:
+            raise OverloadedError(f"{self.scheduler.num_waiting} requests are waiting already")
+        sampling = request.sampling
+        self._num_arrived += 1
+        request.arrival = self._num_arrived
+        request.seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed & UINT64_MASK
+        request.stop_ids = stop_token_ids(sampling, self.executor.eos_token_ids)
+        request.length_limit = min(request.num_prompt_tokens + sampling.max_tokens, self.max_model_len)
+        request.times.append((RequestStatus.WAITING, self._clock.now()))
+        if request.mode is PrefillMode.REMOTE and (request.is_prefill_only or request.wants_prompt_logprobs):
+            request.mode = PrefillMode.LOCAL
+        if len(request.token_ids) >= request.length_limit and not request.is_prefill_only:
+            # A request that was continued here after its last token: nothing is left to generate.
+            self.scheduler.output.outputs.append(
+                TokenOutput(request.request_id, (), finish_reason=FinishReason.LENGTH, num_cached_tokens=0)
+            )
+            return
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request without an answer, whatever it is doing. Unknown ids are ignored: it may just have ended."""
+        request = self.scheduler.requests.get(request_id)
+        if request is not None:
+            self._end(request, FinishReason.ABORT)
+
+    def num_cached_tokens(self, token_ids: Sequence[int]) -> int:
+        """Tokens of this prompt that the prefix cache holds now."""
+        if not self.pool.enable_prefix_caching:
+            return 0
+        hashes = compute_block_hashes(token_ids, self.pool.block_size).sequence
+        return len(self.pool.find_prefix(token_ids, hashes)) * self.pool.block_size
+
+    def _validate(self, request: Request) -> None:
+        request.sampling.validate(self.executor.vocab_size)
+        if request.request_id in self.scheduler.requests:
+            raise InvalidInputError(f"request {request.request_id} is running already", param="request_id")
+        if not request.num_prompt_tokens:
+            raise InvalidInputError("the prompt is empty", param="prompt")
+        if min(request.token_ids) < 0 or max(request.token_ids) >= self.executor.vocab_size:
+            raise InvalidInputError(
+                f"prompt tokens must be between 0 and {self.executor.vocab_size - 1}", param="prompt"
+            )
+        num_answer_tokens = 0 if request.is_prefill_only else 1
+        num_output_tokens = request.num_output_tokens
+        if len(request.token_ids) + num_answer_tokens - min(num_output_tokens, 1) > self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(request.token_ids)} tokens, more than the {self.max_model_len} of the context "
+                "leave room for",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        held = request.num_load_tokens
+        if request.mode is PrefillMode.HANDOFF and (
+            request.is_prefill_only or not 0 <= held < len(request.token_ids) or held % self.pool.block_size
+        ):
+            raise InvalidInputError(f"request {request.request_id} cannot be a hand-off", param="num_load_tokens")
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if request.status is RequestStatus.REMOTE_PREFILLING and request.handoff_id is not None:
+            self.ledger.close(request.handoff_id)
+        self.scheduler.abort(request, reason)
+
+    # -- remote prefills: this is the decode side ---------------------------------------------------------------------
+
+    def grant(self, claim: HandoffClaim) -> HandoffGrant | HandoffRefused:
+        """A prefill worker asks for a hand-off. The KV compatibility is the worker's to check."""
+        answer = self.ledger.grant(claim, self._clock.now())
+        handoff = self.ledger.find(claim.handoff_id)
+        if handoff is None:
+            return answer
+        if isinstance(answer, HandoffGrant):
+            self.scheduler.requests[handoff.request_id].block_ids = list(answer.block_ids)
+        elif self.ledger.is_exhausted(handoff):
+            self._compute_here(handoff.request_id)
+        return answer
+
+    def drain_abandons(self) -> list[tuple[str, HandoffAbandon]]:
+        """Claimant's worker id and message, for each grant that was withdrawn since the last call."""
+        return self.ledger.drain_abandons()
+
+    def remote_prefill_done(self, message: HandoffDone) -> bool:
+        """The KV and the first token have arrived. False: stale, dropped and counted, or of no use."""
+        handoff = self.ledger.done(message)
+        if handoff is None:
+            return False
+        request = self.scheduler.requests[handoff.request_id]
+        if not 0 <= message.token_id < self.executor.vocab_size:
+            self.scheduler.remote_lost(request)
+            return False
+        request.handoff_id = None
+        self.scheduler.remote_done(request, message.token_id, message.logprobs)
+        return True
+
+    def handoff_released(self, message: HandoffReleased) -> None:
+        """The claimant has stopped writing: its blocks come back, and a request that still waits is computed here."""
+        request_id = self.ledger.released(message)
+        if request_id is not None:
+            self.scheduler.remote_lost(self.scheduler.requests[request_id])
+
+    def remote_prefill_failed(self, name: str, reason: str) -> bool:
+        """The hand-off or request of this name will not be prefilled elsewhere: compute it here.
+
+        Granted blocks stay quarantined. False: nobody waits for it. ``reason`` is for the log of who calls.
+        """
+        handoff = self.ledger.find(name)
+        return self._compute_here(handoff.request_id if handoff is not None else name)
+
+    def claimant_lost(self, worker_id: str) -> None:
+        """The connection to a prefill worker broke, but its lease may live on, and so may its writes: requests that
+        waited for it are computed here in other blocks; its grants stay until ``peer_gone``."""
+        for handoff in self.ledger.claimed_by(worker_id):
+            self._compute_here(handoff.request_id)
+
+    def peer_gone(self, worker_id: str) -> None:
+        """A prefill worker is fenced (lease ended, connection torn down): its grants end here."""
+        for request_id in self.ledger.peer_gone(worker_id):
+            self.scheduler.remote_lost(self.scheduler.requests[request_id])
+
+    def expire_handoffs(self, now_s: float | None = None) -> int:
+        """Compute here what has waited for a remote prefill past its deadline. Returns how many."""
+        late = self.ledger.expired(self._clock.now() if now_s is None else now_s)
+        for handoff in late:
+            self._compute_here(handoff.request_id)
+        return len(late)
+
+    def _compute_here(self, request_id: str) -> bool:
+        request = self.scheduler.requests.get(request_id)
+        if request is None or request.status is not RequestStatus.REMOTE_PREFILLING or request.handoff_id is None:
+            return False
+        self.ledger.close(request.handoff_id)
+        self.scheduler.remote_lost(request)
+        return True
+
+    def _start_remote(self, request: Request) -> None:
+        handoff = self.ledger.open(
+            request.request_id,
+            tuple(request.block_ids),
+            request.num_cached_blocks,
+            self._clock.now() + self._remote_prefill_timeout_s,
+        )
+        request.handoff_id = handoff.handoff_id
+        self.scheduler.output.remote_prefills.append(
+            RemotePrefillStart(
+                handoff_id=handoff.handoff_id,
+                request_id=request.request_id,
+                token_ids=tuple(request.token_ids),
+                num_output_tokens=request.num_output_tokens,
+                sampling=request.sampling,
+                seed=request.seed,
+                block_ids=handoff.block_ids,
+                num_cached_tokens=request.num_computed_tokens,
+                priority=request.priority,
+            )
+        )
+
+    # -- hand-offs: this is the prefill side --------------------------------------------------------------------------
+
+    def set_exclusive_prefill(self, exclusive: bool) -> None:
+        """Whether hand-off prefills run in steps of their own; may change between steps."""
+        self.scheduler.exclusive_prefill = exclusive
+
+    def kv_loaded(self, request_id: str, ok: bool) -> None:
+        """The read that a KvLoad asked for has ended."""
+        request = self.scheduler.requests.get(request_id)
+        if request is not None and request.status is RequestStatus.LOADING_KV:
+            self.scheduler.kv_loaded(request, ok)
+
+    def sending_finished(self, request_id: str) -> None:
+        """No transfer touches the blocks of this hand-off any more, and none will: they are free."""
+        request = self.scheduler.requests.get(request_id)
+        if request is not None and request.mode is PrefillMode.HANDOFF:
+            self.scheduler.sending_finished(request)
+
+    # -- what can be seen ---------------------------------------------------------------------------------------------
+
+    def metrics(self) -> LoadMetrics:
+        """The load right now. ``kv_active_blocks`` counts what is held or quarantined, not what is only cached."""
+        self._num_metrics += 1
+        scheduler, pool = self.scheduler, self.pool
+        num_active = pool.num_blocks - pool.num_free
+        return LoadMetrics(
+            worker_id=self.worker_id,
+            request_active_slots=scheduler.num_admitted,
+            request_total_slots=scheduler.max_num_running,
+            kv_active_blocks=num_active,
+            kv_total_blocks=pool.num_blocks,
+            num_requests_waiting=scheduler.num_waiting,
+            gpu_cache_usage_perc=num_active / pool.num_blocks,
+            gpu_prefix_cache_hit_rate=scheduler.num_hit_tokens / max(1, scheduler.num_queried_tokens),
+            seq=self._num_metrics,
+        )
+
+    def drain_events(self) -> list[KvEvent]:
+        """Prefix-cache events that no step has delivered yet."""
+        return self.pool.drain_events()
+
+    def clear_cache(self) -> None:
+        """Forget every cached prefix; running requests go on."""
+        self.pool.clear_cache()
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless each block is where the requests and grants say it is."""
+        self.pool.check_integrity()
+        owners: Counter[int] = Counter()
+        for request in self.scheduler.requests.values():
+            owners.update(request.block_ids)
+        quarantined: Counter[int] = Counter()
+        for grant in self.ledger.grants():
+            owners.update(grant.pinned)
+            quarantined.update(grant.quarantined)
+        for block_id in range(self.pool.num_blocks):
+            if self.pool.num_refs(block_id) != owners[block_id]:
+                raise IntegrityError(f"block {block_id} has {owners[block_id]} owners: {self.pool.describe(block_id)}")
+        if quarantined.total() != self.pool.num_quarantined or set(quarantined.values()) - {1}:
+            raise IntegrityError(f"grants cover {quarantined.total()} blocks, {self.pool.num_quarantined} quarantined")
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _raise_if_dead(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def _die(self, cause: Exception) -> StepOutput:
+        """Fail every request. Nothing is computed any more, but ledger and pool stay true."""
+        self._dead = EngineDeadError(f"the executor failed: {cause!r}")
+        self._dead.__cause__ = cause
+        for request in list(self.scheduler.requests.values()):
+            if request.ending is None:
+                self._end(request, FinishReason.ERROR)
+                self.scheduler.output.outputs.append(
+                    TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error=self._dead.message)
+                )
+        output = self.scheduler.take_output()
+        output.kv_events = self.pool.drain_events()
+        return output

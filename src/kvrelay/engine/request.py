@@ -1,0 +1,156 @@
+"""A request as the engine sees it: its tokens, its blocks, where it stands and when it got there.
+
+It owns the state of one sequence and the moves between states (``core/status.py``). It does not decide anything: the
+scheduler does. Whether a prefill runs here or elsewhere is decided above the engine and travels with the request.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.hashing import chain_hashes, compute_block_hashes
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import FinishReason, RequestStatus, check_transition
+
+UINT64_MASK = 2**64 - 1
+
+
+class PrefillMode(enum.Enum):
+    """Where the prefill of a request is computed."""
+
+    LOCAL = "local"
+    """Here, and so is everything after it."""
+    REMOTE = "remote"
+    """Decode side: a prefill worker computes it into our blocks."""
+    HANDOFF = "handoff"
+    """Prefill side: here, for a decode worker; one token, then the blocks are held until they are sent."""
+
+
+class Request:
+    """One sequence.
+
+    ``token_ids`` is the prompt followed by the generated tokens; ``num_computed_tokens`` of them have their KV in
+    ``block_ids``. ``output_token_ids`` is what was generated elsewhere before this engine got the request.
+    ``num_load_tokens`` (HANDOFF) is what the decode worker holds already: a multiple of the block size.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_ids",
+        "ending",
+        "first_output_sent",
+        "handoff_id",
+        "length_limit",
+        "local_hashes",
+        "mode",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_load_tokens",
+        "num_prompt_tokens",
+        "num_sent_blocks",
+        "priority",
+        "prompt_logprobs",
+        "request_id",
+        "sampling",
+        "seed",
+        "sequence_hashes",
+        "slot",
+        "status",
+        "stop_ids",
+        "times",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        output_token_ids: Sequence[int] = (),
+        mode: PrefillMode = PrefillMode.LOCAL,
+        num_load_tokens: int = 0,
+        priority: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.sampling = sampling
+        self.mode = mode
+        self.num_load_tokens = num_load_tokens
+        self.priority = priority
+        self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.status = RequestStatus.WAITING
+        self.times: list[tuple[RequestStatus, float]] = []
+        """The request's waterfall: each state with the clock's time of entering it."""
+
+        # Set by the engine at arrival.
+        self.arrival = 0
+        self.seed = 0
+        self.stop_ids: frozenset[int] = frozenset()
+        self.length_limit = 0
+        """Length in tokens at which the answer ends."""
+
+        # The scheduler's.
+        self.slot = -1
+        self.block_ids: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_cached_blocks = 0
+        """Leading blocks that have been through the prefix cache: hits, and those that were offered to it."""
+        self.sequence_hashes: list[int] = []
+        self.local_hashes: list[int] = []
+        self.num_cached_tokens: int | None = None
+        """Prefix hit at first admission; what clients are told."""
+        self.first_output_sent = False
+        self.prompt_logprobs: list[PositionLogprobs | None] = []
+        self.handoff_id: str | None = None
+        self.num_sent_blocks = 0
+        """HANDOFF: leading blocks that the decode worker holds or that were given to the sender."""
+        self.ending: FinishReason | None = None
+        """HANDOFF: aborted, but a transfer still touches its blocks; how it will end when that has completed."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self.mode.value}, {self.status.name}, {self.num_prompt_tokens}+"
+            f"{self.num_output_tokens} tokens, {self.num_computed_tokens} computed, {len(self.block_ids)} blocks)"
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_prefill_only(self) -> bool:
+        """Whether nothing is to be sampled: the prompt is scored."""
+        return self.sampling.max_tokens == 0
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt logprobs are still owed; the prefill must then compute every position."""
+        return self.sampling.prompt_logprobs is not None and not self.first_output_sent
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Order of service: lower priority numbers first, then first come, first served."""
+        return (self.priority, self.arrival)
+
+    def move(self, status: RequestStatus, now_s: float) -> None:
+        """Go to another state. Raises IllegalTransitionError unless the table allows it."""
+        check_transition(self.status, status)
+        self.status = status
+        self.times.append((status, now_s))
+
+    def hash_blocks(self, num_blocks: int, block_size: int) -> None:
+        """Make the hashes of the first ``num_blocks`` complete blocks known."""
+        known = len(self.sequence_hashes)
+        if num_blocks <= known:
+            return
+        tokens = self.token_ids[known * block_size : num_blocks * block_size]
+        hashes = compute_block_hashes(tokens, block_size)
+        self.local_hashes.extend(hashes.local)
+        if known == 0:
+            self.sequence_hashes.extend(hashes.sequence)
+        else:
+            self.sequence_hashes.extend(chain_hashes(hashes.local, parent=self.sequence_hashes[-1]))

@@ -1,0 +1,493 @@
+"""The policy of a step: who computes how many tokens, in which blocks, and what becomes of the result.
+
+It owns the requests of an engine from arrival to end. It does not compute and does not talk to anybody: what the worker
+has to do or to tell (tokens, remote prefills, KV loads, hand-off chunks) is gathered in ``output``.
+
+A step:  grow      blocks for decodes that fill their last one; preempt the least urgent when the pool is empty
+         admit     waiting requests get all blocks of their known tokens; where they go depends on their mode:
+                       LOCAL    slot, prefilled chunk by chunk
+                       REMOTE   no slot yet; RemotePrefillStart, joins with its first token (``remote_done``)
+                       HANDOFF  slot, perhaps after a KvLoad; each chunk goes to the sender, the last with the token
+         rows      every decode, then prefill chunks under the token budget
+         update    (after execution) tokens, ends, blocks that became full
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvrelay.core.clock import Clock
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.messages import TokenOutput
+from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
+from kvrelay.engine.base import HandoffChunk, KvLoad, ModelOutput, SchedulerOutput, StepOutput
+from kvrelay.engine.batch import Batch
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.stopping import finish_reason, reported_stop_token
+from kvrelay.engine.waiting import WaitingQueue
+
+StartRemote = Callable[[Request], None]
+"""Told of a REMOTE request whose blocks are allocated; opens the hand-off."""
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over one block pool.
+
+    ``exclusive_prefill``: a HANDOFF prefill runs in steps of its own (mission, section 4).
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        clock: Clock,
+        start_remote: StartRemote,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        exclusive_prefill: bool = False,
+    ) -> None:
+        self.pool = pool
+        self.output = StepOutput()
+        self.requests: dict[str, Request] = {}
+        self.exclusive_prefill = exclusive_prefill
+        self.num_preemptions = 0
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        # Every decode has to fit into a step, so that none starves and a prefill always has a token left to compute.
+        self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._clock = clock
+        self._start_remote = start_remote
+        self._watermark = max(1, pool.num_blocks // 100)
+        self._batch = Batch(self.max_num_running)
+        self._waiting = WaitingQueue()
+        self._waiting_elsewhere = WaitingQueue()
+        """Waiting for blocks only: their next step is a transfer, so they need no share of the token budget."""
+        self._num_outside = 0
+        """Admitted without a slot (REMOTE_PREFILLING, LOADING_KV); one is kept for each."""
+        self._needs_block: list[Request] = []
+        self._last_was_exclusive = False
+        self._blocked: tuple[Request, int, int] | None = None
+        """The waiting request that did not fit, and how many blocks were free and requests admitted then."""
+        self._decodes: list[Request] = []
+        self._chunks: list[tuple[Request, int]] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"Scheduler({self.num_waiting} waiting, {len(self._batch)} running ({self._batch.num_decoding} decoding), "
+            f"{self._num_outside} remote or loading, {len(self.requests)} unfinished, {self.pool!r})"
+        )
+
+    # -- numbers ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._waiting_elsewhere)
+
+    @property
+    def num_admitted(self) -> int:
+        return len(self._batch) + self._num_outside
+
+    @property
+    def num_places(self) -> int:
+        """How many waiting requests could be admitted in the next step, were it for slots alone."""
+        return 0 if self._blocked else self.max_num_running - self.num_admitted
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute something, or admit somebody."""
+        return len(self._batch) > 0 or (self.num_waiting > 0 and not self._is_blocked())
+
+    def take_output(self) -> StepOutput:
+        """What has gathered for the worker since the last call."""
+        output, self.output = self.output, StepOutput()
+        return output
+
+    # -- arrivals, ends -----------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """A new request, WAITING, waits for admission."""
+        self.requests[request.request_id] = request
+        self._enqueue(request)
+
+    def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End ``request`` now. If a transfer may touch its blocks they are freed when that has ended."""
+        if request.ending is not None:
+            return
+        if self._transfer_may_run(request):
+            request.ending = reason
+            if request.status is RequestStatus.RUNNING:
+                self._batch.leave(request)
+                request.move(RequestStatus.PREFILL_SENDING, self._clock.now())
+        else:
+            self.finish(request, FINISH_STATUS[reason])
+
+    def finish(self, request: Request, status: RequestStatus) -> None:
+        """Final: slot and blocks go back."""
+        if request.slot >= 0:
+            self._batch.leave(request)
+        elif request.status in (RequestStatus.REMOTE_PREFILLING, RequestStatus.LOADING_KV):
+            self._num_outside -= 1
+        else:
+            self._dequeue(request)
+        request.move(status, self._clock.now())
+        self._free_blocks(request)
+        del self.requests[request.request_id]
+
+    # -- remote prefills (decode side) --------------------------------------------------------------------------------
+
+    def remote_done(self, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> None:
+        """The KV of all tokens of a REMOTE request is in its blocks, and here is the next token: it joins."""
+        self._num_outside -= 1
+        request.num_computed_tokens = len(request.token_ids)
+        request.move(RequestStatus.RUNNING, self._clock.now())
+        self._batch.enter(request, decoding=True)
+        self._cache_full_blocks(request)
+        self._accept_first(request, token_id, logprobs, remote=True)
+
+    def remote_lost(self, request: Request) -> None:
+        """No KV will come for a REMOTE request: it waits again, to be computed here."""
+        self._num_outside -= 1
+        request.mode = PrefillMode.LOCAL
+        request.handoff_id = None
+        request.move(RequestStatus.WAITING, self._clock.now())
+        self._free_blocks(request)
+        self._enqueue(request)
+
+    # -- hand-offs (prefill side) -------------------------------------------------------------------------------------
+
+    def kv_loaded(self, request: Request, ok: bool) -> None:
+        """The KvLoad of a HANDOFF request has ended; without success everything beyond our own hit is computed."""
+        if request.ending is not None:
+            self.finish(request, FINISH_STATUS[request.ending])
+            return
+        self._num_outside -= 1
+        if ok:
+            request.num_computed_tokens = request.num_load_tokens
+            self._cache_full_blocks(request)
+        self._start_prefill(request)
+
+    def sending_finished(self, request: Request) -> None:
+        """No transfer touches the blocks of a HANDOFF request any more, and none will."""
+        if request.ending is not None:
+            self.finish(request, FINISH_STATUS[request.ending])
+        elif request.status is RequestStatus.PREFILL_SENDING:
+            self.finish(request, RequestStatus.FINISHED_STOPPED)
+        else:
+            self.finish(request, RequestStatus.FINISHED_ABORTED)
+
+    def _transfer_may_run(self, request: Request) -> bool:
+        if request.status in (RequestStatus.LOADING_KV, RequestStatus.PREFILL_SENDING):
+            return True
+        held_elsewhere = request.num_load_tokens // self.pool.block_size
+        return request.mode is PrefillMode.HANDOFF and request.num_sent_blocks > held_elsewhere
+
+    def _emit_chunk(self, request: Request, token_id: int | None, logprobs: PositionLogprobs | None) -> None:
+        """Hand the sender what is complete and not sent; with ``token_id`` everything, and it is the last chunk."""
+        first, last = request.num_sent_blocks, token_id is not None
+        end = len(request.block_ids) if last else request.num_computed_tokens // self.pool.block_size
+        if end <= first and not last:
+            return
+        request.num_sent_blocks = end
+        block_ids = tuple(request.block_ids[first:end])
+        self.output.handoff_chunks.append(
+            HandoffChunk(request.request_id, first, block_ids, last=last, token_id=token_id, logprobs=logprobs)
+        )
+
+    # -- schedule -----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step's work; None when there is nothing to compute. Must be followed by ``update``."""
+        preempted = self._grow_decodes()
+        if not preempted:
+            self._admit()
+        self._plan_rows()
+        if not self._decodes and not self._chunks:
+            return None
+        self.output.num_scheduled_tokens = len(self._decodes) + sum(count for _, count in self._chunks)
+        return self._batch.build(self._decodes, self._chunks)
+
+    def _grow_decodes(self) -> bool:
+        """Give a block to each decode whose next token has no place. Returns whether anybody was preempted."""
+        if not self._needs_block:
+            return False
+        num_before = self.num_preemptions
+        needing, self._needs_block = self._needs_block, []
+        for request in sorted(needing, key=_key):
+            while request.slot >= 0:
+                block_ids = self.pool.allocate(1, after=request.block_ids[-1])
+                if block_ids is not None:
+                    self._batch.add_block(request, block_ids[0])
+                    break
+                self._preempt(self._choose_victim(request))
+        return self.num_preemptions > num_before
+
+    def _choose_victim(self, request: Request) -> Request:
+        """The least urgent sequence with a slot. A hand-off in progress is none: its blocks may be being read."""
+        return max((other for other in self._batch if other.mode is not PrefillMode.HANDOFF), key=_key, default=request)
+
+    def _preempt(self, request: Request) -> None:
+        """Take the blocks of ``request``; its KV will be computed again."""
+        self.num_preemptions += 1
+        self._batch.leave(request)
+        request.move(RequestStatus.PREEMPTED, self._clock.now())
+        request.mode = PrefillMode.LOCAL
+        self._free_blocks(request)
+        if request.wants_prompt_logprobs:
+            request.prompt_logprobs.clear()
+        self._enqueue(request)
+
+    def _admit(self) -> None:
+        while self.num_admitted < self.max_num_running:
+            request = self._next_waiting()
+            if request is None or self._is_blocked():
+                return
+            if not self._try_admit(request):
+                self._blocked = (request, self.pool.num_free, self.num_admitted)
+                return
+
+    def _next_waiting(self) -> Request | None:
+        """The most urgent waiting request; of those that need computing only while the budget is not spoken for.
+
+        Admitting more would bind blocks early, and miss the prefix hits on what is being computed.
+        """
+        elsewhere = self._waiting_elsewhere.peek()
+        backlog = sum(len(request.token_ids) - request.num_computed_tokens for request in self._batch.prefilling)
+        here = self._waiting.peek() if backlog < self._max_num_batched_tokens else None
+        return min((request for request in (elsewhere, here) if request is not None), key=_key, default=None)
+
+    def _is_blocked(self) -> bool:
+        """Whether the most urgent waiting request is known not to fit, and nothing has been freed since."""
+        if self._blocked is None:
+            return False
+        request, num_free, num_admitted = self._blocked
+        unchanged = self.pool.num_free <= num_free and self.num_admitted >= num_admitted
+        if unchanged and request is self._next_waiting():
+            return True
+        self._blocked = None
+        return False
+
+    def _try_admit(self, request: Request) -> bool:
+        hit = self._find_hit(request)
+        num_needed = self.pool.blocks_for(len(request.token_ids)) - len(hit)
+        num_available = self.pool.num_free - self.pool.num_free_among(hit)
+        if num_needed > num_available - self._reserve_for(request):
+            return False
+        self._dequeue(request)
+        self.pool.acquire(hit)
+        fresh = self.pool.allocate(num_needed, after=hit[-1] if hit else None)
+        assert fresh is not None, "as many blocks were free a moment ago"
+        request.block_ids = hit + fresh
+        request.num_cached_blocks = len(hit)
+        request.num_computed_tokens = len(hit) * self.pool.block_size
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.num_queried_tokens += len(request.token_ids)
+            self.num_hit_tokens += request.num_computed_tokens
+        self._place(request)
+        return True
+
+    def _find_hit(self, request: Request) -> list[int]:
+        if not self.pool.enable_prefix_caching or request.wants_prompt_logprobs:
+            return []
+        request.hash_blocks((len(request.token_ids) - 1) // self.pool.block_size, self.pool.block_size)
+        return self.pool.find_prefix(request.token_ids, request.sequence_hashes)
+
+    def _reserve_for(self, request: Request) -> int:
+        """Blocks to leave free against thrash. A preempted request comes back only when every running sequence could
+        fill a block more; a lone one needs no reserve."""
+        if not self.num_admitted:
+            return 0
+        return self._watermark + (len(self._batch) if request.status is RequestStatus.PREEMPTED else 0)
+
+    def _place(self, request: Request) -> None:
+        """An admitted request goes where its mode says."""
+        if request.mode is PrefillMode.REMOTE:
+            self._num_outside += 1
+            request.move(RequestStatus.REMOTE_PREFILLING, self._clock.now())
+            self._start_remote(request)
+            return
+        if request.mode is PrefillMode.HANDOFF:
+            held = request.num_load_tokens // self.pool.block_size
+            first = request.num_cached_blocks
+            request.num_sent_blocks = held
+            if held > first:
+                self._num_outside += 1
+                request.move(RequestStatus.LOADING_KV, self._clock.now())
+                load = KvLoad(request.request_id, first, tuple(request.block_ids[first:held]))
+                self.output.kv_loads.append(load)
+                return
+        self._start_prefill(request)
+
+    def _start_prefill(self, request: Request) -> None:
+        request.move(RequestStatus.RUNNING, self._clock.now())
+        self._batch.enter(request, decoding=False)
+        if request.mode is PrefillMode.HANDOFF:
+            self._emit_chunk(request, None, None)
+
+    def _plan_rows(self) -> None:
+        """Choose the step's rows: every decode, then chunks, most urgent first; or one exclusive prefill's chunk."""
+        budget = self._max_num_batched_tokens
+        prefilling = sorted(self._batch.prefilling, key=_key)
+        self._chunks = []
+        if self.exclusive_prefill and not self._last_was_exclusive:
+            alone = next((request for request in prefilling if request.mode is PrefillMode.HANDOFF), None)
+            if alone is not None:
+                # Others take every second step, so that what a change of role left behind still ends.
+                self._last_was_exclusive = self._batch.num_decoding > 0 or _has_other(prefilling)
+                self._decodes = []
+                self._chunks.append((alone, min(budget, _num_missing(alone))))
+                return
+        self._decodes = self._batch.decode_rows()
+        budget -= len(self._decodes)
+        for request in prefilling:
+            if self.exclusive_prefill and request.mode is PrefillMode.HANDOFF:
+                continue
+            if budget == 0:
+                break
+            count = min(budget, _num_missing(request))
+            self._chunks.append((request, count))
+            budget -= count
+        self._last_was_exclusive = False
+
+    # -- update -------------------------------------------------------------------------------------------------------
+
+    def update(self, result: ModelOutput) -> None:
+        """Take in what the executor computed for the last schedule."""
+        tokens = iter(result.token_ids)
+        self._update_decodes(tokens, result.logprobs)
+        for row, (request, count) in enumerate(self._chunks, len(self._decodes)):
+            self._update_chunk(request, count, row, tokens, result)
+
+    def _update_decodes(self, tokens: Iterator[int], logprobs: dict[int, PositionLogprobs]) -> None:
+        outputs = self.output.outputs
+        size = self.pool.block_size
+        ended: list[tuple[Request, int]] = []
+        for row, request in enumerate(self._decodes):
+            token_id = next(tokens)
+            known = request.token_ids
+            known.append(token_id)
+            request.num_computed_tokens = computed = len(known) - 1
+            if computed % size == 0:
+                self._cache_full_blocks(request)
+                if computed == size * len(request.block_ids):
+                    self._needs_block.append(request)
+            if token_id in request.stop_ids or len(known) >= request.length_limit:
+                reason = finish_reason(request, token_id)
+                if reason is not None:
+                    self._emit_token(request, token_id, logprobs.get(row), reason)
+                    ended.append((request, FINISH_STATUS[reason]))
+                    continue
+            if logprobs and row in logprobs:
+                outputs.append(TokenOutput(request.request_id, (token_id,), logprobs=(logprobs[row],)))
+            else:
+                outputs.append(TokenOutput(request.request_id, (token_id,)))
+        for request, status in ended:
+            self.finish(request, RequestStatus(status))
+
+    def _update_chunk(self, request: Request, count: int, row: int, tokens: Iterator[int], result: ModelOutput) -> None:
+        request.num_computed_tokens += count
+        self._cache_full_blocks(request)
+        if request.wants_prompt_logprobs and row in result.prompt_logprobs:
+            request.prompt_logprobs.extend(result.prompt_logprobs[row])
+        if request.num_computed_tokens < len(request.token_ids):
+            if request.mode is PrefillMode.HANDOFF:
+                self._emit_chunk(request, None, None)
+        elif request.is_prefill_only:
+            self._emit_token(request, None, None, FinishReason.LENGTH)
+            self.finish(request, RequestStatus.FINISHED_LENGTH)
+        elif request.mode is PrefillMode.HANDOFF:
+            self._emit_chunk(request, next(tokens), result.logprobs.get(row))
+            self._batch.leave(request)
+            request.move(RequestStatus.PREFILL_SENDING, self._clock.now())
+        else:
+            self._batch.start_decoding(request)
+            self._accept_first(request, next(tokens), result.logprobs.get(row))
+
+    def _accept_first(
+        self, request: Request, token_id: int, logprobs: PositionLogprobs | None, *, remote: bool = False
+    ) -> None:
+        """The token behind a completed prefill."""
+        request.token_ids.append(token_id)
+        reason = finish_reason(request, token_id)
+        self._emit_token(request, token_id, logprobs, reason, remote=remote)
+        if reason is not None:
+            self.finish(request, FINISH_STATUS[reason])
+        elif request.num_computed_tokens == self.pool.block_size * len(request.block_ids):
+            self._needs_block.append(request)
+
+    def _emit_token(
+        self,
+        request: Request,
+        token_id: int | None,
+        logprobs: PositionLogprobs | None,
+        reason: FinishReason | None,
+        *,
+        remote: bool = False,
+    ) -> None:
+        """Report a token with everything that goes along: the first one's extras, the last one's reason."""
+        first = not request.first_output_sent
+        with_prompt = first and request.sampling.prompt_logprobs is not None
+        self.output.outputs.append(
+            TokenOutput(
+                request.request_id,
+                () if token_id is None else (token_id,),
+                finish_reason=reason,
+                logprobs=None if logprobs is None else (logprobs,),
+                num_cached_tokens=request.num_cached_tokens if first else None,
+                prompt_logprobs=(None, *request.prompt_logprobs) if with_prompt else None,
+                stop_token=reported_stop_token(request, token_id) if reason is FinishReason.STOP else None,
+                remote_prefill=remote,
+            )
+        )
+        request.first_output_sent = True
+
+    # -- places -------------------------------------------------------------------------------------------------------
+
+    def _queue_of(self, request: Request) -> WaitingQueue:
+        elsewhere = request.mode is PrefillMode.REMOTE or request.num_load_tokens > 0
+        return self._waiting_elsewhere if elsewhere else self._waiting
+
+    def _enqueue(self, request: Request) -> None:
+        self._queue_of(request).push(request)
+
+    def _dequeue(self, request: Request) -> None:
+        queue = self._queue_of(request)
+        if request in queue:
+            queue.remove(request)
+
+    def _free_blocks(self, request: Request) -> None:
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_computed_tokens = 0
+        request.num_cached_blocks = 0
+
+    def _cache_full_blocks(self, request: Request) -> None:
+        """Offer the blocks that have become full and computed to the prefix cache."""
+        first = request.num_cached_blocks
+        size = self.pool.block_size
+        end = request.num_computed_tokens // size
+        if end <= first or not self.pool.enable_prefix_caching:
+            return
+        request.hash_blocks(end, size)
+        self.pool.cache_blocks(
+            request.block_ids[first:end],
+            request.sequence_hashes[first - 1] if first else None,
+            request.sequence_hashes[first:end],
+            request.local_hashes[first:end],
+            request.token_ids[first * size : end * size],
+        )
+        request.num_cached_blocks = end
+
+
+def _key(request: Request) -> tuple[int, int]:
+    return (request.priority, request.arrival)
+
+
+def _num_missing(request: Request) -> int:
+    return len(request.token_ids) - request.num_computed_tokens
+
+
+def _has_other(prefilling: list[Request]) -> bool:
+    return any(request.mode is not PrefillMode.HANDOFF for request in prefilling)

@@ -1,0 +1,24 @@
+"""When an answer ends. Pure functions of a request and its newest token; stop strings are the frontend's."""
+
+from __future__ import annotations
+
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import FinishReason
+from kvrelay.engine.request import Request
+
+
+def stop_token_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """The tokens that end an answer: the request's own, and the model's end of sequence unless it is ignored."""
+    return frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_token_ids)
+
+
+def finish_reason(request: Request, token_id: int) -> FinishReason | None:
+    """Why the answer ends with ``token_id``, its newest token; None: it goes on."""
+    if token_id in request.stop_ids and request.num_output_tokens >= request.sampling.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(request.token_ids) >= request.length_limit else None
+
+
+def reported_stop_token(request: Request, token_id: int | None) -> int | None:
+    """The stop token that clients are told of: one that they asked for. The model's own end of sequence is none."""
+    return token_id if token_id in request.sampling.stop_token_ids else None
