@@ -1,0 +1,217 @@
+"""How fast KV moves between two processes on this machine, through the same thread and transport that workers use.
+
+What it owns: a peer process with an empty pool, timed rounds, the comparison with a plain copy of memory. What it does
+not know: how results are printed. ``python -m kvrelay.transfer.benchmark`` is the peer process.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from kvrelay.config import TransferConfig
+from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.workers import KvMetadata
+from kvrelay.errors import TransferError
+from kvrelay.transfer.base import TransferOp, TransferPlan
+from kvrelay.transfer.factory import build_transport
+from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
+from kvrelay.transfer.thread import TransferThread
+
+DEFAULT_PIECE_BYTES = (4096, 16384, 65536, 262144, 1048576, 8388608)
+_COMPATIBILITY = "benchmark"
+_START_TIMEOUT_S = 60.0
+
+
+class TransferRow(msgspec.Struct, frozen=True):
+    """Medians over the rounds. Pieces are never adjacent, so that each is a descriptor of its own."""
+
+    op: str
+    piece_bytes: int
+    num_pieces: int
+    total_bytes: int
+    seconds: float
+    bytes_per_s: float
+
+
+class TransferBenchmark(msgspec.Struct, frozen=True):
+    """``memcpy_bytes_per_s``: a plain copy within one process. ``notify_s``: a notification alone, from submission to
+    completion here. ``plan_1000_blocks_s``: planning 1,000 scattered blocks."""
+
+    transport: str
+    ucx_tls: str
+    num_rounds: int
+    memcpy_bytes_per_s: float
+    notify_s: float
+    plan_1000_blocks_s: float
+    rows: tuple[TransferRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Memory, touched, so that no round pays for page faults."""
+
+    array: np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+    @property
+    def region(self) -> MemoryRegion:
+        return MemoryRegion(self.array.ctypes.data, self.array.nbytes)
+
+
+def run_transfer_benchmark(
+    config: TransferConfig | None = None,
+    *,
+    piece_bytes: Sequence[int] = DEFAULT_PIECE_BYTES,
+    total_bytes: int = 64 * 1024 * 1024,
+    num_rounds: int = 7,
+) -> TransferBenchmark:
+    """Reads and writes of ``total_bytes`` in pieces of each size, ``num_rounds`` times. Raises TransferError.
+
+    Takes 4 * ``total_bytes`` of memory, half of it here and half in the peer process.
+    """
+    config = config or TransferConfig()
+    if max(piece_bytes) > total_bytes or min(piece_bytes) <= 0 or num_rounds < 1:
+        raise TransferError("a benchmark needs at least one round, and pieces that fit into the total")
+    pool = _Pool(np.ones(2 * total_bytes, dtype=np.uint8))
+    thread = TransferThread(build_transport(config, "benchmark-parent"), config)
+    thread.start()
+    try:
+        with _peer_process(config, pool.region.num_bytes) as peer:
+            thread.register(pool.region, kv_compatibility=_COMPATIBILITY).result(_START_TIMEOUT_S)
+            thread.add_peer(peer).result(_START_TIMEOUT_S)
+            thread.open_handoff()
+            _move(thread, TransferOp.WRITE, _plan(total_bytes, max(piece_bytes)), b"warm-up")
+            rows = tuple(
+                _measure(thread, op, _plan(total_bytes, size), size, num_rounds)
+                for op in (TransferOp.WRITE, TransferOp.READ)
+                for size in piece_bytes
+            )
+            notify = statistics.median(_move(thread, TransferOp.WRITE, EMPTY_PLAN, b"x") for _ in range(20))
+    finally:
+        thread.close()
+    return TransferBenchmark(
+        transport=config.transport,
+        ucx_tls=config.ucx_tls,
+        num_rounds=num_rounds,
+        memcpy_bytes_per_s=_memcpy(pool, total_bytes, num_rounds),
+        notify_s=notify,
+        plan_1000_blocks_s=_time_plan(),
+        rows=rows,
+    )
+
+
+def _measure(
+    thread: TransferThread, op: TransferOp, plan: TransferPlan, piece_bytes: int, num_rounds: int
+) -> TransferRow:
+    seconds = statistics.median(_move(thread, op, plan, None) for _ in range(num_rounds))
+    return TransferRow(op.value, piece_bytes, plan.num_pieces, plan.num_bytes, seconds, plan.num_bytes / seconds)
+
+
+def _move(thread: TransferThread, op: TransferOp, plan: TransferPlan, notify: bytes | None) -> float:
+    """Seconds from submission to completion."""
+    ended = threading.Event()
+    errors: list[str | None] = []
+
+    def done(error: str | None) -> None:
+        errors.append(error)
+        ended.set()
+
+    begin = time.perf_counter()
+    thread.submit(op, "benchmark-peer", plan, notify, on_done=done)
+    ended.wait()
+    seconds = time.perf_counter() - begin
+    if errors[0] is not None:
+        raise TransferError(f"the benchmark's transfer failed: {errors[0]}", peer="benchmark-peer")
+    return seconds
+
+
+def _plan(total_bytes: int, piece_bytes: int) -> TransferPlan:
+    """``total_bytes`` in pieces with gaps of one piece between them."""
+    offsets = np.arange(total_bytes // piece_bytes, dtype=np.int64) * (2 * piece_bytes)
+    return TransferPlan(offsets, offsets, np.full(len(offsets), piece_bytes, dtype=np.int64))
+
+
+def _memcpy(pool: _Pool, total_bytes: int, num_rounds: int) -> float:
+    source, target = pool.array[:total_bytes], pool.array[total_bytes:]
+    seconds = []
+    for _ in range(num_rounds):
+        begin = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - begin)
+    return total_bytes / statistics.median(seconds)
+
+
+def _time_plan() -> float:
+    layout = KVLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=64, dtype="bfloat16")
+    rng = np.random.default_rng(0)
+    local, remote = (rng.permutation(4000)[:1000].tolist() for _ in range(2))
+    seconds = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        plan_blocks(layout, local, remote)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+@contextmanager
+def _peer_process(config: TransferConfig, num_bytes: int) -> Iterator[KvMetadata]:
+    command = [sys.executable, "-m", "kvrelay.transfer.benchmark", str(num_bytes), msgspec.json.encode(config).decode()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # A peer that hangs in its start is killed, which ends readline.
+        guard = threading.Timer(_START_TIMEOUT_S, process.kill)
+        guard.start()
+        try:
+            line = process.stdout.readline()
+            guard.cancel()
+            if not line:
+                raise TransferError("the benchmark's peer process did not start", peer="benchmark-peer")
+            yield msgspec.json.decode(line, type=KvMetadata)
+        finally:
+            guard.cancel()
+            process.stdin.close()
+            try:
+                process.wait(_START_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _peer_main(num_bytes: int, config: TransferConfig) -> None:
+    """A pool that can be read and written, until stdin ends."""
+    pool = _Pool(np.ones(num_bytes, dtype=np.uint8))
+    thread = TransferThread(build_transport(config, "benchmark-peer"), config)
+    thread.on_notification(lambda _: None)
+    thread.start()
+    region = pool.region
+    agent = thread.register(region).result(_START_TIMEOUT_S)
+    metadata = KvMetadata(
+        worker_id="benchmark-peer",
+        rank=0,
+        transport=config.transport,
+        agent=agent,
+        address=region.address,
+        num_bytes=region.num_bytes,
+        block_bytes=1,
+        device="cpu",
+        device_id=0,
+        kv_compatibility=_COMPATIBILITY,
+    )
+    thread.open_handoff()
+    sys.stdout.buffer.write(msgspec.json.encode(metadata) + b"\n")
+    sys.stdout.buffer.flush()
+    sys.stdin.buffer.read()
+    thread.close()
+
+
+if __name__ == "__main__":
+    _peer_main(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=TransferConfig))
