@@ -145,7 +145,9 @@ class ZmqRpcServer:
         socket.setsockopt(zmq.IPV6, int(is_ipv6))
         host = f"[{self._host}]" if is_ipv6 else self._host
         socket.bind(f"tcp://{host}:{self._port or '*'}")
-        port = socket.last_endpoint.decode().rstrip("\0").rsplit(":", 1)[1]
+        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        port = endpoint.decode().rstrip("\0").rsplit(":", 1)[1]
         if self._advertise_host is not None:
             host = self._advertise_host
         elif self._host in WILDCARDS:
