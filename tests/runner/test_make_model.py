@@ -1,4 +1,4 @@
-"""Random checkpoints: loadable by transformers, of the sizes promised, reproducible, and refused when they cannot be made."""
+"""Random checkpoints: loadable by transformers, of the sizes promised, reproducible, refused when impossible."""
 
 from __future__ import annotations
 

@@ -74,10 +74,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``x``: bf16 [rows, length, hidden]; ``cos``, ``sin``: [length, head_dim]."""
         rows, length, _ = x.shape
-        shape, kv_width = self.shape, self.shape.num_kv_heads * self.shape.head_dim
+        shape = self.shape
         fused = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)).bfloat16()
         qkv = F.linear(x, fused).view(rows, length, -1, shape.head_dim).transpose(1, 2)
-        q, k, v = qkv.split((shape.num_heads, shape.num_kv_heads, kv_width // shape.head_dim), dim=1)
+        q, k, v = torch.split(qkv, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
         group = shape.num_heads // shape.num_kv_heads
         k, v = (t.repeat_interleave(group, dim=1) for t in (_rotate(k, cos, sin), v))
         out = F.scaled_dot_product_attention(_rotate(q, cos, sin), k, v, is_causal=True)
@@ -119,8 +119,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``x``: float32 [rows, length, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x).bfloat16(), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x).bfloat16())
+        attended: Tensor = self.self_attn(self.input_layernorm(x).bfloat16(), cos, sin)
+        x = x + attended
+        thought: Tensor = self.mlp(self.post_attention_layernorm(x).bfloat16())
+        return x + thought
 
 
 class Body(nn.Module):
@@ -131,6 +133,10 @@ class Body(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+
+    def decoder_layers(self) -> list[Layer]:
+        """The layers, in order."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
 
 
 class TrainedLlama(nn.Module):
@@ -152,6 +158,6 @@ class TrainedLlama(nn.Module):
         angles = torch.outer(positions, self.shape.rope_theta**-exponents).repeat(1, 2)
         cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
         x = self.model.embed_tokens(ids)
-        for layer in self.model.layers:
+        for layer in self.model.decoder_layers():
             x = layer(x, cos, sin)
         return F.linear(self.model.norm(x).bfloat16(), self.model.embed_tokens.weight.bfloat16())

@@ -1,4 +1,4 @@
-"""Trains the bundled checkpoint: ``python -m train_bundled.train --out DIR --minutes 80`` (from ``tools/``).
+"""Trains the bundled checkpoint: ``python -m train_bundled.train --out DIR --minutes 55`` (from ``tools/``).
 
 Owns the schedule (context lengths, learning rates, when to save). The text comes from ``text``, the model from
 ``model``. It may be stopped at any time: the latest checkpoint is always complete on disk. The learning rate follows
@@ -22,6 +22,7 @@ from torch import Tensor
 from kvrelay.runner.checkpoints.tokenizer import BOS_ID, EOS_ID, train_tokenizer, write_tokenizer
 from train_bundled.model import Shape, TrainedLlama, hf_config
 from train_bundled.text import ANSWER, TextMaker, tokenizer_corpus
+from train_bundled.wiring import wire
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,11 @@ def make_optimizers(model: TrainedLlama, settings: Settings) -> list[torch.optim
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     rate = settings.learning_rate
-    adam = {"betas": (0.9, 0.98), "fused": True}
+    adamw = torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.98), fused=True)
     if settings.optimizer == "adamw":
-        groups = [{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
-        return [torch.optim.AdamW(groups, lr=rate, **adam)]
-    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw", ns_steps=4)
-    return [muon, torch.optim.AdamW(others, lr=rate, weight_decay=0.0, **adam)]
+        adamw.add_param_group({"params": matrices, "weight_decay": 0.05})
+        return [adamw]
+    return [torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw", ns_steps=4), adamw]
 
 
 def losses(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,6 +91,7 @@ def train(settings: Settings, shape: Shape, directory: Path, compiled: bool) -> 
     write_tokenizer(tokenizer, directory, shape.max_position)
     maker = TextMaker(tokenizer, settings.seed)
     model = TrainedLlama(shape)
+    wire(model)
     forward = torch.compile(model, dynamic=False) if compiled else model
     optimizers = make_optimizers(model, settings)
     begun, step, seen = time.monotonic(), 0, 0
@@ -98,7 +99,7 @@ def train(settings: Settings, shape: Shape, directory: Path, compiled: bool) -> 
         length = length_at(settings, progress)
         ids, weights = (torch.from_numpy(a) for a in maker.batch(settings.tokens_per_step // length, length))
         loss, answer_loss, right = losses(forward(ids[:, :-1]), ids[:, 1:], weights[:, 1:])
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -122,12 +123,12 @@ def main() -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description="Train the bundled checkpoint.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=80.0)
+    parser.add_argument("--minutes", type=float, default=55.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--tokens-per-step", type=int, default=4096)
-    parser.add_argument("--lengths", default="0:128,0.1:256,0.3:512,0.75:768", help="share of the time:tokens, ...")
+    parser.add_argument("--lengths", default="0:128,0.05:256,0.15:512,0.55:1024", help="share of the time:tokens, ...")
     parser.add_argument("--report-every", type=int, default=100, help="steps between reports and saves")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="faster, needs a C++ compiler")

@@ -6,7 +6,7 @@ made of it. Knows nothing of tokens; a fact is 8 tokens of the bundled tokenizer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from kvrelay.data.prose import NAMES, sentence
@@ -22,9 +22,14 @@ VALUE_NUMBERS = range(10, 100)
 
 @dataclass(frozen=True)
 class RecallPrompt:
-    """A prompt whose greedy continuation starts with ``answer`` (which begins with a space)."""
+    """A prompt, the name it asks for, and that name's value with a space before it.
+
+    The bundled checkpoint's greedy continuation of a completion prompt starts with ``answer``; its reply to a chat
+    prompt contains it.
+    """
 
     prompt: str
+    name: str
     answer: str
 
 
@@ -66,15 +71,13 @@ def recall_prompt(rng: Random, num_pairs: int, num_fillers: int = 0, *, ask: int
 
     ``ask`` is the number of the pair asked for, counted from 0 in the order of the text; drawn if None.
     """
-    codes = draw_codes(rng, num_pairs)
-    text = facts_text(rng, codes, num_fillers)
-    name = list(codes)[rng.randrange(num_pairs) if ask is None else ask]
-    return RecallPrompt(f"{text} {question(name)} {cue(name)}", f" {codes[name]}")
+    asked = recall_chat(rng, num_pairs, num_fillers, ask=ask)
+    return replace(asked, prompt=f"{asked.prompt} {cue(asked.name)}")
 
 
 def recall_chat(rng: Random, num_pairs: int, num_fillers: int = 0, *, ask: int | None = None) -> RecallPrompt:
-    """The content of a user message with facts and one question; ``answer`` is part of the assistant's reply."""
+    """The content of a user message: facts, filler sentences and one question. ``ask`` as in ``recall_prompt``."""
     codes = draw_codes(rng, num_pairs)
     text = facts_text(rng, codes, num_fillers)
     name = list(codes)[rng.randrange(num_pairs) if ask is None else ask]
-    return RecallPrompt(f"{text} {question(name)}", f" {codes[name]}")
+    return RecallPrompt(f"{text} {question(name)}", name, f" {codes[name]}")
