@@ -114,6 +114,8 @@ class RouterConfig(Settings):
     decode_weight: float = setting(1.0, "kv: cost per decode token in flight, in prefill tokens.", low=0)
     temperature: float = setting(0.0, "kv: 0 takes the best, above it draws by softmax.", low=0)
     router_seed: int = setting(0, "Seed of random draws and ties.")
+    kv_events: bool = setting(True, "Learn prefixes from the workers' events; false: guess them from placements.")
+    approximate_ttl_s: float = setting(120.0, "Without events: how long a placement is thought to be cached.", low=0.1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,19 @@ policies over it. What it does not know: HTTP, sockets, the control plane; those
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import msgspec
 
 from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.workers import WorkerInfo
+
+
+ReplayRequester = Callable[[str, bytes], None]
+"""``request_replay(worker_id, request)``: the router misses events of that worker. Whoever has the event bus sends
+``request`` to the worker's replay service and gives the answer to ``Router.apply_replay``. Must not block. When no
+answer comes there is nothing to do: the router asks again, driven by the worker's load samples."""
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
@@ -67,5 +73,8 @@ class Router(Protocol):
         """A placed request has left its worker, for whatever reason."""
 
     def apply_events(self, batch: KvEventBatch) -> None: ...
+
+    def apply_replay(self, worker_id: str, reply: bytes) -> None:
+        """The worker's answer to what was handed to the ReplayRequester. A malformed one is counted and dropped."""
 
     def apply_metrics(self, metrics: LoadMetrics) -> None: ...

@@ -108,7 +108,12 @@ class PrefixIndex:
             if early_exit and not active & (active - 1):
                 depth += 1
                 break
-            depth += _common_length(run.hashes, sequence, depth)
+            hashes = run.hashes
+            end = depth + len(hashes)
+            if end <= length and hashes[-1] == sequence[end - 1] and hashes[0] == sequence[depth]:
+                depth = end
+            else:
+                depth += _common_length(hashes, sequence, depth)
         if active and depth:
             steps.append((depth, active))
         return steps
@@ -120,8 +125,10 @@ class PrefixIndex:
         """
         scores: dict[str, int] = {}
         steps = self.find_steps(sequence, early_exit)
+        known = self._names_of_mask
         for depth, mask in steps:
-            scores.update(dict.fromkeys(self.names(mask), depth))
+            for name in known.get(mask) or self.names(mask):
+                scores[name] = depth
         if self._uses is None:
             return OverlapScores(scores)
         return OverlapScores(scores, self._uses.record(sequence[: steps[-1][0] if steps else 0]))

@@ -1,0 +1,180 @@
+"""KvEventLog: a worker's own memory of its cache events, from which indexes that missed some are healed.
+
+What it owns: the numbering of events, a ring of the latest, and what the cache holds now, by which it answers with a
+full dump when the ring does not reach back far enough. What it does not know: the bus; ``serve_replay`` takes and
+gives frames.
+
+    numbers    0 ........ 71 72 73 ................... 99 | 100 = next_seq
+    ring                     └──── the latest events ────┘
+    replay(80): events 80..99;  replay(3): a dump of what is held, valid as of 100
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from kvrelay.core.event_codec import (
+    ReplayReply,
+    decode_replay_request,
+    encode_replay_reply,
+    without_tokens,
+)
+from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, KvEventBatch
+
+DEFAULT_CAPACITY = 8192
+MAX_REPLY_BLOCKS = 25_000
+MAX_KEPT_DUMPS = 4
+
+
+class KvEventLog:
+    """``capacity`` is the number of events kept for replay; ``max_reply_blocks`` bounds the blocks in one answer
+    (about 19 bytes each; NATS takes a megabyte)."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        capacity: int = DEFAULT_CAPACITY,
+        max_reply_blocks: int = MAX_REPLY_BLOCKS,
+    ) -> None:
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._max_reply_blocks = max_reply_blocks
+        self._ring: deque[KvEvent] = deque(maxlen=capacity)
+        self._next_seq = 0
+        self._parents: dict[int, int | None] = {}
+        self._block_size = 1
+        self._dumps: dict[int, list[KvEventBatch]] = {}
+
+    @property
+    def next_seq(self) -> int:
+        """The number of the next event."""
+        return self._next_seq
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held now, as far as the events say."""
+        return len(self._parents)
+
+    def append(self, events: Sequence[KvEvent]) -> KvEventBatch:
+        """Number the events. The batch is what is to be published."""
+        batch = KvEventBatch(self._worker_id, self._epoch, self._next_seq, tuple(events))
+        for event in without_tokens(batch).events:
+            self._ring.append(event)
+            self._track(event)
+        self._next_seq += len(batch.events)
+        return batch
+
+    def replay(self, from_seq: int) -> list[KvEventBatch]:
+        """All events from ``from_seq`` on, or a dump (it begins with AllBlocksCleared's effect: see ``dump``) when
+        they are no longer in the ring. Nothing for a number in the future."""
+        if from_seq > self._next_seq:
+            return []
+        if from_seq < self._next_seq - len(self._ring):
+            return self.dump()
+        return self._ring_batches(from_seq)
+
+    def dump(self) -> list[KvEventBatch]:
+        """What is held now as stored events, parents first, in batches of a bounded size numbered ``next_seq``.
+
+        A block whose parent has been evicted keeps its parent's hash. Local hashes and tokens are left out.
+        """
+        batches, events, room = [], [], self._max_reply_blocks
+        for chain in self._chains():
+            for at in range(0, len(chain), self._max_reply_blocks):
+                part = chain[at : at + self._max_reply_blocks]
+                if len(part) > room:
+                    batches.append(self._batch(self._next_seq, events))
+                    events, room = [], self._max_reply_blocks
+                events.append(BlockStored(self._parents[part[0]], tuple(part), (), (), self._block_size))
+                room -= len(part)
+        batches.append(self._batch(self._next_seq, events))
+        return batches
+
+    def serve_replay(self, frame: bytes) -> bytes:
+        """Answer a ReplayRequest frame with a ReplayReply frame. Raises ProtocolError for a malformed request."""
+        request = decode_replay_request(frame)
+        oldest = self._next_seq - len(self._ring)
+        if request.from_seq > self._next_seq or request.from_seq < oldest or request.dump_seq >= 0:
+            return encode_replay_reply(self._dump_page(request.dump_seq, request.page))
+        batches = tuple(self._ring_batches(request.from_seq)[:1])
+        return encode_replay_reply(ReplayReply(self._worker_id, self._epoch, self._next_seq, batches))
+
+    def _dump_page(self, dump_seq: int, page: int) -> ReplayReply:
+        """A page of the dump as of ``dump_seq``, or the first page of a new one if that is no longer kept."""
+        pages = self._dumps.get(dump_seq, [])
+        if page >= len(pages) or page < 0:
+            dump_seq, page = self._next_seq, 0
+            pages = self._dumps.get(dump_seq) or self.dump()
+            if len(pages) > 1:
+                self._dumps[dump_seq] = pages
+                while len(self._dumps) > MAX_KEPT_DUMPS:
+                    del self._dumps[next(iter(self._dumps))]
+        return ReplayReply(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            next_seq=self._next_seq,
+            batches=(pages[page],),
+            is_dump=True,
+            dump_seq=dump_seq,
+            page=page,
+            num_pages=len(pages),
+        )
+
+    def _ring_batches(self, from_seq: int) -> list[KvEventBatch]:
+        batches, events, first, room = [], [], from_seq, self._max_reply_blocks
+        oldest = self._next_seq - len(self._ring)
+        for seq in range(from_seq, self._next_seq):
+            event = self._ring[seq - oldest]
+            size = _num_blocks(event)
+            if events and size > room:
+                batches.append(self._batch(first, events))
+                events, first, room = [], seq, self._max_reply_blocks
+            events.append(event)
+            room -= size
+        if events:
+            batches.append(self._batch(first, events))
+        return batches
+
+    def _batch(self, first_seq: int, events: Sequence[KvEvent]) -> KvEventBatch:
+        return KvEventBatch(self._worker_id, self._epoch, first_seq, tuple(events))
+
+    def _track(self, event: KvEvent) -> None:
+        if isinstance(event, BlockStored):
+            self._block_size = event.block_size
+            parent = event.parent_hash
+            for block in event.block_hashes:
+                self._parents[block] = parent
+                parent = block
+        elif isinstance(event, BlockRemoved):
+            for block in event.block_hashes:
+                self._parents.pop(block, None)
+        else:
+            self._parents.clear()
+
+    def _chains(self) -> Iterator[list[int]]:
+        """What is held, cut into chains of parent and child, each behind the chain that its first block hangs below."""
+        done: set[int] = set()
+        chain: list[int] = []
+        for block in self._parents:
+            way = []
+            at: int | None = block
+            while at is not None and at in self._parents and at not in done:
+                done.add(at)
+                way.append(at)
+                at = self._parents[at]
+            for found in reversed(way):
+                if chain and self._parents[found] != chain[-1]:
+                    yield chain
+                    chain = []
+                chain.append(found)
+        if chain:
+            yield chain
+
+    def __repr__(self) -> str:
+        return f"KvEventLog({self._worker_id}, next_seq={self._next_seq}, blocks={len(self._parents)})"
+
+
+def _num_blocks(event: KvEvent) -> int:
+    return len(event.block_hashes) if isinstance(event, BlockStored | BlockRemoved) else 1
