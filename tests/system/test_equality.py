@@ -6,19 +6,18 @@ processes. Afterwards the pools are whole and nothing is in use.
 
 from __future__ import annotations
 
-import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from kvrelay.engine.core import EngineCore
 from serving import Serve, kvrelay
 
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]

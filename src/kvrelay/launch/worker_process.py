@@ -69,7 +69,7 @@ async def run_worker(options: WorkerOptions) -> None:
         worker = Worker(
             settings,
             executor,
-            EngineCore(executor, settings.engine, MonotonicClock(), worker_id=settings.worker_id),
+            _engine_core(executor, settings, options.runner.seed),
             build_transport(options.transfer, settings.worker_id),
             control,
             ZmqRpcServer(options.host, options.port),
@@ -81,6 +81,18 @@ async def run_worker(options: WorkerOptions) -> None:
         await worker.run()
     finally:
         await control.close()
+
+
+def _engine_core(executor: Executor, settings: WorkerSettings, seed: int) -> EngineCore:
+    return EngineCore(
+        executor,
+        settings.engine,
+        MonotonicClock(),
+        worker_id=settings.worker_id,
+        seed=seed,
+        remote_prefill_timeout_s=settings.disagg.remote_prefill_timeout_s,
+        max_handoff_attempts=settings.disagg.max_handoff_attempts,
+    )
 
 
 def _load(options: WorkerOptions) -> Executor:

@@ -18,6 +18,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -156,7 +157,7 @@ class DecodeSide:
             if claimant == peer:
                 del self._claimants[worker_id]
                 # Its lease may live on, and so may its writes: the request goes on, the blocks stay quarantined.
-                self._engine.post(lambda core, worker_id=worker_id: core.claimant_lost(worker_id))
+                self._engine.post(partial(EngineCore.claimant_lost, worker_id=worker_id))
 
     def _abort(self, request_id: str) -> None:
         self.stats.num_aborted += 1

@@ -36,7 +36,7 @@ class DecodePeer:
 
     async def claim(self, claim: HandoffClaim, timeout_s: float) -> HandoffGrant | HandoffRefused:
         """Ask for the hand-off. Raises WorkerUnavailableError when the connection ends or no answer comes in time."""
-        future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[HandoffGrant | HandoffRefused] = asyncio.get_running_loop().create_future()
         self._claims[claim.handoff_id] = future
         try:
             self.client.send(claim)

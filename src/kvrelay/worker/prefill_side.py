@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvrelay.control.base import PrefillDelivery, PrefillQueue
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffGrant, HandoffRefused, HandoffReleased
@@ -178,8 +180,9 @@ class PrefillSide:
 
     async def _meet(self, worker_id: str) -> None:
         """Load and cache the peer's memory metadata, at first use."""
-        if not self._transfer.knows_peer(worker_id):
-            self._transfer.add_peer(await self._peers.kv_metadata(worker_id, 0, self._kv_compatibility))
+        if not self._transfer.has_peer(worker_id):
+            metadata = await self._peers.kv_metadata(worker_id, 0, self._kv_compatibility)
+            await asyncio.wrap_future(self._transfer.add_peer(metadata))
 
     async def _compute_and_send(
         self, delivery: PrefillDelivery, grant: HandoffGrant, peer: DecodePeer, slot: _Slot
@@ -194,8 +197,8 @@ class PrefillSide:
             layout=self._layout,
             engine=self._engine,
             transfer=self._transfer,
-            on_computed=lambda: loop.call_soon_threadsafe(slot.release),
-            on_end=lambda error: loop.call_soon_threadsafe(ended.set_result, error),
+            on_computed=partial(_on_loop, loop, slot.release),
+            on_end=lambda error: _on_loop(loop, ended.set_result, error),
         )
         self._outgoing[engine_request.request_id] = handoff
         self._transfer.open_handoff()
@@ -234,6 +237,12 @@ class _Slot:
         if self._held:
             self._held = False
             self._semaphore.release()
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
+    """Run ``function`` on the event loop, from any thread; once the loop is closed nobody waits for it."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, *arguments)
 
 
 def _engine_request(delivery: PrefillDelivery, grant: HandoffGrant) -> Request:

@@ -144,7 +144,7 @@ class Worker:
             fleet=lambda: self._fleet.num_prefill_workers if self.role is not WorkerRole.PREFILL else 0,
         )
 
-        self._transfer.on_notification(self._decode.notified)
+        self._transfer.on_notification(lambda notification: self._decode.notified(notification.payload))
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Worker:
         self._server.on_peer_gone(self._decode.peer_gone)
         await self._server.start()
         self._transfer.start()
-        metadata = await asyncio.to_thread(self._register_memory)
+        metadata = await self._register_memory()
         self._engine.start()
         self._lease = await self._control.discovery.grant(self.settings.control.lease_ttl_s)
         self._lease.on_lost(self._on_lease_lost)
@@ -247,11 +247,19 @@ class Worker:
             max_num_seqs=settings.engine.max_num_seqs,
         )
 
-    def _register_memory(self) -> KvMetadata:
-        return self._transfer.register(
-            self._executor.kv_region,
+    async def _register_memory(self) -> KvMetadata:
+        region, block_bytes = self._executor.kv_region, self._executor.kv_layout.block_bytes
+        registered = self._transfer.register(region, block_bytes=block_bytes, kv_compatibility=self._compatibility)
+        return KvMetadata(
             worker_id=self.settings.worker_id,
-            block_bytes=self._executor.kv_layout.block_bytes,
+            rank=0,
+            transport=self._transport.name,
+            agent=await asyncio.wrap_future(registered),
+            address=region.address,
+            num_bytes=region.num_bytes,
+            block_bytes=block_bytes,
+            device=region.device,
+            device_id=region.device_id,
             kv_compatibility=self._compatibility,
         )
 
@@ -278,11 +286,10 @@ class Worker:
         """On the engine thread, after every step."""
         self._prefill.on_step(step)
         abandons = self._core.drain_abandons()
-        events = self._core.drain_events()
         if step.outputs or step.remote_prefills or abandons:
             self._loop.call_soon_threadsafe(self._decode.deliver, step, abandons)
-        if events or step.num_scheduled_tokens or step.outputs:
-            self._loop.call_soon_threadsafe(self._publisher.update, events, self._core.metrics())
+        if step.kv_events or step.num_scheduled_tokens or step.outputs:
+            self._loop.call_soon_threadsafe(self._publisher.update, step.kv_events, self._core.metrics())
 
     def _on_abandon(self, message: HandoffAbandon) -> None:
         self._prefill.on_abandon(message)

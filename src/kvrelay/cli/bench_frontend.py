@@ -1,0 +1,125 @@
+"""``kvrelay bench frontend``: what the frontend alone can carry, in front of mock engines that take no time.
+
+Other servers can be measured in the same run by URL (``--url dynamo=http://127.0.0.1:8001``), turn by turn.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+LOADS = (
+    # name, prompt tokens, output tokens, requests at once, requests per turn
+    ("requests", 32, 8, 64, 2000),
+    ("streams", 32, 64, 64, 1000),
+    ("long prompts", 2460, 8, 16, 400),
+    ("one at a time", 32, 1, 1, 300),
+)
+
+
+@click.command("frontend")
+@click.argument("model", required=False)
+@click.option("--workers", default=4, type=click.IntRange(1, 64), help="Mock workers behind the frontend.")
+@click.option("--rounds", default=3, type=click.IntRange(1, 100), help="Turns; medians are reported.")
+@click.option("--scale", default=1.0, type=click.FloatRange(0.01, 100), help="Multiplies the number of requests.")
+@click.option("--url", "urls", multiple=True, help="NAME=URL of another server, measured in the same run.")
+@click.option("--serve-args", default="", help="More arguments for kvrelay serve.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def bench_frontend(
+    model: str | None, workers: int, rounds: int, scale: float, urls: tuple[str, ...], serve_args: str, as_json: bool
+) -> None:
+    """Load a frontend with mock workers: requests/s, streamed tokens/s, time to the first token.
+
+    Example: kvrelay bench frontend --workers 4 --rounds 3
+    """
+    from kvrelay.bench.cases import Case, check_names, parse_case
+    from kvrelay.bench.serving import run_on_loop
+
+    own = (
+        f"{sys.executable} -m kvrelay serve {model or ''} --engine mock --speedup-ratio 0 --prefill 0 "
+        f"--decode {workers} --port {{port}} {serve_args}"
+    )
+    cases = (Case("kvrelay", command=own), *(parse_case(text) for text in urls))
+    check_names(cases)
+    turns = [{"case": case.name, **run_on_loop(_turn(case, scale, seed))} for seed in range(rounds) for case in cases]
+    report = {"workers": workers, "rounds": rounds, "cases": _summarise(turns)}
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        _print(report["cases"])
+
+
+async def _turn(case: Any, scale: float, seed: int) -> dict[str, dict[str, float]]:
+    """All loads against one server."""
+    from kvrelay.bench.cases import CaseTimes, running
+    from kvrelay.bench.load.lengths import Length
+    from kvrelay.bench.load.mix import ClassSpec, Dataset
+    from kvrelay.bench.progress import ProgressBar
+    from kvrelay.bench.serving import ServeOptions, require_success, run_serve
+
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        async with running(case, Path(folder), CaseTimes()) as target:
+            for name, prompt, output, at_once, count in LOADS:
+                dataset = Dataset(prompt=Length("fixed", prompt), output=Length("fixed", output), vocab_size=400)
+                spec = ClassSpec(
+                    name.replace(" ", "_"),
+                    dataset,
+                    max_concurrency=at_once,
+                    num_requests=max(at_once, round(count * scale)),
+                )
+                options = ServeOptions(target=target, classes=(spec,), seed=seed, retokenize=False, backend=case.name)
+                report = (await run_serve(options, ProgressBar(None))).report
+                require_success(report)
+                total = report.total
+                figures[name] = {
+                    "requests_per_s": total.requests_per_s,
+                    "output_tokens_per_s": total.output_tokens_per_s,
+                    "ttft_p50_s": total.ttft_s.median if total.ttft_s else 0.0,
+                    "ttft_p99_s": total.ttft_s.p99 if total.ttft_s else 0.0,
+                    "failed": float(total.failed),
+                }
+    return figures
+
+
+def _summarise(turns: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians over the turns of each case; ``failed`` is the sum."""
+    names = list(dict.fromkeys(turn["case"] for turn in turns))
+    summary: dict[str, dict[str, dict[str, float]]] = {}
+    for name in names:
+        own = [turn for turn in turns if turn["case"] == name]
+        summary[name] = {
+            load: {
+                figure: (sum if figure == "failed" else statistics.median)([turn[load][figure] for turn in own])
+                for figure in own[0][load]
+            }
+            for load, *_ in LOADS
+        }
+    return summary
+
+
+def _print(cases: dict[str, dict[str, dict[str, float]]]) -> None:
+    table = Table(title="frontend with mock workers, medians", title_justify="left")
+    for column in ("server", "load", "requests/s", "tokens/s", "TTFT p50 ms", "TTFT p99 ms", "failed"):
+        table.add_column(column, justify="left" if column in ("server", "load") else "right")
+    for name, loads in cases.items():
+        for load, prompt, output, at_once, _ in LOADS:
+            figures = loads[load]
+            table.add_row(
+                name,
+                f"{prompt}/{output}, {at_once} at once",
+                f"{figures['requests_per_s']:,.0f}",
+                f"{figures['output_tokens_per_s']:,.0f}",
+                f"{figures['ttft_p50_s'] * 1e3:.2f}",
+                f"{figures['ttft_p99_s'] * 1e3:.2f}",
+                f"{figures['failed']:.0f}",
+            )
+    Console().print(table)
