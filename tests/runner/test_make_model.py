@@ -112,6 +112,7 @@ def test_every_token_decodes_to_something(vocab_size: int, pieces: Pieces) -> No
     tokenizer = train_tokenizer(["The old fox and the young fox."], vocab_size, pieces)
     assert tokenizer.get_vocab_size() == vocab_size
     assert all(tokenizer.decode([i], skip_special_tokens=False) for i in range(vocab_size))
+    assert sum("\ufffd" in tokenizer.decode([i]) for i in range(vocab_size)) == 128
     for text in ("The fox, naïve 😀\t日本\n", "</p> 12"):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
 

@@ -148,4 +148,4 @@ def _draw(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
         case Init.NORM:
             return values.mul_(0.1).add_(1.0)
         case Init.BIAS:
-            return values.mul_(0.3)
+            return values.mul_(0.1)

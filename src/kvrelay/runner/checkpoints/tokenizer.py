@@ -7,6 +7,7 @@ nothing of weights. Ids 0 to 4 are the special tokens, the next 256 are the byte
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
@@ -16,6 +17,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 BOS, EOS, SYSTEM, USER, ASSISTANT = "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (BOS, EOS, SYSTEM, USER, ASSISTANT)
 BOS_ID, EOS_ID = 0, 1
+_SPACE = "\u0120"  # how byte-level BPE writes a space
+_LETTERS = re.compile(f"{_SPACE}?[A-Za-z]+")
 SMALLEST_VOCAB = len(SPECIAL_TOKENS) + 256
 
 CHAT_TEMPLATE = (
@@ -78,16 +81,18 @@ def _cut(tokenizer: Tokenizer, pieces: Pieces) -> None:
 
 
 def _fill_up(vocab: dict[str, int], merges: list[tuple[str, str]], vocab_size: int) -> None:
-    """Add merges of pairs of tokens, nearest ids first, until the vocabulary has its size."""
-    pieces = sorted(vocab, key=vocab.__getitem__)[len(SPECIAL_TOKENS) :]
-    for diagonal in range(2 * len(pieces)):
-        for i in range(max(0, diagonal - len(pieces) + 1), min(diagonal + 1, len(pieces))):
-            if len(vocab) >= vocab_size:
-                return
-            left, right = pieces[i], pieces[diagonal - i]
-            if left + right not in vocab:
-                vocab[left + right] = len(vocab)
-                merges.append((left, right))
+    """Add merges of pairs of known tokens, nearest ids first, until the vocabulary has its size.
+
+    Only of English letters, so that what a random model writes is readable and whole characters.
+    """
+    while len(vocab) < vocab_size:
+        pieces = [piece for piece in sorted(vocab, key=vocab.__getitem__) if _LETTERS.fullmatch(piece)]
+        for diagonal in range(2 * len(pieces)):
+            for i in range(max(0, diagonal - len(pieces) + 1), min(diagonal + 1, len(pieces))):
+                left, right = pieces[i], pieces[diagonal - i]
+                if len(vocab) < vocab_size and right[0] != _SPACE and left + right not in vocab:
+                    vocab[left + right] = len(vocab)
+                    merges.append((left, right))
 
 
 def _assemble(vocab: dict[str, int], merges: list[tuple[str, str]], pieces: Pieces) -> Tokenizer:
