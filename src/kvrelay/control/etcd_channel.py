@@ -1,0 +1,158 @@
+"""One process's connection to etcd: address, credentials, calls with a bound, errors of our own.
+
+What it owns: a gRPC channel that reconnects by itself, the authentication token, the mapping of errors. What it does
+not know: leases, watches, what keys mean. Of ``aetcd`` only the generated stubs are used; its client neither keeps
+leases alive nor reconnects a watch, and has no TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError
+
+_CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # A cut cable is noticed by pings only; etcd refuses clients that ping more often than every 5 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdAddress:
+    """``etcd://[USER:PASSWORD@]HOST[:2379]``, or ``etcds://`` with TLS. ``repr`` and ``str`` hide the password."""
+
+    host: str
+    port: int
+    tls: bool
+    user: str | None
+    password: str | None
+
+    @classmethod
+    def parse(cls, url: str) -> EtcdAddress:
+        """Raises ConfigError."""
+        try:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port or 2379
+        except ValueError as exc:
+            raise ConfigError(f"{url!r} is not an etcd URL: {exc}", param="discovery") from exc
+        if parts.scheme not in ("etcd", "etcds") or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise ConfigError("discovery must look like etcd://[USER:PASSWORD@]HOST:PORT", param="discovery")
+        if (parts.username is None) != (parts.password is None):
+            raise ConfigError("an etcd URL with a user needs a password too", param="discovery")
+        user, password = (
+            None if text is None else urllib.parse.unquote(text) for text in (parts.username, parts.password)
+        )
+        return cls(parts.hostname, port, parts.scheme == "etcds", user, password)
+
+    @property
+    def target(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{'etcds' if self.tls else 'etcd'}://{self.target}"
+
+    __repr__ = __str__
+
+
+class EtcdChannel:
+    """Calls to one etcd endpoint. Used from one event loop."""
+
+    def __init__(self, address: EtcdAddress, timeout_s: float) -> None:
+        try:
+            from aetcd import rpc
+            from grpc import ssl_channel_credentials  # type: ignore[import-untyped]
+        except ImportError as exc:
+            raise ConfigError(f"discovery on etcd needs the extra kvrelay[etcd]: {exc}", param="discovery") from exc
+        self.rpc: Any = rpc
+        self.address = address
+        self.timeout_s = timeout_s
+        self.closed = False
+        if address.tls:
+            self._channel: Any = rpc.secure_channel(address.target, ssl_channel_credentials(), options=_CHANNEL_OPTIONS)
+        else:
+            self._channel = rpc.insecure_channel(address.target, options=_CHANNEL_OPTIONS)
+        self.kv: Any = rpc.KVStub(self._channel)
+        self.leases: Any = rpc.LeaseStub(self._channel)
+        self.watches: Any = rpc.WatchStub(self._channel)
+        self._auth: Any = rpc.AuthStub(self._channel)
+        self.metadata: tuple[tuple[str, str], ...] = ()
+
+    async def connect(self, timeout_s: float) -> None:
+        """Wait until the server answers. Raises ControlUnavailableError, or ConfigError for bad credentials."""
+        probe = self.rpc.RangeRequest(key=b"kvrelay/", count_only=True)
+        try:
+            if self.address.user is not None:
+                await self._authenticate(timeout_s)
+            await self.kv.Range(probe, timeout=timeout_s, metadata=self.metadata, wait_for_ready=True)
+        except self.rpc.AioRpcError as exc:
+            raise self.mapped(exc) from exc
+
+    async def call(self, method: Callable[..., Any], request: Any) -> Any:
+        """One request, one answer, within ``timeout_s``. Raises as ``mapped`` says."""
+        for may_authenticate in (True, False):
+            if self.closed:
+                raise ControlUnavailableError(f"the connection to {self.address} is closed")
+            try:
+                return await method(request, timeout=self.timeout_s, metadata=self.metadata)
+            except self.rpc.AioRpcError as exc:
+                if not (may_authenticate and self.token_expired(exc)):
+                    raise self.mapped(exc) from exc
+            except asyncio.CancelledError:
+                if self.closed_under_us():
+                    raise ControlUnavailableError(f"the connection to {self.address} is closed") from None
+                raise
+            await self.authenticate()
+        raise AssertionError("the second attempt returns or raises")
+
+    def closed_under_us(self) -> bool:
+        """gRPC ends the calls of a channel that is closed with CancelledError, though nobody cancelled the task."""
+        task = asyncio.current_task()
+        return self.closed and (task is None or not task.cancelling())
+
+    def token_expired(self, exc: Exception) -> bool:
+        return self.address.user is not None and self._code(exc) == "UNAUTHENTICATED"
+
+    async def authenticate(self) -> None:
+        """A new token; etcd forgets them after some minutes and when it restarts."""
+        try:
+            await self._authenticate(self.timeout_s)
+        except self.rpc.AioRpcError as exc:
+            raise self.mapped(exc) from exc
+
+    async def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            await self._channel.close()
+
+    def mapped(self, exc: Exception) -> Exception:
+        """A gRPC error as one of ours, by what the caller can do."""
+        code = self._code(exc)
+        details = " ".join(str(getattr(exc, "details", lambda: exc)() or code).split())
+        if code == "NOT_FOUND" and "lease" in details:
+            return LeaseLostError(f"{self.address}: {details}")
+        if code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "INVALID_ARGUMENT", "FAILED_PRECONDITION"):
+            return ConfigError(f"{self.address} refuses: {details}", param="discovery")
+        if code == "DEADLINE_EXCEEDED":
+            return ControlUnavailableError(f"{self.address} does not answer")
+        return ControlUnavailableError(f"{self.address} cannot be reached: {details}")
+
+    async def _authenticate(self, timeout_s: float) -> None:
+        request = self.rpc.AuthenticateRequest(name=self.address.user, password=self.address.password)
+        answer = await self._auth.Authenticate(request, timeout=timeout_s, wait_for_ready=True)
+        self.metadata = (("token", answer.token),)
+
+    @staticmethod
+    def _code(exc: Exception) -> str:
+        code = getattr(exc, "code", None)
+        return str(code().name) if callable(code) else ""
