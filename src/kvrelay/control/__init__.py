@@ -1,1 +1,40 @@
-"""control"""
+"""The control plane's door: one function that connects to whatever the configuration names."""
+
+from __future__ import annotations
+
+from kvrelay.config import ControlConfig
+from kvrelay.control.base import ControlPlane
+from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.errors import ConfigError
+
+__all__ = ["connect_control"]
+
+
+async def connect_control(config: ControlConfig, clock: Clock | None = None) -> ControlPlane:
+    """Connect to ``config.control`` (``nats://`` or ``tls://``), and to ``config.discovery`` when it names etcd.
+
+    Raises ConfigError for a URL that nobody serves, and ControlUnavailableError, within ``connect_timeout_s``, when the
+    server cannot be reached.
+    """
+    if not config.control:
+        raise ConfigError("no control server: give one with --control, e.g. nats://127.0.0.1:4222", param="control")
+    if config.discovery and not config.discovery.startswith("etcd://"):
+        raise ConfigError(f"{config.discovery!r} is no discovery service: expected etcd://HOST:PORT", param="discovery")
+    from kvrelay.control.nats.plane import NatsControlPlane
+
+    plane = await NatsControlPlane.connect(
+        config.control, config.namespace, config.connect_timeout_s, clock or MonotonicClock()
+    )
+    if not config.discovery:
+        return plane
+    from kvrelay.control.composed import ComposedControlPlane
+    from kvrelay.control.etcd import EtcdDiscovery
+
+    try:
+        discovery = await EtcdDiscovery.connect(
+            config.discovery, namespace=config.namespace, connect_timeout_s=config.connect_timeout_s
+        )
+    except BaseException:
+        await plane.close()
+        raise
+    return ComposedControlPlane(plane, discovery)

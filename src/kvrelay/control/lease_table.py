@@ -1,0 +1,193 @@
+"""What a watcher believes about keys and leases: pure policy, with an injected clock.
+
+    server's messages ──> LeaseTable ──> WatchEvents (what has become visible, changed, or gone)
+                              ^
+                            clock: leases that were not refreshed
+
+It owns visibility: an entry counts while it has no lease or its lease lives. It does not know the server, and it never
+ends a lease by itself; it names the suspects (``due``), and its owner asks the server, which decides.
+
+After a gap in the connection the server may have lost everything, and holders of leases may not have had the chance to
+refresh them. So a resynchronisation ends at once what carries a deletion marker, but what is merely missing, or old,
+keeps its place for one more time to live, in which its holder can come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrelay.control.base import WatchEvent, WatchKind
+from kvrelay.core.clock import Clock
+
+
+@dataclass(slots=True)
+class KvEntry:
+    """A key's value, the lease it hangs on, and where the server keeps it."""
+
+    value: bytes
+    lease_id: str | None
+    seq: int
+
+
+@dataclass(slots=True)
+class LeaseState:
+    """A lease as last heard of. ``refreshed_s`` is on the watcher's own clock.
+
+    A lease that was already overdue when first heard of belongs to a process that died before we came: it is not
+    ``is_proven``, its entries are not shown, and its end is due.
+    """
+
+    ttl_s: float
+    seq: int
+    refreshed_s: float
+    is_proven: bool
+
+
+class LeaseTable:
+    """Entries and leases, and the events that follow from changes to them. Every method that changes something returns
+    the events in order."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._entries: dict[str, KvEntry] = {}
+        self._leases: dict[str, LeaseState] = {}
+        self._keys_of: dict[str, set[str]] = {}
+        self._visible: dict[str, bytes] = {}
+        self._is_resyncing = False
+        self._seen_keys: set[str] = set()
+        self._seen_leases: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"LeaseTable(entries={len(self._entries)}, visible={len(self._visible)}, leases={len(self._leases)})"
+
+    @property
+    def visible(self) -> dict[str, bytes]:
+        """What watchers see."""
+        return self._visible
+
+    def lease(self, lease_id: str) -> LeaseState | None:
+        return self._leases.get(lease_id)
+
+    def entries_of(self, lease_id: str) -> dict[str, KvEntry]:
+        return {key: self._entries[key] for key in self._keys_of.get(lease_id, ())}
+
+    def strays(self) -> dict[str, KvEntry]:
+        """Entries under a lease that is not there: left behind by somebody who ended half-way."""
+        return {
+            key: entry
+            for key, entry in self._entries.items()
+            if entry.lease_id is not None and entry.lease_id not in self._leases
+        }
+
+    # -- changes ------------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, value: bytes, lease_id: str | None, seq: int) -> list[WatchEvent]:
+        self._seen_keys.add(key)
+        self._unlink(key)
+        self._entries[key] = KvEntry(value, lease_id, seq)
+        if lease_id is not None:
+            self._keys_of.setdefault(lease_id, set()).add(key)
+        return self._reconcile([key])
+
+    def delete(self, key: str) -> list[WatchEvent]:
+        self._seen_keys.add(key)
+        self._unlink(key)
+        return self._reconcile([key])
+
+    def refresh(self, lease_id: str, ttl_s: float, seq: int, age_s: float = 0.0) -> list[WatchEvent]:
+        """The lease was granted or refreshed, ``age_s`` ago by the server's clock.
+
+        While resynchronising, the age counts only for a lease that was not known before.
+        """
+        self._seen_leases.add(lease_id)
+        if lease_id in self._leases and self._is_resyncing:
+            age_s = 0.0
+        age_s = max(age_s, 0.0)
+        self._leases[lease_id] = LeaseState(ttl_s, seq, self._clock.now() - age_s, is_proven=age_s < ttl_s)
+        return self._reconcile(sorted(self._keys_of.get(lease_id, ())))
+
+    def end(self, lease_id: str) -> list[WatchEvent]:
+        """The lease is over, and with it its entries."""
+        self._seen_leases.add(lease_id)
+        self._leases.pop(lease_id, None)
+        keys = self._keys_of.get(lease_id, set()).copy()
+        events = self._reconcile(sorted(keys))
+        if not self._is_resyncing:
+            for key in keys:
+                self._unlink(key)
+        return events
+
+    def begin_resync(self) -> None:
+        """The server's whole state follows, then ``end_resync``. Events wait until then."""
+        self._is_resyncing = True
+        self._seen_keys.clear()
+        self._seen_leases.clear()
+
+    def end_resync(self) -> list[WatchEvent]:
+        """The difference between what was visible before and what the server has now."""
+        self._is_resyncing = False
+        now = self._clock.now()
+        for lease_id in self._leases.keys() - self._seen_leases:
+            self._leases[lease_id].refreshed_s = now
+        for key in self._entries.keys() - self._seen_keys:
+            holder = self._entries[key].lease_id
+            if holder is None or holder not in self._leases or holder in self._seen_leases:
+                self._unlink(key)
+        return self._reconcile(sorted(self._entries.keys() | self._visible.keys()))
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def due(self) -> list[str]:
+        """Leases that were not refreshed within their time to live."""
+        return [lease_id for lease_id in self._leases if self._is_overdue(lease_id)]
+
+    def next_due_s(self) -> float | None:
+        """When, on the clock, the next lease becomes due; None without leases."""
+        return min((state.refreshed_s + state.ttl_s for state in self._leases.values()), default=None)
+
+    def postpone(self, lease_id: str, delay_s: float) -> None:
+        """Ask again about this lease in ``delay_s``."""
+        state = self._leases.get(lease_id)
+        if state is not None:
+            state.refreshed_s = self._clock.now() - state.ttl_s + delay_s
+
+    def _is_overdue(self, lease_id: str) -> bool:
+        state = self._leases[lease_id]
+        return self._clock.now() - state.refreshed_s >= state.ttl_s
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _unlink(self, key: str) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is None or entry.lease_id is None:
+            return
+        keys = self._keys_of[entry.lease_id]
+        keys.discard(key)
+        if not keys:
+            del self._keys_of[entry.lease_id]
+
+    def _reconcile(self, keys: Iterable[str]) -> list[WatchEvent]:
+        if self._is_resyncing:
+            return []
+        events = []
+        for key in keys:
+            wanted = self._wanted(key)
+            if wanted == self._visible.get(key):
+                continue
+            if wanted is None:
+                del self._visible[key]
+                events.append(WatchEvent(WatchKind.DELETE, key))
+            else:
+                self._visible[key] = wanted
+                events.append(WatchEvent(WatchKind.PUT, key, wanted))
+        return events
+
+    def _wanted(self, key: str) -> bytes | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if entry.lease_id is None:
+            return entry.value
+        lease = self._leases.get(entry.lease_id)
+        return entry.value if lease is not None and lease.is_proven else None

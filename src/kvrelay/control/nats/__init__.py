@@ -1,0 +1,1 @@
+"""The control plane on a NATS server with JetStream."""

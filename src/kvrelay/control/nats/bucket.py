@@ -1,0 +1,166 @@
+"""One namespace's key-value bucket: entries with an optional lease, and the leases themselves, as NATS stores them.
+
+It owns the bucket's stream, the form of keys, headers and markers, and compare-and-swap. It does not know who watches
+or when a lease is over.
+
+An entry's value is the caller's, untouched; the lease that it hangs on stands in a header. A lease is a key of its own,
+``kvrelay/NS/leases/ID``, which its holder writes again and again. Deletion markers and their subjects go after an hour.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrelay.control.nats.connection import NatsMessage, NoRespondersError
+from kvrelay.control.nats.jetstream import (
+    EXPECTED_SEQUENCE,
+    MESSAGE_TTL,
+    ROLLUP,
+    ConsumerInfo,
+    JetStream,
+)
+from kvrelay.control.nats.kv_keys import bucket_name, decode_key, encode_key
+
+_log = logging.getLogger(__name__)
+
+LEASE_HEADER = "Kvrelay-Lease"
+OPERATION_HEADER = "KV-Operation"
+MARKER_HEADERS = (OPERATION_HEADER, "Nats-Marker-Reason")
+MARKER_TTL = "3600s"
+
+
+class LeaseValue(msgspec.Struct):
+    """What a lease's key holds. ``beats`` shows an operator that it lives."""
+
+    ttl_s: float
+    beats: int
+    holder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRecord:
+    """A lease granted or refreshed; ``ttl_s`` None: ended."""
+
+    lease_id: str
+    ttl_s: float | None
+    seq: int
+    stored_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EntryRecord:
+    """A key put, or deleted (``value`` None)."""
+
+    key: str
+    value: bytes | None
+    lease_id: str | None
+    seq: int
+
+
+class Bucket:
+    """Reads and writes of one bucket. Raises ControlUnavailableError."""
+
+    def __init__(self, jetstream: JetStream, namespace: str) -> None:
+        self._jetstream = jetstream
+        self.name = bucket_name(namespace)
+        self.stream = f"KV_{self.name}"
+        self._subjects = f"$KV.{self.name}."
+        self._leases = f"kvrelay/{namespace}/leases/"
+
+    async def ensure(self) -> None:
+        """Create it unless it exists."""
+        await self._jetstream.ensure_stream(
+            {
+                "name": self.stream,
+                "subjects": [f"{self._subjects}>"],
+                "max_msgs_per_subject": 1,
+                "discard": "new",
+                "storage": "file",
+                "allow_direct": True,
+                "allow_rollup_hdrs": True,
+                "allow_msg_ttl": True,
+                "deny_delete": True,
+                "duplicate_window": 2_000_000_000,
+                "num_replicas": 1,
+            }
+        )
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    async def put(self, key: str, value: bytes, lease_id: str | None) -> int:
+        return await self._publish(key, value, {LEASE_HEADER: lease_id} if lease_id is not None else {})
+
+    async def delete(self, key: str, expected_seq: int | None = None) -> None:
+        """Leave a deletion marker. With ``expected_seq`` only if nobody has written since: WrongSequenceError."""
+        headers = {OPERATION_HEADER: "PURGE", ROLLUP: "sub", MESSAGE_TTL: MARKER_TTL}
+        if expected_seq is not None:
+            headers[EXPECTED_SEQUENCE] = str(expected_seq)
+        await self._publish(key, b"", headers)
+
+    async def write_lease(self, lease_id: str, value: LeaseValue, expected_seq: int) -> int:
+        """Grant (``expected_seq`` 0) or refresh. Raises WrongSequenceError when it has ended, or been written since."""
+        headers = {EXPECTED_SEQUENCE: str(expected_seq)}
+        return await self._publish(self._leases + lease_id, msgspec.json.encode(value), headers)
+
+    async def end_lease(self, lease_id: str, expected_seq: int | None = None) -> None:
+        await self.delete(self._leases + lease_id, expected_seq)
+
+    async def lease_seq(self, lease_id: str) -> int | None:
+        """Where the server has the lease; None when it has ended or was never granted."""
+        message = await self._jetstream.last_message(self.stream, self._subjects + encode_key(self._leases + lease_id))
+        if message is None or any(name.encode() in message.headers for name in MARKER_HEADERS):
+            return None
+        return message.seq
+
+    async def last_seq(self) -> int:
+        """The number of the last write."""
+        return (await self._jetstream.stream_info(self.stream)).state.last_seq
+
+    async def _publish(self, key: str, value: bytes, headers: dict[str, str]) -> int:
+        subject = self._subjects + encode_key(key)
+        try:
+            return await self._jetstream.publish(subject, value, headers)
+        except NoRespondersError:
+            # The stream is gone (the server lost its data): make a new one.
+            await self.ensure()
+            return await self._jetstream.publish(subject, value, headers)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    async def consume(self, name: str, inbox: str, heartbeat_s: float) -> ConsumerInfo:
+        """Have the last message of every key, and then every new one, pushed to ``inbox``."""
+        return await self._jetstream.create_consumer(
+            self.stream,
+            {
+                "name": name,
+                "deliver_subject": inbox,
+                "deliver_policy": "last_per_subject",
+                "filter_subject": f"{self._subjects}>",
+                "ack_policy": "none",
+                "max_deliver": 1,
+                "mem_storage": True,
+                "num_replicas": 1,
+                "idle_heartbeat": int(heartbeat_s * 1e9),
+                "inactive_threshold": 30_000_000_000,
+            },
+        )
+
+    def parse(self, message: NatsMessage, seq: int, stored_s: float) -> LeaseRecord | EntryRecord | None:
+        """A message of the stream as what it means; None for what nobody of us wrote."""
+        key = decode_key(message.subject.removeprefix(self._subjects))
+        headers = message.headers or {}
+        is_marker = any(name in headers for name in MARKER_HEADERS)
+        if not key.startswith(self._leases):
+            return EntryRecord(key, None if is_marker else message.data, headers.get(LEASE_HEADER), seq)
+        lease_id = key.removeprefix(self._leases)
+        if is_marker:
+            return LeaseRecord(lease_id, None, seq, stored_s)
+        try:
+            value = msgspec.json.decode(message.data, type=LeaseValue)
+        except msgspec.DecodeError as exc:
+            _log.warning("lease %s in bucket %s is malformed: %s", lease_id, self.name, exc)
+            return None
+        return LeaseRecord(lease_id, value.ttl_s, seq, stored_s)

@@ -1,0 +1,285 @@
+"""One connection to NATS: the only place that knows the client library's errors and habits.
+
+It owns connecting, reconnecting for ever, authentication and TLS from the URL, and the mapping of foreign errors to
+ControlUnavailableError. While there is no connection everything fails at once instead of being buffered. It does not
+know JetStream, keys or queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from nats import errors as nats_errors
+from nats.aio.client import Client
+
+from kvrelay.errors import ConfigError, ControlUnavailableError, PayloadTooLargeError
+
+_log = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 2.0
+RECONNECT_INTERVAL_S = 0.25
+PING_INTERVAL_S = 2.0
+MAX_SILENT_PINGS = 2
+SCHEMES = ("nats", "tls")
+URL_OPTIONS = ("ca", "cert", "key", "creds")
+
+
+class NoRespondersError(ControlUnavailableError):
+    """The server is there, but nobody listens on the subject."""
+
+
+class RequestTimeoutError(ControlUnavailableError):
+    """A request was sent, and no answer came in time."""
+
+
+class NatsMessage(Protocol):
+    """What is used of the library's message."""
+
+    subject: str
+    reply: str
+    data: bytes
+    headers: dict[str, str] | None
+
+
+class NatsSubscription(Protocol):
+    """What is used of the library's subscription."""
+
+    async def unsubscribe(self) -> None: ...
+
+    async def drain(self) -> None: ...
+
+
+class NatsConnection:
+    """A connection that comes back. ``on_reconnected`` callbacks run on the event loop after each gap."""
+
+    def __init__(self, client: Any, url: str) -> None:
+        self._client = client
+        self._url = url
+        self._on_reconnected: list[Callable[[], None]] = []
+        self._is_closing = False
+        self.num_errors = 0
+
+    @classmethod
+    async def connect(cls, url: str, connect_timeout_s: float) -> NatsConnection:
+        """Connect to ``nats://[USER:PASSWORD@|TOKEN@]HOST:PORT[,MORE]`` or ``tls://...[?ca=FILE&cert=FILE&key=FILE]``.
+
+        ``?creds=FILE`` names a credentials file. Raises ConfigError for a malformed URL and ControlUnavailableError
+        when no server takes us within ``connect_timeout_s``.
+        """
+        servers = [_parse(part) for part in url.split(",")]
+        shown = ",".join(f"{part.scheme}://{part.netloc.rpartition('@')[2]}" for part in servers)
+        client = Client()
+        connection = cls(client, shown)
+        attempts = _Attempts(connection)
+        connecting = asyncio.create_task(
+            client.connect(
+                servers=[f"{part.scheme}://{part.netloc}" for part in servers],
+                error_cb=attempts.on_error,
+                reconnected_cb=connection._reconnected,
+                disconnected_cb=connection._disconnected,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=RECONNECT_INTERVAL_S,
+                connect_timeout=connect_timeout_s,
+                ping_interval=PING_INTERVAL_S,
+                max_outstanding_pings=MAX_SILENT_PINGS,
+                **_options(servers[0]),
+            )
+        )
+        refused = asyncio.create_task(attempts.refused.wait())
+        await asyncio.wait({connecting, refused}, timeout=connect_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        refused.cancel()
+        if connecting.done() and connecting.exception() is None:
+            return connection
+        connection._is_closing = True
+        connecting.cancel()
+        await asyncio.wait({connecting, refused})
+        with suppress(Exception):
+            await client.close()
+        failure = None if connecting.cancelled() else connecting.exception()
+        reason = _one_line(failure or attempts.last_error) or f"no answer in {connect_timeout_s:g} s"
+        raise ControlUnavailableError(f"cannot connect to the control server {shown}: {reason}")
+
+    @property
+    def url(self) -> str:
+        """Where to, without credentials."""
+        return self._url
+
+    @property
+    def is_connected(self) -> bool:
+        return bool(self._client.is_connected) and not self._is_closing
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return int(self._client.max_payload)
+
+    def on_reconnected(self, callback: Callable[[], None]) -> None:
+        self._on_reconnected.append(callback)
+
+    def check_connected(self) -> None:
+        """Raises ControlUnavailableError while there is no connection."""
+        if not self.is_connected:
+            raise ControlUnavailableError(f"no connection to the control server {self._url}")
+
+    async def publish(
+        self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._check(data)
+        with self._mapped(subject):
+            await self._client.publish(subject, data, reply=reply, headers=dict(headers) if headers else None)
+
+    async def request(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+        headers: Mapping[str, str] | None = None,
+    ) -> NatsMessage:
+        """One reply. Raises NoRespondersError, RequestTimeoutError, ControlUnavailableError."""
+        self._check(data)
+        with self._mapped(subject):
+            message: NatsMessage = await self._client.request(
+                subject, data, timeout=timeout_s, headers=dict(headers) if headers else None
+            )
+        return message
+
+    async def subscribe(
+        self, subject: str, handler: Callable[[NatsMessage], Awaitable[None]], *, queue: str = ""
+    ) -> NatsSubscription:
+        """Subscribed again by itself after a gap."""
+        self.check_connected()
+        with self._mapped(subject):
+            subscription: NatsSubscription = await self._client.subscribe(subject, queue=queue, cb=handler)
+        return subscription
+
+    async def unsubscribe(self, subscription: NatsSubscription) -> None:
+        """Also while there is no connection: then it is not renewed."""
+        with suppress(nats_errors.Error, OSError):
+            await subscription.unsubscribe()
+
+    async def drain(self, subscription: NatsSubscription) -> None:
+        """Unsubscribe, and return when whatever the server had sent before that was handled."""
+        with self._mapped("unsubscribe"):
+            await subscription.drain()
+
+    async def flush(self, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+        """Return when the server has seen everything sent so far."""
+        self.check_connected()
+        with self._mapped("flush"):
+            await self._client.flush(timeout_s)
+
+    def new_inbox(self) -> str:
+        return str(self._client.new_inbox())
+
+    async def close(self) -> None:
+        """End it. What was published is flushed, within bounds. Idempotent."""
+        if self._is_closing:
+            return
+        if self.is_connected:
+            with suppress(nats_errors.Error, OSError, TimeoutError):
+                await self._client.flush(1)
+        self._is_closing = True
+        with suppress(nats_errors.Error, OSError):
+            await self._client.close()
+
+    def _check(self, data: bytes) -> None:
+        self.check_connected()
+        if len(data) > self.max_payload_bytes:
+            raise PayloadTooLargeError(
+                f"{len(data)} bytes are more than the control server takes ({self.max_payload_bytes})"
+            )
+
+    @contextmanager
+    def _mapped(self, subject: str) -> Iterator[None]:
+        try:
+            yield
+        except nats_errors.NoRespondersError as exc:
+            raise NoRespondersError(f"nobody answers {subject} at {self._url}") from exc
+        except (nats_errors.TimeoutError, TimeoutError) as exc:
+            raise RequestTimeoutError(f"no answer to {subject} from {self._url}") from exc
+        except (nats_errors.Error, OSError) as exc:
+            raise ControlUnavailableError(f"control server {self._url}: {_one_line(exc)}") from exc
+
+    async def _reconnected(self) -> None:
+        _log.info("connected to the control server %s again", self._url)
+        for callback in self._on_reconnected:
+            callback()
+
+    async def _disconnected(self) -> None:
+        if not self._is_closing:
+            _log.warning("lost the connection to the control server %s", self._url)
+
+    def report(self, error: Exception) -> None:
+        """An error that the library met in the background."""
+        self.num_errors += 1
+        _log.debug("control server %s: %s", self._url, _one_line(error))
+
+
+class _Attempts:
+    """What goes wrong while connecting; a refused login ends the attempts at once."""
+
+    def __init__(self, connection: NatsConnection) -> None:
+        self._connection = connection
+        self.last_error: Exception | None = None
+        self.refused = asyncio.Event()
+
+    async def on_error(self, error: Exception) -> None:
+        self.last_error = error
+        self._connection.report(error)
+        text = str(error).lower()
+        if isinstance(error, ssl.SSLError) or "authorization" in text or "authentication" in text:
+            self.refused.set()
+
+
+def _parse(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url.strip())
+        is_valid = parts.scheme in SCHEMES and bool(parts.hostname) and (parts.port or 4222) > 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        shown = url.rpartition("@")[2]
+        raise ConfigError(
+            f"{shown!r} is no control server: expected nats://HOST:PORT or tls://HOST:PORT", param="control"
+        )
+    return parts
+
+
+def _options(parts: SplitResult) -> dict[str, Any]:
+    """What the URL says beyond the address, as the library's keyword arguments."""
+    query = dict(parse_qsl(parts.query))
+    unknown = sorted(set(query) - set(URL_OPTIONS))
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]} in the control URL (there are {', '.join(URL_OPTIONS)})")
+    options: dict[str, Any] = {}
+    if "creds" in query:
+        options["user_credentials"] = query["creds"]
+    if parts.password is not None:
+        options["user"], options["password"] = unquote(parts.username or ""), unquote(parts.password)
+    elif parts.username is not None:
+        options["token"] = unquote(parts.username)
+    if parts.scheme == "tls":
+        options["tls"] = _tls_context(query)
+    return options
+
+
+def _tls_context(query: Mapping[str, str]) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=query.get("ca"))
+        if "cert" in query:
+            context.load_cert_chain(query["cert"], query.get("key"))
+    except (OSError, ssl.SSLError) as exc:
+        raise ConfigError(f"cannot load the TLS files of the control URL: {exc}", param="control") from exc
+    return context
+
+
+def _one_line(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    return " ".join(str(error).split()).removeprefix("nats: ") or type(error).__name__

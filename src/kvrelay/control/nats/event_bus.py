@@ -1,0 +1,102 @@
+"""Publish/subscribe and request/reply on core NATS: at most once, nothing is stored.
+
+It owns subscriptions and the error header by which a failed service tells its caller. Subscriptions come back by
+themselves after a gap; what was published in between is lost, as the contract says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from kvrelay.control.base import Subscription
+from kvrelay.control.nats.connection import (
+    NatsConnection,
+    NatsMessage,
+    NatsSubscription,
+    NoRespondersError,
+    RequestTimeoutError,
+)
+from kvrelay.errors import ControlUnavailableError, KvrelayError, RetryElsewhereError
+
+_log = logging.getLogger(__name__)
+
+ERROR_HEADER = "Kvrelay-Error"
+MAX_CONCURRENT_REQUESTS = 256
+"""Of one service; more are refused."""
+
+
+class NatsEventSubscription:
+    """A subscription, with the answers that it has under way."""
+
+    def __init__(
+        self, connection: NatsConnection, subscription: NatsSubscription, tasks: set[asyncio.Task[None]]
+    ) -> None:
+        self._connection = connection
+        self._subscription = subscription
+        self._tasks = tasks
+
+    async def unsubscribe(self) -> None:
+        await self._connection.unsubscribe(self._subscription)
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+class NatsEventBus:
+    """EventBus over one connection."""
+
+    def __init__(self, connection: NatsConnection) -> None:
+        self._connection = connection
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        await self._connection.publish(subject, data)
+
+    async def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:
+        async def receive(message: NatsMessage) -> None:
+            handler(message.subject, message.data)
+
+        subscription = await self._connection.subscribe(subject, receive)
+        await self._connection.flush()
+        return NatsEventSubscription(self._connection, subscription, set())
+
+    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
+        try:
+            reply = await self._connection.request(subject, data, timeout_s=timeout_s)
+        except NoRespondersError as exc:
+            raise RetryElsewhereError(f"nobody answers {subject}") from exc
+        except RequestTimeoutError as exc:
+            raise RetryElsewhereError(f"no answer to {subject} in {timeout_s:g} s") from exc
+        error = (reply.headers or {}).get(ERROR_HEADER)
+        if error is not None:
+            raise RetryElsewhereError(f"{subject} failed: {error}")
+        return reply.data
+
+    async def serve(self, subject: str, handler: Callable[[bytes], Awaitable[bytes]]) -> Subscription:
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def receive(message: NatsMessage) -> None:
+            if len(tasks) >= MAX_CONCURRENT_REQUESTS:
+                await self._connection.publish(message.reply, b"", headers={ERROR_HEADER: "too many requests"})
+                return
+            task = asyncio.get_running_loop().create_task(self._answer(message, handler))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        subscription = await self._connection.subscribe(subject, receive, queue="service")
+        await self._connection.flush()
+        return NatsEventSubscription(self._connection, subscription, tasks)
+
+    async def _answer(self, message: NatsMessage, handler: Callable[[bytes], Awaitable[bytes]]) -> None:
+        try:
+            try:
+                data = await handler(message.data)
+            except KvrelayError as exc:
+                error = " ".join(str(exc).split())
+                await self._connection.publish(message.reply, b"", headers={ERROR_HEADER: error})
+                return
+            await self._connection.publish(message.reply, data)
+        except ControlUnavailableError as exc:
+            _log.debug("an answer on %s was lost: %s", message.subject, exc)

