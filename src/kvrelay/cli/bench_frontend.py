@@ -50,7 +50,7 @@ def bench_frontend(
     cases = (Case("kvrelay", command=own), *(parse_case(text) for text in urls))
     check_names(cases)
     turns = [{"case": case.name, **run_on_loop(_turn(case, scale, seed))} for seed in range(rounds) for case in cases]
-    report = {"workers": workers, "rounds": rounds, "cases": _summarise(turns)}
+    report: dict[str, Any] = {"workers": workers, "rounds": rounds, "cases": _summarise(turns)}
     if as_json:
         click.echo(json.dumps(report))
     else:

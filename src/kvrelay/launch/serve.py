@@ -92,7 +92,7 @@ class Cluster:
         options = self._options
         if not self._control.control:
             self._nats = NatsServerProcess(store_dir=options.nats_dir)
-            self._control = replace(self._control, control=await asyncio.to_thread(self._nats.start))
+            self._control = replace(self._control, control=self._nats.start())
         for number in range(options.num_prefill):
             self._workers.append(self._start_worker("prefill", number))
         for number in range(options.num_decode):
@@ -176,7 +176,7 @@ class Cluster:
                     await self._revive(child)
             if self._nats is not None and not self._nats.is_running:
                 _log.warning("the NATS server ended: starting it again")
-                await asyncio.to_thread(self._nats.start)
+                self._nats.start()
             try:
                 async with asyncio.timeout(POLL_INTERVAL_S * 4):
                     await self._stop.wait()

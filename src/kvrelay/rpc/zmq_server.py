@@ -68,7 +68,7 @@ class ZmqRpcServer:
         self._malformed = MalformedLog()
         self._on_message: Callable[[Peer, Message], None] | None = None
         self._on_peer_gone: Callable[[Peer], None] | None = None
-        self._probes: list[asyncio.TimerHandle] = []
+        self._probes: set[asyncio.Handle] = set()
 
     def __repr__(self) -> str:
         address = self._address or "not started"
@@ -186,11 +186,19 @@ class ZmqRpcServer:
         return True
 
     def _on_disconnected(self, event: zmq.Event) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        self._probes = [probe for probe in self._probes if not probe.cancelled() and probe.when() > now]
         if len(self._probes) < 4 * len(PROBE_DELAYS_S):
-            self._probes += [loop.call_later(delay_s, self._probe) for delay_s in PROBE_DELAYS_S]
+            for delay_s in PROBE_DELAYS_S:
+                self._probe_later(delay_s)
+
+    def _probe_later(self, delay_s: float) -> None:
+        """Look for unreachable peers in a while. Pending probes are kept so that ``close`` can cancel them."""
+
+        def run() -> None:
+            self._probes.discard(handle)
+            self._probe()
+
+        handle = asyncio.get_running_loop().call_later(delay_s, run)
+        self._probes.add(handle)
 
     def _probe(self) -> None:
         socket, reader = self._socket, self._reader
@@ -203,7 +211,7 @@ class ZmqRpcServer:
         if not reader.drain(DRAIN_BUDGET):
             # They may have left messages behind, which come first.
             reader.wake()
-            self._probes.append(asyncio.get_running_loop().call_later(PROBE_DELAYS_S[1], self._probe))
+            self._probe_later(PROBE_DELAYS_S[1])
             return
         reader.wake()
         for peer in unreachable:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,7 +72,7 @@ class DecodeStats:
     num_remote_done: int = 0
     num_stale: int = 0
     num_received_bytes: int = 0
-    places: Counter[str] = field(default_factory=Counter)
+    places: dict[str, int] = field(default_factory=dict)
 
 
 class DecodeSide:
@@ -186,7 +186,7 @@ class DecodeSide:
         except KvrelayError as exc:
             self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, exc)
         else:
-            self.stats.places[place] += 1
+            self.stats.places[place] = self.stats.places.get(place, 0) + 1
 
     def _refuse_error(self, peer: Peer, request_id: str, error: KvrelayError) -> None:
         self._forget(request_id)

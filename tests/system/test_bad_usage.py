@@ -1,0 +1,91 @@
+"""Wrong arguments and broken surroundings: one clear line on stderr, the right exit code, at once, nothing left running."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from serving import kvrelay
+
+from kvrelay.runner.checkpoints import make_model
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(path, "llama", "tiny")
+    return path
+
+
+def refused(*arguments: str, code: int = 2) -> str:
+    """Run a command that must fail; gives its one line."""
+    done = kvrelay(*arguments, timeout_s=90)
+    assert done.returncode == code, (done.returncode, done.stderr)
+    lines = done.stderr.strip().splitlines()
+    assert "Traceback" not in done.stderr
+    assert len(lines) <= 2, done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--prefil", "1"], "--prefill"),
+        (["serve", "--port", "99999"], "99999"),
+        (["serve", "--dtype", "int4"], "int4"),
+        (["serve", "--block-size", "0"], "block_size must be between 1 and 1024"),
+        (["serve", "/does/not/exist"], "/does/not/exist does not exist"),
+        (["serve", "--config", "/does/not/exist.yaml"], "exist.yaml"),
+        (["worker", "--role", "nurse"], "nurse"),
+        (["worker"], "--control"),
+        (["frontend"], "--control"),
+        (["sing"], "sing"),
+        (["config", "set", "disagg.max_local_prefil_length", "5"], "did you mean disagg.max_local_prefill_length"),
+        (["config", "set", "disagg.max_local_prefill_length", "many"], "whole number"),
+        (["make-model", "/tmp/kvrelay-never-made", "--arch", "gpt5"], "gpt5"),
+        (["bench", "engine", "--num-prompts", "0"], "num-prompts"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    assert message in refused(*arguments)
+
+
+def test_a_control_server_that_is_not_there():
+    for command in (["status"], ["worker"], ["frontend", "--port", "0"], ["drain", "x"], ["config", "get"]):
+        line = refused(*command, "--control", "nats://127.0.0.1:1", "--connect-timeout-s", "1", code=1)
+        assert "127.0.0.1:1" in line
+
+
+def test_a_port_in_use():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1:{port}" in refused("serve", "--port", str(port))
+
+
+def test_a_directory_that_is_no_checkpoint(tmp_path):
+    assert "config.json" in refused("serve", str(tmp_path))
+
+
+def test_a_truncated_checkpoint(checkpoint, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in checkpoint.iterdir():
+        data = file.read_bytes()
+        (broken / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    assert "safetensors" in refused("bench", "engine", str(broken), "--num-prompts", "1")
+
+
+def test_an_architecture_that_is_not_supported(checkpoint, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in checkpoint.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    config = (other / "config.json").read_text().replace("LlamaForCausalLM", "MambaForCausalLM")
+    (other / "config.json").write_text(config)
+    assert "MambaForCausalLM" in refused("bench", "engine", str(other), "--num-prompts", "1")
