@@ -76,7 +76,7 @@ class NatsPrefillDelivery:
 
 
 class NatsPrefillQueue:
-    """PrefillQueue of one namespace; ``num_malformed``, ``num_expired`` and ``num_dead`` count what ``pull`` dropped."""
+    """PrefillQueue of one namespace. ``num_malformed``, ``num_expired``, ``num_dead`` count what ``pull`` dropped."""
 
     def __init__(
         self,

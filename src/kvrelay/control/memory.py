@@ -1,0 +1,537 @@
+"""The control plane inside one process, for tests and simulation: the contract of ``base`` without a server.
+
+A MemoryBroker is the server; each ``plane()`` is one process's connection to it. It can go away, with or without its
+data; a process can be cut off, or fall silent. With a ManualClock nothing happens by itself: ``advance`` moves time,
+renews leases and ends the overdue. Otherwise a task does, every TICK_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from kvrelay.control.base import Discovery, Lease, PrefillDelivery, Subscription, WatchEvent, WatchKind
+from kvrelay.core.clock import Clock, ManualClock, MonotonicClock
+from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.errors import ControlUnavailableError, KvrelayError, LeaseLostError, RetryElsewhereError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TICK_S = 0.02
+ACK_WAIT_S = 5.0
+MAX_DELIVERIES = 5
+
+
+@dataclass(slots=True)
+class _Watcher:
+    """What one watch has told so far."""
+
+    plane: MemoryControlPlane
+    prefix: str
+    events: asyncio.Queue[WatchEvent] = field(default_factory=asyncio.Queue)
+    known: dict[str, bytes] = field(default_factory=dict)
+    is_synced: bool = False
+
+
+@dataclass(slots=True)
+class _QueueEntry:
+    data: bytes
+    ready_s: float = 0.0
+    num_deliveries: int = 0
+
+
+@dataclass(slots=True)
+class _Subscriber:
+    plane: MemoryControlPlane
+    pattern: str
+    handler: Callable[[str, bytes], None]
+
+
+@dataclass(slots=True)
+class _Service:
+    plane: MemoryControlPlane
+    subject: str
+    handler: Callable[[bytes], Awaitable[bytes]]
+
+
+class MemoryBroker:
+    """The imaginary server."""
+
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        unix_time: Callable[[], float] = time.time,
+        *,
+        ack_wait_s: float = ACK_WAIT_S,
+        max_deliveries: int = MAX_DELIVERIES,
+    ) -> None:
+        self.clock = clock or MonotonicClock()
+        self.unix_time = unix_time
+        self.ack_wait_s = ack_wait_s
+        self.max_deliveries = max_deliveries
+        self.is_online = True
+        self.entries: dict[str, tuple[bytes, str | None]] = {}
+        self.leases: dict[str, MemoryLease] = {}
+        self.planes: list[MemoryControlPlane] = []
+        self.watchers: list[_Watcher] = []
+        self.subscribers: list[_Subscriber] = []
+        self.services: list[_Service] = []
+        self.queue: deque[_QueueEntry] = deque()
+        self.pulled: set[MemoryPrefillDelivery] = set()
+        self.dead_letters: list[RemotePrefillRequest] = []
+        self.num_malformed = 0
+        self.num_expired = 0
+        self.queue_changed = asyncio.Event()
+        self._ids = itertools.count(1)
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"MemoryBroker({'online' if self.is_online else 'offline'}, entries={len(self.entries)}, "
+            f"leases={len(self.leases)}, queued={len(self.queue)}, pulled={len(self.pulled)})"
+        )
+
+    def plane(self) -> MemoryControlPlane:
+        """A new process's connection."""
+        plane = MemoryControlPlane(self)
+        self.planes.append(plane)
+        if self._task is None and not isinstance(self.clock, ManualClock):
+            self._task = asyncio.get_running_loop().create_task(self._tick_forever())
+        return plane
+
+    def new_id(self) -> str:
+        return f"{next(self._ids):016x}"
+
+    # -- time and faults ----------------------------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Move a ManualClock, and do what becomes due."""
+        assert isinstance(self.clock, ManualClock)
+        self.clock.advance(seconds)
+        self.tick()
+
+    def tick(self) -> None:
+        """Renew the leases of live processes, end those of silent ones, deliver again what was not acknowledged."""
+        if not self.is_online:
+            return
+        now = self.clock.now()
+        for plane in self.planes:
+            if plane.is_connected and not plane.is_silent:
+                plane.renew_leases()
+        for lease_id, lease in list(self.leases.items()):
+            if now - lease.renewed_s >= lease.ttl_s:
+                self.end_lease(lease_id)
+        for delivery in [item for item in self.pulled if now >= item.deadline_s]:
+            self.give_back(delivery, 0.0)
+        self.queue_changed.set()
+
+    def go_offline(self) -> None:
+        """The server is away: everything fails, nothing expires."""
+        self.is_online = False
+
+    def go_online(self, *, is_wiped: bool = False) -> None:
+        """It is back. ``is_wiped``: without its data. Live processes register again before anybody is told anything."""
+        if is_wiped:
+            self.entries.clear()
+            self.leases.clear()
+            self.queue.clear()
+            self.pulled.clear()
+        self.is_online = True
+        now = self.clock.now()
+        for lease in self.leases.values():
+            lease.renewed_s = now
+        self.tick()
+        self.notify()
+
+    def close_plane(self, plane: MemoryControlPlane) -> None:
+        self.planes.remove(plane)
+        self.watchers = [item for item in self.watchers if item.plane is not plane]
+        self.subscribers = [item for item in self.subscribers if item.plane is not plane]
+        self.services = [item for item in self.services if item.plane is not plane]
+        if not self.planes and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
+    # -- keys ---------------------------------------------------------------------------------------------------------
+
+    def end_lease(self, lease_id: str) -> None:
+        """As when it runs out, or an operator revokes it."""
+        self.leases.pop(lease_id, None)
+        self.entries = {key: entry for key, entry in self.entries.items() if entry[1] != lease_id}
+        self.notify()
+
+    def notify(self) -> None:
+        """Tell every watcher that can be reached what is new to it."""
+        for watcher in self.watchers:
+            if not watcher.plane.is_connected:
+                continue
+            current = {key: entry[0] for key, entry in self.entries.items() if key.startswith(watcher.prefix)}
+            for key in sorted(watcher.known.keys() - current.keys()):
+                watcher.events.put_nowait(WatchEvent(WatchKind.DELETE, key))
+            for key, value in sorted(current.items()):
+                if watcher.known.get(key) != value:
+                    watcher.events.put_nowait(WatchEvent(WatchKind.PUT, key, value))
+            watcher.known = current
+            if not watcher.is_synced:
+                watcher.is_synced = True
+                watcher.events.put_nowait(WatchEvent(WatchKind.SYNCED, ""))
+
+    # -- queue --------------------------------------------------------------------------------------------------------
+
+    def push_raw(self, data: bytes) -> None:
+        """An entry in its wire form; also garbage, to see what becomes of it."""
+        self.queue.append(_QueueEntry(data))
+        self.queue_changed.set()
+
+    def pop(self) -> MemoryPrefillDelivery | None:
+        """The first entry that may be delivered now."""
+        now = self.clock.now()
+        for entry in list(self.queue):
+            if entry.ready_s > now:
+                continue
+            self.queue.remove(entry)
+            entry.num_deliveries += 1
+            delivery = self._accept(entry)
+            if delivery is not None:
+                self.pulled.add(delivery)
+                return delivery
+        return None
+
+    def _accept(self, entry: _QueueEntry) -> MemoryPrefillDelivery | None:
+        try:
+            request = msgspec.msgpack.decode(entry.data, type=RemotePrefillRequest)
+        except msgspec.DecodeError as exc:
+            self.num_malformed += 1
+            _log.warning("dropped a malformed entry of the prefill queue: %s", exc)
+            return None
+        if request.deadline_unix_s and self.unix_time() > request.deadline_unix_s:
+            self.num_expired += 1
+            return None
+        if entry.num_deliveries > self.max_deliveries:
+            self.dead_letters.append(request)
+            return None
+        return MemoryPrefillDelivery(self, entry, request)
+
+    def give_back(self, delivery: MemoryPrefillDelivery, delay_s: float) -> None:
+        if delivery in self.pulled:
+            self.pulled.discard(delivery)
+            delivery.entry.ready_s = self.clock.now() + delay_s
+            self.queue.appendleft(delivery.entry)
+            self.queue_changed.set()
+
+
+class MemoryLease:
+    """A lease of one process."""
+
+    def __init__(self, plane: MemoryControlPlane, ttl_s: float) -> None:
+        self._plane = plane
+        self._ttl_s = ttl_s
+        self._lease_id = plane.broker.new_id()
+        self._on_lost: list[Callable[[], None]] = []
+        self.renewed_s = plane.broker.clock.now()
+        self.values: dict[str, bytes] = {}
+        self.is_revoked = False
+
+    @property
+    def lease_id(self) -> str:
+        return self._lease_id
+
+    @property
+    def ttl_s(self) -> float:
+        return self._ttl_s
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        self._on_lost.append(callback)
+
+    async def revoke(self) -> None:
+        if self.is_revoked:
+            return
+        self.is_revoked = True
+        self._plane.check_connected()
+        self._plane.broker.end_lease(self._lease_id)
+
+    def renew(self) -> None:
+        """Beat; when the broker has forgotten the lease, register again under a new one."""
+        broker = self._plane.broker
+        self.renewed_s = broker.clock.now()
+        if broker.leases.get(self._lease_id) is self:
+            return
+        for callback in self._on_lost:
+            callback()
+        self._lease_id = broker.new_id()
+        broker.leases[self._lease_id] = self
+        for key, value in self.values.items():
+            broker.entries[key] = (value, self._lease_id)
+        broker.notify()
+
+
+class MemoryDiscovery:
+    """Discovery in the broker's dictionary."""
+
+    def __init__(self, plane: MemoryControlPlane) -> None:
+        self._plane = plane
+        self._broker = plane.broker
+        self.leases: list[MemoryLease] = []
+
+    async def grant(self, ttl_s: float) -> Lease:
+        self._plane.check_connected()
+        lease = MemoryLease(self._plane, ttl_s)
+        self._broker.leases[lease.lease_id] = lease
+        self.leases.append(lease)
+        return lease
+
+    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
+        self._plane.check_connected()
+        self._detach(key)
+        if lease is not None:
+            assert isinstance(lease, MemoryLease)
+            if lease.is_revoked:
+                raise LeaseLostError(f"lease {lease.lease_id} was revoked")
+            lease.values[key] = value
+        self._broker.entries[key] = (value, lease.lease_id if lease is not None else None)
+        self._broker.notify()
+
+    async def delete(self, key: str) -> None:
+        self._plane.check_connected()
+        self._detach(key)
+        self._broker.entries.pop(key, None)
+        self._broker.notify()
+
+    async def get(self, key: str) -> bytes | None:
+        self._plane.check_connected()
+        entry = self._broker.entries.get(key)
+        return entry[0] if entry is not None else None
+
+    async def list(self, prefix: str) -> dict[str, bytes]:
+        self._plane.check_connected()
+        return {key: entry[0] for key, entry in sorted(self._broker.entries.items()) if key.startswith(prefix)}
+
+    async def watch(self, prefix: str) -> AsyncIterator[WatchEvent]:
+        watcher = _Watcher(self._plane, prefix)
+        self._broker.watchers.append(watcher)
+        self._broker.notify()
+        try:
+            while True:
+                yield await watcher.events.get()
+        finally:
+            if watcher in self._broker.watchers:
+                self._broker.watchers.remove(watcher)
+
+    def _detach(self, key: str) -> None:
+        for lease in self.leases:
+            lease.values.pop(key, None)
+
+
+class MemoryPrefillDelivery:
+    """One entry pulled."""
+
+    def __init__(self, broker: MemoryBroker, entry: _QueueEntry, request: RemotePrefillRequest) -> None:
+        self._broker = broker
+        self._request = request
+        self._num_deliveries = entry.num_deliveries
+        self.entry = entry
+        self.deadline_s = broker.clock.now() + broker.ack_wait_s
+
+    @property
+    def request(self) -> RemotePrefillRequest:
+        return self._request
+
+    @property
+    def num_deliveries(self) -> int:
+        return self._num_deliveries
+
+    async def ack(self) -> None:
+        self._check()
+        self._broker.pulled.discard(self)
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        self._check()
+        self._broker.give_back(self, delay_s)
+
+    async def in_progress(self) -> None:
+        self._check()
+        self.deadline_s = self._broker.clock.now() + self._broker.ack_wait_s
+
+    def _check(self) -> None:
+        if not self._broker.is_online:
+            raise ControlUnavailableError("no connection to the in-memory control plane")
+
+
+class MemoryPrefillQueue:
+    """PrefillQueue in the broker's deque."""
+
+    def __init__(self, plane: MemoryControlPlane) -> None:
+        self._plane = plane
+        self._broker = plane.broker
+
+    async def push(self, request: RemotePrefillRequest) -> None:
+        self._plane.check_connected()
+        self._broker.push_raw(msgspec.msgpack.encode(request))
+
+    async def pull(self, timeout_s: float) -> PrefillDelivery | None:
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            self._plane.check_connected()
+            delivery = self._broker.pop()
+            remaining_s = deadline_s - asyncio.get_running_loop().time()
+            if delivery is not None or remaining_s <= 0:
+                return delivery
+            self._broker.queue_changed.clear()
+            try:
+                async with asyncio.timeout(remaining_s):
+                    await self._broker.queue_changed.wait()
+            except TimeoutError:
+                continue
+
+    async def size(self) -> int:
+        self._plane.check_connected()
+        return sum(entry.num_deliveries == 0 for entry in self._broker.queue)
+
+
+class MemorySubscription:
+    """Ends by calling ``end``."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    async def unsubscribe(self) -> None:
+        self._end()
+
+
+class MemoryEventBus:
+    """EventBus by function call, on the next turn of the event loop."""
+
+    def __init__(self, plane: MemoryControlPlane) -> None:
+        self._plane = plane
+        self._broker = plane.broker
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        self._plane.check_connected()
+        for subscriber in self._broker.subscribers:
+            if subscriber.plane.is_connected and subject_matches(subscriber.pattern, subject):
+                asyncio.get_running_loop().call_soon(self._deliver, subscriber, subject, data)
+
+    async def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:
+        self._plane.check_connected()
+        subscriber = _Subscriber(self._plane, subject, handler)
+        self._broker.subscribers.append(subscriber)
+        return MemorySubscription(lambda: _remove(self._broker.subscribers, subscriber))
+
+    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
+        self._plane.check_connected()
+        for service in self._broker.services:
+            if service.plane.is_connected and service.subject == subject:
+                break
+        else:
+            raise RetryElsewhereError(f"nobody answers {subject}")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await service.handler(data)
+        except TimeoutError as exc:
+            raise RetryElsewhereError(f"no answer to {subject} in {timeout_s:g} s") from exc
+        except KvrelayError as exc:
+            raise RetryElsewhereError(f"{subject} failed: {exc}") from exc
+
+    async def serve(self, subject: str, handler: Callable[[bytes], Awaitable[bytes]]) -> Subscription:
+        self._plane.check_connected()
+        service = _Service(self._plane, subject, handler)
+        self._broker.services.append(service)
+        return MemorySubscription(lambda: _remove(self._broker.services, service))
+
+    def _deliver(self, subscriber: _Subscriber, subject: str, data: bytes) -> None:
+        if subscriber in self._broker.subscribers:
+            subscriber.handler(subject, data)
+
+
+class MemoryControlPlane:
+    """One process's connection to a MemoryBroker."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self.broker = broker
+        self.is_silent = False
+        self._is_cut = False
+        self._is_closed = False
+        self._discovery = MemoryDiscovery(self)
+        self._prefill_queue = MemoryPrefillQueue(self)
+        self._events = MemoryEventBus(self)
+
+    @property
+    def discovery(self) -> Discovery:
+        return self._discovery
+
+    @property
+    def prefill_queue(self) -> MemoryPrefillQueue:
+        return self._prefill_queue
+
+    @property
+    def events(self) -> MemoryEventBus:
+        return self._events
+
+    @property
+    def is_connected(self) -> bool:
+        return self.broker.is_online and not self._is_cut and not self._is_closed
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.broker.close_plane(self)
+
+    def check_connected(self) -> None:
+        """Raises ControlUnavailableError."""
+        if not self.is_connected:
+            raise ControlUnavailableError("no connection to the in-memory control plane")
+
+    def renew_leases(self) -> None:
+        """What a live process does at a third of its leases' time to live."""
+        for lease in self._discovery.leases:
+            if not lease.is_revoked:
+                lease.renew()
+
+    def silence(self) -> None:
+        """The process hangs: its leases are no longer renewed."""
+        self.is_silent = True
+
+    def wake(self) -> None:
+        """It goes on."""
+        self.is_silent = False
+
+    def cut(self) -> None:
+        """Take the network away from this process alone."""
+        self._is_cut = True
+
+    def mend(self) -> None:
+        """Give it back."""
+        self._is_cut = False
+        if self.broker.is_online:
+            self.renew_leases()
+            self.broker.notify()
+
+
+def subject_matches(pattern: str, subject: str) -> bool:
+    """NATS's rule: ``*`` is one token, a last ``>`` is one token or more."""
+    wanted, given = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        if len(given) < len(wanted):
+            return False
+        wanted, given = wanted[:-1], given[: len(wanted) - 1]
+    return len(wanted) == len(given) and all(token in ("*", other) for token, other in zip(wanted, given))
+
+
+def _remove(items: list[T], item: T) -> None:
+    if item in items:
+        items.remove(item)
