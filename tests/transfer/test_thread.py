@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer import thread as thread_module
-from kvrelay.transfer.base import TransferOp
+from kvrelay.transfer.base import Notification, TransferOp
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
 from kvrelay.transfer.thread import TransferThread
@@ -326,3 +327,51 @@ def test_reads_and_writes_with_many_peers_from_many_threads(cluster: Cluster) ->
     for other in others:
         np.testing.assert_array_equal(other.pool, cluster.prefill.pool)
         other.thread.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_done_never_arrives_for_a_group_that_lost_a_write(cluster: Cluster, seed: int) -> None:
+    """Random failures, delays, lost and reordered posts: every transfer ends once, and "done" means done."""
+    rng = random.Random(seed)
+    faults = cluster.fabric.faults
+    faults.reorder = True
+    groups: dict[str, list[int]] = {}
+    incomplete: list[str] = []
+    arrived: set[str] = set()
+
+    def check(notification: Notification) -> None:
+        name = notification.payload.decode()
+        arrived.add(name)
+        if not (cluster.decode.pool[groups[name]] == cluster.prefill.pool[groups[name]]).all():
+            incomplete.append(name)
+
+    cluster.decode.thread.on_notification(check)
+    cluster.decode.pool[:] = cluster.prefill.pool + 1
+    free = list(range(NUM_BLOCKS))
+    count = 0
+    for index in range(8):
+        name = f"g{index}"
+        groups[name] = [free.pop() for _ in range(4)]
+        for block in groups[name]:
+            with cluster.fabric.lock:
+                faults.delay_polls = rng.choice([0, 0, 1, 5])
+                faults.fail_next += rng.random() < 0.1
+                faults.drop_next += rng.random() < 0.03
+            cluster.write((name, block), [block], group=name)
+            count += 1
+            if rng.random() < 0.3:
+                time.sleep(0.001)
+        cluster.write((name, "done"), [], name.encode(), group=name)
+        count += 1
+    end = time.monotonic() + 20
+    while len(cluster.log) < count:
+        assert time.monotonic() < end, "transfers hang"
+        cluster.clock.advance(1)
+        time.sleep(0.002)
+    assert len({name for name, _ in cluster.log}) == count, "a transfer ended twice"
+    assert incomplete == []
+    errors = dict(cluster.log)
+    sure = {name for name in groups if all(errors[name, part] is None for part in [*groups[name], "done"])}
+    wait_for(lambda: sure <= arrived)
+    assert all(errors[name, block] is None for name in arrived for block in groups[name])
+    assert cluster.prefill.thread.stats().num_unfinished == 0

@@ -228,6 +228,10 @@ class EtcdDiscovery:
             raise
         return cls(channel)
 
+    def __repr__(self) -> str:
+        state = "connected" if self.is_connected else "not connected"
+        return f"<EtcdDiscovery {self._channel.address}: {state}, {len(self._leases)} leases>"
+
     @property
     def is_connected(self) -> bool:
         """Whether the last contact with the server succeeded."""

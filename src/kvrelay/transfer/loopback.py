@@ -86,6 +86,9 @@ class LoopbackTransport:
         self._failed: list[Completion] = []
         self._next_handle = 0
 
+    def __repr__(self) -> str:
+        return f"<LoopbackTransport {self._worker_id}: {len(self._peers)} peers, {len(self._posts)} posts in flight>"
+
     def register(self, region: MemoryRegion) -> bytes:
         with self._fabric.lock:
             if self._worker_id in self._fabric.ends:

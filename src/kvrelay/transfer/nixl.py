@@ -10,6 +10,9 @@ Practice that this module encodes (measured on a 2-core machine):
     list on one host too: only it notices that a peer died.
   - Descriptors are address, length, device in an array of integers: 100 us per 1,000, so nothing is prepared ahead.
   - An agent that lost a peer may abort the process when it is destroyed. Such an agent is left to the process's end.
+A limit of one-sided transfers: ``remove_peer`` closes connections, but nothing on this side can stop a copy that the
+peer's kernel has begun. Such a copy lasts milliseconds (``thread.MAX_POST_BYTES``), and the peer begins none past its
+deadline; who reuses memory after a peer's lease has ended relies on that.
 Only the low-level binding is used; it needs no torch, and nothing is pickled.
 """
 
@@ -58,6 +61,9 @@ class NixlTransport:
         self._ended: list[Completion] = []
         self._next_handle = 0
         self._lost_a_peer = False
+
+    def __repr__(self) -> str:
+        return f"<NixlTransport {self._worker_id}: {len(self._peers)} peers, {len(self._in_flight)} posts in flight>"
 
     def register(self, region: MemoryRegion) -> bytes:
         """Make the agent and pin the pool; gives the blob by which peers connect. Raises FatalError."""
