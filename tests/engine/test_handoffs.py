@@ -2,7 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffDone, HandoffGrant, HandoffRefused, HandoffReleased
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffGrant,
+    HandoffRefused,
+    HandoffReleased,
+)
 from kvrelay.engine.block_pool import BlockPool, BlockState
 from kvrelay.engine.handoffs import Handoff, HandoffLedger
 

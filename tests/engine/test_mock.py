@@ -87,9 +87,7 @@ def test_the_region_is_the_pool(make_engine: MakeEngine) -> None:
 def test_time_passes_as_configured() -> None:
     slept: list[float] = []
     config = EngineConfig(num_blocks=64, block_size=4, max_num_batched_tokens=64, max_num_seqs=4)
-    times = MockConfig(
-        prefill_base_s=1.0, prefill_token_s=0.5, decode_base_s=10.0, decode_seq_s=2.0, speedup_ratio=2.0
-    )
+    times = MockConfig(prefill_base_s=1.0, prefill_token_s=0.5, decode_base_s=10.0, decode_seq_s=2.0, speedup_ratio=2.0)
     executor = MockExecutor(config, times, vocab_size=VOCAB_SIZE, max_model_len=256, sleep=slept.append)
 
     class Clock:

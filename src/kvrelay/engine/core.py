@@ -136,7 +136,6 @@ class EngineCore:
             or output.kv_loads
             or output.handoff_chunks
             or self.pool.has_events
-            or self.ledger.has_abandons
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -226,7 +225,10 @@ class EngineCore:
         return answer
 
     def drain_abandons(self) -> list[tuple[str, HandoffAbandon]]:
-        """Claimant's worker id and message, for each grant that was withdrawn since the last call."""
+        """Claimant's worker id and message, for each grant that was withdrawn since the last call.
+
+        To be called after each step and after each order; ``has_work`` does not look at these.
+        """
         return self.ledger.drain_abandons()
 
     def remote_prefill_done(self, message: HandoffDone) -> bool:

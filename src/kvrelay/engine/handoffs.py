@@ -120,10 +120,6 @@ class HandoffLedger:
         """Whether no further claim of it will be granted."""
         return handoff.generation >= self._max_attempts
 
-    @property
-    def has_abandons(self) -> bool:
-        return bool(self._abandons)
-
     def drain_abandons(self) -> list[tuple[str, HandoffAbandon]]:
         """Claimant and message, for each grant that was withdrawn since the last call."""
         abandons, self._abandons = self._abandons, []

@@ -1,0 +1,604 @@
+"""A request's way through the engine, as a worker drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvrelay.config import EngineConfig, MockConfig
+from kvrelay.core.clock import ManualClock
+from kvrelay.core.events import AllBlocksCleared, BlockStored
+from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffGrant, HandoffRefused, HandoffReleased
+from kvrelay.core.messages import TokenOutput
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import FinishReason, RequestStatus
+from kvrelay.engine.base import RemotePrefillStart, SchedulerOutput, StepOutput
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.mock import MockExecutor, mock_generate
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
+
+MakeEngine = Callable[..., EngineCore]
+VOCAB_SIZE, EOS = 500, (2,)
+PROMPT = list(range(100, 118))
+
+
+def reference(prompt: list[int], count: int) -> list[int]:
+    return mock_generate(prompt, count, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+
+
+def drain(engine: EngineCore) -> list[TokenOutput]:
+    outputs: list[TokenOutput] = []
+    while engine.has_work():
+        outputs += engine.step().outputs
+    engine.check_integrity()
+    return outputs
+
+
+def tokens_of(outputs: list[TokenOutput], name: str = "a") -> list[int]:
+    return [token for output in outputs if output.request_id == name for token in output.token_ids]
+
+
+# -- limits and stops -------------------------------------------------------------------------------------------------
+
+
+def test_a_request_from_arrival_to_end(make_engine: MakeEngine) -> None:
+    clock = ManualClock(5.0)
+    engine = make_engine(clock=clock)
+    request = Request("a", PROMPT, SamplingParams(max_tokens=3))
+    engine.add_request(request)
+    clock.advance(1.0)
+    outputs = drain(engine)
+    assert tokens_of(outputs) == reference(PROMPT, 3)
+    assert [output.finish_reason for output in outputs] == [None, None, FinishReason.LENGTH]
+    assert [output.num_cached_tokens for output in outputs] == [0, None, None]
+    assert request.times == [
+        (RequestStatus.WAITING, 5.0),
+        (RequestStatus.RUNNING, 6.0),
+        (RequestStatus.FINISHED_LENGTH, 6.0),
+    ]
+    assert not engine.has_unfinished()
+
+
+def test_stop_tokens_end_the_answer_and_are_named(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    answer = reference(PROMPT, 10)
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=10, stop_token_ids=(answer[3],))))
+    outputs = drain(engine)
+    assert tokens_of(outputs) == answer[:4]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_token) == (FinishReason.STOP, answer[3])
+
+
+def test_stop_tokens_wait_for_min_tokens(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    answer = reference(PROMPT, 10)
+    sampling = SamplingParams(max_tokens=10, min_tokens=5, stop_token_ids=(answer[3], answer[6]))
+    engine.add_request(Request("a", PROMPT, sampling))
+    assert tokens_of(drain(engine)) == answer[:7]
+
+
+@pytest.mark.parametrize(("ignore_eos", "length"), [(False, 3), (True, 10)])
+def test_the_models_end_of_sequence(ignore_eos: bool, length: int) -> None:
+    answer = reference(PROMPT, 10)
+
+    class Ending(MockExecutor):
+        @property
+        def eos_token_ids(self) -> tuple[int, ...]:
+            return (answer[2],)
+
+    config = EngineConfig(num_blocks=64, block_size=4)
+    executor = Ending(config, MockConfig(speedup_ratio=0), vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+    engine = EngineCore(executor, config, ManualClock(), worker_id="w")
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=10, ignore_eos=ignore_eos)))
+    outputs = drain(engine)
+    assert tokens_of(outputs) == answer[:length]
+    assert outputs[-1].finish_reason is (FinishReason.LENGTH if ignore_eos else FinishReason.STOP)
+    assert outputs[-1].stop_token is None, "the client did not ask for it"
+
+
+def test_max_tokens_zero_scores_the_prompt(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=16)
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=0, prompt_logprobs=0)))
+    (output,) = drain(engine)
+    assert (output.token_ids, output.finish_reason) == ((), FinishReason.LENGTH)
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(PROMPT)
+
+
+def test_prompt_logprobs_need_every_position(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=1)))
+    drain(engine)
+    assert engine.num_cached_tokens(PROMPT) == 16
+    engine.add_request(Request("b", PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0)))
+    (output,) = drain(engine)
+    assert output.num_cached_tokens == 0
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(PROMPT)
+
+
+def test_the_context_ends_the_answer(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_model_len=24)
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=100)))
+    outputs = drain(engine)
+    assert tokens_of(outputs) == reference(PROMPT, 6)
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_the_pool_is_a_limit_as_well(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=6)
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=100)))
+    assert tokens_of(drain(engine)) == reference(PROMPT, 6)
+
+
+def test_a_continued_request_counts_on(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    answer = reference(PROMPT, 8)
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=8), output_token_ids=answer[:5]))
+    assert tokens_of(drain(engine)) == answer[5:]
+    engine.add_request(Request("b", PROMPT, SamplingParams(max_tokens=8), output_token_ids=answer))
+    (output,) = drain(engine)
+    assert (output.token_ids, output.finish_reason) == ((), FinishReason.LENGTH)
+
+
+def test_fully_cached_prompts_compute_their_last_token(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    prompt = PROMPT[:16]
+    for name, hit in (("a", 0), ("b", 12)):
+        engine.add_request(Request(name, prompt, SamplingParams(max_tokens=4)))
+        outputs = drain(engine)
+        assert outputs[0].num_cached_tokens == hit
+        assert tokens_of(outputs, name) == reference(prompt, 4)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (Request("a", [], SamplingParams()), InvalidInputError),
+        (Request("a", [VOCAB_SIZE], SamplingParams()), InvalidInputError),
+        (Request("a", [-1], SamplingParams()), InvalidInputError),
+        (Request("a", [1], SamplingParams(temperature=-1.0)), InvalidInputError),
+        (Request("a", [1] * 256, SamplingParams()), PromptTooLongError),
+        (Request("a", PROMPT, SamplingParams(), mode=PrefillMode.HANDOFF, num_load_tokens=5), InvalidInputError),
+        (Request("a", PROMPT, SamplingParams(max_tokens=0), mode=PrefillMode.HANDOFF), InvalidInputError),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once(
+    make_engine: MakeEngine, request_: Request, error: type[Exception]
+) -> None:
+    engine = make_engine()
+    with pytest.raises(error):
+        engine.add_request(request_)
+    assert engine.num_requests == 0
+    assert not engine.has_work()
+
+
+def test_the_longest_prompts_that_fit_are_taken(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=64)
+    engine.add_request(Request("a", [1] * 255, SamplingParams()))
+    assert len(tokens_of(drain(engine))) == 1
+    engine.add_request(Request("b", [1] * 256, SamplingParams(max_tokens=0)))
+    (output,) = drain(engine)
+    assert output.finish_reason is FinishReason.LENGTH
+
+
+def test_ids_are_unique_while_they_run(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=1)))
+    with pytest.raises(InvalidInputError, match="running already"):
+        engine.add_request(Request("a", PROMPT, SamplingParams()))
+    drain(engine)
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=1)))
+
+
+def test_a_full_waiting_line_refuses(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_waiting=2, max_num_seqs=3)
+    for index in range(5):
+        engine.add_request(Request(f"r{index}", PROMPT, SamplingParams(max_tokens=2)))
+    with pytest.raises(OverloadedError) as caught:
+        engine.add_request(Request("more", PROMPT, SamplingParams()))
+    assert caught.value.status == 429
+    assert len({output.request_id for output in drain(engine)}) == 5
+
+
+def test_seeds_are_drawn_at_arrival_and_given_ones_kept(make_engine: MakeEngine) -> None:
+    drawn = []
+    for _ in range(2):
+        engine = make_engine()
+        requests = [Request(name, PROMPT, SamplingParams(seed=seed)) for name, seed in (("a", None), ("b", -1))]
+        for request in requests:
+            engine.add_request(request)
+        drawn.append([request.seed for request in requests])
+    assert drawn[0] == drawn[1]
+    assert drawn[0][1] == 2**64 - 1
+
+
+# -- abort and failure ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_abort_at_any_moment_frees_everything(make_engine: MakeEngine, num_steps: int) -> None:
+    engine = make_engine(max_num_batched_tokens=16)
+    request = Request("a", PROMPT, SamplingParams(max_tokens=10))
+    engine.add_request(request)
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort("a")
+    engine.abort("a")
+    assert request.status is RequestStatus.FINISHED_ABORTED
+    assert drain(engine) == []
+    assert engine.pool.num_in_use == 0
+    assert not engine.has_unfinished()
+
+
+def test_a_failing_executor_fails_every_request_then_the_engine(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=2)
+    for index in range(4):
+        engine.add_request(Request(f"r{index}", PROMPT, SamplingParams(max_tokens=10)))
+    engine.step()
+
+    def execute(work: SchedulerOutput) -> None:
+        raise RuntimeError("device lost")
+
+    engine.executor.execute = execute  # type: ignore[assignment, method-assign]
+    outputs = engine.step().outputs
+    assert {output.request_id for output in outputs} == {"r0", "r1", "r2", "r3"}
+    assert all(output.finish_reason is FinishReason.ERROR for output in outputs)
+    assert all("device lost" in (output.error or "") for output in outputs)
+    assert engine.has_work()
+    with pytest.raises(EngineDeadError):
+        engine.step()
+    with pytest.raises(EngineDeadError):
+        engine.add_request(Request("late", PROMPT, SamplingParams()))
+    engine.check_integrity()
+    assert engine.pool.num_in_use == 0
+
+
+# -- what can be seen -------------------------------------------------------------------------------------------------
+
+
+def test_metrics_before_during_and_after(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=1)
+    first = engine.metrics()
+    assert (first.request_active_slots, first.request_total_slots, first.kv_total_blocks) == (0, 1, 64)
+    assert (first.kv_active_blocks, first.gpu_cache_usage_perc, first.num_requests_waiting) == (0, 0.0, 0)
+    for name in ("a", "b"):
+        engine.add_request(Request(name, PROMPT[:16], SamplingParams(max_tokens=3)))
+    engine.step()
+    during = engine.metrics()
+    assert (during.request_active_slots, during.num_requests_waiting, during.kv_active_blocks) == (1, 1, 4)
+    assert during.seq == first.seq + 1
+    drain(engine)
+    after = engine.metrics()
+    assert (after.kv_active_blocks, after.request_active_slots) == (0, 0)
+    assert after.gpu_prefix_cache_hit_rate == 12 / 32
+
+
+def test_events_come_with_the_step_that_made_them(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=4)))
+    (stored,) = engine.step().kv_events
+    assert isinstance(stored, BlockStored)
+    assert stored.token_ids == tuple(PROMPT[:16])
+    later = [event for _ in range(3) for event in engine.step().kv_events]
+    (decoded,) = later
+    assert isinstance(decoded, BlockStored)
+    assert decoded.parent_hash == stored.block_hashes[-1]
+    assert decoded.token_ids == tuple(PROMPT[16:] + reference(PROMPT, 2))
+    engine.clear_cache()
+    assert engine.has_work()
+    assert engine.drain_events() == [AllBlocksCleared()]
+    assert engine.num_cached_tokens(PROMPT) == 0
+
+
+def test_repr_gives_the_numbers(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    request = Request("a", PROMPT, SamplingParams(max_tokens=4))
+    engine.add_request(request)
+    engine.step()
+    assert "0 waiting, 1 running (1 decoding)" in repr(engine)
+    assert repr(request) == "Request(a, local, RUNNING, 18+1 tokens, 18 computed, 5 blocks)"
+
+
+# -- the decode side --------------------------------------------------------------------------------------------------
+
+
+def start_remote(engine: EngineCore, prompt: list[int] = PROMPT, max_tokens: int = 5) -> RemotePrefillStart:
+    engine.add_request(Request("a", prompt, SamplingParams(max_tokens=max_tokens), mode=PrefillMode.REMOTE))
+    (start,) = engine.step().remote_prefills
+    return start
+
+
+def claim(engine: EngineCore, start: RemotePrefillStart, worker_id: str = "p") -> HandoffGrant:
+    answer = engine.grant(HandoffClaim(start.handoff_id, worker_id, "same"))
+    assert isinstance(answer, HandoffGrant)
+    return answer
+
+
+def fill(engine: EngineCore, tokens: list[int], block_ids: tuple[int, ...]) -> int:
+    """Write the KV of ``tokens`` as a prefill worker would; returns the first token."""
+    assert isinstance(engine.executor, MockExecutor)
+    config = EngineConfig(num_blocks=64, block_size=4)
+    other = MockExecutor(config, MockConfig(speedup_ratio=0), vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+    prefill = EngineCore(other, config, ManualClock(), worker_id="p")
+    prefill.add_request(Request("x", tokens, SamplingParams(), mode=PrefillMode.HANDOFF))
+    (chunk,) = prefill.step().handoff_chunks
+    assert chunk.token_id is not None
+    engine.executor.pool[list(block_ids)] = other.pool[list(chunk.block_ids)]
+    return chunk.token_id
+
+
+def finish_remote(engine: EngineCore, start: RemotePrefillStart, grant: HandoffGrant) -> bool:
+    token = fill(engine, list(start.token_ids), grant.block_ids)
+    return engine.remote_prefill_done(HandoffDone(grant.handoff_id, grant.generation, token, None, 0, 0.0))
+
+
+def test_a_remote_prefill_joins_with_its_first_token(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    start = start_remote(engine)
+    assert (start.token_ids, start.num_cached_tokens, len(start.block_ids)) == (tuple(PROMPT), 0, 5)
+    assert not engine.has_work()
+    grant = claim(engine, start)
+    assert engine.pool.num_quarantined == 5
+    assert finish_remote(engine, start, grant)
+    outputs = drain(engine)
+    assert tokens_of(outputs) == reference(PROMPT, 5)
+    assert [output.remote_prefill for output in outputs] == [True, False, False, False, False]
+    assert outputs[0].num_cached_tokens == 0
+    assert engine.num_cached_tokens(PROMPT) == 16, "transferred blocks join the prefix cache"
+
+
+def test_a_prompt_that_ends_at_a_block_gets_the_next_block(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    start = start_remote(engine, PROMPT[:16])
+    assert finish_remote(engine, start, claim(engine, start))
+    assert tokens_of(drain(engine)) == reference(PROMPT[:16], 5)
+
+
+def test_an_answer_of_one_token_ends_with_the_hand_off(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    start = start_remote(engine, max_tokens=1)
+    assert finish_remote(engine, start, claim(engine, start))
+    (output,) = drain(engine)
+    assert (output.finish_reason, output.remote_prefill) == (FinishReason.LENGTH, True)
+    assert engine.pool.num_in_use == 0
+
+
+def test_prefix_hits_are_named_and_stay_readable(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request(Request("before", PROMPT, SamplingParams(max_tokens=1)))
+    drain(engine)
+    start = start_remote(engine, [*PROMPT, 7, 8, 9])
+    assert start.num_cached_tokens == 16
+    grant = claim(engine, start)
+    assert grant.num_cached_tokens == 16
+    assert engine.pool.num_quarantined == 2
+    engine.abort("a")
+    engine.check_integrity()
+    assert engine.pool.num_in_use == 4, "the prefill worker may be reading the hit"
+    engine.handoff_released(HandoffReleased(grant.handoff_id, grant.generation))
+    assert engine.pool.num_free == 64
+
+
+def test_abort_before_the_claim_frees_at_once(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    start = start_remote(engine)
+    engine.abort("a")
+    assert engine.pool.num_free == 64
+    assert isinstance(engine.grant(HandoffClaim(start.handoff_id, "p", "same")), HandoffRefused)
+
+
+def test_abort_after_the_claim_waits_for_the_writer(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    grant = claim(engine, start_remote(engine))
+    engine.abort("a")
+    ((worker_id, abandon),) = engine.drain_abandons()
+    assert (worker_id, abandon.generation) == ("p", 1)
+    assert engine.pool.num_quarantined == 5
+    assert engine.has_unfinished()
+    assert not engine.remote_prefill_done(HandoffDone(grant.handoff_id, 1, 7, None, 0, 0.0))
+    assert engine.pool.num_free == 64
+    assert drain(engine) == []
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+@pytest.mark.parametrize("by", ["handoff", "request", "expiry", "release", "peer", "connection", "token"])
+def test_whatever_is_lost_is_computed_here(make_engine: MakeEngine, claimed: bool, by: str) -> None:
+    clock = ManualClock()
+    engine = make_engine(clock=clock)
+    start = start_remote(engine)
+    grant = claim(engine, start) if claimed or by in ("release", "peer", "connection", "token") else None
+    match by:
+        case "handoff":
+            assert engine.remote_prefill_failed(start.handoff_id, "lost")
+        case "request":
+            assert engine.remote_prefill_failed("a", "lost")
+        case "expiry":
+            clock.advance(29.0)
+            assert engine.expire_handoffs() == 0
+            clock.advance(100.0)
+            assert engine.expire_handoffs() == 1
+        case "release":
+            engine.handoff_released(HandoffReleased(start.handoff_id, 1, "failed"))
+        case "peer":
+            engine.peer_gone("p")
+        case "connection":
+            engine.claimant_lost("p")
+        case "token":
+            assert not engine.remote_prefill_done(HandoffDone(start.handoff_id, 1, VOCAB_SIZE, None, 0, 0.0))
+    assert not engine.remote_prefill_failed(start.handoff_id, "twice")
+    if grant is not None and by not in ("release", "peer", "token"):
+        # The writer is not known to have stopped, and writes what it likes.
+        assert engine.pool.num_quarantined == 5
+        assert isinstance(engine.executor, MockExecutor)
+        engine.executor.pool[list(grant.block_ids)] = 0
+    assert tokens_of(drain(engine)) == reference(PROMPT, 5)
+    engine.peer_gone("p")
+    assert engine.pool.num_free == 64
+
+
+def test_a_second_claimant_computes_into_other_blocks(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    start = start_remote(engine)
+    first, second = claim(engine, start, "p1"), claim(engine, start, "p2")
+    assert not set(first.block_ids) & set(second.block_ids)
+    engine.check_integrity()
+    assert not finish_remote(engine, start, first)
+    assert engine.num_requests == 1
+    assert isinstance(engine.executor, MockExecutor)
+    assert finish_remote(engine, start, second)
+    engine.executor.pool[list(first.block_ids)] = 0
+    assert tokens_of(drain(engine)) == reference(PROMPT, 5)
+
+
+def test_too_many_claims_end_in_a_local_prefill(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_handoff_attempts=1)
+    start = start_remote(engine)
+    claim(engine, start, "p1")
+    assert isinstance(engine.grant(HandoffClaim(start.handoff_id, "p2", "same")), HandoffRefused)
+    assert tokens_of(drain(engine)) == reference(PROMPT, 5)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=0), SamplingParams(max_tokens=2, prompt_logprobs=0)])
+def test_what_needs_the_prompts_logits_is_computed_here(make_engine: MakeEngine, sampling: SamplingParams) -> None:
+    engine = make_engine()
+    engine.add_request(Request("a", PROMPT, sampling, mode=PrefillMode.REMOTE))
+    assert drain(engine)[-1].finish_reason is FinishReason.LENGTH
+
+
+# -- the prefill side -------------------------------------------------------------------------------------------------
+
+
+def hand_off(engine: EngineCore, num_load_tokens: int = 0, prompt: list[int] = PROMPT) -> StepOutput:
+    engine.add_request(
+        Request("h", prompt, SamplingParams(), mode=PrefillMode.HANDOFF, num_load_tokens=num_load_tokens)
+    )
+    return engine.step()
+
+
+def test_chunks_leave_as_their_blocks_fill(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=18, exclusive_prefill=True)
+    prompt = list(range(100, 145))
+    chunks = [*hand_off(engine, prompt=prompt).handoff_chunks]
+    while engine.has_work():
+        chunks += engine.step().handoff_chunks
+    assert [(chunk.first_block, len(chunk.block_ids), chunk.last) for chunk in chunks] == [
+        (0, 4, False),
+        (4, 5, False),
+        (9, 3, True),
+    ]
+    assert [chunk.token_id for chunk in chunks] == [None, None, *reference(prompt, 1)]
+    assert engine.pool.num_in_use == 12, "they are being sent"
+    assert engine.has_unfinished()
+    engine.sending_finished("h")
+    assert engine.pool.num_free == 64
+    assert engine.num_cached_tokens(prompt) == 44
+    engine.check_integrity()
+
+
+def test_what_we_have_cached_is_sent_before_anything_is_computed(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=16)
+    hand_off(engine)
+    drain(engine)
+    engine.sending_finished("h")
+    chunks = hand_off(engine).handoff_chunks
+    assert [(chunk.first_block, len(chunk.block_ids), chunk.last) for chunk in chunks] == [(0, 4, False), (4, 1, True)]
+
+
+def test_blocks_that_the_decode_worker_holds_are_read_not_computed(make_engine: MakeEngine) -> None:
+    source, engine = make_engine(), make_engine()
+    source.add_request(Request("a", PROMPT, SamplingParams(max_tokens=1)))
+    drain(source)
+    step = hand_off(engine, num_load_tokens=16)
+    (load,) = step.kv_loads
+    assert (load.first_block, len(load.block_ids)) == (0, 4)
+    assert not engine.has_work()
+    assert isinstance(engine.executor, MockExecutor)
+    assert isinstance(source.executor, MockExecutor)
+    engine.executor.pool[list(load.block_ids)] = source.executor.pool[:4]
+    engine.kv_loaded("h", True)
+    step = engine.step()
+    assert step.num_scheduled_tokens == 2
+    (chunk,) = step.handoff_chunks
+    assert (chunk.first_block, len(chunk.block_ids), chunk.token_id) == (4, 1, reference(PROMPT, 1)[0])
+    assert engine.num_cached_tokens(PROMPT) == 16
+
+
+def test_a_failed_read_is_computed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    hand_off(engine, num_load_tokens=16)
+    engine.kv_loaded("h", False)
+    step = engine.step()
+    assert step.num_scheduled_tokens == 18
+    (chunk,) = step.handoff_chunks
+    assert (chunk.first_block, len(chunk.block_ids), chunk.token_id) == (4, 1, reference(PROMPT, 1)[0])
+
+
+def test_our_own_hits_are_not_read(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    hand_off(engine)
+    engine.sending_finished("h")
+    step = hand_off(engine, num_load_tokens=8)
+    assert not step.kv_loads
+    assert [(chunk.first_block, len(chunk.block_ids)) for chunk in step.handoff_chunks] == [(2, 2), (4, 1)]
+
+
+def test_an_aborted_read_keeps_its_blocks_until_it_has_ended(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    hand_off(engine, num_load_tokens=16)
+    engine.abort("h")
+    engine.abort("h")
+    assert engine.pool.num_in_use == 5, "the read still lands there"
+    assert not engine.has_work()
+    engine.kv_loaded("h", True)
+    assert engine.pool.num_free == 64
+    assert engine.num_cached_tokens(PROMPT) == 0
+    engine.sending_finished("h")
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("num_more_steps", [0, 1])
+def test_an_aborted_send_keeps_its_blocks_until_it_has_ended(make_engine: MakeEngine, num_more_steps: int) -> None:
+    engine = make_engine(max_num_batched_tokens=16)
+    hand_off(engine)
+    for _ in range(num_more_steps):
+        engine.step()
+    engine.abort("h")
+    assert engine.pool.num_in_use == 5, "the writes still read from there"
+    assert not engine.has_work()
+    engine.kv_loaded("h", True)
+    assert engine.num_requests == 1
+    engine.sending_finished("h")
+    assert engine.pool.num_free == 64
+    assert engine.num_requests == 0
+
+
+def test_before_anything_was_sent_an_abort_frees_at_once(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request(Request("h", PROMPT, SamplingParams(), mode=PrefillMode.HANDOFF))
+    engine.abort("h")
+    assert engine.pool.num_free == 64
+    assert not engine.has_unfinished()
+
+
+def test_an_early_end_of_sending_is_an_abort(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=16)
+    hand_off(engine)
+    engine.sending_finished("h")
+    assert engine.pool.num_free == 64
+    assert not engine.has_work()
+
+
+def test_exclusive_prefill_can_be_switched(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.set_exclusive_prefill(True)
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=2)))
+    step = hand_off(engine)
+    assert step.num_scheduled_tokens == len(PROMPT)
+    assert len(step.handoff_chunks) == 1
+    assert not step.outputs
+    assert tokens_of(drain(engine)) == reference(PROMPT, 2)

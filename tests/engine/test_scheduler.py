@@ -1,0 +1,218 @@
+"""What a step contains, seen at the executor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import RequestStatus
+from kvrelay.engine.base import ModelOutput, SchedulerOutput
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.mock import mock_generate
+from kvrelay.engine.request import PrefillMode, Request
+
+MakeEngine = Callable[..., EngineCore]
+VOCAB_SIZE, EOS = 500, (2,)
+
+
+class Recorder:
+    """Keeps every SchedulerOutput that an engine's executor gets, with the request behind each row."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.work: list[SchedulerOutput] = []
+        self.rows: list[list[tuple[str, int]]] = []
+        self._names: dict[int, str] = {}
+        self._execute = engine.executor.execute
+        engine.executor.execute = self.execute  # type: ignore[method-assign]
+
+    def execute(self, work: SchedulerOutput) -> ModelOutput:
+        for slot in work.released_slots:
+            del self._names[slot]
+        for sequence in work.new_seqs:
+            assert sequence.slot not in self._names
+            self._names[sequence.slot] = sequence.request_id
+        self.work.append(work)
+        pairs = zip(work.slots.tolist(), work.num_tokens.tolist(), strict=True)
+        self.rows.append([(self._names[slot], count) for slot, count in pairs])
+        return self._execute(work)
+
+
+def request(name: str, length: int, max_tokens: int = 4, *, first: int = 10, **options: object) -> Request:
+    return Request(name, list(range(first, first + length)), SamplingParams(max_tokens=max_tokens), **options)  # type: ignore[arg-type]
+
+
+def drain(engine: EngineCore) -> dict[str, list[int]]:
+    answers: defaultdict[str, list[int]] = defaultdict(list)
+    while engine.has_work():
+        for output in engine.step().outputs:
+            answers[output.request_id] += output.token_ids
+    return answers
+
+
+def test_prompts_are_cut_to_the_budget_and_decodes_come_first(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=16)
+    recorder = Recorder(engine)
+    engine.add_request(request("a", 6, first=10))
+    engine.add_request(request("b", 30, first=100))
+    drain(engine)
+    assert recorder.rows == [
+        [("a", 6), ("b", 10)],
+        [("a", 1), ("b", 15)],
+        [("a", 1), ("b", 5)],
+        [("a", 1), ("b", 1)],
+        [("b", 1)],
+        [("b", 1)],
+    ]
+    assert [work.samples.tolist() for work in recorder.work[:3]] == [[True, False], [True, False], [True, True]]
+
+
+def test_a_sequence_is_sent_once_and_then_only_its_new_blocks(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    recorder = Recorder(engine)
+    engine.add_request(request("a", 6, max_tokens=8))
+    drain(engine)
+    first, *later = recorder.work
+    (sequence,) = first.new_seqs
+    assert (sequence.token_ids, sequence.num_prompt_tokens, sequence.num_computed_tokens) == (
+        tuple(range(10, 16)),
+        6,
+        0,
+    )
+    assert len(sequence.block_ids) == 2
+    assert not any(work.new_seqs for work in later)
+    grown = [(work.step, *work.block_indices.tolist()) for work in later if len(work.block_ids)]
+    assert grown == [(4, 2), (8, 3)], "the ninth and the thirteenth position open a block"
+    assert [work.slots.dtype.name for work in later] == ["int32"] * len(later)
+
+
+def test_steady_decodes_reuse_their_slots_array(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    recorder = Recorder(engine)
+    engine.add_request(request("a", 5, max_tokens=6))
+    drain(engine)
+    assert all(work.slots is recorder.work[1].slots for work in recorder.work[2:])
+
+
+def test_urgent_requests_overtake(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=1)
+    recorder = Recorder(engine)
+    for name, priority in (("late", 1), ("later", 1), ("urgent", -1), ("normal", 0)):
+        engine.add_request(request(name, 3, max_tokens=1, priority=priority))
+    drain(engine)
+    assert [rows[0][0] for rows in recorder.rows] == ["urgent", "normal", "late", "later"]
+
+
+def test_the_least_urgent_is_preempted_and_comes_back(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=8)
+    requests = [request(name, 8, max_tokens=12, first=first) for name, first in (("a", 10), ("b", 50), ("c", 90))]
+    for item in requests:
+        engine.add_request(item)
+    answers = drain(engine)
+    states = {item.request_id: [status for status, _ in item.times] for item in requests}
+    assert RequestStatus.PREEMPTED not in states["a"]
+    assert RequestStatus.PREEMPTED in states["c"]
+    for item in requests:
+        assert answers[item.request_id] == mock_generate(
+            item.token_ids[:8], 12, vocab_size=VOCAB_SIZE, eos_token_ids=EOS
+        )
+    engine.check_integrity()
+
+
+def test_priority_decides_who_is_preempted(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=8)
+    first = request("first", 8, max_tokens=12, first=10, priority=5)
+    urgent = request("urgent", 8, max_tokens=12, first=50, priority=0)
+    third = request("third", 8, max_tokens=12, first=90, priority=1)
+    for item in (first, urgent, third):
+        engine.add_request(item)
+    drain(engine)
+    assert RequestStatus.PREEMPTED in [status for status, _ in first.times]
+    assert RequestStatus.PREEMPTED not in [status for status, _ in urgent.times]
+
+
+def test_admission_leaves_a_reserve_unless_nothing_runs(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=10)
+    engine.add_request(request("all", 40, max_tokens=0, first=10))
+    engine.step()
+    engine.step()
+    assert engine.num_requests == 0, "alone it may have the whole pool"
+    engine.add_request(request("a", 20, max_tokens=9, first=60))
+    engine.add_request(request("b", 20, max_tokens=9, first=90))
+    engine.step()
+    assert engine.scheduler.num_waiting == 1, "five blocks are free, none would be left"
+    assert set(drain(engine)) == {"a", "b"}
+
+
+def test_a_blocked_queue_is_no_work(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=10)
+    engine.add_request(request("away", 24, mode=PrefillMode.REMOTE, first=10))
+    engine.add_request(request("waits", 20, first=60))
+    engine.step()
+    assert engine.scheduler.num_waiting == 1
+    assert not engine.has_work(), "nothing can happen until a block comes back"
+    assert engine.has_unfinished()
+    engine.abort("away")
+    assert engine.has_work()
+    assert len(drain(engine)["waits"]) == 4
+
+
+def test_equal_prompts_share_blocks_also_while_both_run(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_batched_tokens=16)
+    prompt = list(range(10, 26))
+    engine.add_request(Request("a", prompt, SamplingParams(max_tokens=10)))
+    engine.step()
+    second = Request("b", prompt, SamplingParams(max_tokens=10))
+    engine.add_request(second)
+    (output,) = [output for output in engine.step().outputs if output.request_id == "b"]
+    assert output.num_cached_tokens == 12, "the last token is computed again, so its block is not shared"
+    engine.check_integrity()
+    assert engine.pool.num_in_use < 10
+    drain(engine)
+
+
+@pytest.mark.parametrize("order", [["chat", "away1", "away2"], ["away1", "chat", "away2"]])
+def test_an_exclusive_prefill_runs_alone(make_engine: MakeEngine, order: list[str]) -> None:
+    engine = make_engine(exclusive_prefill=True, max_num_batched_tokens=16)
+    recorder = Recorder(engine)
+    for position, name in enumerate(order):
+        mode = PrefillMode.LOCAL if name == "chat" else PrefillMode.HANDOFF
+        engine.add_request(request(name, 20, max_tokens=6, first=10 + 100 * position, mode=mode))
+    drain(engine)
+    for rows in recorder.rows:
+        names = [name for name, _ in rows]
+        assert len(names) == 1 or not any(name.startswith("away") for name in names)
+    away = [name for rows in recorder.rows for name, _ in rows if name != "chat"]
+    assert away == sorted(away), "one after the other"
+    assert engine.num_requests == 2, "both wait for their writes"
+
+
+def test_without_exclusive_prefill_hand_offs_share_steps(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    recorder = Recorder(engine)
+    engine.add_request(request("chat", 8, first=10))
+    engine.add_request(request("away", 8, first=100, mode=PrefillMode.HANDOFF))
+    engine.step()
+    assert [name for name, _ in recorder.rows[0]] == ["chat", "away"]
+
+
+def test_more_sequences_than_budget_still_all_advance(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=40, max_num_batched_tokens=16, num_blocks=200)
+    for index in range(30):
+        engine.add_request(request(f"r{index}", 3, max_tokens=5, first=10 * index))
+    answers = drain(engine)
+    assert {len(answer) for answer in answers.values()} == {5}
+    assert len(answers) == 30
+
+
+def test_a_slot_given_on_within_a_step_keeps_its_own_blocks(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=6, max_num_seqs=2)
+    engine.add_request(request("a", 8, max_tokens=10, first=10))
+    engine.add_request(request("b", 8, max_tokens=10, first=60))
+    engine.add_request(request("c", 3, max_tokens=10, first=110, priority=-1))
+    answers = drain(engine)
+    for name, first, length in (("a", 10, 8), ("b", 60, 8), ("c", 110, 3)):
+        prompt = list(range(first, first + length))
+        assert answers[name] == mock_generate(prompt, 10, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
