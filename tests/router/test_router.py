@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import ManualClock
+from kvrelay.core.event_log import KvEventLog
+from kvrelay.core.events import BlockStored, LoadMetrics
+from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import ConfigError, WorkerUnavailableError
 from kvrelay.router import PolicyRouter, RouterStage, RoutingRequest, build_router
 
 PLAIN = ("round-robin", "random", "least-loaded", "power-of-two")
+OVERLAP = ("kv", "dynamo-v0")
 
 
 def worker(name: str, role: WorkerRole = WorkerRole.DECODE, epoch: int = 0, block_size: int = 4) -> WorkerInfo:
@@ -39,18 +45,28 @@ def router(policy: str, *names: str) -> PolicyRouter:
     return built
 
 
+def publish(built: PolicyRouter, log: KvEventLog, token_ids: Sequence[int], block_size: int = 4) -> None:
+    """The worker has computed ``token_ids`` and says so."""
+    hashes = compute_block_hashes(token_ids, block_size)
+    built.apply_events(log.append([BlockStored(None, hashes.sequence, hashes.local, tuple(token_ids), block_size)]))
+
+
+def load_of(name: str, waiting: int = 0, usage: float = 0.0, seq: int = 0) -> LoadMetrics:
+    return LoadMetrics(name, 0, 8, 0, 100, waiting, usage, 0.0, seq)
+
+
 def request(request_id: str, num_tokens: int = 10, **fields: object) -> RoutingRequest:
     return RoutingRequest(request_id=request_id, token_ids=tuple(range(num_tokens)), **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", PLAIN)
+@pytest.mark.parametrize("policy", PLAIN + OVERLAP)
 def test_every_policy_chooses_among_the_registered(policy: str) -> None:
     built = router(policy, "a", "b", "c")
     chosen = {built.choose(request(f"r{number}")).worker_id for number in range(60)}
     assert chosen == {"a", "b", "c"}
 
 
-@pytest.mark.parametrize("policy", PLAIN)
+@pytest.mark.parametrize("policy", PLAIN + OVERLAP)
 def test_excluded_workers_are_not_chosen(policy: str) -> None:
     built = router(policy, "a", "b", "c")
     for number in range(30):
@@ -59,7 +75,7 @@ def test_excluded_workers_are_not_chosen(policy: str) -> None:
         assert [candidate.worker_id for candidate in decision.candidates] == ["b"]
 
 
-@pytest.mark.parametrize("policy", PLAIN)
+@pytest.mark.parametrize("policy", PLAIN + OVERLAP)
 def test_nobody_left_is_an_error_that_can_be_retried(policy: str) -> None:
     built = router(policy)
     with pytest.raises(WorkerUnavailableError):
@@ -128,3 +144,125 @@ def test_the_policy_changes_at_run_time_and_load_stays() -> None:
 def test_an_impossible_block_size_is_refused() -> None:
     with pytest.raises(ConfigError):
         build_router(RouterConfig(), 0, ManualClock())
+
+
+@pytest.mark.parametrize("policy", OVERLAP)
+def test_a_prefix_draws_its_requests_to_who_holds_it(policy: str) -> None:
+    built = router(policy, "a", "b", "c")
+    publish(built, KvEventLog("b", 0), range(400))
+    for number in range(5):
+        decision = built.choose(request(f"r{number}", 410))
+        assert (decision.worker_id, decision.overlap_blocks) == ("b", 100)
+        assert decision.hit_rate == pytest.approx(400 / 410)
+        assert [candidate.overlap_blocks for candidate in decision.candidates] == [0, 100, 0]
+        built.finished(f"r{number}", 3)
+
+
+def test_only_what_has_to_be_prefilled_counts_as_prefill() -> None:
+    built = router("kv", "a")
+    publish(built, KvEventLog("a", 0), range(400))
+    built.choose(request("r1", 410))
+    shown = built.explain(request("r2", 8)).candidates[0]
+    assert (shown.prefill_tokens, shown.decode_tokens) == (10, 410)
+
+
+def test_adapters_do_not_share_prefixes() -> None:
+    built = router("kv", "a")
+    publish(built, KvEventLog("a", 0), range(400))
+    assert built.explain(request("r", 400)).overlap_blocks == 100
+    assert built.explain(request("r", 400, lora="adapter")).overlap_blocks == 0
+
+
+def test_the_default_does_not_herd() -> None:
+    """One hot prefix of 2,000 tokens, 40 requests at once: nobody idles, nobody carries more than 1.3 of the mean."""
+    built = router("kv", "a", "b", "c", "d")
+    logs = {name: KvEventLog(name, 0) for name in "abcd"}
+    publish(built, logs["a"], range(2000))
+    placed: Counter[str] = Counter()
+    for number in range(40):
+        decision = built.choose(RoutingRequest(f"r{number}", (*range(2000), *range(number, number + 100))))
+        placed[decision.worker_id] += 1
+        publish(built, logs[decision.worker_id], range(2000))
+        built.first_token(f"r{number}")
+    assert max(placed.values()) / 10 <= 1.3
+    assert min(placed.values()) >= 7
+
+
+def test_a_light_load_stays_where_its_prefix_is() -> None:
+    """The counterpart: one request at a time never leaves the worker that holds its prefix."""
+    built = router("kv", "a", "b", "c", "d")
+    publish(built, KvEventLog("c", 0), range(2000))
+    for number in range(20):
+        assert built.choose(request(f"r{number}", 2050)).worker_id == "c"
+        built.finished(f"r{number}", 10)
+
+
+def test_dynamo_v0_follows_what_is_published() -> None:
+    built = router("dynamo-v0", "a", "b")
+    publish(built, KvEventLog("a", 0), range(40))
+    assert built.explain(request("r", 160)).worker_id == "a"
+    built.apply_metrics(load_of("a", waiting=3, usage=0.5))
+    assert built.explain(request("r", 160)).worker_id == "b"
+    assert [shown.score for shown in built.explain(request("r", 160)).candidates] == pytest.approx([-1.0, 0.0])
+
+
+def test_the_index_is_made_when_a_policy_begins_to_need_it() -> None:
+    asked: list[tuple[str, bytes]] = []
+    built = build_router(RouterConfig(), 4, ManualClock(), request_replay=lambda name, data: asked.append((name, data)))
+    built.add_worker(worker("a"))
+    log = KvEventLog("a", 0)
+    publish(built, log, range(40))
+    assert asked == []
+    built.configure(dataclasses.replace(built.config, router="kv"))
+    ((name, question),) = asked
+    built.apply_replay(name, log.serve_replay(question))
+    assert built.explain(request("r", 40)).overlap_blocks == 10
+    built.configure(dataclasses.replace(built.config, overlap_weight=0.5))
+    assert built.explain(request("r", 40)).candidates[0].score == -20
+    built.configure(dataclasses.replace(built.config, router="random"))
+    built.apply_replay(name, log.serve_replay(question))
+    assert built.indexer is None
+
+
+def test_a_sample_of_a_worker_repeats_the_unanswered_question() -> None:
+    clock, asked = ManualClock(), []
+    built = build_router(RouterConfig(router="kv"), 4, clock, request_replay=lambda *question: asked.append(question))
+    built.add_worker(worker("a"))
+    built.add_worker(worker("a"))
+    built.apply_metrics(load_of("a"))
+    assert len(asked) == 1
+    clock.advance(3)
+    built.apply_metrics(load_of("a"))
+    assert asked == [asked[0]] * 2
+
+
+def test_a_worker_with_other_blocks_is_chosen_but_not_for_its_prefixes(caplog: pytest.LogCaptureFixture) -> None:
+    built = build_router(RouterConfig(router="kv"), 4, ManualClock())
+    built.add_worker(worker("odd", block_size=8))
+    publish(built, KvEventLog("odd", 0), range(400), block_size=8)
+    decision = built.choose(request("r", 400))
+    assert (decision.worker_id, decision.overlap_blocks) == ("odd", 0)
+    assert "not indexed" in caplog.text
+
+
+def test_a_removed_worker_takes_its_prefixes_along() -> None:
+    built = router("kv", "a", "b")
+    publish(built, KvEventLog("a", 0), range(400))
+    built.remove_worker("a")
+    decision = built.choose(request("r", 400))
+    assert (decision.worker_id, decision.overlap_blocks) == ("b", 0)
+
+
+def test_without_events_the_router_remembers_where_it_sent_things() -> None:
+    built = build_router(RouterConfig(router="kv", kv_events=False, approximate_ttl_s=10), 4, clock := ManualClock())
+    for name in "abc":
+        built.add_worker(worker(name))
+    first = built.choose(request("r1", 400)).worker_id
+    built.finished("r1", 1)
+    again = built.choose(request("r2", 400))
+    assert (again.worker_id, again.overlap_blocks) == (first, 100)
+    built.configure(dataclasses.replace(built.config, overlap_weight=2.0))
+    assert built.explain(request("r3", 400)).overlap_blocks == 100
+    clock.advance(11)
+    assert built.explain(request("r3", 400)).overlap_blocks == 0
+    assert repr(built).startswith("PolicyRouter(kv, LoadTable(")

@@ -128,6 +128,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
 
 def _check_batch(batch: KvEventBatch) -> None:
     """The parts of every stored event belong together: as many local as sequence hashes, or none; likewise tokens."""
+    if batch.version != EVENT_PROTOCOL_VERSION:
+        raise ProtocolError(f"batch of {batch.worker_id} has version {batch.version}, not {EVENT_PROTOCOL_VERSION}")
     for event in batch.events:
         if not isinstance(event, BlockStored):
             continue

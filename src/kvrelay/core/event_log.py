@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from kvrelay.core.event_codec import (
     ReplayReply,
@@ -53,6 +54,10 @@ class KvEventLog:
         return self._next_seq
 
     @property
+    def _oldest(self) -> int:
+        return self._next_seq - len(self._ring)
+
+    @property
     def num_blocks(self) -> int:
         """Blocks held now, as far as the events say."""
         return len(self._parents)
@@ -67,11 +72,8 @@ class KvEventLog:
         return batch
 
     def replay(self, from_seq: int) -> list[KvEventBatch]:
-        """All events from ``from_seq`` on, or a dump (it begins with AllBlocksCleared's effect: see ``dump``) when
-        they are no longer in the ring. Nothing for a number in the future."""
-        if from_seq > self._next_seq:
-            return []
-        if from_seq < self._next_seq - len(self._ring):
+        """All events from ``from_seq`` on; a dump when some of them are no longer in the ring, or it is FULL_DUMP."""
+        if not self._oldest <= from_seq <= self._next_seq:
             return self.dump()
         return self._ring_batches(from_seq)
 
@@ -80,7 +82,9 @@ class KvEventLog:
 
         A block whose parent has been evicted keeps its parent's hash. Local hashes and tokens are left out.
         """
-        batches, events, room = [], [], self._max_reply_blocks
+        batches: list[KvEventBatch] = []
+        events: list[KvEvent] = []
+        room = self._max_reply_blocks
         for chain in self._chains():
             for at in range(0, len(chain), self._max_reply_blocks):
                 part = chain[at : at + self._max_reply_blocks]
@@ -95,8 +99,7 @@ class KvEventLog:
     def serve_replay(self, frame: bytes) -> bytes:
         """Answer a ReplayRequest frame with a ReplayReply frame. Raises ProtocolError for a malformed request."""
         request = decode_replay_request(frame)
-        oldest = self._next_seq - len(self._ring)
-        if request.from_seq > self._next_seq or request.from_seq < oldest or request.dump_seq >= 0:
+        if not self._oldest <= request.from_seq <= self._next_seq:
             return encode_replay_reply(self._dump_page(request.dump_seq, request.page))
         batches = tuple(self._ring_batches(request.from_seq)[:1])
         return encode_replay_reply(ReplayReply(self._worker_id, self._epoch, self._next_seq, batches))
@@ -123,10 +126,10 @@ class KvEventLog:
         )
 
     def _ring_batches(self, from_seq: int) -> list[KvEventBatch]:
-        batches, events, first, room = [], [], from_seq, self._max_reply_blocks
-        oldest = self._next_seq - len(self._ring)
-        for seq in range(from_seq, self._next_seq):
-            event = self._ring[seq - oldest]
+        batches: list[KvEventBatch] = []
+        events: list[KvEvent] = []
+        first, room = from_seq, self._max_reply_blocks
+        for seq, event in enumerate(islice(self._ring, from_seq - self._oldest, None), from_seq):
             size = _num_blocks(event)
             if events and size > room:
                 batches.append(self._batch(first, events))

@@ -3,13 +3,14 @@
 ``base`` is the contract; ``build_router`` is the door.
 """
 
-from kvrelay.router.base import CandidateScore, Router, RoutingDecision, RoutingRequest
+from kvrelay.router.base import CandidateScore, ReplayRequester, Router, RoutingDecision, RoutingRequest
 from kvrelay.router.factory import build_router
 from kvrelay.router.router import PolicyRouter, RouterStage
 
 __all__ = [
     "CandidateScore",
     "PolicyRouter",
+    "ReplayRequester",
     "Router",
     "RouterStage",
     "RoutingDecision",

@@ -15,7 +15,6 @@ import msgspec
 from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.workers import WorkerInfo
 
-
 ReplayRequester = Callable[[str, bytes], None]
 """``request_replay(worker_id, request)``: the router misses events of that worker. Whoever has the event bus sends
 ``request`` to the worker's replay service and gives the answer to ``Router.apply_replay``. Must not block. When no

@@ -153,9 +153,14 @@ class PrefixIndex:
         else:
             self.clear_worker(worker_id)
 
-    def store(self, worker_id: str, parent_hash: int | None, block_hashes: Sequence[int]) -> None:
-        """The worker holds these consecutive blocks. Raises ParentNotFoundError when it does not hold the parent."""
-        if parent_hash is not None and not self.holds(worker_id, parent_hash):
+    def store(
+        self, worker_id: str, parent_hash: int | None, block_hashes: Sequence[int], *, detached: bool = False
+    ) -> None:
+        """The worker holds these consecutive blocks. Raises ParentNotFoundError when it does not hold the parent.
+
+        ``detached`` blocks may lack it: they are found once the worker holds what precedes them.
+        """
+        if parent_hash is not None and not detached and not self.holds(worker_id, parent_hash):
             raise ParentNotFoundError(worker_id, parent_hash)
         bit = self._bit_of.get(worker_id) or self._new_bit(worker_id)
         table, at, length, before, added = self._table, 0, len(block_hashes), parent_hash, 0
@@ -216,12 +221,9 @@ class PrefixIndex:
         ]
 
     def load(self, chains: Iterable[StoredChain]) -> None:
-        """Add what a dump gave. A chain whose parent its worker does not hold is unreachable and is left out."""
+        """Add what a dump gave."""
         for chain in chains:
-            try:
-                self.store(chain.worker_id, chain.parent_hash, chain.block_hashes)
-            except ParentNotFoundError:
-                continue
+            self.store(chain.worker_id, chain.parent_hash, chain.block_hashes, detached=True)
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
@@ -406,7 +408,9 @@ class PrefixIndex:
             self._end_pass()
 
     def compact(self) -> None:
-        """Finish the pass over all runs now."""
+        """Finish the pass over all runs that may be under way, and make a whole one."""
+        while self._cursor:
+            self.advance_pass(len(self._runs) + 1)
         self._begin_pass()
         while self._cursor:
             self.advance_pass(len(self._runs) + 1)

@@ -16,9 +16,12 @@ import numpy as np
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEventBatch, LoadMetrics
+from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import WorkerUnavailableError
-from kvrelay.router.base import CandidateScore, RoutingDecision, RoutingRequest
+from kvrelay.router.approximate import ApproximateIndexer
+from kvrelay.router.base import CandidateScore, ReplayRequester, RoutingDecision, RoutingRequest
+from kvrelay.router.indexer import KvIndexer
 from kvrelay.router.load import FloatColumn, LoadTable
 from kvrelay.router.policies import Candidates, build_policy
 
@@ -42,10 +45,18 @@ class PolicyRouter:
     """Implements ``Router``."""
 
     def __init__(
-        self, config: RouterConfig, block_size: int, clock: Clock, stage: RouterStage = RouterStage.REQUEST
+        self,
+        config: RouterConfig,
+        block_size: int,
+        clock: Clock,
+        stage: RouterStage = RouterStage.REQUEST,
+        request_replay: ReplayRequester | None = None,
     ) -> None:
         self._block_size = block_size
+        self._clock = clock
         self._stage = stage
+        self._request_replay = request_replay
+        self._indexer: KvIndexer | ApproximateIndexer | None = None
         self._workers: dict[str, WorkerInfo] = {}
         self._load = LoadTable(block_size, clock)
         self._rng = random.Random(config.router_seed)
@@ -56,9 +67,28 @@ class PolicyRouter:
         return self._config
 
     def configure(self, config: RouterConfig) -> None:
-        """Change policy or weights, from the next decision on; load and placements are kept."""
+        """Change policy or weights, from the next decision on; load and placements are kept.
+
+        The index exists only while the policy looks at prefixes: a change to such a policy asks every worker what it
+        holds.
+        """
         self._config = config
         self._policy = build_policy(config)
+        if not self._policy.uses_overlap:
+            self._indexer = None
+        elif not config.kv_events:
+            if not isinstance(self._indexer, ApproximateIndexer):
+                self._indexer = ApproximateIndexer(config.approximate_ttl_s, self._clock)
+            self._indexer.ttl_s = config.approximate_ttl_s
+        elif not isinstance(self._indexer, KvIndexer):
+            self._indexer = KvIndexer(self._block_size, self._clock, self._request_replay)
+            for info in self._workers.values():
+                self._follow(info)
+
+    @property
+    def indexer(self) -> KvIndexer | ApproximateIndexer | None:
+        """What is known of prefixes; None under a policy that does not ask."""
+        return self._indexer
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -67,6 +97,8 @@ class PolicyRouter:
         if known is not None and info.epoch < known.epoch:
             return
         self._workers[info.worker_id] = info
+        if known is None:
+            self._follow(info)
         if self._stage.admits(info):
             self._load.add_worker(info.worker_id)
         else:
@@ -75,25 +107,53 @@ class PolicyRouter:
     def remove_worker(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
         self._load.remove_worker(worker_id)
+        if self._indexer is not None:
+            self._indexer.remove_worker(worker_id)
+
+    def _follow(self, info: WorkerInfo) -> None:
+        """Index the worker's events. One with other blocks than ours can be chosen, but never for its prefixes."""
+        if not isinstance(self._indexer, KvIndexer):
+            return
+        if info.block_size == self._block_size:
+            self._indexer.add_worker(info.worker_id)
+        else:
+            _log.warning(
+                "worker %s has blocks of %d tokens, not %d: its prefixes are not indexed",
+                info.worker_id,
+                info.block_size,
+                self._block_size,
+            )
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def choose(self, request: RoutingRequest) -> RoutingDecision:
-        decision = self.explain(request)
+        sequence = self._sequence(request)
+        decision = self._decide(request, sequence)
         num_tokens = len(request.token_ids)
         cached = min(decision.overlap_blocks * self._block_size, num_tokens)
         self._load.place(request.request_id, decision.worker_id, num_tokens - cached, num_tokens)
+        if isinstance(self._indexer, ApproximateIndexer):
+            self._indexer.place(decision.worker_id, sequence)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("request %s: %s", request.request_id, decision)
         return decision
 
     def explain(self, request: RoutingRequest) -> RoutingDecision:
         """The decision, without placing the request. Raises WorkerUnavailableError when nobody can take it."""
+        return self._decide(request, self._sequence(request))
+
+    def _sequence(self, request: RoutingRequest) -> tuple[int, ...]:
+        """The prompt's sequence hashes; none when nobody asks for them."""
+        if self._indexer is None:
+            return ()
+        return compute_block_hashes(request.token_ids, self._block_size, lora=request.lora).sequence
+
+    def _decide(self, request: RoutingRequest, sequence: tuple[int, ...]) -> RoutingDecision:
         ids = self._load.worker_ids
-        excluded = [row for row in map(self._load.row, request.exclude) if row is not None]
+        excluded = [row for row in map(self._load.row, set(request.exclude)) if row is not None]
         if len(excluded) >= len(ids):
             raise WorkerUnavailableError("no worker can take the request")
-        candidates = self._candidates(request)
+        candidates = self._candidates(request, sequence)
         scores = self._policy.scores(candidates)
         if excluded:
             scores[excluded] = -np.inf
@@ -113,12 +173,12 @@ class PolicyRouter:
     def finished(self, request_id: str, num_output_tokens: int) -> None:
         self._load.finish(request_id)
 
-    def _candidates(self, request: RoutingRequest) -> Candidates:
+    def _candidates(self, request: RoutingRequest, sequence: tuple[int, ...]) -> Candidates:
         load = self._load
         return Candidates(
             prompt_tokens=len(request.token_ids),
             block_size=self._block_size,
-            overlap_blocks=self._overlap_column(request),
+            overlap_blocks=self._overlaps(sequence),
             cache_usage=load.cache_usage(),
             num_waiting=load.num_waiting(),
             prefill_tokens=load.prefill_tokens(),
@@ -126,19 +186,34 @@ class PolicyRouter:
             num_requests=load.num_requests(),
         )
 
-    def _overlap_column(self, request: RoutingRequest) -> FloatColumn:
-        return np.zeros(len(self._load.worker_ids))
+    def _overlaps(self, sequence: tuple[int, ...]) -> FloatColumn:
+        """Leading blocks held, in the load table's row order."""
+        column = np.zeros(len(self._load.worker_ids))
+        if self._indexer is not None and sequence:
+            row_of, index = self._load.row, self._indexer.index
+            for depth, mask in self._indexer.find_steps(sequence):
+                rows = [row for row in map(row_of, index.names(mask)) if row is not None]
+                column[rows] = depth
+        return column
 
     # -- what workers publish -----------------------------------------------------------------------------------------
 
     def apply_events(self, batch: KvEventBatch) -> None:
         """Feed the index; nothing to do under a policy without one."""
+        if isinstance(self._indexer, KvIndexer):
+            self._indexer.apply(batch)
+
+    def apply_replay(self, worker_id: str, reply: bytes) -> None:
+        if isinstance(self._indexer, KvIndexer):
+            self._indexer.apply_replay(worker_id, reply)
 
     def apply_metrics(self, metrics: LoadMetrics) -> None:
         self._load.apply_metrics(metrics)
+        if isinstance(self._indexer, KvIndexer):
+            self._indexer.heard(metrics.worker_id)
 
     def __repr__(self) -> str:
-        return f"PolicyRouter({self._config.router}, {self._load!r})"
+        return f"PolicyRouter({self._config.router}, {self._load!r}, {self._indexer!r})"
 
 
 def _score_records(

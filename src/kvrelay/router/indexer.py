@@ -1,0 +1,345 @@
+"""KvIndexer: one frontend's index, kept true to the workers' caches by their events.
+
+What it owns: per worker the place in its stream of events, and the index that the events make. Batches are applied in
+order; duplicates are dropped; a gap, a late join, a new epoch or a missing parent is healed by asking the worker
+for the events again, or for a dump of what it holds. Every frontend does this for itself and arrives at the same state.
+What it does not know: the bus. Requests for a replay leave by a callback, answers come in as frames.
+
+    add_worker ──> CATCHING_UP ──contiguous batch, or the answer──> SYNCED ──gap──> CATCHING_UP ...
+                        └──answer is a dump, page by page──> DUMPING ──last page──> SYNCED
+
+While it catches up, batches from behind the gap wait in a bounded buffer. A lost question or answer is noticed by the
+clock when the worker is heard next (its load samples come every second), and so is the loss of a worker's very last
+batch: now and then a synced index asks whether there is more.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvrelay.core.clock import Clock
+from kvrelay.core.event_codec import FULL_DUMP, ReplayReply, ReplayRequest, decode_replay_reply, encode_replay_request
+from kvrelay.core.events import BlockStored, KvEvent, KvEventBatch
+from kvrelay.errors import ProtocolError
+from kvrelay.router.base import ReplayRequester
+from kvrelay.router.errors import IndexerOfflineError, ParentNotFoundError, RequestDroppedError
+from kvrelay.router.overlap import OverlapScores
+from kvrelay.router.prefix_index import PrefixIndex
+
+_log = logging.getLogger(__name__)
+
+REPLAY_TIMEOUT_S = 2.0
+DUMP_INTERVAL_S = 2.0
+VERIFY_INTERVAL_S = 30.0
+MAX_BUFFERED_BATCHES = 256
+MAX_QUERY_BLOCKS = 1 << 20
+
+
+class StreamState(enum.Enum):
+    SYNCED = "synced"
+    CATCHING_UP = "catching up"
+    DUMPING = "dumping"
+
+
+class IndexerStats(msgspec.Struct):
+    """What has happened since the start, in events unless the name says otherwise."""
+
+    applied: int = 0
+    duplicates: int = 0
+    unknown_worker: int = 0
+    stale_epoch: int = 0
+    wrong_block_size: int = 0
+    parent_not_found: int = 0
+    malformed_replies: int = 0
+    gaps: int = 0
+    replays_requested: int = 0
+    dumps_applied: int = 0
+    batches_dropped: int = 0
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One worker's events. ``epoch`` -1: not heard yet. ``wants_dump``: what the index holds cannot be trusted."""
+
+    epoch: int = -1
+    expected: int = 0
+    state: StreamState = StreamState.CATCHING_UP
+    asked_at: float = float("-inf")
+    dump_asked_at: float = float("-inf")
+    heard_at: float = float("-inf")
+    wants_dump: bool = False
+    dump_seq: int = -1
+    next_page: int = 0
+    buffered: dict[int, KvEventBatch] = field(default_factory=dict)
+
+
+class KvIndexer:
+    """Without ``request_replay`` gaps cannot be healed: the worker's blocks are forgotten then and learnt anew."""
+
+    def __init__(
+        self,
+        block_size: int,
+        clock: Clock,
+        request_replay: ReplayRequester | None = None,
+        index: PrefixIndex | None = None,
+    ) -> None:
+        self._block_size = block_size
+        self._clock = clock
+        self._request_replay = request_replay
+        self._index = index if index is not None else PrefixIndex()
+        self._streams: dict[str, _Stream] = {}
+        self._logged: set[str] = set()
+        self._closed = False
+        self.stats = IndexerStats()
+
+    @property
+    def index(self) -> PrefixIndex:
+        return self._index
+
+    def state(self, worker_id: str) -> StreamState | None:
+        """None for a worker that is not known."""
+        stream = self._streams.get(worker_id)
+        return None if stream is None else stream.state
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def add_worker(self, worker_id: str) -> None:
+        """Begin to follow a worker: ask for what it has done so far. Idempotent."""
+        if worker_id not in self._streams:
+            stream = self._streams[worker_id] = _Stream()
+            self._catch_up(worker_id, stream)
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Forget the worker; what it sends from now on is ignored."""
+        if self._streams.pop(worker_id, None) is not None:
+            self._index.remove_worker(worker_id)
+
+    def heard(self, worker_id: str) -> None:
+        """The worker is alive: ask again what it has not answered, or whether a last batch was lost."""
+        stream = self._streams.get(worker_id)
+        if stream is None or self._request_replay is None:
+            return
+        now = self._clock.now()
+        if stream.state is StreamState.SYNCED and not stream.wants_dump:
+            if now - max(stream.heard_at, stream.asked_at) >= VERIFY_INTERVAL_S:
+                self._ask(worker_id, stream, ReplayRequest(stream.expected))
+        elif now - stream.asked_at >= REPLAY_TIMEOUT_S:
+            self._catch_up(worker_id, stream)
+
+    # -- look up ------------------------------------------------------------------------------------------------------
+
+    def find_matches(self, sequence: Sequence[int], early_exit: bool = False) -> OverlapScores:
+        """``PrefixIndex.find_matches``. Raises IndexerOfflineError after ``close``, RequestDroppedError for more than a
+        million blocks."""
+        self._check(sequence)
+        return self._index.find_matches(sequence, early_exit)
+
+    def find_steps(self, sequence: Sequence[int]) -> list[tuple[int, int]]:
+        """``PrefixIndex.find_steps``, with the errors of ``find_matches``."""
+        self._check(sequence)
+        return self._index.find_steps(sequence)
+
+    def close(self) -> None:
+        self._closed = True
+        self._streams.clear()
+
+    def _check(self, sequence: Sequence[int]) -> None:
+        if self._closed:
+            raise IndexerOfflineError("the indexer is offline")
+        if len(sequence) > MAX_QUERY_BLOCKS:
+            raise RequestDroppedError(f"a look-up of {len(sequence)} blocks was dropped")
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def apply(self, batch: KvEventBatch) -> None:
+        """A batch that the worker has published."""
+        stream = self._streams.get(batch.worker_id)
+        if stream is None:
+            self.stats.unknown_worker += len(batch.events)
+            return
+        if batch.epoch < stream.epoch:
+            self.stats.stale_epoch += len(batch.events)
+            return
+        stream.heard_at = self._clock.now()
+        if batch.epoch > stream.epoch:
+            self._begin_epoch(batch.worker_id, stream, batch.epoch)
+        if stream.state is StreamState.DUMPING or batch.first_seq > stream.expected:
+            self._hold_back(batch, stream)
+            return
+        self._apply_in_order(batch, stream)
+        self._drain(batch.worker_id, stream)
+
+    def apply_replay(self, worker_id: str, frame: bytes) -> None:
+        """The answer to a request for a replay."""
+        stream = self._streams.get(worker_id)
+        if stream is None:
+            return
+        try:
+            reply = decode_replay_reply(frame)
+            if reply.worker_id != worker_id:
+                raise ProtocolError(f"replay of {reply.worker_id} under the name of {worker_id}")
+        except ProtocolError as exc:
+            self.stats.malformed_replies += 1
+            self._log_once(f"replay of {worker_id}", exc.message)
+            return
+        if reply.epoch < stream.epoch:
+            return
+        stream.heard_at = self._clock.now()
+        if reply.epoch > stream.epoch:
+            self._begin_epoch(worker_id, stream, reply.epoch)
+        if reply.is_dump:
+            self._apply_dump_page(worker_id, stream, reply)
+        elif not stream.wants_dump:
+            self._apply_replayed(worker_id, stream, reply)
+
+    def _apply_replayed(self, worker_id: str, stream: _Stream, reply: ReplayReply) -> None:
+        if stream.state is StreamState.DUMPING:
+            return
+        before = stream.expected
+        for batch in reply.batches:
+            if batch.first_seq <= stream.expected:
+                self._apply_in_order(batch, stream)
+        self._drain(worker_id, stream)
+        if stream.state is StreamState.SYNCED and before < stream.expected < reply.next_seq:
+            self._catch_up(worker_id, stream)  # answers are bounded: there is more
+
+    def _apply_dump_page(self, worker_id: str, stream: _Stream, reply: ReplayReply) -> None:
+        if reply.page == 0:
+            if reply.dump_seq < stream.expected and not stream.wants_dump:
+                return  # an answer from the past: by now the events were heard
+            self._index.clear_worker(worker_id)
+            stream.state, stream.dump_seq, stream.next_page = StreamState.DUMPING, reply.dump_seq, 0
+        place = (stream.state, stream.dump_seq, stream.next_page)
+        if place != (StreamState.DUMPING, reply.dump_seq, reply.page):
+            return
+        for batch in reply.batches:
+            for event in batch.events:
+                if isinstance(event, BlockStored) and self._fits(worker_id, event):
+                    self._index.store(worker_id, event.parent_hash, event.block_hashes, detached=True)
+        stream.next_page += 1
+        if stream.next_page < reply.num_pages:
+            self._ask(worker_id, stream, ReplayRequest(FULL_DUMP, stream.dump_seq, stream.next_page))
+            return
+        self.stats.dumps_applied += 1
+        overtaken = stream.expected > reply.dump_seq
+        stream.state, stream.wants_dump, stream.expected = StreamState.SYNCED, False, reply.dump_seq
+        self._drain(worker_id, stream)
+        if overtaken and stream.state is StreamState.SYNCED:
+            self._catch_up(worker_id, stream)  # events that came in before the dump did are not in it
+
+    def _apply_in_order(self, batch: KvEventBatch, stream: _Stream) -> None:
+        """Apply what is new in a batch that begins at or before the expected number."""
+        known = stream.expected - batch.first_seq
+        events = batch.events[known:] if known else batch.events
+        self.stats.duplicates += len(batch.events) - len(events)
+        for event in events:
+            self._apply_event(batch.worker_id, stream, event)
+        stream.expected += len(events)
+
+    def _apply_event(self, worker_id: str, stream: _Stream, event: KvEvent) -> None:
+        if isinstance(event, BlockStored) and not self._fits(worker_id, event):
+            return
+        try:
+            self._index.apply_event(worker_id, event)
+            self.stats.applied += 1
+        except ParentNotFoundError as exc:
+            self.stats.parent_not_found += 1
+            self._log_once(f"parents of {worker_id}", exc.message)
+            stream.wants_dump = True
+
+    def _fits(self, worker_id: str, event: BlockStored) -> bool:
+        if event.block_size == self._block_size:
+            return True
+        self.stats.wrong_block_size += 1
+        self._log_once(
+            f"block size of {worker_id}",
+            f"worker {worker_id} has blocks of {event.block_size} tokens, not {self._block_size}: not indexed",
+        )
+        return False
+
+    # -- healing ------------------------------------------------------------------------------------------------------
+
+    def _begin_epoch(self, worker_id: str, stream: _Stream, epoch: int) -> None:
+        if stream.epoch >= 0:
+            self._index.clear_worker(worker_id)
+            stream.asked_at = float("-inf")
+        stream.epoch, stream.expected, stream.wants_dump = epoch, 0, False
+        stream.state = StreamState.CATCHING_UP
+        stream.buffered.clear()
+
+    def _hold_back(self, batch: KvEventBatch, stream: _Stream) -> None:
+        """The batch lies behind a gap: keep it until the gap is closed."""
+        if self._request_replay is None:
+            self._index.clear_worker(batch.worker_id)
+            self.stats.gaps += 1
+            stream.expected, stream.state = batch.first_seq, StreamState.SYNCED
+            self._apply_in_order(batch, stream)
+            return
+        stream.buffered[batch.first_seq] = batch
+        if len(stream.buffered) > MAX_BUFFERED_BATCHES:
+            del stream.buffered[min(stream.buffered)]
+            self.stats.batches_dropped += 1
+        if stream.state is StreamState.SYNCED:
+            self.stats.gaps += 1
+            self._catch_up(batch.worker_id, stream)
+        else:
+            self.heard(batch.worker_id)
+
+    def _drain(self, worker_id: str, stream: _Stream) -> None:
+        """Apply the buffered batches that are next, and heal what is still open."""
+        for first in sorted(stream.buffered):
+            if first > stream.expected:
+                break
+            batch = stream.buffered.pop(first)
+            if first + len(batch.events) > stream.expected:
+                self._apply_in_order(batch, stream)
+        if stream.state is StreamState.DUMPING:
+            return
+        if stream.wants_dump:
+            self._ask_for_dump(worker_id, stream)
+        elif stream.buffered:
+            self._catch_up(worker_id, stream)
+        else:
+            stream.state = StreamState.SYNCED
+
+    def _catch_up(self, worker_id: str, stream: _Stream) -> None:
+        if self._request_replay is None:
+            stream.state = StreamState.SYNCED
+            return
+        if stream.wants_dump or stream.state is StreamState.DUMPING:
+            self._ask_for_dump(worker_id, stream)
+            return
+        stream.state = StreamState.CATCHING_UP
+        self._ask(worker_id, stream, ReplayRequest(stream.expected))
+
+    def _ask_for_dump(self, worker_id: str, stream: _Stream) -> None:
+        """At most one every DUMP_INTERVAL_S: a worker whose events never fit must not keep everybody busy."""
+        now = self._clock.now()
+        if self._request_replay is None:
+            stream.wants_dump = False
+        elif now - stream.dump_asked_at >= DUMP_INTERVAL_S:
+            stream.dump_asked_at = now
+            stream.wants_dump = True
+            stream.state = StreamState.CATCHING_UP
+            self._ask(worker_id, stream, ReplayRequest(FULL_DUMP))
+
+    def _ask(self, worker_id: str, stream: _Stream, request: ReplayRequest) -> None:
+        stream.asked_at = self._clock.now()
+        self.stats.replays_requested += 1
+        if self._request_replay is not None:
+            self._request_replay(worker_id, encode_replay_request(request))
+
+    def _log_once(self, about: str, message: str) -> None:
+        """One line a worker and kind of fault; later ones are only counted."""
+        if about not in self._logged and len(self._logged) < 1000:
+            self._logged.add(about)
+            _log.warning("%s", message)
+
+    def __repr__(self) -> str:
+        synced = sum(stream.state is StreamState.SYNCED for stream in self._streams.values())
+        return f"KvIndexer(workers={len(self._streams)}, synced={synced}, {self._index!r})"

@@ -1,0 +1,84 @@
+"""Frames of the event plane: round trips, and everything malformed is a ProtocolError."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from kvrelay.core.event_codec import (
+    ReplayReply,
+    ReplayRequest,
+    decode_events,
+    decode_load,
+    decode_replay_reply,
+    decode_replay_request,
+    encode_events,
+    encode_load,
+    encode_replay_reply,
+    encode_replay_request,
+)
+from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, LoadMetrics
+from kvrelay.errors import ProtocolError
+
+STORED = BlockStored(None, (2**64 - 1, 5), (7, 8), (1, 2, 3, 4), 2, "adapter")
+BATCH = KvEventBatch("w", 3, 17, (STORED, BlockRemoved((5,)), AllBlocksCleared()))
+LOAD = LoadMetrics("w", 1, 8, 10, 100, 2, 0.1, 0.5, seq=4)
+
+
+def test_events_round_trip_with_and_without_tokens() -> None:
+    assert decode_events(encode_events(BATCH, include_tokens=True)) == BATCH
+    slim = decode_events(encode_events(BATCH))
+    assert slim.events == (msgspec.structs.replace(STORED, token_ids=()), *BATCH.events[1:])
+    assert (slim.worker_id, slim.epoch, slim.first_seq) == ("w", 3, 17)
+
+
+def test_the_others_round_trip() -> None:
+    assert decode_load(encode_load(LOAD)) == LOAD
+    request = ReplayRequest(5, dump_seq=9, page=2)
+    assert decode_replay_request(encode_replay_request(request)) == request
+    reply = ReplayReply("w", 0, 20, (BATCH,), is_dump=True, dump_seq=20, page=1, num_pages=2)
+    assert decode_replay_reply(encode_replay_reply(reply)) == reply
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        KvEventBatch("w", 0, 0, (), version=2),
+        KvEventBatch("w", 0, 0, (BlockStored(None, (1, 2), (1,), (), 16),)),
+        KvEventBatch("w", 0, 0, (BlockStored(None, (1,), (1,), (5,), 16),)),
+        KvEventBatch("w", 0, 0, (BlockStored(None, (1,), (1,), (), 0),)),
+    ],
+)
+def test_events_that_make_no_sense_are_refused(batch: KvEventBatch) -> None:
+    with pytest.raises(ProtocolError):
+        decode_events(msgspec.msgpack.encode(batch))
+    with pytest.raises(ProtocolError):
+        decode_replay_reply(encode_replay_reply(ReplayReply("w", 0, 0, (batch,))))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"kv_active_blocks": -1}, {"gpu_cache_usage_perc": 1.5}, {"gpu_cache_usage_perc": float("nan")}, {"version": 0}],
+)
+def test_load_out_of_range_is_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(ProtocolError):
+        decode_load(encode_load(msgspec.structs.replace(LOAD, **changes)))
+
+
+def test_a_page_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        decode_replay_reply(encode_replay_reply(ReplayReply("w", 0, 0, (), page=1)))
+
+
+def test_garbage_is_a_protocol_error_and_nothing_else() -> None:
+    rng = random.Random(1)
+    frames = [b"", b"\xc1", encode_load(LOAD), msgspec.msgpack.encode([[1] * 3] * 3), b"\x91" * 100_000]
+    good = encode_events(BATCH, include_tokens=True)
+    frames += [good[:cut] for cut in range(len(good))]
+    frames += [bytes(rng.randrange(256) for _ in range(rng.randrange(40))) for _ in range(300)]
+    for frame in frames:
+        for decode in (decode_events, decode_replay_request, decode_replay_reply):
+            with pytest.raises(ProtocolError):
+                decode(frame)
