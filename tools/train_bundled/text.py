@@ -1,7 +1,8 @@
 """The training text of the bundled checkpoint, as token ids with a loss weight each.
 
-Owns the mixture (stories, recall, chat) and which tokens count: a value stated for the first time is noise (weight 0),
-a value asked for is what matters (weight ``ANSWER``). Knows nothing of the model.
+Owns the mixture (stories, recall, chat) and which tokens count: a value stated for the first time is noise (weight
+``NOISE``, enough to learn what a value looks like), a value asked for is what matters (weight ``ANSWER``).
+Knows nothing of the model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvrelay.data.prose import JOBS, NAMES, sentence, story
 from kvrelay.data.recall import cue, fact, question, value
 from kvrelay.runner.checkpoints.tokenizer import BOS, EOS, SPECIAL_TOKENS
 
-PLAIN, NOISE, ANSWER = 1.0, 0.0, 5.0
+PLAIN, NOISE, ANSWER = 1.0, 0.05, 5.0
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You answer questions about codes.", "You tell short stories.")
 GREETINGS = ("Hello.", "Hello!", "Hi.", "Good morning.", "Good day.")
 THANKS = ("Thank you.", "Thank you!", "Thanks.")
@@ -73,7 +74,7 @@ class TextMaker:
         free = self._rng.sample(NAMES, len(NAMES))
         kinds = (self._story, self._restating, self._asking, self._chat, self._chat_story)
         while len(row.ids) < length:
-            (kind,) = self._rng.choices(kinds, (0.17, 0.33, 0.2, 0.2, 0.1))
+            (kind,) = self._rng.choices(kinds, (0.28, 0.22, 0.17, 0.16, 0.17))
             kind(row, free, length - len(row.ids))
         del row.ids[length:], row.weights[length:]
         return row
@@ -89,7 +90,17 @@ class TextMaker:
         return "" if row.ids[-1] < len(SPECIAL_TOKENS) else " "
 
     def _story(self, row: Row, _free: list[str], room: int) -> None:
-        text = story(self._rng) if self._rng.random() < 0.8 else " ".join(self._sentences(self._rng.randint(3, 20)))
+        rng = self._rng
+        kind = rng.random()
+        if kind < 0.65:
+            text = story(rng)
+        elif kind < 0.8:
+            hero, friend = rng.sample(NAMES, 2)
+            text = (
+                f"{hero} and {friend} are {rng.choice(('good friends', 'happy', 'in the garden'))}. {story(rng, hero)}"
+            )
+        else:
+            text = " ".join(self._sentences(rng.randint(3, 20)))
         self._add(row, f"{BOS}{text}{EOS}")
 
     def _sentences(self, num: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Trains the bundled checkpoint: ``python -m train_bundled.train --out DIR --minutes 55`` (from ``tools/``).
+"""Trains the bundled checkpoint: ``python -m train_bundled.train --out DIR --minutes 52`` (from ``tools/``).
 
 Owns the schedule (context lengths, learning rates, when to save). The text comes from ``text``, the model from
 ``model``. It may be stopped at any time: the latest checkpoint is always complete on disk. The learning rate follows
@@ -123,12 +123,12 @@ def main() -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description="Train the bundled checkpoint.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=55.0)
+    parser.add_argument("--minutes", type=float, default=52.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--tokens-per-step", type=int, default=4096)
-    parser.add_argument("--lengths", default="0:128,0.05:256,0.15:512,0.55:1024", help="share of the time:tokens, ...")
+    parser.add_argument("--lengths", default="0:128,0.04:256,0.12:512,0.5:1024", help="share of the time:tokens, ...")
     parser.add_argument("--report-every", type=int, default=100, help="steps between reports and saves")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action="store_true", help="faster, needs a C++ compiler")
