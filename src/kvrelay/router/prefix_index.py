@@ -409,9 +409,11 @@ class PrefixIndex:
 
     def compact(self) -> None:
         """Finish the pass over all runs that may be under way, and make a whole one."""
-        while self._cursor:
-            self.advance_pass(len(self._runs) + 1)
+        self._finish_passes()
         self._begin_pass()
+        self._finish_passes()
+
+    def _finish_passes(self) -> None:
         while self._cursor:
             self.advance_pass(len(self._runs) + 1)
 
