@@ -261,4 +261,6 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True)
+TestPoolMachine.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None
+)

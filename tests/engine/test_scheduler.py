@@ -159,6 +159,19 @@ def test_a_blocked_queue_is_no_work(make_engine: MakeEngine) -> None:
     assert len(drain(engine)["waits"]) == 4
 
 
+def test_no_place_is_no_work(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=2)
+    for index in range(3):
+        engine.add_request(request(f"away{index}", 8, mode=PrefillMode.REMOTE, first=10 * index))
+    assert len(engine.step().remote_prefills) == 2
+    assert engine.scheduler.num_waiting == 1
+    assert not engine.has_work()
+    engine.abort("away0")
+    assert engine.has_work()
+    (start,) = engine.step().remote_prefills
+    assert start.request_id == "away2"
+
+
 def test_equal_prompts_share_blocks_also_while_both_run(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_batched_tokens=16)
     prompt = list(range(10, 26))

@@ -26,6 +26,62 @@ def random_prompt(rng: random.Random, stems: list[list[int]], longest: int) -> l
     ]
 
 
+class Crowd:
+    """Random requests that come and go, and what was answered to each."""
+
+    def __init__(self, engine: EngineCore, rng: random.Random, num_requests: int) -> None:
+        self.engine = engine
+        self.rng = rng
+        self.num_requests = num_requests
+        self.stems = [[rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(3)]
+        self.prompts: dict[str, list[int]] = {}
+        self.wanted: dict[str, int] = {}
+        self.answers: defaultdict[str, list[int]] = defaultdict(list)
+        self.reasons: dict[str, FinishReason] = {}
+        self.aborted: set[str] = set()
+
+    def arrive(self) -> None:
+        name, count = f"r{len(self.prompts)}", self.rng.randrange(0, 30)
+        prompt = random_prompt(self.rng, self.stems, 60)
+        request = Request(name, prompt, SamplingParams(max_tokens=count), priority=self.rng.randrange(3))
+        try:
+            self.engine.add_request(request)
+        except OverloadedError:
+            return
+        self.prompts[name], self.wanted[name] = prompt, count
+
+    def abort_one(self) -> None:
+        name = self.rng.choice(list(self.prompts))
+        if name not in self.reasons:
+            self.engine.abort(name)
+            self.aborted.add(name)
+
+    def step(self) -> None:
+        for output in self.engine.step().outputs:
+            assert output.request_id not in self.aborted
+            assert output.request_id not in self.reasons
+            self.answers[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                self.reasons[output.request_id] = output.finish_reason
+
+    def tick(self) -> None:
+        if len(self.prompts) < self.num_requests and self.rng.random() < 0.5:
+            self.arrive()
+        if self.prompts and self.rng.random() < 0.03:
+            self.abort_one()
+        if self.rng.random() < 0.01:
+            self.engine.clear_cache()
+        self.step()
+
+    def check_answers(self) -> None:
+        assert set(self.reasons) | self.aborted == set(self.prompts)
+        for name, reason in self.reasons.items():
+            assert reason is FinishReason.LENGTH
+            prompt = self.prompts[name]
+            count = min(self.wanted[name], self.engine.max_model_len - len(prompt))
+            assert self.answers[name] == mock_generate(prompt, count, vocab_size=VOCAB_SIZE, eos_token_ids=EOS), name
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("caching", [True, False])
 def test_random_requests_give_the_reference_answers(make_engine: MakeEngine, seed: int, caching: bool) -> None:
@@ -37,50 +93,16 @@ def test_random_requests_give_the_reference_answers(make_engine: MakeEngine, see
         max_num_waiting=20,
         enable_prefix_caching=caching,
     )
-    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(3)]
-    prompts: dict[str, list[int]] = {}
-    wanted: dict[str, int] = {}
-    answers: defaultdict[str, list[int]] = defaultdict(list)
-    reasons: dict[str, FinishReason] = {}
-    aborted: set[str] = set()
-    for step in range(4000):
-        if len(prompts) < 200 and rng.random() < 0.5:
-            name, prompt, count = f"r{len(prompts)}", random_prompt(rng, stems, 60), rng.randrange(0, 30)
-            try:
-                sampling = SamplingParams(max_tokens=count)
-                engine.add_request(Request(name, prompt, sampling, priority=rng.randrange(3)))
-            except OverloadedError:
-                pass
-            else:
-                prompts[name], wanted[name] = prompt, count
-        if prompts and rng.random() < 0.03:
-            name = rng.choice(list(prompts))
-            if name not in reasons:
-                engine.abort(name)
-                aborted.add(name)
-        if rng.random() < 0.01:
-            engine.clear_cache()
-        for output in engine.step().outputs:
-            assert output.request_id not in aborted
-            answers[output.request_id] += output.token_ids
-            if output.finish_reason is not None:
-                assert output.request_id not in reasons
-                reasons[output.request_id] = output.finish_reason
-        if step % 50 == 0:
+    crowd = Crowd(engine, rng, 200)
+    while len(crowd.prompts) < 200 or engine.has_work():
+        crowd.tick()
+        if rng.random() < 0.02:
             engine.check_integrity()
-        if len(prompts) == 200 and not engine.has_unfinished():
-            break
-    assert not engine.has_work()
-    assert set(reasons) | aborted == set(prompts)
-    for name, reason in reasons.items():
-        assert reason is FinishReason.LENGTH
-        count = min(wanted[name], engine.max_model_len - len(prompts[name]))
-        assert answers[name] == mock_generate(prompts[name], count, vocab_size=VOCAB_SIZE, eos_token_ids=EOS), name
+    crowd.check_answers()
     engine.check_integrity()
-    assert engine.pool.num_in_use == 0
+    assert not engine.has_unfinished()
     assert engine.pool.num_free == engine.pool.num_blocks
-    if not caching:
-        assert engine.pool.num_cached == 0
+    assert caching or engine.pool.num_cached == 0
 
 
 def test_small_pools_do_preempt(make_engine: MakeEngine) -> None:

@@ -131,11 +131,7 @@ class EngineCore:
     def _has_news(self) -> bool:
         output = self.scheduler.output
         return bool(
-            output.outputs
-            or output.remote_prefills
-            or output.kv_loads
-            or output.handoff_chunks
-            or self.pool.has_events
+            output.outputs or output.remote_prefills or output.kv_loads or output.handoff_chunks or self.pool.has_events
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -329,7 +325,7 @@ class EngineCore:
     def metrics(self) -> LoadMetrics:
         """The load right now. ``kv_active_blocks`` counts what is held or quarantined, not what is only cached."""
         self._num_metrics += 1
-        scheduler, pool = self.scheduler, self.pool
+        scheduler, admission, pool = self.scheduler, self.scheduler.admission, self.pool
         num_active = pool.num_blocks - pool.num_free
         return LoadMetrics(
             worker_id=self.worker_id,
@@ -339,7 +335,7 @@ class EngineCore:
             kv_total_blocks=pool.num_blocks,
             num_requests_waiting=scheduler.num_waiting,
             gpu_cache_usage_perc=num_active / pool.num_blocks,
-            gpu_prefix_cache_hit_rate=scheduler.num_hit_tokens / max(1, scheduler.num_queried_tokens),
+            gpu_prefix_cache_hit_rate=admission.num_hit_tokens / max(1, admission.num_queried_tokens),
             seq=self._num_metrics,
         )
 

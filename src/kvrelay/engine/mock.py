@@ -56,6 +56,8 @@ class MockExecutor:
     ) -> None:
         if vocab_size <= len(eos_token_ids):
             raise ConfigError("the vocabulary has no token besides the end of sequence", param="vocab_size")
+        if not config.num_blocks and config.kv_cache_memory != "auto":
+            raise ConfigError("the mock engine's pool is given by num_blocks", param="kv_cache_memory")
         self._mock = mock
         self._sleep = sleep
         self._vocab_size = vocab_size

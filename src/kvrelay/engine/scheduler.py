@@ -20,12 +20,12 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
+from kvrelay.engine.admission import Admission, EngineLoad
 from kvrelay.engine.base import HandoffChunk, KvLoad, ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.stopping import finish_reason, reported_stop_token
-from kvrelay.engine.waiting import WaitingQueue
 
 StartRemote = Callable[[Request], None]
 """Told of a REMOTE request whose blocks are allocated; opens the hand-off."""
@@ -52,24 +52,17 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.exclusive_prefill = exclusive_prefill
         self.num_preemptions = 0
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
         # Every decode has to fit into a step, so that none starves and a prefill always has a token left to compute.
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._clock = clock
         self._start_remote = start_remote
-        self._watermark = max(1, pool.num_blocks // 100)
+        self.admission = Admission(pool, max_num_batched_tokens)
         self._batch = Batch(self.max_num_running)
-        self._waiting = WaitingQueue()
-        self._waiting_elsewhere = WaitingQueue()
-        """Waiting for blocks only: their next step is a transfer, so they need no share of the token budget."""
         self._num_outside = 0
         """Admitted without a slot (REMOTE_PREFILLING, LOADING_KV); one is kept for each."""
         self._needs_block: list[Request] = []
         self._last_was_exclusive = False
-        self._blocked: tuple[Request, int, int] | None = None
-        """The waiting request that did not fit, and how many blocks were free and requests admitted then."""
         self._decodes: list[Request] = []
         self._chunks: list[tuple[Request, int]] = []
 
@@ -83,7 +76,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._waiting_elsewhere)
+        return len(self.admission)
 
     @property
     def num_admitted(self) -> int:
@@ -92,12 +85,14 @@ class Scheduler:
     @property
     def num_places(self) -> int:
         """How many waiting requests could be admitted in the next step, were it for slots alone."""
-        return 0 if self._blocked else self.max_num_running - self.num_admitted
+        return 0 if self.admission.is_short_of_blocks else self.max_num_running - self.num_admitted
 
     @property
     def has_work(self) -> bool:
         """Whether a step would compute something, or admit somebody."""
-        return len(self._batch) > 0 or (self.num_waiting > 0 and not self._is_blocked())
+        if len(self._batch) > 0:
+            return True
+        return self.num_admitted < self.max_num_running and self.admission.may_admit(self._load())
 
     def take_output(self) -> StepOutput:
         """What has gathered for the worker since the last call."""
@@ -109,7 +104,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """A new request, WAITING, waits for admission."""
         self.requests[request.request_id] = request
-        self._enqueue(request)
+        self.admission.push(request)
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         """End ``request`` now. If a transfer may touch its blocks they are freed when that has ended."""
@@ -130,7 +125,7 @@ class Scheduler:
         elif request.status in (RequestStatus.REMOTE_PREFILLING, RequestStatus.LOADING_KV):
             self._num_outside -= 1
         else:
-            self._dequeue(request)
+            self.admission.discard(request)
         request.move(status, self._clock.now())
         self._free_blocks(request)
         del self.requests[request.request_id]
@@ -153,7 +148,7 @@ class Scheduler:
         request.handoff_id = None
         request.move(RequestStatus.WAITING, self._clock.now())
         self._free_blocks(request)
-        self._enqueue(request)
+        self.admission.push(request)
 
     # -- hand-offs (prefill side) -------------------------------------------------------------------------------------
 
@@ -236,70 +231,18 @@ class Scheduler:
         self._free_blocks(request)
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()
-        self._enqueue(request)
+        self.admission.push(request)
 
     def _admit(self) -> None:
         while self.num_admitted < self.max_num_running:
-            request = self._next_waiting()
-            if request is None or self._is_blocked():
+            request = self.admission.admit(self._load())
+            if request is None:
                 return
-            if not self._try_admit(request):
-                self._blocked = (request, self.pool.num_free, self.num_admitted)
-                return
+            self._place(request)
 
-    def _next_waiting(self) -> Request | None:
-        """The most urgent waiting request; of those that need computing only while the budget is not spoken for.
-
-        Admitting more would bind blocks early, and miss the prefix hits on what is being computed.
-        """
-        elsewhere = self._waiting_elsewhere.peek()
-        backlog = sum(len(request.token_ids) - request.num_computed_tokens for request in self._batch.prefilling)
-        here = self._waiting.peek() if backlog < self._max_num_batched_tokens else None
-        return min((request for request in (elsewhere, here) if request is not None), key=_key, default=None)
-
-    def _is_blocked(self) -> bool:
-        """Whether the most urgent waiting request is known not to fit, and nothing has been freed since."""
-        if self._blocked is None:
-            return False
-        request, num_free, num_admitted = self._blocked
-        unchanged = self.pool.num_free <= num_free and self.num_admitted >= num_admitted
-        if unchanged and request is self._next_waiting():
-            return True
-        self._blocked = None
-        return False
-
-    def _try_admit(self, request: Request) -> bool:
-        hit = self._find_hit(request)
-        num_needed = self.pool.blocks_for(len(request.token_ids)) - len(hit)
-        num_available = self.pool.num_free - self.pool.num_free_among(hit)
-        if num_needed > num_available - self._reserve_for(request):
-            return False
-        self._dequeue(request)
-        self.pool.acquire(hit)
-        fresh = self.pool.allocate(num_needed, after=hit[-1] if hit else None)
-        assert fresh is not None, "as many blocks were free a moment ago"
-        request.block_ids = hit + fresh
-        request.num_cached_blocks = len(hit)
-        request.num_computed_tokens = len(hit) * self.pool.block_size
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_computed_tokens
-            self.num_queried_tokens += len(request.token_ids)
-            self.num_hit_tokens += request.num_computed_tokens
-        self._place(request)
-        return True
-
-    def _find_hit(self, request: Request) -> list[int]:
-        if not self.pool.enable_prefix_caching or request.wants_prompt_logprobs:
-            return []
-        request.hash_blocks((len(request.token_ids) - 1) // self.pool.block_size, self.pool.block_size)
-        return self.pool.find_prefix(request.token_ids, request.sequence_hashes)
-
-    def _reserve_for(self, request: Request) -> int:
-        """Blocks to leave free against thrash. A preempted request comes back only when every running sequence could
-        fill a block more; a lone one needs no reserve."""
-        if not self.num_admitted:
-            return 0
-        return self._watermark + (len(self._batch) if request.status is RequestStatus.PREEMPTED else 0)
+    def _load(self) -> EngineLoad:
+        backlog = sum(_num_missing(request) for request in self._batch.prefilling)
+        return EngineLoad(self.num_admitted, len(self._batch), backlog)
 
     def _place(self, request: Request) -> None:
         """An admitted request goes where its mode says."""
@@ -445,18 +388,6 @@ class Scheduler:
 
     # -- places -------------------------------------------------------------------------------------------------------
 
-    def _queue_of(self, request: Request) -> WaitingQueue:
-        elsewhere = request.mode is PrefillMode.REMOTE or request.num_load_tokens > 0
-        return self._waiting_elsewhere if elsewhere else self._waiting
-
-    def _enqueue(self, request: Request) -> None:
-        self._queue_of(request).push(request)
-
-    def _dequeue(self, request: Request) -> None:
-        queue = self._queue_of(request)
-        if request in queue:
-            queue.remove(request)
-
     def _free_blocks(self, request: Request) -> None:
         self.pool.release(request.block_ids)
         request.block_ids = []
@@ -482,7 +413,7 @@ class Scheduler:
 
 
 def _key(request: Request) -> tuple[int, int]:
-    return (request.priority, request.arrival)
+    return request.key
 
 
 def _num_missing(request: Request) -> int:
