@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from serving import kvrelay
+from tests.system.serving import kvrelay
 
 from kvrelay.runner.checkpoints import make_model
 

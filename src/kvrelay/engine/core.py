@@ -272,6 +272,11 @@ class EngineCore:
             self._compute_here(handoff.request_id)
         return len(late)
 
+    def take_back_unclaimed(self) -> None:
+        """There is no prefill worker left: compute here what none of them has claimed."""
+        for handoff in self.ledger.unclaimed():
+            self._compute_here(handoff.request_id)
+
     def _compute_here(self, request_id: str) -> bool:
         request = self.scheduler.requests.get(request_id)
         if request is None or request.status is not RequestStatus.REMOTE_PREFILLING or request.handoff_id is None:

@@ -201,6 +201,10 @@ class HandoffLedger:
                 found.append(handoff)
         return found
 
+    def unclaimed(self) -> list[Handoff]:
+        """Open hand-offs that nobody has claimed yet."""
+        return [handoff for handoff in self._handoffs.values() if handoff.generation == 0]
+
     def expired(self, now_s: float) -> list[Handoff]:
         """Open hand-offs past their deadline: unclaimed for too long, or claimed and not done. They stay open."""
         late = [handoff for handoff in self._handoffs.values() if handoff.deadline_s <= now_s]

@@ -305,7 +305,7 @@ class DecodeSide:
             self.stats.num_stale += 1
         self._loop.call_soon_threadsafe(self._close, message.handoff_id, message.generation)
 
-    def worker_gone(self, worker_id: str) -> None:
+    def worker_fenced(self, worker_id: str) -> None:
         """A prefill worker's lease has ended: nothing of it can write any more."""
         self._claimants.pop(worker_id, None)
         self._engine.post(lambda core: core.peer_gone(worker_id))

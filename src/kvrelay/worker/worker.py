@@ -113,7 +113,9 @@ class Worker:
         self._events = KvEventLog(settings.worker_id, self.epoch)
         self._publisher = Publisher(settings.worker_id, self.epoch, control.events, self._keys, self._events)
         self._policy = DisaggPolicy(settings.disagg)
-        self._fleet = Fleet(control.discovery, self._keys, settings.model, self._on_worker_gone)
+        self._fleet = Fleet(
+            control.discovery, self._keys, settings.model, self._on_worker_fenced, self._on_no_prefill_worker
+        )
         self._peers = DecodePeers(
             connect,
             control.discovery,
@@ -294,9 +296,12 @@ class Worker:
     def _on_abandon(self, message: HandoffAbandon) -> None:
         self._prefill.on_abandon(message)
 
-    def _on_worker_gone(self, worker_id: str) -> None:
-        self._decode.worker_gone(worker_id)
+    def _on_worker_fenced(self, worker_id: str) -> None:
+        self._decode.worker_fenced(worker_id)
         self._on_decode_peer_lost(worker_id)
+
+    def _on_no_prefill_worker(self) -> None:
+        self._engine.post(lambda core: core.take_back_unclaimed())
 
     def _on_decode_peer_lost(self, worker_id: str) -> None:
         self._prefill.on_peer_lost(worker_id)

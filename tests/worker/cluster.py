@@ -1,0 +1,202 @@
+"""A cluster in one process: mock engines, loopback RPC and KV transfer with faults on request, a real NATS server.
+
+Each worker is the production ``Worker``, wired as ``launch`` does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig
+from kvrelay.control import connect_control
+from kvrelay.control.base import ControlPlane
+from kvrelay.control.nats_process import NatsServerProcess
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, OutputBatch, RequestRefused, TokenOutput
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import FinishReason
+from kvrelay.core.workers import WorkerRole
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.mock import MockExecutor, mock_generate
+from kvrelay.rpc.base import RpcClient
+from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcServer
+from kvrelay.transfer import build_transport
+from kvrelay.transfer.loopback import LoopbackFabric
+from kvrelay.worker.worker import Worker, WorkerSettings, new_worker_id
+
+VOCAB_SIZE = 1000
+WAIT_S = 20.0
+
+
+def prompt(length: int, start: int = 0) -> tuple[int, ...]:
+    return tuple((7 * number + start) % VOCAB_SIZE for number in range(length))
+
+
+def expected(tokens: tuple[int, ...], count: int) -> list[int]:
+    return mock_generate(tokens, count, vocab_size=VOCAB_SIZE)
+
+
+@dataclass
+class Node:
+    """One worker and what a test wants to reach of it."""
+
+    worker: Worker
+    core: EngineCore
+    server: LoopbackRpcServer
+    control: ControlPlane
+    running: asyncio.Task[None]
+
+    @property
+    def id(self) -> str:
+        return self.worker.settings.worker_id
+
+    async def status(self) -> dict:
+        return await self.worker.status()
+
+    async def kill(self, cluster: Cluster) -> None:
+        """As SIGKILL would: connections break, memory is out of reach, nothing is revoked."""
+        cluster.fabric.kill(self.id)
+        for peer in list(self.server._clients):
+            self.server.drop(peer)
+        cluster.network.unlisten(self.server)
+        worker = self.worker
+        await worker._fleet.close()
+        await worker._publisher.close()
+        await worker._decode.close()
+        pulling = [worker._prefill._pulling] if worker._prefill._pulling else []
+        for task in (*worker._tasks, *worker._prefill._serving, *pulling, self.running):
+            task.cancel()
+        worker._engine.close()
+        worker._transfer.close()
+        await self.control.close()
+        cluster.nodes.remove(self)
+
+
+@dataclass
+class Client:
+    """A frontend's end of one connection."""
+
+    connection: RpcClient
+    worker_id: str
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    last: dict[str, TokenOutput] = field(default_factory=dict)
+    refused: dict[str, RequestRefused] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def receive(self, message: Message) -> None:
+        if isinstance(message, OutputBatch):
+            for output in message.outputs:
+                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                if output.finish_reason is not None:
+                    self.last[output.request_id] = output
+        elif isinstance(message, RequestRefused):
+            self.refused[message.request_id] = message
+        self.changed.set()
+
+    def send(self, request_id: str, tokens: tuple[int, ...], max_tokens: int = 8, **settings: object) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **settings)
+        self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling))
+
+    def abort(self, request_id: str) -> None:
+        self.connection.send(AbortRequest(request_id))
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def answer(self, request_id: str) -> list[int]:
+        await self.until(lambda: request_id in self.last or request_id in self.refused)
+        assert request_id not in self.refused, self.refused[request_id]
+        assert self.last[request_id].finish_reason is FinishReason.LENGTH
+        return self.tokens[request_id]
+
+
+@dataclass
+class Cluster:
+    """The shared planes, and how a worker joins."""
+
+    control: ControlConfig
+    disagg: DisaggConfig
+    mock: MockConfig
+    fabric: LoopbackFabric = field(default_factory=LoopbackFabric)
+    network: LoopbackNetwork = field(default_factory=LoopbackNetwork)
+    nodes: list[Node] = field(default_factory=list)
+
+    async def join(self, role: WorkerRole, **engine: int) -> Node:
+        config = EngineConfig(**{"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256, **engine})
+        worker_id = new_worker_id(role)
+        executor = MockExecutor(config, self.mock, vocab_size=VOCAB_SIZE, max_model_len=4096)
+        core = EngineCore(
+            executor,
+            config,
+            MonotonicClock(),
+            worker_id=worker_id,
+            remote_prefill_timeout_s=self.disagg.remote_prefill_timeout_s,
+        )
+        transfer = TransferConfig(transport="loopback", transfer_timeout_s=1.0)
+        settings = WorkerSettings("m", "m", role, "mock", config, transfer, self.control, self.disagg, worker_id)
+        control = await connect_control(self.control)
+        server = self.network.server()
+        transport = build_transport(transfer, worker_id, self.fabric)
+        worker = Worker(settings, executor, core, transport, control, server, self._connect)
+        await worker.start()
+        node = Node(worker, core, server, control, asyncio.create_task(worker.run()))
+        self.nodes.append(node)
+        return node
+
+    async def _connect(self, address: str) -> RpcClient:
+        client = self.network.client(address)
+        await client.start()
+        return client
+
+    async def client(self, node: Node) -> Client:
+        connection = self.network.client(node.server.address)
+        client = Client(connection, node.id)
+        connection.on_message(client.receive)
+        await connection.start()
+        return client
+
+    async def pair(self) -> tuple[Node, Node, Client]:
+        """A prefill worker, a decode worker that knows of it, and a client of the latter."""
+        prefill = await self.join(WorkerRole.PREFILL)
+        decode = await self.join(WorkerRole.DECODE)
+        await self.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        return prefill, decode, await self.client(decode)
+
+    async def until(self, condition, timeout_s: float = WAIT_S) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def check_idle(self) -> None:
+        """Every pool is whole and nothing is in use, once what is in flight has ended."""
+        for node in self.nodes:
+            await self.until(lambda node=node: not node.core.has_unfinished())
+            await node.worker._engine.call(lambda core: core.check_integrity())
+            assert node.core.metrics().kv_active_blocks == 0
+
+    async def leave(self) -> None:
+        for node in self.nodes:
+            node.worker.request_drain()
+        await asyncio.gather(*(node.running for node in self.nodes))
+        for node in self.nodes:
+            await node.control.close()
+
+
+@asynccontextmanager
+async def cluster(**settings: float) -> AsyncIterator[Cluster]:
+    """A cluster on a NATS server of its own; checked and taken down at the end."""
+    nats = NatsServerProcess()
+    disagg = replace(DisaggConfig(max_local_prefill_length=64), **settings)
+    shared = Cluster(ControlConfig(control=nats.start(), lease_ttl_s=1.0), disagg, MockConfig(speedup_ratio=0))
+    try:
+        yield shared
+        await shared.check_idle()
+        await shared.leave()
+    finally:
+        nats.stop()

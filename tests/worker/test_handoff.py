@@ -1,0 +1,207 @@
+"""Prefill here, decode there: two production workers in one process, and everything that can come between them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.worker.cluster import cluster, expected, prompt
+
+from kvrelay.core.handoff import HandoffDone
+from kvrelay.core.messages import encode_message
+from kvrelay.core.workers import WorkerRole
+
+
+async def test_long_prompts_are_prefilled_remotely_and_short_ones_locally():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        for number, length in enumerate([1, 16, 64, 65, 300, 1000, 3000]):
+            client.send(str(number), prompt(length, number))
+            assert await client.answer(str(number)) == expected(prompt(length, number), 8)
+        assert prefill.worker._prefill.stats.num_prefills == 4
+        stats = decode.worker._decode.stats
+        assert (stats.num_remote_done, stats.places["local_short"], stats.places["remote"]) == (4, 3, 4)
+        assert stats.num_received_bytes >= (65 + 300 + 1000 + 3000) * 8
+
+
+async def test_many_at_once_with_shared_prefixes():
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+        prompts = {f"r{n}": prompt(40 + 31 * (n % 13), n % 3) for n in range(60)}
+        for name, tokens in prompts.items():
+            client.send(name, tokens)
+        for name, tokens in prompts.items():
+            assert await client.answer(name) == expected(tokens, 8)
+        assert decode.worker._decode.stats.num_remote_done > 10
+
+
+async def test_hit_blocks_are_read_from_the_decode_worker():
+    async with cluster() as shared:
+        prefill, _, client = await shared.pair()
+        base = prompt(60)
+        client.send("local", base)
+        await client.answer("local")
+        client.send("remote", base + prompt(200, 5))
+        assert await client.answer("remote") == expected(base + prompt(200, 5), 8)
+        peers = (await prefill.status())["transfer"]["peers"]
+        assert {row["op"] for row in peers} == {"read", "write"}
+
+
+async def test_abort_at_every_stage_frees_everything():
+    async with cluster() as shared:
+        _, _, client = await shared.pair()
+        for number in range(40):
+            client.send(f"r{number}", prompt(500 + number, number), max_tokens=200)
+            await asyncio.sleep(0.001 * (number % 8))
+            client.abort(f"r{number}")
+        client.send("after", prompt(400, 3))
+        assert await client.answer("after") == expected(prompt(400, 3), 8)
+
+
+async def test_a_client_that_disconnects_cancels_its_requests():
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+        for number in range(8):
+            client.send(f"r{number}", prompt(300, number), max_tokens=3000)
+        await client.until(lambda: len(client.tokens) > 2)
+        await client.connection.close()
+        await shared.until(lambda: decode.worker._decode.num_requests == 0)
+
+
+async def test_failed_and_lost_transfers_lead_to_local_prefill():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        shared.fabric.faults.fail_next = 1
+        client.send("failed", prompt(300, 1))
+        assert await client.answer("failed") == expected(prompt(300, 1), 8)
+        shared.fabric.faults.drop_next = 1
+        client.send("dropped", prompt(300, 2))
+        assert await client.answer("dropped") == expected(prompt(300, 2), 8)
+        client.send("good", prompt(300, 3))
+        assert await client.answer("good") == expected(prompt(300, 3), 8)
+        assert decode.worker._decode.stats.num_remote_done == 1
+        assert prefill.worker._prefill.stats.num_failed == 2
+
+
+async def test_late_and_reordered_writes():
+    async with cluster() as shared:
+        _, _, client = await shared.pair()
+        shared.fabric.faults.delay_polls = 20
+        shared.fabric.faults.reorder = True
+        for number in range(10):
+            client.send(f"r{number}", prompt(700, number))
+        for number in range(0, 10, 2):
+            client.abort(f"r{number}")
+        for number in range(1, 10, 2):
+            assert await client.answer(f"r{number}") == expected(prompt(700, number), 8)
+
+
+async def test_a_killed_prefill_worker_costs_time_only():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        shared.fabric.faults.delay_polls = 200
+        for number in range(6):
+            client.send(f"r{number}", prompt(600, number))
+        await shared.until(lambda: decode.core.ledger.num_grants > 0)
+        await prefill.kill(shared)
+        for number in range(6):
+            assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
+        # Quarantined blocks come back only when the lease has ended.
+        await shared.until(lambda: decode.core.metrics().kv_active_blocks == 0)
+        client.send("after", prompt(600, 99))
+        assert await client.answer("after") == expected(prompt(600, 99), 8)
+
+
+async def test_a_prefill_that_nobody_claims_is_taken_back():
+    async with cluster(remote_prefill_timeout_s=0.3) as shared:
+        prefill, _, client = await shared.pair()
+        await prefill.worker._prefill.drain()
+        client.send("r", prompt(300))
+        assert await client.answer("r") == expected(prompt(300), 8)
+
+
+async def test_a_second_prefill_worker_joins_by_starting():
+    async with cluster() as shared:
+        first, decode, client = await shared.pair()
+        second = await shared.join(WorkerRole.PREFILL)
+        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 2)
+        for number in range(40):
+            client.send(f"r{number}", prompt(200, number))
+        for number in range(40):
+            await client.answer(f"r{number}")
+        counts = [node.worker._prefill.stats.num_prefills for node in (first, second)]
+        assert sum(counts) == 40
+        assert min(counts) > 0
+
+
+async def test_a_drained_prefill_worker_leaves_no_trace():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        for number in range(10):
+            client.send(f"r{number}", prompt(300, number))
+        prefill.worker.request_drain()
+        await prefill.running
+        for number in range(10):
+            assert await client.answer(f"r{number}") == expected(prompt(300, number), 8)
+        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 0)
+        await prefill.control.close()
+        shared.nodes.remove(prefill)
+
+
+async def test_a_draining_decode_worker_finishes_and_refuses():
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+        client.send("old", prompt(300), max_tokens=500)
+        await client.until(lambda: "old" in client.tokens)
+        decode.worker.request_drain()
+        await shared.until(lambda: not decode.worker._decode.accepting)
+        client.send("new", prompt(10))
+        assert await client.answer("old") == expected(prompt(300), 500)
+        await client.until(lambda: "new" in client.refused)
+        assert client.refused["new"].retryable
+        await decode.running
+        await decode.control.close()
+        shared.nodes.remove(decode)
+
+
+async def test_roles_change_without_a_restart():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        await prefill.worker.set_role(WorkerRole.DECODE)
+        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 0)
+        other = await shared.client(prefill)
+        other.send("here", prompt(300))
+        assert await other.answer("here") == expected(prompt(300), 8)
+        await prefill.worker.set_role(WorkerRole.PREFILL)
+        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        client.send("there", prompt(300, 9))
+        assert await client.answer("there") == expected(prompt(300, 9), 8)
+        assert decode.worker._decode.stats.num_remote_done == 1
+        assert prefill.worker.epoch == 2
+
+
+async def test_stale_and_forged_notifications_are_dropped():
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+        decode.worker._decode.notified(encode_message(HandoffDone("nobody", 1, 5, None, 0, 0.0)))
+        decode.worker._decode.notified(b"garbage")
+        decode.worker._decode.notified(b"")
+        client.send("r", prompt(300))
+        assert await client.answer("r") == expected(prompt(300), 8)
+        assert decode.worker._decode.stats.num_stale == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "settings", "status"),
+    [((), {}, 400), ((5000,), {}, 400), (prompt(5000), {}, 400), ((1,), {"stop_token_ids": (2000,)}, 400)],
+)
+async def test_what_the_engine_refuses_reaches_the_client(tokens, settings, status):
+    async with cluster() as shared:
+        node = await shared.join(WorkerRole.BOTH)
+        client = await shared.client(node)
+        client.send("bad", tokens, **settings)
+        await client.until(lambda: "bad" in client.refused)
+        assert client.refused["bad"].status == status
+        assert not client.refused["bad"].retryable
+        client.send("good", prompt(20))
+        assert await client.answer("good") == expected(prompt(20), 8)
