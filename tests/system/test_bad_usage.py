@@ -1,4 +1,4 @@
-"""Wrong arguments and broken surroundings: one clear line on stderr, the right exit code, at once, nothing left running."""
+"""Wrong arguments and broken surroundings: one clear line on stderr, the right exit code, nothing left running."""
 
 from __future__ import annotations
 
