@@ -1,0 +1,83 @@
+"""A real etcd server on loopback for tests, in a directory of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+
+class EtcdServer:
+    """A real server on loopback, with a short election timeout, which lets leases be as short as one second."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.client_port, self.peer_port = free_port(), free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"etcd://127.0.0.1:{self.client_port}"
+
+    def start(self) -> None:
+        client, peer = (f"http://127.0.0.1:{port}" for port in (self.client_port, self.peer_port))
+        with (self.directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    "etcd",
+                    "--name=test",
+                    "--log-level=error",
+                    f"--data-dir={self.directory / 'data'}",
+                    f"--listen-client-urls={client}",
+                    f"--advertise-client-urls={client}",
+                    f"--listen-peer-urls={peer}",
+                    f"--initial-advertise-peer-urls={peer}",
+                    f"--initial-cluster=test={peer}",
+                    "--heartbeat-interval=10",
+                    "--election-timeout=100",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        end = time.monotonic() + 20
+        while self.ctl("endpoint", "health").returncode != 0:
+            assert time.monotonic() < end, (self.directory / "log").read_text()
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def wipe(self) -> None:
+        shutil.rmtree(self.directory / "data")
+
+    def ctl(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["etcdctl", f"--endpoints=127.0.0.1:{self.client_port}", *words],
+            env={**os.environ, "ETCDCTL_API": "3"},
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def require_etcd() -> None:
+    if shutil.which("etcd") and shutil.which("etcdctl"):
+        return
+    if os.environ.get("CI") == "true":
+        pytest.fail("etcd and etcdctl are not installed (Debian: etcd-server, etcd-client)")
+    pytest.skip("etcd and etcdctl are not installed (Debian: etcd-server, etcd-client)")
