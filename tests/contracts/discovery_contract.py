@@ -1,0 +1,278 @@
+"""What every Discovery does. A subclass brings the fixture ``open_server``; see ``DiscoveryServer``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import pytest
+from tests.contracts.waiting import eventually, watching
+
+from kvrelay.control.base import Discovery, Lease, WatchEvent, WatchKind
+from kvrelay.errors import ControlUnavailableError, LeaseLostError
+
+ROOT = "kvrelay/test/"
+WORKERS = f"{ROOT}workers/"
+
+
+class DiscoveryServer(Protocol):
+    """A server, or what stands for one, that the suite may mistreat."""
+
+    ttl_s: float
+    """A short lease time that this server honours."""
+
+    async def connect(self) -> Discovery:
+        """As another process."""
+
+    async def disconnect(self, discovery: Discovery) -> None:
+        """That process dies without a word: leases are not revoked."""
+
+    async def end_lease(self, lease: Lease) -> None:
+        """As an operator with the server's own tool."""
+
+    async def go_away(self) -> None: ...
+
+    async def come_back(self, *, is_wiped: bool) -> None: ...
+
+
+OpenServer = Callable[[], AbstractAsyncContextManager[DiscoveryServer]]
+
+
+class DiscoveryContract:
+    """The suite."""
+
+    def test_values_are_put_listed_and_deleted(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, two = await server.connect(), await server.connect()
+            await one.put(f"{WORKERS}b", b"\x00binary\xff")
+            await one.put(f"{WORKERS}a", b"{}")
+            await one.put(f"{ROOT}config/x", b"1")
+            assert await two.get(f"{WORKERS}b") == b"\x00binary\xff"
+            assert await two.get(f"{WORKERS}c") is None
+            assert await two.list(WORKERS) == {f"{WORKERS}a": b"{}", f"{WORKERS}b": b"\x00binary\xff"}
+            await two.put(f"{WORKERS}a", b"new")
+            await two.delete(f"{WORKERS}b")
+            await two.delete(f"{WORKERS}never was")
+            assert await one.list(ROOT) == {f"{ROOT}config/x": b"1", f"{WORKERS}a": b"new"}
+
+        run(open_server, scenario)
+
+    def test_keys_of_any_text(self, open_server: OpenServer) -> None:
+        keys = [f"{WORKERS}{name}" for name in ("a.b", ".", "..c", "d e", "f:1", "g=h", "*", ">", "ü/Ω", "i%2F", "-_")]
+
+        async def scenario(server: DiscoveryServer) -> None:
+            one, two = await server.connect(), await server.connect()
+            for key in keys:
+                await one.put(key, key.encode())
+            assert await two.list(WORKERS) == {key: key.encode() for key in keys}
+            assert [await two.get(key) for key in keys] == [key.encode() for key in keys]
+            for key in keys:
+                await two.delete(key)
+            assert await one.list(WORKERS) == {}
+
+        run(open_server, scenario)
+
+    def test_a_read_sees_what_others_have_written_before(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, two = await server.connect(), await server.connect()
+            lease = await one.grant(server.ttl_s)
+            for number in range(50):
+                await one.put(f"{WORKERS}w", str(number).encode(), lease)
+                assert await two.get(f"{WORKERS}w") == str(number).encode()
+
+        run(open_server, scenario)
+
+    def test_a_watch_starts_with_what_is_there_and_goes_on(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, two = await server.connect(), await server.connect()
+            await one.put(f"{WORKERS}a", b"1")
+            await one.put(f"{WORKERS}b", b"2")
+            await one.put(f"{ROOT}config/x", b"3")
+            async with watching(two, WORKERS) as watch, watching(two, WORKERS) as second:
+                start = {(event.kind, event.key, event.value) for event in watch.events[:2]}
+                assert start == {(WatchKind.PUT, f"{WORKERS}a", b"1"), (WatchKind.PUT, f"{WORKERS}b", b"2")}
+                assert watch.events[2:] == [WatchEvent(WatchKind.SYNCED, "")]
+                await one.put(f"{WORKERS}c", b"4")
+                await one.put(f"{ROOT}config/x", b"5")
+                await one.put(f"{WORKERS}a", b"6")
+                await one.delete(f"{WORKERS}b")
+                await eventually(lambda: len(watch.events) == 6 and len(second.events) == 6)
+                assert watch.events[3:] == [
+                    WatchEvent(WatchKind.PUT, f"{WORKERS}c", b"4"),
+                    WatchEvent(WatchKind.PUT, f"{WORKERS}a", b"6"),
+                    WatchEvent(WatchKind.DELETE, f"{WORKERS}b"),
+                ]
+                assert second.state == watch.state == {f"{WORKERS}a": b"6", f"{WORKERS}c": b"4"}
+
+        run(open_server, scenario)
+
+    def test_revoking_a_lease_takes_its_keys_along(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, two = await server.connect(), await server.connect()
+            lease = await one.grant(server.ttl_s)
+            await one.put(f"{WORKERS}a", b"1", lease)
+            await one.put(f"{WORKERS}b", b"2", lease)
+            await one.put(f"{ROOT}config/x", b"3")
+            async with watching(two, ROOT) as watch:
+                assert len(watch.state) == 3
+                await lease.revoke()
+                await eventually(lambda: watch.state == {f"{ROOT}config/x": b"3"}, timeout_s=server.ttl_s / 2)
+                await lease.revoke()
+            assert await two.list(ROOT) == {f"{ROOT}config/x": b"3"}
+            with pytest.raises(LeaseLostError):
+                await one.put(f"{WORKERS}a", b"1", lease)
+
+        run(open_server, scenario)
+
+    def test_the_last_put_decides_about_the_lease(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one = await server.connect()
+            first, second = await one.grant(server.ttl_s), await one.grant(server.ttl_s)
+            await one.put(f"{WORKERS}free", b"1", first)
+            await one.put(f"{WORKERS}free", b"2")
+            await one.put(f"{WORKERS}moved", b"3", first)
+            await one.put(f"{WORKERS}moved", b"4", second)
+            await first.revoke()
+            assert await one.list(WORKERS) == {f"{WORKERS}free": b"2", f"{WORKERS}moved": b"4"}
+            await second.revoke()
+            assert await one.list(WORKERS) == {f"{WORKERS}free": b"2"}
+
+        run(open_server, scenario)
+
+    def test_a_lease_lives_while_its_process_does(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, two, third = await server.connect(), await server.connect(), await server.connect()
+            kept = await one.grant(server.ttl_s)
+            ended = await third.grant(server.ttl_s)
+            await one.put(f"{WORKERS}lives", b"1", kept)
+            await third.put(f"{WORKERS}dies", b"2", ended)
+            async with watching(two, WORKERS) as watch:
+                await server.disconnect(third)
+                took_s = await eventually(lambda: f"{WORKERS}dies" not in watch.state, 1.5 * ended.ttl_s + 0.5)
+                assert took_s > ended.ttl_s / 2
+                await asyncio.sleep(kept.ttl_s)
+                assert watch.state == {f"{WORKERS}lives": b"1"}
+                assert watch.num_deletes == 1
+            assert await (await server.connect()).list(WORKERS) == {f"{WORKERS}lives": b"1"}
+
+        run(open_server, scenario)
+
+    def test_a_newcomer_sees_nothing_of_the_dead(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one = await server.connect()
+            lease = await one.grant(server.ttl_s)
+            await one.put(f"{WORKERS}w", b"1", lease)
+            await server.disconnect(one)
+            await asyncio.sleep(1.5 * lease.ttl_s)
+            newcomer = await server.connect()
+            assert await newcomer.list(WORKERS) == {}
+            assert await newcomer.get(f"{WORKERS}w") is None
+            async with watching(newcomer, WORKERS) as watch:
+                assert watch.events == [WatchEvent(WatchKind.SYNCED, "")]
+
+        run(open_server, scenario)
+
+    def test_a_lost_lease_is_granted_again_with_its_keys(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, two = await server.connect(), await server.connect()
+            lease = await one.grant(server.ttl_s)
+            lost: list[str] = []
+            lease.on_lost(lambda: lost.append("lost"))
+            await one.put(f"{WORKERS}w", b"1", lease)
+            await one.put(f"{WORKERS}gone", b"1", lease)
+            await one.delete(f"{WORKERS}gone")
+            first_id = lease.lease_id
+            async with watching(two, WORKERS) as watch:
+                await server.end_lease(lease)
+                await eventually(lambda: lost == ["lost"] and lease.lease_id not in ("", first_id))
+                await eventually(lambda: watch.state == {f"{WORKERS}w": b"1"})
+                assert lost == ["lost"]
+                await lease.revoke()
+                await eventually(lambda: watch.state == {})
+
+        run(open_server, scenario)
+
+    def test_without_a_server_everything_fails_at_once(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one = await server.connect()
+            await one.put(f"{WORKERS}w", b"1")
+            await server.go_away()
+            await asyncio.sleep(0.2)
+            for call in (one.get(f"{WORKERS}w"), one.list(WORKERS), one.put(f"{WORKERS}w", b"2"), one.grant(1.0)):
+                with pytest.raises(ControlUnavailableError):
+                    await asyncio.wait_for(call, 6.0)
+            await server.come_back(is_wiped=False)
+            await eventually_succeeds(one, f"{WORKERS}w", b"1")
+
+        run(open_server, scenario)
+
+    def test_a_restart_of_the_server_is_not_noticed(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, two = await server.connect(), await server.connect()
+            lease = await one.grant(server.ttl_s)
+            await one.put(f"{WORKERS}w", b"1", lease)
+            async with watching(two, WORKERS) as watch:
+                await server.go_away()
+                await server.come_back(is_wiped=False)
+                await eventually_succeeds(one, f"{WORKERS}w", b"1")
+                await one.put(f"{WORKERS}x", b"2", lease)
+                await eventually(lambda: f"{WORKERS}x" in watch.state)
+                assert watch.num_deletes == 0
+
+        run(open_server, scenario)
+
+    def test_a_wiped_server_gets_everything_again(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, two = await server.connect(), await server.connect()
+            lease = await one.grant(server.ttl_s)
+            lost: list[str] = []
+            lease.on_lost(lambda: lost.append("lost"))
+            await one.put(f"{WORKERS}w", b"1", lease)
+            await one.put(f"{ROOT}config/x", b"2")
+            async with watching(two, ROOT) as watch:
+                await server.go_away()
+                await server.come_back(is_wiped=True)
+                await eventually(lambda: bool(lost))
+                await eventually(lambda: watch.state == {f"{WORKERS}w": b"1"})
+                await eventually_succeeds(two, f"{WORKERS}w", b"1")
+                await asyncio.sleep(1.2 * lease.ttl_s)
+                assert watch.state == {f"{WORKERS}w": b"1"}
+
+        run(open_server, scenario)
+
+    def test_who_died_while_the_server_was_away_is_reported(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, two = await server.connect(), await server.connect()
+            lease = await one.grant(server.ttl_s)
+            await one.put(f"{WORKERS}w", b"1", lease)
+            async with watching(two, WORKERS) as watch:
+                await server.go_away()
+                await server.disconnect(one)
+                await server.come_back(is_wiped=False)
+                await eventually(lambda: watch.state == {})
+
+        run(open_server, scenario)
+
+
+async def eventually_succeeds(discovery: Discovery, key: str, value: bytes) -> None:
+    """The connection comes back by itself, and then the key has the value."""
+    for _ in range(200):
+        try:
+            if await discovery.get(key) == value:
+                return
+        except ControlUnavailableError:
+            pass
+        await asyncio.sleep(0.05)
+    pytest.fail(f"{key} did not come back")
+
+
+def run(open_server: OpenServer, scenario: Callable[[DiscoveryServer], Awaitable[None]]) -> None:
+    """Play a scenario with a server of its own."""
+
+    async def play() -> None:
+        async with open_server() as server:
+            await scenario(server)
+
+    asyncio.run(play())

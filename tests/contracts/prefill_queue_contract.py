@@ -1,0 +1,235 @@
+"""What every PrefillQueue does. A subclass brings the fixture ``open_server``; see ``QueueServer``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import pytest
+
+from kvrelay.control.base import PrefillDelivery, PrefillQueue
+from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.errors import ControlUnavailableError
+
+
+class QueueServer(Protocol):
+    """A server whose queue redelivers after ``ack_wait_s`` and gives up after two deliveries."""
+
+    ack_wait_s: float
+
+    async def connect(self) -> PrefillQueue:
+        """As another process."""
+
+    async def push_raw(self, data: bytes) -> None:
+        """Garbage into the queue."""
+
+    async def num_dead_letters(self) -> int: ...
+
+    async def go_away(self) -> None: ...
+
+    async def come_back(self, *, is_wiped: bool) -> None: ...
+
+
+OpenServer = Callable[[], AbstractAsyncContextManager[QueueServer]]
+
+
+def prefill(name: str, deadline_unix_s: float = 0.0) -> RemotePrefillRequest:
+    return RemotePrefillRequest(
+        handoff_id=name,
+        decode_worker_id="decode-1",
+        decode_address="tcp://127.0.0.1:1",
+        model="m",
+        request_id=f"request of {name}",
+        token_ids=tuple(range(100)),
+        num_output_tokens=0,
+        sampling=SamplingParams(),
+        block_ids=(3, 4, 5),
+        num_cached_tokens=16,
+        kv_compatibility="abc",
+        deadline_unix_s=deadline_unix_s,
+    )
+
+
+async def pulled(queue: PrefillQueue, timeout_s: float = 5.0) -> PrefillDelivery:
+    delivery = await queue.pull(timeout_s)
+    assert delivery is not None
+    return delivery
+
+
+class PrefillQueueContract:
+    """The suite."""
+
+    def test_first_in_first_out_each_entry_once(self, open_server: OpenServer) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one, two = await server.connect(), await server.connect(), await server.connect()
+            for number in range(4):
+                await decode.push(prefill(str(number)))
+            deliveries = [await pulled(queue) for queue in (one, two, one, two)]
+            assert [item.request for item in deliveries] == [prefill(str(number)) for number in range(4)]
+            assert [item.num_deliveries for item in deliveries] == [1] * 4
+            for delivery in deliveries:
+                await delivery.ack()
+            assert await one.pull(2 * server.ack_wait_s) is None
+
+        run(open_server, scenario)
+
+    def test_a_waiting_pull_gets_the_next_push(self, open_server: OpenServer) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one = await server.connect(), await server.connect()
+            assert await one.pull(0.0) is None
+            waiting = asyncio.create_task(one.pull(5.0))
+            await asyncio.sleep(0.05)
+            await decode.push(prefill("a"))
+            delivery = await waiting
+            assert delivery is not None
+            await delivery.ack()
+
+        run(open_server, scenario)
+
+    def test_size_counts_what_nobody_has_pulled(self, open_server: OpenServer) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one = await server.connect(), await server.connect()
+            assert await decode.size() == 0
+            for name in "abc":
+                await decode.push(prefill(name))
+            assert await decode.size() == 3
+            delivery = await pulled(one)
+            await asyncio.sleep(0.05)
+            assert await decode.size() == 2
+            assert await asyncio.gather(*(decode.size() for _ in range(20))) == [2] * 20
+            await delivery.ack()
+
+        run(open_server, scenario)
+
+    def test_an_entry_given_back_goes_to_another(self, open_server: OpenServer) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one, two = await server.connect(), await server.connect(), await server.connect()
+            await decode.push(prefill("a"))
+            await (await pulled(one)).nak(0.3)
+            assert await two.pull(0.1) is None
+            again = await pulled(two)
+            assert (again.request.handoff_id, again.num_deliveries) == ("a", 2)
+            await again.ack()
+
+        run(open_server, scenario)
+
+    def test_a_silent_consumer_loses_its_entry_and_a_beating_one_keeps_it(self, open_server: OpenServer) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one, two = await server.connect(), await server.connect(), await server.connect()
+            await decode.push(prefill("a"))
+            kept = await pulled(one)
+            for _ in range(6):
+                await asyncio.sleep(server.ack_wait_s / 3)
+                await kept.in_progress()
+            assert await two.pull(0.0) is None
+            again = await pulled(two)
+            assert (again.request.handoff_id, again.num_deliveries) == ("a", 2)
+            await again.ack()
+
+        run(open_server, scenario)
+
+    def test_what_nobody_should_compute_is_dropped(self, open_server: OpenServer) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one = await server.connect(), await server.connect()
+            await decode.push(prefill("late", deadline_unix_s=time.time() - 1.0))
+            for garbage in (b"", b"\xff\xff", b"{}", b"\x80"):
+                await server.push_raw(garbage)
+            await decode.push(prefill("in time", deadline_unix_s=time.time() + 60.0))
+            delivery = await pulled(one)
+            assert delivery.request.handoff_id == "in time"
+            await delivery.ack()
+            assert await one.pull(2 * server.ack_wait_s) is None
+
+        run(open_server, scenario)
+
+    def test_poison_ends_in_the_dead_letters(self, open_server: OpenServer) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one = await server.connect(), await server.connect()
+            await decode.push(prefill("poison"))
+            for _ in range(2):
+                await (await pulled(one)).nak()
+            assert await one.pull(0.2) is None
+            assert await server.num_dead_letters() == 1
+            assert await decode.size() == 0
+
+        run(open_server, scenario)
+
+    def test_a_cancelled_pull_loses_nothing(self, open_server: OpenServer) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one, two = await server.connect(), await server.connect(), await server.connect()
+            for delay_s in (0.0, 0.001, 0.002, 0.004):
+                waiting = asyncio.create_task(one.pull(5.0))
+                await asyncio.sleep(0.02)
+                await decode.push(prefill(f"after {delay_s}"))
+                await asyncio.sleep(delay_s)
+                waiting.cancel()
+                await asyncio.wait([waiting])
+                if not waiting.cancelled():
+                    delivery = waiting.result()
+                    assert delivery is not None
+                else:
+                    delivery = await pulled(two, server.ack_wait_s / 2)
+                assert delivery.request.handoff_id == f"after {delay_s}"
+                await delivery.ack()
+
+        run(open_server, scenario)
+
+    def test_entries_survive_a_restart(self, open_server: OpenServer) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one = await server.connect(), await server.connect()
+            await decode.push(prefill("a"))
+            await server.go_away()
+            await asyncio.sleep(0.1)
+            for call in (decode.push(prefill("b")), decode.size(), one.pull(0.1)):
+                with pytest.raises(ControlUnavailableError):
+                    await asyncio.wait_for(call, 6.0)
+            await server.come_back(is_wiped=False)
+            delivery = await eventually_pulled(one)
+            assert delivery.request.handoff_id == "a"
+            await delivery.ack()
+
+        run(open_server, scenario)
+
+    def test_a_wiped_server_serves_again(self, open_server: OpenServer) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one = await server.connect(), await server.connect()
+            await decode.push(prefill("lost"))
+            await server.go_away()
+            await server.come_back(is_wiped=True)
+            for _ in range(200):
+                try:
+                    await decode.push(prefill("new"))
+                    break
+                except ControlUnavailableError:
+                    await asyncio.sleep(0.05)
+            delivery = await eventually_pulled(one)
+            assert delivery.request.handoff_id == "new"
+            await delivery.ack()
+            assert await decode.size() == 0
+
+        run(open_server, scenario)
+
+
+async def eventually_pulled(queue: PrefillQueue) -> PrefillDelivery:
+    for _ in range(200):
+        try:
+            delivery = await queue.pull(0.2)
+            if delivery is not None:
+                return delivery
+        except ControlUnavailableError:
+            await asyncio.sleep(0.05)
+    pytest.fail("nothing came")
+
+
+def run(open_server: OpenServer, scenario: Callable[[QueueServer], Awaitable[None]]) -> None:
+    """Play a scenario with a server of its own."""
+
+    async def play() -> None:
+        async with open_server() as server:
+            await scenario(server)
+
+    asyncio.run(play())
