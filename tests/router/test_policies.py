@@ -60,7 +60,7 @@ def test_kv_cost_is_prefill_plus_context_in_tokens() -> None:
 @pytest.mark.parametrize(("extra_load", "expected"), [(1500, 0), (1700, 1)])
 def test_kv_affinity_ends_where_the_load_exceeds_what_the_prefix_saves(extra_load: int, expected: int) -> None:
     given = candidates(overlap_blocks=[100, 0], context_tokens=[extra_load, 0])
-    assert choose("kv", given) == [expected]
+    assert choose("kv", given, decode_weight=1.0) == [expected]
 
 
 def test_kv_temperature_draws_by_softmax() -> None:

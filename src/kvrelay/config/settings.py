@@ -111,7 +111,7 @@ class RouterConfig(Settings):
         "round-robin", "Routing policy."
     )
     overlap_weight: float = setting(1.0, "kv: credit per token of prefix overlap.", low=0)
-    decode_weight: float = setting(1.0, "kv: cost per decode token in flight, in prefill tokens.", low=0)
+    decode_weight: float = setting(0.1, "kv: cost per token of context in flight, in prefill tokens.", low=0)
     temperature: float = setting(0.0, "kv: 0 takes the best, above it draws by softmax.", low=0)
     router_seed: int = setting(0, "Seed of random draws and ties.")
     kv_events: bool = setting(True, "Learn prefixes from the workers' events; false: guess them from placements.")

@@ -35,9 +35,11 @@ class Candidates:
 
 
 class Policy(Protocol):
-    """Scores candidates. ``uses_overlap`` says whether prefixes have to be looked up at all."""
+    """Scores candidates. ``uses_overlap`` says whether prefixes have to be looked up at all, ``anticipates`` whether a
+    prompt that was placed counts as held before the worker's events say so."""
 
     uses_overlap: bool
+    anticipates: bool
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         """One score per candidate, ``-inf`` for those that are out of the question. Called once per decision."""
@@ -74,10 +76,12 @@ class KvPolicy:
 
     all in tokens; the score is the negative cost. Affinity is gated by the request itself: the prefix draws exactly as
     strongly as the prefill tokens that it saves, against load in the same unit, so a hot prefix spreads to a
-    second worker as soon as the first is busier by more than what the prefix would save.
+    second worker as soon as the first is busier by more than what the prefix would save. Prompts that were placed and
+    are still being prefilled count as held: a burst of equal prefixes does not compute each of them everywhere.
     """
 
     uses_overlap = True
+    anticipates = True
 
     def __init__(self, overlap_weight: float, decode_weight: float, temperature: float) -> None:
         self._overlap_weight = overlap_weight
@@ -103,6 +107,7 @@ class DynamoV0Policy:
     """
 
     uses_overlap = True
+    anticipates = False
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         overlap = candidates.overlap_blocks * (candidates.block_size / max(candidates.prompt_tokens, 1))
@@ -119,6 +124,7 @@ class RoundRobinPolicy:
     """One after the other, in the order in which workers were added. The score is minus the distance to the turn."""
 
     uses_overlap = False
+    anticipates = False
 
     def __init__(self) -> None:
         self._next = 0
@@ -137,6 +143,7 @@ class RandomPolicy:
     """Every candidate with the same probability."""
 
     uses_overlap = False
+    anticipates = False
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         return np.zeros(len(candidates))
@@ -149,6 +156,7 @@ class LeastLoadedPolicy:
     """The fewest tokens in flight: pending prefill and context, without regard to prefixes."""
 
     uses_overlap = False
+    anticipates = False
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         load: FloatColumn = candidates.prefill_tokens + candidates.context_tokens

@@ -27,6 +27,8 @@ from kvrelay.router.policies import Candidates, build_policy
 
 _log = logging.getLogger(__name__)
 
+ANTICIPATION_S = 10.0
+
 
 class RouterStage(enum.Enum):
     """Which workers compete. REQUEST: those that frontends send requests to (decode-first order, and the decode half
@@ -57,6 +59,7 @@ class PolicyRouter:
         self._stage = stage
         self._request_replay = request_replay
         self._indexer: KvIndexer | ApproximateIndexer | None = None
+        self._anticipated: ApproximateIndexer | None = None
         self._workers: dict[str, WorkerInfo] = {}
         self._load = LoadTable(block_size, clock)
         self._rng = random.Random(config.router_seed)
@@ -74,6 +77,10 @@ class PolicyRouter:
         """
         self._config = config
         self._policy = build_policy(config)
+        if not (self._policy.anticipates and config.kv_events):
+            self._anticipated = None
+        elif self._anticipated is None:
+            self._anticipated = ApproximateIndexer(ANTICIPATION_S, self._clock)
         if not self._policy.uses_overlap:
             self._indexer = None
         elif not config.kv_events:
@@ -107,8 +114,9 @@ class PolicyRouter:
     def remove_worker(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
         self._load.remove_worker(worker_id)
-        if self._indexer is not None:
-            self._indexer.remove_worker(worker_id)
+        for indexer in (self._indexer, self._anticipated):
+            if indexer is not None:
+                indexer.remove_worker(worker_id)
 
     def _follow(self, info: WorkerInfo) -> None:
         """Index the worker's events. One with other blocks than ours can be chosen, but never for its prefixes."""
@@ -132,8 +140,12 @@ class PolicyRouter:
         num_tokens = len(request.token_ids)
         cached = min(decision.overlap_blocks * self._block_size, num_tokens)
         self._load.place(request.request_id, decision.worker_id, num_tokens - cached, num_tokens)
-        if isinstance(self._indexer, ApproximateIndexer):
-            self._indexer.place(decision.worker_id, sequence)
+        for indexer in (self._indexer, self._anticipated):
+            if (
+                isinstance(indexer, ApproximateIndexer)
+                and self._workers[decision.worker_id].block_size == self._block_size
+            ):
+                indexer.place(decision.worker_id, sequence)
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("request %s: %s", request.request_id, decision)
         return decision
@@ -187,13 +199,16 @@ class PolicyRouter:
         )
 
     def _overlaps(self, sequence: tuple[int, ...]) -> FloatColumn:
-        """Leading blocks held, in the load table's row order."""
+        """Leading blocks held, or about to be, in the load table's row order."""
         column = np.zeros(len(self._load.worker_ids))
-        if self._indexer is not None and sequence:
-            row_of, index = self._load.row, self._indexer.index
-            for depth, mask in self._indexer.find_steps(sequence):
-                rows = [row for row in map(row_of, index.names(mask)) if row is not None]
-                column[rows] = depth
+        if not sequence:
+            return column
+        for indexer in (self._indexer, self._anticipated):
+            if indexer is None:
+                continue
+            for depth, mask in indexer.find_steps(sequence):
+                rows = [row for row in map(self._load.row, indexer.index.names(mask)) if row is not None]
+                column[rows] = np.maximum(column[rows], depth)
         return column
 
     # -- what workers publish -----------------------------------------------------------------------------------------

@@ -1,0 +1,280 @@
+"""Replays a request trace through the real router over simulated workers, in virtual time.
+
+A trace in Mooncake's format is a JSON object a line: ``timestamp`` (ms), ``input_length`` and ``output_length``
+(tokens), ``hash_ids`` (one per 512-token block; equal ids are equal prefixes). What it owns: the reader, a simulated
+worker (an LRU prefix cache, one prefill at a time, decodes beside it), the event loop. What it does not know: HTTP,
+engines, real time: a replay of an hour takes seconds, and the same trace gives the same figures every time.
+
+The router works in blocks here: a block of the trace is one token to it, so a prompt is its list of hash ids.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvrelay.config import RouterConfig
+from kvrelay.core.clock import ManualClock
+from kvrelay.core.event_log import KvEventLog
+from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics
+from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.errors import InvalidInputError
+from kvrelay.router.base import RoutingRequest
+from kvrelay.router.router import PolicyRouter
+
+TRACE_BLOCK_TOKENS = 512
+
+
+class TraceRequest(msgspec.Struct, frozen=True):
+    """One line of a trace."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+
+class WorkerModel(msgspec.Struct, frozen=True):
+    """A simulated worker: the size of its cache, and how fast it is."""
+
+    cache_blocks: int = 2500
+    prefill_tokens_per_s: float = 8000.0
+    inter_token_s: float = 0.02
+
+
+class ReplayResult(msgspec.Struct, frozen=True):
+    """One policy over one trace. Ratios of blocks; imbalance is max over mean of the workers' sums.
+
+    ``work_imbalance`` counts what had to be computed (uncached prefill and output tokens), ``token_imbalance`` all
+    tokens of prompts and answers. Times in seconds, of the simulated workers.
+    """
+
+    policy: str
+    num_requests: int
+    hit_ratio: float
+    estimated_hit_ratio: float
+    token_imbalance: float
+    work_imbalance: float
+    mean_ttft_s: float
+    p50_ttft_s: float
+    p99_ttft_s: float
+
+
+_line_decoder = msgspec.json.Decoder(TraceRequest)
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
+    """The requests of a trace file in order of time. Raises InvalidInputError that names the line."""
+    requests: list[TraceRequest] = []
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if limit is not None and len(requests) >= limit:
+                    break
+                if line.strip():
+                    requests.append(_read_line(path, number, line))
+    except OSError as exc:
+        raise InvalidInputError(f"cannot read the trace {path}: {exc.strerror}") from exc
+    if not requests:
+        raise InvalidInputError(f"the trace {path} has no requests")
+    return sorted(requests, key=lambda request: request.timestamp)
+
+
+def _read_line(path: Path, number: int, line: bytes) -> TraceRequest:
+    try:
+        request = _line_decoder.decode(line)
+    except msgspec.DecodeError as exc:
+        raise InvalidInputError(f"{path}, line {number}: {exc}") from exc
+    if not request.hash_ids or min(request.hash_ids) < 0 or max(request.hash_ids) > 0xFFFFFFFF:
+        raise InvalidInputError(f"{path}, line {number}: hash_ids must be one or more unsigned 32-bit integers")
+    return request
+
+
+def infinite_hit_ratio(requests: Iterable[TraceRequest]) -> float:
+    """The share of prefix blocks that one cache without bounds would have found."""
+    seen: set[int] = set()
+    hits = total = 0
+    for request in requests:
+        total += len(request.hash_ids)
+        hits += _leading(request.hash_ids, seen)
+        seen.update(request.hash_ids)
+    return hits / total if total else 0.0
+
+
+def _leading(blocks: Sequence[int], held: set[int]) -> int:
+    return next((at for at, block in enumerate(blocks) if block not in held), len(blocks))
+
+
+class _SimulatedWorker:
+    """An LRU cache of sequence hashes and one prefill at a time, in the order of arrival."""
+
+    def __init__(self, name: str, model: WorkerModel) -> None:
+        self.name = name
+        self.log = KvEventLog(name, 0, capacity=16)
+        self.tokens = 0
+        self.work = 0
+        self._model = model
+        self._cache: OrderedDict[int, None] = OrderedDict()
+        self._free_at = 0.0
+        self._starts: deque[float] = deque()
+        self._active_blocks = 0
+
+    def accept(self, request: TraceRequest, sequence: tuple[int, ...], now: float) -> tuple[int, float, list[KvEvent]]:
+        """Queue the prefill: (blocks found in the cache, when the first token comes, cache events).
+
+        The cache is looked up and filled at once: what is queued before it will have been computed when its turn
+        comes. The events are to be published with the first token.
+        """
+        hits = next((at for at, block in enumerate(sequence) if block not in self._cache), len(sequence))
+        for block in reversed(sequence):  # so that the end of a prefix is evicted before its beginning
+            self._cache[block] = None
+            self._cache.move_to_end(block)
+        events: list[KvEvent] = []
+        if hits < len(sequence):
+            events.append(BlockStored(sequence[hits - 1] if hits else None, sequence[hits:], sequence[hits:], (), 1))
+        evicted = [self._cache.popitem(last=False)[0] for _ in range(len(self._cache) - self._model.cache_blocks)]
+        if evicted:
+            events.append(BlockRemoved(tuple(evicted)))
+        computed = max(request.input_length - hits * TRACE_BLOCK_TOKENS, 1)
+        start = max(now, self._free_at)
+        self._free_at = start + computed / self._model.prefill_tokens_per_s
+        self._starts.append(start)
+        self._active_blocks += len(sequence)
+        self.tokens += request.input_length + request.output_length
+        self.work += computed + request.output_length
+        return hits, self._free_at, events
+
+    def release(self, num_blocks: int) -> None:
+        self._active_blocks -= num_blocks
+
+    def metrics(self, now: float) -> LoadMetrics:
+        while self._starts and self._starts[0] <= now:
+            self._starts.popleft()
+        return LoadMetrics(
+            worker_id=self.name,
+            request_active_slots=0,
+            request_total_slots=256,
+            kv_active_blocks=self._active_blocks,
+            kv_total_blocks=self._model.cache_blocks,
+            num_requests_waiting=len(self._starts),
+            gpu_cache_usage_perc=min(1.0, self._active_blocks / self._model.cache_blocks),
+            gpu_prefix_cache_hit_rate=0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Due:
+    """A first token (with the cache events behind it), or an end (``num_released`` blocks are active no more)."""
+
+    at_s: float
+    number: int
+    worker: _SimulatedWorker = field(compare=False)
+    num_released: int = 0
+    events: tuple[KvEvent, ...] = field(default=(), compare=False)
+
+
+class _Replay:
+    """One run: arrivals from the trace, first tokens and ends from the workers, in order of virtual time."""
+
+    def __init__(self, config: RouterConfig, num_workers: int, model: WorkerModel, metrics_interval_s: float) -> None:
+        self._clock = ManualClock()
+        self._router = PolicyRouter(config, 1, self._clock)
+        self._model = model
+        self._metrics_interval_s = metrics_interval_s
+        self._next_metrics_s = 0.0
+        self._workers = {name: _SimulatedWorker(name, model) for name in (f"w{at:02d}" for at in range(num_workers))}
+        self._due: list[_Due] = []
+        self._hits = self._blocks = self._estimated = 0
+        self._ttft_s: list[float] = []
+        for name in self._workers:
+            self._router.add_worker(_worker_info(name))
+
+    def run(self, requests: Sequence[TraceRequest], time_scale: float) -> ReplayResult:
+        for number, request in enumerate(requests):
+            self._advance(request.timestamp / 1000.0 / time_scale)
+            self._arrive(number, request)
+        tokens = [worker.tokens for worker in self._workers.values()]
+        work = [worker.work for worker in self._workers.values()]
+        return ReplayResult(
+            policy=self._router.config.router,
+            num_requests=len(requests),
+            hit_ratio=self._hits / self._blocks,
+            estimated_hit_ratio=self._estimated / self._blocks,
+            token_imbalance=max(tokens) * len(tokens) / sum(tokens),
+            work_imbalance=max(work) * len(work) / sum(work),
+            mean_ttft_s=float(np.mean(self._ttft_s)),
+            p50_ttft_s=float(np.percentile(self._ttft_s, 50)),
+            p99_ttft_s=float(np.percentile(self._ttft_s, 99)),
+        )
+
+    def _arrive(self, number: int, request: TraceRequest) -> None:
+        now, request_id = self._clock.now(), f"r{number}"
+        decision = self._router.choose(RoutingRequest(request_id, request.hash_ids, request.output_length))
+        worker = self._workers[decision.worker_id]
+        sequence = compute_block_hashes(request.hash_ids, 1).sequence
+        hits, first_token_s, events = worker.accept(request, sequence, now)
+        self._hits += hits
+        self._estimated += decision.overlap_blocks
+        self._blocks += len(sequence)
+        self._ttft_s.append(first_token_s - now)
+        end_s = first_token_s + request.output_length * self._model.inter_token_s
+        heapq.heappush(self._due, _Due(first_token_s, number, worker, events=tuple(events)))
+        heapq.heappush(self._due, _Due(end_s, number, worker, num_released=len(sequence)))
+
+    def _advance(self, now: float) -> None:
+        """Let everything happen that is due by ``now``, load samples included."""
+        while self._due and self._due[0].at_s <= now:
+            due = heapq.heappop(self._due)
+            self._sample(due.at_s)
+            self._clock.advance(max(0.0, due.at_s - self._clock.now()))
+            if due.num_released:
+                self._router.finished(f"r{due.number}", 0)
+                due.worker.release(due.num_released)
+            else:
+                self._router.first_token(f"r{due.number}")
+                if due.events:
+                    self._router.apply_events(due.worker.log.append(due.events))
+        self._sample(now)
+        self._clock.advance(max(0.0, now - self._clock.now()))
+
+    def _sample(self, now: float) -> None:
+        if now >= self._next_metrics_s:
+            self._next_metrics_s = now + self._metrics_interval_s
+            for worker in self._workers.values():
+                self._router.apply_metrics(worker.metrics(now))
+
+
+def _worker_info(name: str) -> WorkerInfo:
+    return WorkerInfo(
+        worker_id=name,
+        epoch=0,
+        role=WorkerRole.BOTH,
+        model="simulated",
+        model_path="",
+        address="",
+        max_model_len=1 << 20,
+        block_size=1,
+        num_blocks=0,
+        vocab_size=1 << 32,
+        kv_compatibility="",
+    )
+
+
+def replay_trace(
+    requests: Sequence[TraceRequest],
+    config: RouterConfig,
+    *,
+    num_workers: int = 16,
+    model: WorkerModel | None = None,
+    time_scale: float = 1.0,
+    metrics_interval_s: float = 0.05,
+) -> ReplayResult:
+    """Replay under one policy. ``time_scale`` 2 makes the trace arrive twice as fast."""
+    return _Replay(config, num_workers, model or WorkerModel(), metrics_interval_s).run(requests, time_scale)
