@@ -262,6 +262,23 @@ def test_closing_fails_what_is_unfinished_and_what_comes_later(cluster: Cluster)
     assert cluster.wait(2)[1] == ("late", "the transfer thread is closed")
     with pytest.raises(TransferError):
         cluster.prefill.thread.add_peer(cluster.decode.metadata)
+    assert cluster.prefill.thread.remove_peer("d").result(5) is None
+
+
+def test_a_caller_that_gives_up_waiting_harms_nobody(cluster: Cluster) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def block(error: str | None) -> None:
+        entered.set()
+        leave.wait(10)
+
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=block)
+    assert entered.wait(10)
+    waiting = cluster.prefill.thread.add_peer(cluster.decode.metadata)
+    assert waiting.cancel()
+    leave.set()
+    cluster.write("after", [1])
+    assert cluster.wait(1) == [("after", None)]
 
 
 def test_a_thread_that_was_never_started_closes() -> None:

@@ -137,7 +137,13 @@ class TransferThread:
 
     def remove_peer(self, worker_id: str) -> Future[None]:
         """Tear the connection down, fail what is under way on it, forget the peer."""
-        return self._post_call(lambda: self._forget(worker_id))
+        try:
+            return self._post_call(lambda: self._forget(worker_id))
+        except TransferError:
+            # Closed: every connection is torn down.
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
 
     def submit(
         self,
@@ -207,6 +213,8 @@ class TransferThread:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
                 future.set_result(function())
             except Exception as exc:  # noqa: BLE001 - handed to the caller, whatever it is
