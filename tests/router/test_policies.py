@@ -52,9 +52,9 @@ def test_dynamo_v0_without_anyone_waiting() -> None:
 def test_kv_cost_is_prefill_plus_context_in_tokens() -> None:
     given = candidates(overlap_blocks=[100, 50, 0], prefill_tokens=[500, 0, 0], context_tokens=[1000, 100, 40])
     scores = build_policy(RouterConfig(router="kv", decode_weight=0.5)).scores(given)
-    assert scores.tolist() == pytest.approx([-(500 + 0 + 500), -(800 + 50), -(1600 + 20)])
+    assert scores.tolist() == pytest.approx([-(350 + 0 + 500), -(800 + 50), -(1600 + 20)])
     heavier = build_policy(RouterConfig(router="kv", overlap_weight=2.0, decode_weight=0.0)).scores(given)
-    assert heavier.tolist() == pytest.approx([-500, 0, -1600])
+    assert heavier.tolist() == pytest.approx([-350, 0, -1600])
 
 
 @pytest.mark.parametrize(("extra_load", "expected"), [(1500, 0), (1700, 1)])

@@ -16,6 +16,8 @@ import numpy as np
 from kvrelay.config import RouterConfig
 from kvrelay.router.load import FloatColumn
 
+PENDING_WEIGHT = 0.7
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -72,12 +74,15 @@ def pick_softmax(scores: FloatColumn, temperature: float, rng: random.Random) ->
 class KvPolicy:
     """The default: the work that a worker would have before this request's first token, and while decoding it.
 
-        cost = pending prefill + (prompt - overlap_weight * overlap) + decode_weight * context in flight
+        cost = 0.7 * pending prefill + (prompt - overlap_weight * overlap) + decode_weight * context in flight
 
-    all in tokens; the score is the negative cost. Affinity is gated by the request itself: the prefix draws exactly as
-    strongly as the prefill tokens that it saves, against load in the same unit, so a hot prefix spreads to a
-    second worker as soon as the first is busier by more than what the prefix would save. Prompts that were placed and
-    are still being prefilled count as held: a burst of equal prefixes does not compute each of them everywhere.
+    all in tokens; the score is the negative cost. Pending prefill counts less than own, because waiting delays this
+    request, but computing a prefix twice takes capacity from all; the weights were found by replaying traces.
+
+    Affinity is gated by the request itself: a prefix draws exactly as strongly as the prefill that it saves, against
+    load in the same unit, so a hot one spreads to a second worker as soon as the first is busier by more than that.
+    Prompts that were placed and are still being prefilled count as held: of a burst of equal prefixes not every one is
+    computed anew.
     """
 
     uses_overlap = True
@@ -90,7 +95,7 @@ class KvPolicy:
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         overlap = self._overlap_weight * candidates.block_size * candidates.overlap_blocks
-        prefill = candidates.prefill_tokens + np.maximum(candidates.prompt_tokens - overlap, 0.0)
+        prefill = PENDING_WEIGHT * candidates.prefill_tokens + np.maximum(candidates.prompt_tokens - overlap, 0.0)
         cost: FloatColumn = prefill + self._decode_weight * candidates.context_tokens
         return -cost
 
