@@ -1,0 +1,292 @@
+"""What a Hugging Face ``config.json`` says, as one frozen value that the models are built from.
+
+Owns the reading of ``config.json`` and ``generation_config.json`` and the refusal, by name, of whatever the runner does
+not compute. Knows no tensors: importing it does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvrelay.errors import CheckpointError, UnsupportedModelError
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+
+ARCHITECTURES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+JsonObject = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding. ``kind`` default and linear use ``theta`` and ``factor``; llama3 uses everything."""
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Sparse feed-forward: ``top_k`` of ``num_experts`` per token; ``normalize`` rescales their weights to 1."""
+
+    num_experts: int
+    top_k: int
+    intermediate: int
+    normalize: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer. ``windows[i]`` is layer i's sliding window in tokens, 0 for full attention;
+    ``sparse[i]`` says whether its feed-forward is the mixture of experts ``moe``."""
+
+    family: Family
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_position: int
+    rope: RopeConfig
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    windows: tuple[int, ...]
+    sparse: tuple[bool, ...]
+    moe: MoeConfig | None = None
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+def load_model_config(model_dir: Path) -> ModelConfig:
+    """Read ``config.json`` (and the EOS ids of ``generation_config.json``) of a checkpoint directory.
+
+    Raises CheckpointError for a missing or damaged file, UnsupportedModelError for what the runner does not compute.
+    """
+    if not model_dir.is_dir():
+        raise CheckpointError(f"{model_dir} is not a checkpoint directory")
+    raw = _read_json(model_dir / "config.json")
+    generation = model_dir / "generation_config.json"
+    eos = _eos_ids(_read_json(generation) if generation.is_file() else {}) or _eos_ids(raw)
+    return parse_model_config(raw, eos)
+
+
+def parse_model_config(raw: JsonObject, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
+    """The configuration in ``raw``, a parsed ``config.json``. Raises as ``load_model_config`` does."""
+    family = _family(raw)
+    _refuse_unsupported(raw)
+    fields = _Fields(raw)
+    hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    head_dim = fields.integer("head_dim", max(hidden // num_heads, 1))
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise CheckpointError(
+            f"config.json: {num_heads} heads, {num_kv_heads} KV heads and head_dim {head_dim} do not fit together"
+        )
+    num_layers = fields.integer("num_hidden_layers")
+    attention_bias = fields.flag("attention_bias")
+    moe = _moe(family, fields)
+    return ModelConfig(
+        family=family,
+        vocab_size=fields.integer("vocab_size"),
+        hidden=hidden,
+        intermediate=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_position=fields.integer("max_position_embeddings", 2048),
+        rope=_rope(fields),
+        dtype=_dtype(raw),
+        eos_token_ids=eos_token_ids,
+        windows=_windows(family, fields, num_layers),
+        sparse=_sparse_layers(family, fields, num_layers),
+        moe=moe,
+        # Mixtral and Qwen3-MoE of transformers default to untied; Llama and the rest as well.
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=attention_bias and family != "qwen2",
+        mlp_bias=fields.flag("mlp_bias") and family == "llama",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Typed reading of ``config.json``; null counts as absent."""
+
+    raw: JsonObject
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.raw.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise CheckpointError(f"config.json: {name} must be a positive integer, got {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise CheckpointError(f"config.json: {name} must be a number, got {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {name} must be true or false, got {value!r}")
+        return value
+
+    def nested(self, name: str) -> _Fields:
+        value = self.raw.get(name)
+        return _Fields(value if isinstance(value, Mapping) else {})
+
+
+def _read_json(path: Path) -> JsonObject:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"{path.parent} has no {path.name}") from exc
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(f"cannot read {path}: {exc}") from exc
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _eos_ids(raw: JsonObject) -> tuple[int, ...]:
+    value = raw.get("eos_token_id")
+    if isinstance(value, int):
+        return (value,)
+    if isinstance(value, list):
+        return tuple(item for item in value if isinstance(item, int))
+    return ()
+
+
+def _family(raw: JsonObject) -> Family:
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise CheckpointError("config.json names no architecture")
+    for name in names:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    raise UnsupportedModelError(
+        f"architecture {names[0]} is not supported; supported: {', '.join(ARCHITECTURES)}", param="architectures"
+    )
+
+
+def _refuse_unsupported(raw: JsonObject) -> None:
+    if raw.get("quantization_config") is not None:
+        raise UnsupportedModelError("quantized checkpoints (quantization_config) are not supported")
+    activation = raw.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act {activation} is not supported, only silu")
+    partial = raw.get("partial_rotary_factor")
+    if partial not in (None, 1, 1.0):
+        raise UnsupportedModelError(f"partial_rotary_factor {partial} is not supported, only 1")
+
+
+def _dtype(raw: JsonObject) -> str:
+    value = raw.get("torch_dtype") or raw.get("dtype") or "float32"
+    if value not in DTYPES:
+        raise UnsupportedModelError(f"weights of type {value} are not supported; supported: {', '.join(DTYPES)}")
+    return str(value)
+
+
+def _rope(fields: _Fields) -> RopeConfig:
+    """Both spellings: ``rope_theta`` with ``rope_scaling``, and transformers 5's ``rope_parameters``."""
+    scaling = fields.nested("rope_parameters")
+    if not scaling.raw:
+        scaling = fields.nested("rope_scaling")
+    theta = scaling.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    kind = scaling.raw.get("rope_type") or scaling.raw.get("type") or "default"
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, "linear", scaling.number("factor", 1.0))
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            "llama3",
+            scaling.number("factor", 8.0),
+            scaling.number("low_freq_factor", 1.0),
+            scaling.number("high_freq_factor", 4.0),
+            scaling.integer("original_max_position_embeddings", 8192),
+        )
+    raise UnsupportedModelError(f"rope type {kind} is not supported; supported: default, linear, llama3")
+
+
+def _windows(family: Family, fields: _Fields, num_layers: int) -> tuple[int, ...]:
+    """Mistral and Mixtral slide in all layers; the Qwens, if ``use_sliding_window``, from ``max_window_layers`` on."""
+    if fields.raw.get("sliding_window") is None or family == "llama":
+        return (0,) * num_layers
+    window = fields.integer("sliding_window")
+    if family in ("mistral", "mixtral"):
+        return (window,) * num_layers
+    if not fields.flag("use_sliding_window"):
+        return (0,) * num_layers
+    kinds = fields.raw.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == num_layers:
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    first = fields.number("max_window_layers", 28)
+    return tuple(window if layer >= first else 0 for layer in range(num_layers))
+
+
+def _moe(family: Family, fields: _Fields) -> MoeConfig | None:
+    if family == "mixtral":
+        moe = MoeConfig(
+            fields.integer("num_local_experts", 8),
+            fields.integer("num_experts_per_tok", 2),
+            fields.integer("intermediate_size"),
+            normalize=True,
+        )
+    elif family == "qwen3_moe":
+        moe = MoeConfig(
+            fields.integer("num_experts", 128),
+            fields.integer("num_experts_per_tok", 8),
+            fields.integer("moe_intermediate_size", 768),
+            normalize=fields.flag("norm_topk_prob"),
+        )
+    else:
+        return None
+    if moe.top_k > moe.num_experts:
+        raise CheckpointError(f"config.json: {moe.top_k} experts per token of {moe.num_experts} experts")
+    return moe
+
+
+def _sparse_layers(family: Family, fields: _Fields, num_layers: int) -> tuple[bool, ...]:
+    if family == "mixtral":
+        return (True,) * num_layers
+    if family != "qwen3_moe":
+        return (False,) * num_layers
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise CheckpointError(f"config.json: mlp_only_layers must be a list, got {dense!r}")
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))

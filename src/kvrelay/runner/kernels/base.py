@@ -1,0 +1,36 @@
+"""Contract of the pieces between a decoder's matrix products, so that models are written once.
+
+``x`` is in the model's dtype, [T, hidden]; the residual stream is float32. Implementations may hand out buffers that
+the next call of the same method overwrites: a result is to be consumed before then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Kernels(Protocol):
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """x -> x @ weight.T + bias; ``weight`` [out, in] may be repacked, the caller lets go of it."""
+
+    def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight in the form that the norms take."""
+
+    def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """The residual stream's start: rows of ``table`` as float32, a tensor of its own."""
+
+    def rms_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """residual / rms(residual) * weight, in the model's dtype."""
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add ``delta`` to ``residual`` in place, then ``rms_norm``."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, of [T, 2 * width] with the gates first."""

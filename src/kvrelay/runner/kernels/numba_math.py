@@ -1,0 +1,126 @@
+"""The scalar pieces of the Numba kernels: bfloat16 in 16-bit integers, and a vectorisable exponential.
+
+Numba has no bfloat16, so such arrays travel as uint16 and are widened to float32 in registers. All arithmetic is
+float32. ``FAST`` lets LLVM reassociate and fuse, but keeps infinities and NaN meaningful.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic, overload
+
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": FAST, "error_model": "numpy", "boundscheck": False}
+
+_LOWEST = np.float32(-87.3)
+_LOG2_E = np.float32(1.44269504)
+_LN_2 = np.float32(0.69314718056)
+_HALF = np.float32(0.5)
+_ONE = np.float32(1.0)
+# Minimax coefficients of e^x on [-ln2/2, ln2/2] (Cephes' expf).
+_C0, _C1, _C2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_C3, _C4, _C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _bits(typing_context: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.uint32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _from_bits(typing_context: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+
+    return types.float32(types.uint32), generate
+
+
+def widen(value: Any) -> Any:
+    """The float32 of an array element: itself, or what its 16 bits stand for as bfloat16."""
+    raise AssertionError("only inside Numba")
+
+
+def narrow(value: Any, like: Any) -> Any:
+    """A float32 as an element of array ``like``: itself, or its nearest bfloat16 (ties to even, NaN stays NaN)."""
+    raise AssertionError("only inside Numba")
+
+
+@overload(widen, inline="always")  # type: ignore[untyped-decorator]
+def _widen(value: Any) -> Any:
+    if value == types.uint16:
+
+        def from_bfloat16(value: Any) -> Any:
+            return _from_bits(np.uint32(value) << np.uint32(16))
+
+        return from_bfloat16
+
+    def unchanged(value: Any) -> Any:
+        return value
+
+    return unchanged
+
+
+@overload(narrow, inline="always")  # type: ignore[untyped-decorator]
+def _narrow(value: Any, like: Any) -> Any:
+    if like.dtype == types.uint16:
+
+        def to_bfloat16(value: Any, like: Any) -> Any:
+            bits = _bits(np.float32(value))
+            rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            return np.uint16(np.uint32(0x7FC0) if nan else rounded)
+
+        return to_bfloat16
+
+    def to_float32(value: Any, like: Any) -> Any:
+        return np.float32(value)
+
+    return to_float32
+
+
+@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
+def exp_negative(x: Any) -> Any:
+    """e**x for float32 x <= 0, to about 2 ulp; below -87.3 the smallest normal number rather than 0."""
+    y = max(x, _LOWEST)
+    n = np.int32(y * _LOG2_E - _HALF)
+    f = y - np.float32(n) * _LN_2
+    p = ((((_C0 * f + _C1) * f + _C2) * f + _C3) * f + _C4) * f + _C5
+    return (p * f * f + f + _ONE) * _from_bits(np.uint32(n + np.int32(127)) << np.uint32(23))
+
+
+@njit(fastmath=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+def largest(values: Any, start: int, end: int) -> Any:
+    """Maximum of values[start:end], which is not empty; vectorised, hence blind to NaN."""
+    result = values[start]
+    for i in range(start + 1, end):
+        result = max(result, values[i])
+    return result
+
+
+def constant_marker(value: int) -> Any:
+    """An empty array whose *type* carries ``value``: kernels that take it see a compile-time constant.
+
+    (Kernels made by a factory could close over the number, but Numba does not cache those that call each other.)
+    """
+    return np.zeros(0, dtype=f"S{value}")
+
+
+def constant(marker: Any) -> int:
+    """The value of a ``constant_marker``."""
+    raise AssertionError("only inside Numba")
+
+
+@overload(constant, inline="always")  # type: ignore[untyped-decorator]
+def _constant(marker: Any) -> Any:
+    value = marker.dtype.count
+
+    def read(marker: Any) -> Any:
+        return value
+
+    return read

@@ -1,0 +1,78 @@
+"""The KV pool: one page-aligned piece of memory, block-major, and how large it may be.
+
+    pool[block, layer, 0 = K | 1 = V, kv_head, position in block, head_dim]
+
+Owns the memory, which no one touches before its blocks are used: on the CPU it is an anonymous private mapping, so an
+empty pool costs no resident memory. Who owns which block is the engine's business.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_AUTO_CPU_SHARE, _AUTO_CPU_LIMIT_BYTES = 0.25, 2**30
+_AUTO_CUDA_SHARE = 0.8
+
+
+class KvPool:
+    """``tensor`` is the pool in its logical shape and dtype, ``region`` the same memory by address. ``spare_blocks``
+    lie behind it in ``tensor``, outside of ``region``: they belong to no sequence."""
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device, dtype: torch.dtype, spare_blocks: int = 0
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        num_bytes = (num_blocks + spare_blocks) * layout.block_bytes
+        if device.type == "cpu":
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            flat = torch.frombuffer(memory, dtype=dtype)
+        else:
+            flat = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self.tensor = flat.view(-1, *layout.block_shape)
+        self.region = MemoryRegion(flat.data_ptr(), num_blocks * layout.block_bytes, device.type, device.index or 0)
+
+    def __repr__(self) -> str:
+        return f"KvPool({self.num_blocks} blocks x {self.layout.block_bytes} bytes on {self.region.device})"
+
+
+def decide_num_blocks(layout: KVLayout, num_blocks: int, kv_cache_memory: str, free_bytes: Callable[[], int]) -> int:
+    """How many blocks the pool gets: ``num_blocks`` if given, else what fits into ``kv_cache_memory``.
+
+    ``free_bytes`` answers the bytes that "auto" may take. Raises ConfigError if not a single block fits.
+    """
+    if num_blocks > 0:
+        return num_blocks
+    budget = free_bytes() if kv_cache_memory == "auto" else parse_bytes(kv_cache_memory)
+    if budget < layout.block_bytes:
+        raise ConfigError(
+            f"kv_cache_memory: {budget} bytes do not hold one block of {layout.block_bytes} bytes",
+            param="kv_cache_memory",
+        )
+    return budget // layout.block_bytes
+
+
+def auto_pool_bytes(device: torch.device) -> int:
+    """A share of the free memory: on a CPU a quarter and at most 1 GiB, so that two workers fit on a laptop."""
+    if device.type == "cpu":
+        return min(int(psutil.virtual_memory().available * _AUTO_CPU_SHARE), _AUTO_CPU_LIMIT_BYTES)
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * _AUTO_CUDA_SHARE)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in "512MiB", "4GiB", "1.5GB" or "1048576". Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"not an amount of memory: {text!r} (e.g. 512MiB, 4GiB)", param="kv_cache_memory")
+    return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -1,0 +1,147 @@
+"""Reading safetensors: one file or many shards, checked by name and shape, without a second copy in memory.
+
+Owns the files and their failures, each of which becomes a CheckpointError of one line. Knows nothing of models: those
+ask for tensors by name and shape. ``finish`` then proves that nothing was left over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from kvrelay.errors import CheckpointError
+
+# Buffers that old exporters saved beside the weights, and that are computed here.
+_DERIVED = ("rotary_emb.inv_freq", "attn.masked_bias")
+_FINGERPRINT_PIECES, _PIECE_BYTES = 64, 4096
+
+
+class Checkpoint:
+    """The tensors of a directory, each read when asked for, converted to ``dtype``. A context manager."""
+
+    def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
+        self._dir = model_dir
+        self._dtype = dtype
+        self._stack = ExitStack()
+        self._handles: dict[str, Any] = {}
+        self._unread: set[str] = set()
+        self.files = _shard_files(model_dir)
+
+    def __enter__(self) -> Self:
+        try:
+            for file in self.files:
+                handle = self._stack.enter_context(_open(file))
+                for name in handle.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                    self._handles[name] = handle
+        except BaseException:
+            self._stack.close()
+            raise
+        self._unread = set(self._handles)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._handles.clear()
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._handles
+
+    def ignore(self, name: str) -> None:
+        """This tensor may be there and is not needed."""
+        self._unread.discard(name)
+
+    def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """The tensor ``name``, which must have ``shape``, in the checkpoint's working dtype, on the CPU."""
+        tensor = self._tensor(name, tuple(shape))
+        return tensor.to(self._dtype)
+
+    def stack(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Several tensors on top of each other along the first axis, read straight into one fused parameter."""
+        rows = [shape[0] for shape in shapes]
+        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype)
+        start = 0
+        for name, shape in zip(names, shapes, strict=True):
+            fused[start : start + shape[0]] = self._tensor(name, tuple(shape))
+            start += shape[0]
+        return fused
+
+    def finish(self) -> None:
+        """Raise CheckpointError if a tensor was never asked for: it belongs to a model other than the config's."""
+        left = sorted(name for name in self._unread if not name.endswith(_DERIVED))
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise CheckpointError(f"{self._dir} holds tensors that its architecture does not have: {left[0]}{more}")
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        handle = self._handles.get(name)
+        if handle is None:
+            raise CheckpointError(f"{self._dir} has no tensor {name}")
+        try:
+            tensor: torch.Tensor = handle.get_tensor(name)
+        except SafetensorError as exc:
+            raise CheckpointError(f"cannot read tensor {name} of {self._dir}: {exc}") from exc
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"tensor {name} of {self._dir} has shape {tuple(tensor.shape)}, expected {shape}")
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"tensor {name} of {self._dir} is of type {tensor.dtype}, expected a float type")
+        self._unread.discard(name)
+        return tensor
+
+
+def weights_fingerprint(model_dir: Path) -> str:
+    """16 hex digits that differ between checkpoints: config, and of each file its size, header and sampled pieces.
+
+    Samples, not the whole, so that a start does not read a large checkpoint twice. Raises CheckpointError.
+    """
+    digest = xxhash.xxh3_64()
+    try:
+        digest.update((model_dir / "config.json").read_bytes())
+        for file in _shard_files(model_dir):
+            size = file.stat().st_size
+            digest.update(f"{file.name}:{size}".encode())
+            with file.open("rb") as stream:
+                digest.update(stream.read(min(size, 1 << 20)))
+                for piece in range(_FINGERPRINT_PIECES):
+                    stream.seek(size * piece // _FINGERPRINT_PIECES)
+                    digest.update(stream.read(_PIECE_BYTES))
+    except OSError as exc:
+        raise CheckpointError(f"cannot read {exc.filename}: {exc.strerror}") from exc
+    return str(digest.hexdigest())
+
+
+def _shard_files(model_dir: Path) -> list[Path]:
+    """The shards that the index names, else the only file. Raises CheckpointError if one is missing."""
+    index = model_dir / "model.safetensors.index.json"
+    if not index.is_file():
+        single = model_dir / "model.safetensors"
+        if not single.is_file():
+            raise CheckpointError(f"{model_dir} has no model.safetensors")
+        return [single]
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
+        raise CheckpointError(f"{index} is damaged") from exc
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index} names a file outside the checkpoint: {name!r}")
+        if not (model_dir / name).is_file():
+            raise CheckpointError(f"{model_dir} has no shard {name}")
+    return [model_dir / name for name in names]
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except (SafetensorError, OSError) as exc:
+        raise CheckpointError(f"{file} is not a complete safetensors file: {exc}") from exc
