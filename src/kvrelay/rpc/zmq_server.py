@@ -8,6 +8,7 @@ to any more is gone. Whatever a peer sent before it left is handed on before ``o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket as sockets
@@ -34,6 +35,7 @@ _log = logging.getLogger(__name__)
 PROBE_DELAYS_S = (0.0, 0.02, 0.1, 0.5)
 """The monitor hears of a broken connection a little before the socket does, so one probe may be too early."""
 DRAIN_BUDGET = 50_000
+UNBIND_TIMEOUT_S = 0.5
 WILDCARDS = ("0.0.0.0", "*", "::")
 
 
@@ -64,11 +66,13 @@ class ZmqRpcServer:
         self._reader: SocketReader | None = None
         self._monitor: ConnectionMonitor | None = None
         self._address = ""
+        self._endpoint = ""
+        self._port_is_free = asyncio.Event()
         self._peers: set[Peer] = set()
         self._malformed = MalformedLog()
         self._on_message: Callable[[Peer, Message], None] | None = None
         self._on_peer_gone: Callable[[Peer], None] | None = None
-        self._probes: set[asyncio.Handle] = set()
+        self._probes: dict[float, asyncio.Handle] = {}
 
     def __repr__(self) -> str:
         address = self._address or "not started"
@@ -108,7 +112,7 @@ class ZmqRpcServer:
                 raise AddressInUseError(f"port {self._port} of {self._host} is in use") from exc
             raise ConfigError(f"cannot listen on {self._host}:{self._port}: {exc}", param="host") from exc
         self._context, self._socket = context, socket
-        self._monitor = ConnectionMonitor(socket, zmq.Event.DISCONNECTED, self._on_disconnected)
+        self._monitor = ConnectionMonitor(socket, zmq.Event.DISCONNECTED | zmq.Event.CLOSED, self._on_event)
         self._reader = SocketReader(socket, self._receive_one)
 
     def send(self, peer: Peer, message: Message) -> bool:
@@ -127,11 +131,15 @@ class ZmqRpcServer:
         socket, self._socket = self._socket, None
         if socket is None or self._context is None or self._reader is None or self._monitor is None:
             return
-        for probe in self._probes:
+        for probe in self._probes.values():
             probe.cancel()
         self._reader.close()
-        self._monitor.close()
         self._peers.clear()
+        socket.unbind(self._endpoint)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(UNBIND_TIMEOUT_S):
+                await self._port_is_free.wait()
+        self._monitor.close()
         await close_socket(socket, self._context, self._owns_context)
 
     def _bind(self, socket: zmq.Socket[bytes]) -> None:
@@ -147,7 +155,8 @@ class ZmqRpcServer:
         socket.bind(f"tcp://{host}:{self._port or '*'}")
         endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
-        port = endpoint.decode().rstrip("\0").rsplit(":", 1)[1]
+        self._endpoint = endpoint.decode().rstrip("\0")
+        port = self._endpoint.rsplit(":", 1)[1]
         if self._advertise_host is not None:
             host = self._advertise_host
         elif self._host in WILDCARDS:
@@ -185,20 +194,19 @@ class ZmqRpcServer:
             return False
         return True
 
-    def _on_disconnected(self, event: zmq.Event) -> None:
-        if len(self._probes) < 4 * len(PROBE_DELAYS_S):
-            for delay_s in PROBE_DELAYS_S:
-                self._probe_later(delay_s)
+    def _on_event(self, event: zmq.Event) -> None:
+        if event is zmq.Event.CLOSED:
+            self._port_is_free.set()
+            return
+        for delay_s in PROBE_DELAYS_S:
+            self._probe_later(delay_s)
 
     def _probe_later(self, delay_s: float) -> None:
-        """Look for unreachable peers in a while. Pending probes are kept so that ``close`` can cancel them."""
-
-        def run() -> None:
-            self._probes.discard(handle)
-            self._probe()
-
-        handle = asyncio.get_running_loop().call_later(delay_s, run)
-        self._probes.add(handle)
+        """Look for unreachable peers in a while; one that is due earlier by the same delay is put off."""
+        pending = self._probes.get(delay_s)
+        if pending is not None:
+            pending.cancel()
+        self._probes[delay_s] = asyncio.get_running_loop().call_later(delay_s, self._probe)
 
     def _probe(self) -> None:
         socket, reader = self._socket, self._reader

@@ -1,0 +1,216 @@
+"""What every pair of RpcServer and RpcClient does. A subclass brings the fixture ``open_network``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import pytest
+from tests.contracts.waiting import eventually
+
+from kvrelay.core.messages import GenerateRequest, Message, OutputBatch, Ping, Pong, TokenOutput
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.errors import AddressInUseError, WorkerUnavailableError
+from kvrelay.rpc.base import Peer, RpcClient, RpcServer
+
+
+class RpcNetwork(Protocol):
+    """Makes both ends; none is started."""
+
+    def server(self, port: int = 0) -> RpcServer: ...
+
+    def client(self, address: str) -> RpcClient: ...
+
+    def send_garbage(self, client: RpcClient, frame: bytes) -> None:
+        """Bytes instead of a message, on the client's connection."""
+
+
+OpenNetwork = Callable[[], AbstractAsyncContextManager[RpcNetwork]]
+
+
+class Desk:
+    """A started server, with what it heard."""
+
+    def __init__(self, server: RpcServer) -> None:
+        self.server = server
+        self.received: list[tuple[Peer, Message]] = []
+        self.gone: list[Peer] = []
+        server.on_message(lambda peer, message: self.received.append((peer, message)))
+        server.on_peer_gone(self.gone.append)
+
+    @property
+    def messages(self) -> list[Message]:
+        return [message for _, message in self.received]
+
+
+class Caller:
+    """A started client, with what it heard."""
+
+    def __init__(self, client: RpcClient) -> None:
+        self.client = client
+        self.received: list[Message] = []
+        self.num_losses = 0
+        client.on_message(self.received.append)
+        client.on_disconnect(self._lost)
+
+    def _lost(self) -> None:
+        self.num_losses += 1
+
+
+async def started_desk(network: RpcNetwork) -> Desk:
+    desk = Desk(network.server())
+    await desk.server.start()
+    return desk
+
+
+async def started_caller(network: RpcNetwork, address: str) -> Caller:
+    caller = Caller(network.client(address))
+    await caller.client.start()
+    return caller
+
+
+class RpcContract:
+    """The suite."""
+
+    def test_messages_go_both_ways_in_order(self, open_network: OpenNetwork) -> None:
+        async def scenario(network: RpcNetwork) -> None:
+            desk = await started_desk(network)
+            one, two = [await started_caller(network, desk.server.address) for _ in range(2)]
+            request = GenerateRequest("r", "w", tuple(range(5000)), SamplingParams())
+            for caller in (one, two):
+                caller.client.send(request)
+                for number in range(300):
+                    caller.client.send(Ping(number))
+            await eventually(lambda: len(desk.received) == 602)
+            by_peer: dict[Peer, list[Message]] = {}
+            for peer, message in desk.received:
+                by_peer.setdefault(peer, []).append(message)
+            assert list(by_peer.values()) == [[request, *map(Ping, range(300))]] * 2
+            for index, peer in enumerate(by_peer):
+                for number in range(300):
+                    assert desk.server.send(peer, Pong(number, f"peer {index}"))
+            await eventually(lambda: len(one.received) == len(two.received) == 300)
+            answers = {str(message) for message in (one.received[0], two.received[0])}
+            assert answers == {str(Pong(0, "peer 0")), str(Pong(0, "peer 1"))}
+            assert [message.nonce for message in one.received if isinstance(message, Pong)] == list(range(300))
+            await close(desk, one, two)
+
+        run(open_network, scenario)
+
+    def test_nobody_there(self, open_network: OpenNetwork) -> None:
+        async def scenario(network: RpcNetwork) -> None:
+            desk = await started_desk(network)
+            await desk.server.close()
+            client = network.client(desk.server.address)
+            with pytest.raises(WorkerUnavailableError):
+                await client.start()
+            assert not client.is_connected
+            with pytest.raises(WorkerUnavailableError):
+                client.send(Ping(1))
+            await client.close()
+
+        run(open_network, scenario)
+
+    def test_a_port_belongs_to_one_server(self, open_network: OpenNetwork) -> None:
+        async def scenario(network: RpcNetwork) -> None:
+            desk = await started_desk(network)
+            port = int(desk.server.address.rsplit(":", 1)[1])
+            with pytest.raises(AddressInUseError):
+                await network.server(port).start()
+            await desk.server.close()
+            again = network.server(port)
+            await again.start()
+            assert again.address == desk.server.address
+            await again.close()
+
+        run(open_network, scenario)
+
+    def test_the_server_hears_when_a_client_leaves(self, open_network: OpenNetwork) -> None:
+        async def scenario(network: RpcNetwork) -> None:
+            desk = await started_desk(network)
+            leaving, staying = [await started_caller(network, desk.server.address) for _ in range(2)]
+            staying.client.send(Ping(1))
+            await eventually(lambda: len(desk.received) == 1)
+            leaving.client.send(Ping(2))
+            leaving.client.send(Ping(3))
+            await leaving.client.close()
+            await eventually(lambda: bool(desk.gone), timeout_s=1.0)
+            assert desk.messages == [Ping(1), Ping(2), Ping(3)]
+            peer = desk.received[1][0]
+            assert desk.gone == [peer]
+            assert not desk.server.send(peer, Ping(4))
+            assert not desk.server.send(Peer(b"nobody"), Ping(4))
+            staying.client.send(Ping(5))
+            await eventually(lambda: desk.messages[-1] == Ping(5))
+            assert desk.gone == [peer]
+            assert leaving.num_losses == 0
+            await close(desk, staying)
+
+        run(open_network, scenario)
+
+    def test_the_client_hears_when_the_server_leaves(self, open_network: OpenNetwork) -> None:
+        async def scenario(network: RpcNetwork) -> None:
+            desk = await started_desk(network)
+            caller = await started_caller(network, desk.server.address)
+            caller.client.send(Ping(1))
+            await eventually(lambda: len(desk.received) == 1)
+            last = OutputBatch((TokenOutput("r", (1, 2, 3)),))
+            assert desk.server.send(desk.received[0][0], last)
+            await desk.server.close()
+            await eventually(lambda: caller.num_losses == 1, timeout_s=1.0)
+            assert caller.received == [last]
+            assert not caller.client.is_connected
+            with pytest.raises(WorkerUnavailableError):
+                caller.client.send(Ping(2))
+            late: list[str] = []
+            caller.client.on_disconnect(lambda: late.append("called"))
+            await eventually(lambda: late == ["called"])
+            again = Desk(network.server(int(desk.server.address.rsplit(":", 1)[1])))
+            await again.server.start()
+            await asyncio.sleep(0.2)
+            assert (caller.num_losses, caller.client.is_connected, again.received) == (1, False, [])
+            await caller.client.close()
+            await caller.client.close()
+            await again.server.close()
+
+        run(open_network, scenario)
+
+    def test_garbage_is_dropped_and_the_rest_goes_on(self, open_network: OpenNetwork) -> None:
+        async def scenario(network: RpcNetwork) -> None:
+            desk = await started_desk(network)
+            caller = await started_caller(network, desk.server.address)
+            for frame in (
+                b"",
+                b"\x00",
+                b"\x01",
+                b"\x02\xff",
+                b"\x01\x81\xa4type\xa4Nope",
+                b"\xff" * 1000,
+                b"\x80\x04.",
+            ):
+                network.send_garbage(caller.client, frame)
+            caller.client.send(Ping(1))
+            await eventually(lambda: desk.messages == [Ping(1)])
+            assert desk.server.num_malformed == 7  # type: ignore[attr-defined]
+            assert desk.gone == []
+            await close(desk, caller)
+
+        run(open_network, scenario)
+
+
+async def close(desk: Desk, *callers: Caller) -> None:
+    for caller in callers:
+        await caller.client.close()
+    await desk.server.close()
+
+
+def run(open_network: OpenNetwork, scenario: Callable[[RpcNetwork], Awaitable[None]]) -> None:
+    """Play a scenario on a network of its own."""
+
+    async def play() -> None:
+        async with open_network() as network:
+            await scenario(network)
+
+    asyncio.run(play())

@@ -1,0 +1,82 @@
+"""The request plane's contract: ZMQ in the clear, with CURVE, with uvloop, and loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import uvloop
+import zmq
+from tests.contracts.rpc_contract import RpcContract
+
+from kvrelay.rpc import CurveKeys, RpcClient, RpcServer, ZmqRpcClient, ZmqRpcServer, new_curve_keys
+from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient
+
+
+class ZmqNetwork:
+    """Loopback TCP, one context for all."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys | None) -> None:
+        self._context = context
+        self._keys = keys
+
+    def server(self, port: int = 0) -> RpcServer:
+        return ZmqRpcServer(port=port, curve_keys=self._keys, context=self._context)
+
+    def client(self, address: str) -> RpcClient:
+        server_key = self._keys.public if self._keys is not None else None
+        return ZmqRpcClient(address, 2.0, server_key=server_key, context=self._context)
+
+    def send_garbage(self, client: RpcClient, frame: bytes) -> None:
+        assert isinstance(client, ZmqRpcClient)
+        assert client._socket is not None
+        client._socket.send(frame, zmq.NOBLOCK)
+
+
+class MemoryNetwork(LoopbackNetwork):
+    def send_garbage(self, client: RpcClient, frame: bytes) -> None:
+        assert isinstance(client, LoopbackRpcClient)
+        client.send_frame(frame)
+
+
+@contextlib.asynccontextmanager
+async def zmq_network(keys: CurveKeys | None) -> AsyncIterator[ZmqNetwork]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        yield ZmqNetwork(context, keys)
+    finally:
+        # Also the sockets that a failed test has left open, for which it would wait.
+        context.destroy(linger=0)
+
+
+@contextlib.asynccontextmanager
+async def memory_network() -> AsyncIterator[MemoryNetwork]:
+    yield MemoryNetwork()
+
+
+class TestZmq(RpcContract):
+    @pytest.fixture
+    def open_network(self) -> object:
+        return lambda: zmq_network(None)
+
+
+class TestZmqWithCurve(RpcContract):
+    @pytest.fixture
+    def open_network(self) -> object:
+        keys = new_curve_keys()
+        return lambda: zmq_network(keys)
+
+
+class TestZmqOnUvloop(RpcContract):
+    @pytest.fixture
+    def open_network(self, monkeypatch: pytest.MonkeyPatch) -> object:
+        monkeypatch.setattr(asyncio, "run", uvloop.run)
+        return lambda: zmq_network(None)
+
+
+class TestLoopback(RpcContract):
+    @pytest.fixture
+    def open_network(self) -> object:
+        return memory_network
