@@ -121,6 +121,25 @@ def test_the_least_urgent_is_preempted_and_comes_back(make_engine: MakeEngine) -
     engine.check_integrity()
 
 
+def test_a_preempted_sequence_comes_back_to_a_pool_with_room(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=16, max_num_seqs=4)
+    recorder = Recorder(engine)
+    for index in range(4):
+        engine.add_request(request(f"r{index}", 8, max_tokens=24, first=10 + 40 * index))
+    num_returns = num_preemptions = 0
+    while engine.has_work():
+        num_steps = len(recorder.work)
+        engine.step()
+        for work in recorder.work[num_steps:]:
+            returned = [item for item in work.new_seqs if len(item.token_ids) > item.num_prompt_tokens]
+            assert not work.new_seqs or engine.scheduler.num_preemptions == num_preemptions
+            num_returns += len(returned)
+            if returned and work.num_seqs > 1:
+                assert engine.pool.num_free >= work.num_seqs
+        num_preemptions = engine.scheduler.num_preemptions
+    assert num_returns == num_preemptions > 0
+
+
 def test_priority_decides_who_is_preempted(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=8)
     first = request("first", 8, max_tokens=12, first=10, priority=5)
@@ -200,6 +219,17 @@ def test_an_exclusive_prefill_runs_alone(make_engine: MakeEngine, order: list[st
     away = [name for rows in recorder.rows for name, _ in rows if name != "chat"]
     assert away == sorted(away), "one after the other"
     assert engine.num_requests == 2, "both wait for their writes"
+
+
+def test_others_take_every_second_step_beside_an_exclusive_prefill(make_engine: MakeEngine) -> None:
+    engine = make_engine(exclusive_prefill=True, max_num_batched_tokens=16)
+    recorder = Recorder(engine)
+    engine.add_request(request("chat", 8, max_tokens=9, first=10))
+    engine.step()
+    engine.add_request(request("away", 60, first=100, mode=PrefillMode.HANDOFF))
+    drain(engine)
+    names = [rows[0][0] for rows in recorder.rows]
+    assert names == ["chat", *["away", "chat"] * 4, *["chat"] * 4]
 
 
 def test_without_exclusive_prefill_hand_offs_share_steps(make_engine: MakeEngine) -> None:
