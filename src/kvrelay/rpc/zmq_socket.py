@@ -29,6 +29,7 @@ HEARTBEAT_TIMEOUT_MS = 6_000
 LINGER_MS = 250
 READ_BUDGET = 256
 MALFORMED_LOG_INTERVAL_S = 60.0
+MAX_MALFORMED_LOGS = 10
 
 PROBE_FRAME = b"\x00"
 """Sent by a server to find out whether a peer is still there; clients ignore it."""
@@ -121,19 +122,27 @@ class ConnectionMonitor:
 
 
 class MalformedLog:
-    """Counts malformed frames, and logs at most one a minute for each peer."""
+    """Counts malformed frames, and logs at most one a minute for each peer, and ten in all."""
 
     def __init__(self) -> None:
         self.count = 0
         self._logged_s: dict[bytes, float] = {}
+        self._minute_began_s = -MALFORMED_LOG_INTERVAL_S
+        self._num_logged = 0
 
     def report(self, peer: bytes, error: ProtocolError) -> None:
         self.count += 1
         now = asyncio.get_running_loop().time()
         last = self._logged_s.get(peer)
-        if last is None or now - last >= MALFORMED_LOG_INTERVAL_S:
-            self._logged_s[peer] = now
-            _log.warning("dropped a frame from peer %s: %.200s (%d so far)", peer.hex(), error, self.count)
+        if last is not None and now - last < MALFORMED_LOG_INTERVAL_S:
+            return
+        self._logged_s[peer] = now
+        if now - self._minute_began_s >= MALFORMED_LOG_INTERVAL_S:
+            self._minute_began_s, self._num_logged = now, 0
+        self._num_logged += 1
+        if self._num_logged <= MAX_MALFORMED_LOGS:
+            # A peer that connects again and again has a new name each time, and may choose it.
+            _log.warning("dropped a frame from peer %.16s: %.200s (%d so far)", peer.hex(), error, self.count)
 
     def forget(self, peer: bytes) -> None:
         self._logged_s.pop(peer, None)

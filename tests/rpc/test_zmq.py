@@ -1,0 +1,284 @@
+"""The ZMQ request plane where sockets matter: killed processes, full queues, foreign bytes, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+import zmq
+from tests.contracts.waiting import eventually
+
+from kvrelay.core.messages import AbortRequest, AdminReply, Message, Ping, Pong
+from kvrelay.errors import ConfigError, PayloadTooLargeError, WorkerUnavailableError
+from kvrelay.rpc import Peer, ZmqRpcClient, ZmqRpcServer, new_curve_keys
+from kvrelay.rpc.zmq_socket import HIGH_WATER_MARK, MAX_FRAME_BYTES
+
+CHILD_CLIENT = """
+import asyncio, sys
+from kvrelay.core.messages import Ping
+from kvrelay.rpc import ZmqRpcClient
+async def main():
+    client = ZmqRpcClient(sys.argv[1])
+    await client.start()
+    client.send(Ping(1))
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+CHILD_SERVER = """
+import asyncio
+from kvrelay.rpc import ZmqRpcServer
+async def main():
+    server = ZmqRpcServer()
+    await server.start()
+    print(server.address, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def started(server: ZmqRpcServer) -> AsyncIterator[ZmqRpcServer]:
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(client: ZmqRpcClient) -> AsyncIterator[ZmqRpcClient]:
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def spawn(code: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_client_is_gone_within_a_second() -> None:
+    async def scenario() -> None:
+        async with started(ZmqRpcServer()) as server:
+            heard: list[Peer] = []
+            gone: list[Peer] = []
+            server.on_message(lambda peer, _: heard.append(peer))
+            server.on_peer_gone(gone.append)
+            child = spawn(CHILD_CLIENT, server.address)
+            try:
+                await eventually(lambda: bool(heard), timeout_s=30.0)
+            finally:
+                child.send_signal(signal.SIGKILL)
+                child.communicate()
+            await eventually(lambda: gone == heard, timeout_s=1.0)
+            assert server.peers == frozenset()
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_server_is_noticed_within_a_second() -> None:
+    async def scenario() -> None:
+        child = spawn(CHILD_SERVER)
+        assert child.stdout is not None
+        try:
+            address = (await asyncio.to_thread(child.stdout.readline)).strip()
+            async with connected(ZmqRpcClient(address)) as client:
+                losses: list[str] = []
+                client.on_disconnect(lambda: losses.append("lost"))
+                child.send_signal(signal.SIGKILL)
+                child.wait()
+                await eventually(lambda: losses == ["lost"], timeout_s=1.0)
+                with pytest.raises(WorkerUnavailableError):
+                    client.send(Ping(1))
+        finally:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+
+    asyncio.run(scenario())
+
+
+def send_until_full(client: ZmqRpcClient, message: Message) -> int:
+    for num_sent in range(10 * HIGH_WATER_MARK):
+        try:
+            client.send(message)
+        except WorkerUnavailableError as exc:
+            assert "full" in exc.message
+            return num_sent
+    pytest.fail("the queue has no end")
+
+
+def test_queues_are_bounded_and_sending_never_waits() -> None:
+    """The other end is stopped (its event loop never runs while we send), so both queues fill up."""
+
+    async def scenario() -> None:
+        async with started(ZmqRpcServer()) as server, connected(ZmqRpcClient(server.address)) as client:
+            peers: list[Peer] = []
+            server.on_message(lambda peer, _: peers.append(peer))
+            client.send(Ping(1))
+            await eventually(lambda: bool(peers))
+            message = AdminReply(1, payload="x" * 10_000)
+            num_sent = send_until_full(client, message)
+            assert num_sent >= HIGH_WATER_MARK
+            answers = [server.send(peers[0], message) for _ in range(3 * HIGH_WATER_MARK)]
+            assert answers[0]
+            assert not answers[-1]
+            await eventually(lambda: len(peers) == num_sent + 1)
+            client.send(Ping(2))
+            await eventually(lambda: len(peers) == num_sent + 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_message_above_the_limit_is_refused_by_its_sender() -> None:
+    async def scenario() -> None:
+        async with started(ZmqRpcServer()) as server, connected(ZmqRpcClient(server.address)) as client:
+            received: list[tuple[Peer, Message]] = []
+            server.on_message(lambda peer, message: received.append((peer, message)))
+            huge = AdminReply(1, payload="x" * MAX_FRAME_BYTES)
+            with pytest.raises(PayloadTooLargeError):
+                client.send(huge)
+            client.send(Ping(1))
+            await eventually(lambda: len(received) == 1)
+            assert not server.send(received[0][0], huge)
+            assert client.is_connected
+
+    asyncio.run(scenario())
+
+
+def test_a_handler_that_raises_does_not_stop_the_others() -> None:
+    async def scenario() -> None:
+        async with started(ZmqRpcServer()) as server, connected(ZmqRpcClient(server.address)) as client:
+            errors: list[object] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
+            received: list[Message] = []
+
+            def handle(_: Peer, message: Message) -> None:
+                if isinstance(message, AbortRequest):
+                    raise ValueError(message.request_id)
+                received.append(message)
+
+            server.on_message(handle)
+            for number in range(20):
+                client.send(AbortRequest(str(number)))
+                client.send(Ping(number))
+            await eventually(lambda: len(received) == 20)
+            assert len(errors) == 20
+
+    asyncio.run(scenario())
+
+
+def test_messages_wait_for_a_handler() -> None:
+    async def scenario() -> None:
+        async with started(ZmqRpcServer()) as server, connected(ZmqRpcClient(server.address)) as client:
+            server.on_message(lambda peer, _: server.send(peer, Pong(7, "w")))
+            client.send(Ping(7))
+            await asyncio.sleep(0.05)
+            received: list[Message] = []
+            client.on_message(received.append)
+            await eventually(lambda: received == [Pong(7, "w")])
+
+    asyncio.run(scenario())
+
+
+def test_foreign_bytes_on_the_port_hurt_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    rng = random.Random(0)
+
+    async def scenario() -> None:
+        async with started(ZmqRpcServer()) as server, connected(ZmqRpcClient(server.address)) as client:
+            received: list[Message] = []
+            server.on_message(lambda _, message: received.append(message))
+            port = int(server.address.rsplit(":", 1)[1])
+            greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 48
+            for number in range(30):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write((greeting if number % 2 else b"") + rng.randbytes(rng.randrange(2000)))
+                writer.close()
+                with contextlib.suppress(ConnectionError):
+                    await writer.wait_closed()
+            client.send(Ping(0))
+            await eventually(lambda: received[-1:] == [Ping(0)])
+            num_before = server.num_malformed + len(received)
+            raw = client._socket
+            assert raw is not None
+            for _ in range(2000):
+                raw.send(rng.randbytes(rng.randrange(40)), zmq.NOBLOCK)
+            raw.send_multipart([b"two", b"frames"], zmq.NOBLOCK)
+            client.send(Ping(1))
+            await eventually(lambda: received[-1:] == [Ping(1)])
+            assert server.num_malformed + len(received) - num_before == 2002
+            assert len(received) < 20
+            await eventually(lambda: len(server.peers) == 1)
+
+    asyncio.run(scenario())
+    assert 1 <= sum("dropped a frame" in record.message for record in caplog.records) <= 10
+
+
+def test_a_server_that_does_not_speak_is_given_up() -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            client = ZmqRpcClient(f"tcp://127.0.0.1:{silent.getsockname()[1]}", connect_timeout_s=0.2)
+            with pytest.raises(WorkerUnavailableError, match=r"did not answer in 0\.2 s"):
+                await client.start()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "address", ["", "nonsense", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "http://x:1"]
+)
+def test_an_address_that_is_none(address: str) -> None:
+    async def scenario() -> None:
+        with pytest.raises((ConfigError, WorkerUnavailableError)):
+            await ZmqRpcClient(address, connect_timeout_s=0.5).start()
+
+    asyncio.run(scenario())
+
+
+def test_a_host_that_is_not_ours() -> None:
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
+            await ZmqRpcServer("203.0.113.1").start()
+
+    asyncio.run(scenario())
+
+
+def test_a_wildcard_is_advertised_by_name() -> None:
+    async def scenario() -> None:
+        async with started(ZmqRpcServer("0.0.0.0", advertise_host="localhost")) as server:
+            assert server.address.startswith("tcp://localhost:")
+            async with connected(ZmqRpcClient(server.address)) as client:
+                assert client.is_connected
+        async with started(ZmqRpcServer("0.0.0.0")) as server:
+            assert "0.0.0.0" not in server.address
+
+    asyncio.run(scenario())
+
+
+def test_without_the_servers_key_nobody_gets_in() -> None:
+    async def scenario() -> None:
+        async with started(ZmqRpcServer(curve_keys=new_curve_keys())) as server:
+            received: list[Message] = []
+            server.on_message(lambda _, message: received.append(message))
+            for key in (None, new_curve_keys().public):
+                with pytest.raises(WorkerUnavailableError):
+                    await ZmqRpcClient(server.address, connect_timeout_s=0.3, server_key=key).start()
+            assert received == []
+
+    asyncio.run(scenario())
+
+
+def test_secrets_stay_out_of_repr() -> None:
+    keys = new_curve_keys()
+    assert keys.secret.decode() not in repr(keys)
+    assert "secret" not in repr(ZmqRpcServer(curve_keys=keys))
