@@ -113,7 +113,7 @@ async def _healthy(
     except ServerDownError as exc:
         raise BenchError(f"case {case.name}: {exc.message}; its log is {log_path}") from exc
     finally:
-        pool.close()
+        await pool.close()
 
 
 async def _stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:

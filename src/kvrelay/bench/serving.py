@@ -94,7 +94,7 @@ async def run_serve(options: ServeOptions, bar: ProgressBar) -> ServeRun:
         result = await LoadDriver(pool, body, options.limits, bar).run(tuple(classes))
         retokenized = await _retokenize(options, pool, body.model, result.records)
     finally:
-        pool.close()
+        await pool.close()
     info = RunInfo(options.backend, options.target.url, body.model, body.endpoint.value, options.command, started_at)
     offered = [OfferedLoad(spec.name, spec.finite_rate, spec.max_concurrency) for spec in options.classes]
     return ServeRun(serve_report(info, result, offered, options.slo, retokenized), result)

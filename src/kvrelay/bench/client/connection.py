@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import httptools
 
@@ -20,6 +22,7 @@ from kvrelay.bench.errors import BadResponseError, ServerDownError
 
 Sink = Callable[[int, bytes], None]
 MAX_ERROR_BODY = 64 * 1024
+_CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._exchange: _Exchange | None = None
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def usable(self) -> bool:
@@ -104,6 +108,10 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+    async def wait_closed(self) -> None:
+        """Until the transport has let go of the connection."""
+        await self._lost
 
     async def exchange(self, request: bytes, sink: Sink | None) -> Answer:
         """Send and wait for the whole answer. Raises ServerDownError, BadResponseError."""
@@ -126,8 +134,8 @@ class Connection(asyncio.Protocol):
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Not isinstance: uvloop's transports are of no asyncio class.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
@@ -144,6 +152,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        if not self._lost.done():
+            self._lost.set_result(None)
         if self._exchange is not None:
             self._exchange.closed()
 
@@ -153,12 +163,17 @@ class StaleConnectionError(ServerDownError):
 
 
 class ConnectionPool:
-    """Connections to one server, as many as there are requests in flight."""
+    """Connections to one server, as many as there are requests in flight.
+
+    ``reconnects`` counts requests that were sent again, since their idle connection turned out to be closed.
+    """
 
     def __init__(self, target: Target, connect_timeout_s: float = 10.0) -> None:
         self.target = target
         self._timeout_s = connect_timeout_s
+        self.reconnects = 0
         self._idle: list[Connection] = []
+        self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._ssl = ssl.create_default_context() if target.tls else None
 
     def __repr__(self) -> str:
@@ -178,16 +193,24 @@ class ConnectionPool:
         except StaleConnectionError:
             if not reused:
                 raise
+            self.reconnects += 1
             connection = await self._connect()
             answer = await connection.exchange(request, sink)
         if connection.usable:
             self._idle.append(connection)
         return answer
 
-    def close(self) -> None:
-        for connection in self._idle:
-            connection.close()
+    async def close(self) -> None:
+        """Close every connection and wait until they are gone: a loop that ends before them may never end."""
         self._idle.clear()
+        still_open = list(self._open)
+        for connection in still_open:
+            connection.close()
+        if still_open:
+            waits = [asyncio.ensure_future(connection.wait_closed()) for connection in still_open]
+            _, late = await asyncio.wait(waits, timeout=_CLOSE_S)
+            for wait in late:
+                wait.cancel()
 
     def _take(self) -> Connection | None:
         while self._idle:
@@ -204,6 +227,7 @@ class ConnectionPool:
                 _, connection = await loop.create_connection(Connection, target.host, target.port, ssl=self._ssl)
         except (OSError, TimeoutError) as exc:
             raise ServerDownError(f"no connection to {target.url}: {exc or 'timed out'}") from exc
+        self._open.add(connection)
         return connection
 
 

@@ -91,6 +91,7 @@ class LoadDriver:
         note = None
         with _quiet_gc():
             lag = _LagProbe()
+            reconnects = self._pool.reconnects
             cpu_s, start_ns = time.process_time(), time.perf_counter_ns()
             senders = [asyncio.ensure_future(self._send_class(*pair, start_ns)) for pair in zip(classes, prepared)]
             watcher = asyncio.ensure_future(self._gave_up.wait())
@@ -107,7 +108,11 @@ class LoadDriver:
                 await self._end([*senders, watcher, *self._in_flight])
                 lag.stop()
             wall_s = (time.perf_counter_ns() - start_ns) / 1e9
-            client = ClientLoad((time.process_time() - cpu_s) / wall_s, lag.max_s)
+            client = ClientLoad(
+                cpu_share=(time.process_time() - cpu_s) / wall_s,
+                max_lag_s=lag.max_s,
+                reconnects=self._pool.reconnects - reconnects,
+            )
         return RunResult(tuple(self._records), start_ns, stop_ns, client, note)
 
     async def _until_stopped(self, senders: Sequence[asyncio.Task[None]], watcher: asyncio.Task[Any]) -> str | None:

@@ -64,7 +64,7 @@ class Chunk(msgspec.Struct):
 
     choices: list[Choice] = []
     usage: Usage | None = None
-    error: msgspec.Raw | None = None
+    error: object = None
 
 
 _chunk_decoder = msgspec.json.Decoder(Chunk)
@@ -105,8 +105,8 @@ def decode_chunk(data: bytes) -> Chunk:
         chunk = _chunk_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise BadResponseError(f"the stream holds something that is no chunk: {exc}") from exc
-    if chunk.error is not None and bytes(chunk.error) != b"null":
-        raise BadResponseError(f"the stream broke off with an error: {error_text(bytes(chunk.error))}")
+    if chunk.error is not None:
+        raise BadResponseError(f"the stream broke off with an error: {error_text(data)}")
     return chunk
 
 

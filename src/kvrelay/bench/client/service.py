@@ -83,10 +83,16 @@ async def count_tokens(pool: ConnectionPool, model: str, texts: Sequence[str]) -
         found = _decode(answer, _TokenCount, "/tokenize")
         return found.count if found.count is not None else len(found.tokens or ())
 
-    try:
-        return sum(await asyncio.gather(*(one(text) for text in texts if text)))
-    except BenchError:
-        return None
+    # All are waited for, also when one has failed: none may be left behind under way.
+    counts = await asyncio.gather(*(one(text) for text in texts if text), return_exceptions=True)
+    total = 0
+    for count in counts:
+        if isinstance(count, BenchError):
+            return None
+        if isinstance(count, BaseException):
+            raise count
+        total += count
+    return total
 
 
 async def detokenize(pool: ConnectionPool, model: str, tokens: Sequence[int]) -> str:

@@ -41,7 +41,8 @@ def _share(panel: Any, values_s: Sequence[float], name: str, colour: str) -> Non
     ordered = np.sort(np.asarray(values_s, np.float64)) * 1e3
     if ordered.size:
         panel.plot(ordered, np.arange(1, ordered.size + 1) / ordered.size, label=name, color=colour)
-        panel.set_xscale("symlog", linthresh=1)
+        if ordered[-1] > 20 * max(ordered[0], 1e-3):
+            panel.set_xscale("log")
 
 
 def _timeline(panel: Any, records: Sequence[RequestRecord], start_ns: int, colour: str) -> None:

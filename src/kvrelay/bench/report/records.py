@@ -84,10 +84,14 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """Whether the client was the bottleneck: its share of one core, and how late its event loop woke up at worst."""
+    """Whether the client was the bottleneck: its share of one core, and how late its event loop woke up at worst.
+
+    ``reconnects`` counts requests sent a second time, because the server had closed their connection without a word.
+    """
 
     cpu_share: float
     max_lag_s: float
+    reconnects: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ def report_text(report: ServeReport, *, percentiles: bool = False) -> str:
     lines.append(_line("Tokens counted by:", ", ".join(report.token_sources) or "-"))
     lines.append(_line("Client: share of a core:", f"{report.client.cpu_share:.0%}"))
     lines.append(_line("Client: latest wake-up (ms):", f"{report.client.max_lag_s * 1e3:.1f}"))
+    if report.client.reconnects:
+        lines.append(_line("Client: requests sent again:", str(report.client.reconnects)))
     lines += [_line(f"Error, {error.count} times:", error.message) for error in report.errors]
     if report.note:
         lines.append(_line("Not complete:", report.note))

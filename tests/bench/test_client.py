@@ -1,0 +1,227 @@
+"""The client against a server with known delays: the client's stamps beside the server's own."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvrelay.bench.client.connection import ConnectionPool
+from kvrelay.bench.client.driver import LoadDriver, RunLimits
+from kvrelay.bench.client.payload import BodyOptions, Endpoint
+from kvrelay.bench.client.service import count_tokens, first_model, wait_until_healthy
+from kvrelay.bench.client.target import parse_target
+from kvrelay.bench.errors import BenchError, ServerDownError
+from kvrelay.bench.load.lengths import Length
+from kvrelay.bench.load.mix import ClassSpec, Dataset, build_class
+from kvrelay.bench.progress import ProgressBar
+from kvrelay.bench.report.records import Outcome, RunResult, TokenSource
+from kvrelay.bench.serving import ServeOptions, ServeRun, require_success, run_on_loop, run_serve
+from kvrelay.errors import InvalidInputError
+
+Scripted = Callable[..., Any]
+
+
+def spec(output_len: int = 8, **values: Any) -> ClassSpec:
+    dataset = Dataset(prompt=Length("fixed", 16), output=Length("fixed", output_len))
+    return ClassSpec(**({"dataset": dataset, "num_requests": 6, "max_concurrency": 2} | values))
+
+
+def serve(server: Any, *classes: ClassSpec, **values: Any) -> ServeRun:
+    options = ServeOptions(parse_target(server.url), classes or (spec(),), **({"warm_up": 0} | values))
+    return run_on_loop(run_serve(options, ProgressBar(None)))
+
+
+def test_stamps_are_the_servers_stamps(scripted: Scripted) -> None:
+    with scripted(first_s=0.03, gap_s=0.01) as server:
+        run = serve(server, spec(num_requests=4, max_concurrency=1, output_len=12))
+        served = server.served
+    delays_ms, ttft_ms = [], []
+    for record, answer in zip(run.result.records, served, strict=True):
+        # On a busy machine one read may bring two pieces, so each arrival is set beside the last piece in it.
+        assert sum(record.tokens) == 12
+        last = [sum(record.tokens[: at + 1]) - 1 for at in range(len(record.tokens))]
+        delays_ms += [(mine - answer.written_ns[at]) / 1e6 for mine, at in zip(record.stamps_ns, last)]
+        ttft_ms.append((record.ttft_s or 0) * 1e3 - (answer.written_ns[0] - answer.received_ns) / 1e6)
+    # A write happens before its read; on an idle machine the medians lie far below a millisecond.
+    assert min(delays_ms) > 0
+    assert statistics.median(delays_ms) < 10
+    assert 0 < statistics.median(ttft_ms) < 30
+    assert all(record.e2e_s >= 0.03 + 11 * 0.01 for record in run.result.records)
+    assert run.report.total.retokenized_tokens == 48
+    assert run.report.total.cached_tokens == 12
+
+
+def test_coalesced_pieces_count_all_their_tokens(scripted: Scripted) -> None:
+    for script, source in (
+        ({"token_ids": True}, TokenSource.TOKEN_IDS),
+        ({"token_ids": False}, TokenSource.USAGE),
+        ({"token_ids": False, "running_usage": False}, TokenSource.ESTIMATED),
+    ):
+        with scripted(gap_s=0.002, tokens_per_piece=4, **script) as server:
+            run = serve(server, spec(num_requests=1))
+        (record,) = run.result.records
+        assert (record.tokens, record.token_source, record.output_tokens) == ((4, 4), source, 8)
+
+
+def test_chat_endpoint_gets_text(scripted: Scripted) -> None:
+    with scripted() as server:
+        run = serve(server, body=BodyOptions("", Endpoint.CHAT), warm_up=1)
+        assert server.served[0].path == "/v1/chat/completions"
+        content = server.served[0].body["messages"][0]["content"]
+    assert len(content.split()) == 16
+    assert run.report.total.successful == 6
+
+
+def test_closed_loop_reuses_its_connections(scripted: Scripted) -> None:
+    with scripted() as server:
+        run = serve(server, spec(num_requests=20, max_concurrency=2), retokenize=False)
+        assert server.connections == 2
+    assert run.report.total.successful == 20
+    assert run.report.total.concurrency <= 2.01
+
+
+def test_open_loop_sends_on_time_and_mixes_are_apart(scripted: Scripted) -> None:
+    with scripted() as server:
+        chat = spec(name="chat", num_requests=None)
+        late = replace(spec(name="late", output_len=2), rate=100.0, max_concurrency=None, num_requests=10)
+        run = serve(server, chat, late, limits=RunLimits(time_limit_s=0.4))
+    names = [part.name for part in run.report.classes]
+    assert names == ["chat", "late"]
+    assert all(part.successful for part in run.report.classes)
+    assert run.report.classes[1].request_rate == 100.0
+    assert run.report.complete
+
+
+def test_run_ends_with_its_time_and_cuts_off_what_hangs(scripted: Scripted) -> None:
+    with scripted(first_s=0.001, gap_s=30) as server:
+        begin = time.monotonic()
+        run = serve(server, spec(num_requests=None), limits=RunLimits(time_limit_s=0.3, drain_s=0.2))
+        assert time.monotonic() - begin < 15
+    assert [record.outcome for record in run.result.records] == [Outcome.CUT_OFF] * 2
+    assert all(record.tokens == (1,) for record in run.result.records)
+    assert (run.report.total.cut_off, run.report.total.successful) == (2, 0)
+    assert run.report.total.output_tokens_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("refuse", "HTTP 503: too many requests"),
+        ("html", "text/html instead of a stream"),
+        ("not-http", "not HTTP"),
+        ("garbage", "no chunk"),
+        ("break", "middle of an answer"),
+        ("drop", "without an answer"),
+    ],
+)
+def test_failures_are_counted_and_told(scripted: Scripted, mode: str, message: str) -> None:
+    with scripted(mode=mode) as server:
+        run = serve(server, spec(num_requests=3, max_concurrency=3))
+        # A request without any answer is sent once more, and that is told.
+        assert len(server.served) == 3 + run.report.client.reconnects
+    assert run.report.client.reconnects == (3 if mode == "drop" else 0)
+    assert run.report.total.failed == 3
+    (error,) = run.report.errors
+    assert error.count == 3
+    assert message in error.message
+    with pytest.raises(BenchError, match="no request succeeded"):
+        require_success(run.report)
+
+
+def test_answer_that_ends_with_the_connection(scripted: Scripted) -> None:
+    with scripted(mode="until-close") as server:
+        run = serve(server, spec(num_requests=3))
+    assert run.report.total.successful == 3
+    assert run.report.total.output_tokens == 24
+
+
+def test_idle_connection_that_was_closed_is_replaced(scripted: Scripted) -> None:
+    async def twice(url: str, restart: Callable[[], Any]) -> str:
+        pool = ConnectionPool(parse_target(url))
+        await first_model(pool)
+        restart()
+        model = await first_model(pool)
+        await pool.close()
+        return model
+
+    with scripted() as server:
+        again = type(server)(server.script, port=int(server.url.rsplit(":", 1)[1]))
+
+        def restart() -> None:
+            server.stop()
+            again.__enter__()
+
+        try:
+            assert run_on_loop(twice(server.url, restart)) == "scripted"
+        finally:
+            again.stop()
+
+
+def test_dead_server_ends_the_run() -> None:
+    target = parse_target("http://127.0.0.1:9")
+    with pytest.raises(ServerDownError, match="no connection"):
+        run_on_loop(run_serve(ServeOptions(target, (spec(),)), ProgressBar(None)))
+
+    async def hammer() -> RunResult:
+        driver = LoadDriver(ConnectionPool(target), BodyOptions("m"), RunLimits(30, max_failures=4), ProgressBar(None))
+        return await driver.run((build_class(spec(num_requests=None, max_concurrency=2), 0),))
+
+    result = run_on_loop(hammer())
+    assert result.note == "given up after 4 failures in a row"
+    assert 4 <= len(result.records) <= 6
+
+
+def test_interrupt_keeps_what_was_measured(scripted: Scripted) -> None:
+    async def interrupted(server: Any) -> RunResult:
+        pool = ConnectionPool(parse_target(server.url))
+        driver = LoadDriver(pool, BodyOptions("m"), RunLimits(), ProgressBar(None))
+        quick, stuck = spec(1, name="quick", num_requests=3), spec(8, name="stuck", num_requests=None)
+        task = asyncio.ensure_future(driver.run((build_class(quick, 0), build_class(stuck, 0))))
+        while sum(len(served.written_ns) for served in server.served) < 5:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        task.cancel()
+        result = await task
+        await pool.close()
+        return result
+
+    with scripted(gap_s=30) as server:
+        result = run_on_loop(interrupted(server))
+    assert result.note == "interrupted"
+    found = sorted((record.class_name, record.outcome.value, len(record.stamps_ns)) for record in result.records)
+    assert found == [("quick", "ok", 1)] * 3 + [("stuck", "cut_off", 1)] * 2
+
+
+def test_health_and_token_counts(scripted: Scripted) -> None:
+    async def ask(url: str, text: str) -> int | None:
+        pool = ConnectionPool(parse_target(url))
+        await wait_until_healthy(pool, 5)
+        try:
+            return await count_tokens(pool, "m", [text, "", text])
+        finally:
+            await pool.close()
+
+    with scripted() as server:
+        assert run_on_loop(ask(server.url, "a b c")) == 6
+    with scripted(tokenize=False) as server:
+        assert run_on_loop(ask(server.url, "a b c")) is None
+
+    async def never() -> None:
+        await wait_until_healthy(ConnectionPool(parse_target("http://127.0.0.1:9")), 0.2)
+
+    with pytest.raises(ServerDownError, match=r"healthy within 0\.2 s: no connection"):
+        run_on_loop(never())
+
+
+def test_options_that_cannot_be_run() -> None:
+    target = parse_target("http://127.0.0.1:9")
+    with pytest.raises(InvalidInputError, match="has no end"):
+        ServeOptions(target, (spec(num_requests=None),))
+    with pytest.raises(InvalidInputError, match="duration"):
+        ServeOptions(target, (spec(),), limits=RunLimits(time_limit_s=0))
