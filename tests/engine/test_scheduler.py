@@ -129,6 +129,8 @@ def test_a_preempted_sequence_comes_back_to_a_pool_with_room(make_engine: MakeEn
     num_returns = num_preemptions = 0
     while engine.has_work():
         num_steps = len(recorder.work)
+        if engine.pool.num_free == 0:
+            engine.add_request(request(f"urgent{num_steps}", 3, priority=-1))
         engine.step()
         for work in recorder.work[num_steps:]:
             returned = [item for item in work.new_seqs if len(item.token_ids) > item.num_prompt_tokens]
