@@ -1,1 +1,10 @@
-"""frontend"""
+"""The HTTP service: OpenAI's API in front of the workers.
+
+A request is validated, tokenized, routed, sent to a worker and answered token by token; if its worker is lost it goes
+on elsewhere. ``pipeline`` is that way on one page, ``server`` puts the parts together.
+"""
+
+from kvrelay.frontend.cluster import RouterFactory, RpcClientFactory
+from kvrelay.frontend.server import Frontend, run_frontend
+
+__all__ = ["Frontend", "RouterFactory", "RpcClientFactory", "run_frontend"]

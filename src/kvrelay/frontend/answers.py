@@ -1,0 +1,167 @@
+"""How the sequences of one request become its answer: streamed as they come, or collected and sent as a whole.
+
+Both listen to all sequences of a request and end a future when the last one has finished, or the first one has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence as Items
+
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.errors import KvrelayError
+from kvrelay.frontend.http import Exchange
+from kvrelay.frontend.openai.answer import AnswerFormat, Choice, Finish, PromptTokensDetails, Usage
+from kvrelay.frontend.openai.plan import GenerationPlan
+from kvrelay.frontend.sequence import Sequence
+
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+class Answer:
+    """Base of both: which sequences there are, and when all have ended."""
+
+    def __init__(self, plan: GenerationPlan, form: AnswerFormat) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._plan = plan
+        self._form = form
+        self._sequences: list[Sequence] = []
+        self._num_open = 0
+
+    def start(self, sequences: list[Sequence]) -> None:
+        """Place all sequences. Raises RetryElsewhereError; then those that were placed are cancelled."""
+        self._sequences = sequences
+        self._num_open = len(sequences)
+        try:
+            for sequence in sequences:
+                sequence.start()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """End what still runs."""
+        for sequence in self._sequences:
+            sequence.cancel()
+
+    def gone(self) -> None:
+        """The client went away."""
+        self.cancel()
+        if not self.done.done():
+            self.done.set_exception(ClientGoneError("the client went away"))
+
+    def failed(self, sequence: Sequence, error: KvrelayError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def usage(self) -> Usage:
+        """Of the whole request; a prompt counts once, however many choices it has."""
+        prompts = self._sequences[:: self._plan.n]
+        num_prompt = sum(len(sequence.spec.prompt_token_ids) for sequence in prompts)
+        num_output = sum(len(sequence.output_token_ids) for sequence in self._sequences)
+        cached = sum(sequence.num_cached_tokens for sequence in prompts)
+        return Usage(num_prompt, num_prompt + num_output, num_output, PromptTokensDetails(cached))
+
+    def _one_finished(self) -> None:
+        self._num_open -= 1
+        if self._num_open == 0 and not self.done.done():
+            self.done.set_result(None)
+
+
+class ClientGoneError(KvrelayError):
+    """Nobody is left to be answered."""
+
+
+class StreamedAnswer(Answer):
+    """Server-sent events: one write per output of a sequence. The head goes out with the first one, so that a request
+    that is refused everywhere still gets a status."""
+
+    def __init__(
+        self, plan: GenerationPlan, form: AnswerFormat, exchange: Exchange, headers: Items[tuple[bytes, bytes]]
+    ) -> None:
+        super().__init__(plan, form)
+        self._exchange = exchange
+        self._headers = headers
+        self._opened: set[int] = set()
+        self._every_token = plan.return_token_ids or plan.continuous_usage
+
+    def deliver(
+        self,
+        sequence: Sequence,
+        text: str,
+        token_ids: Items[int],
+        logprobs: Items[PositionLogprobs] | None,
+        finish: Finish | None,
+    ) -> None:
+        index = sequence.index
+        is_first = index not in self._opened
+        if text or finish is not None or logprobs or self._every_token:
+            usage = self._usage_of(sequence) if self._plan.continuous_usage else None
+            data = self._form.chunk(index, text, token_ids, logprobs, finish, usage)
+            if is_first:
+                data = self._open(sequence) + data
+            self._exchange.write(data)
+        elif is_first:
+            opening = self._open(sequence)
+            if opening:
+                self._exchange.write(opening)
+        if finish is not None:
+            self._one_finished()
+
+    def finish(self) -> None:
+        """All sequences have finished."""
+        tail = self._form.usage_event(self.usage()) if self._plan.include_usage else b""
+        self._exchange.write(tail + DONE_EVENT)
+        self._exchange.finish()
+
+    def finish_broken(self, event: bytes) -> None:
+        """The stream ends with an error, never silently."""
+        self._exchange.write(event + DONE_EVENT)
+        self._exchange.finish()
+
+    def _open(self, sequence: Sequence) -> bytes:
+        self._opened.add(sequence.index)
+        if not self._exchange.is_started:
+            worker = (b"x-kvrelay-worker", sequence.worker_id.encode())
+            self._exchange.start_stream(EVENT_STREAM, [*self._headers, worker])
+        return self._form.opening(sequence.index, sequence.spec.prompt_token_ids, sequence.prompt_logprobs)
+
+    def _usage_of(self, sequence: Sequence) -> Usage:
+        num_prompt, num_output = len(sequence.spec.prompt_token_ids), len(sequence.output_token_ids)
+        return Usage(num_prompt, num_prompt + num_output, num_output)
+
+
+class WholeAnswer(Answer):
+    """Collected, and sent when all sequences have finished."""
+
+    def __init__(self, plan: GenerationPlan, form: AnswerFormat) -> None:
+        super().__init__(plan, form)
+        self._choices: dict[int, Choice] = {}
+
+    def deliver(
+        self,
+        sequence: Sequence,
+        text: str,
+        token_ids: Items[int],
+        logprobs: Items[PositionLogprobs] | None,
+        finish: Finish | None,
+    ) -> None:
+        choice = self._choices.get(sequence.index)
+        if choice is None:
+            choice = Choice(sequence.index, sequence.spec.prompt_token_ids, prompt_logprobs=sequence.prompt_logprobs)
+            self._choices[sequence.index] = choice
+        choice.text.append(text)
+        choice.token_ids += token_ids
+        choice.logprobs += logprobs or ()
+        if finish is not None:
+            choice.finish = finish
+            self._one_finished()
+
+    def body(self) -> bytes:
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        return self._form.whole(choices, self.usage())
+
+    @property
+    def worker_id(self) -> str:
+        return self._sequences[0].worker_id

@@ -1,0 +1,263 @@
+"""Routes: which path does what, who may, and how errors become answers. It knows HTTP's values, not its bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrelay import __version__
+from kvrelay.config import FrontendConfig
+from kvrelay.errors import InvalidInputError, KvrelayError, ModelNotFoundError
+from kvrelay.frontend.answers import ClientGoneError
+from kvrelay.frontend.cluster import Cluster
+from kvrelay.frontend.http import Exchange, HttpRequest, Response
+from kvrelay.frontend.metrics import FrontendMetrics
+from kvrelay.frontend.models import Model
+from kvrelay.frontend.openai.errors import error_body, error_response
+from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest, parse_body
+from kvrelay.frontend.openai.schema import openapi_document
+from kvrelay.frontend.pipeline import BrokenStreamError, Pipeline
+from kvrelay.frontend.prompts import render_chat, tokenize
+
+_log = logging.getLogger(__name__)
+
+MODEL_PATH = "/v1/models/"
+OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/version", "/openapi.json"})
+"""No key is needed: load balancers and scrapers have none."""
+MAX_REQUEST_ID_CHARS = 128
+
+Handler = Callable[[Exchange, str], Awaitable[None]]
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "kvrelay"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path's method, handler and the prefix of its request ids."""
+
+    method: str
+    handler: Handler
+    id_prefix: str = "req-"
+
+
+class FrontendApp:
+    """Implements ``HttpApplication``."""
+
+    def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
+        self._key_digest = hashlib.sha256(config.api_key.encode()).digest() if config.api_key else None
+        self._cluster = cluster
+        self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._openapi = msgspec.json.encode(openapi_document())
+        pipeline = Pipeline(config, cluster, metrics)
+        self._routes = {
+            "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
+            "/v1/chat/completions": Route("POST", pipeline.chat, "chatcmpl-"),
+            "/v1/models": Route("GET", self._models),
+            "/tokenize": Route("POST", self._tokenize),
+            "/detokenize": Route("POST", self._detokenize),
+            "/health": Route("GET", self._health),
+            "/live": Route("GET", self._live),
+            "/metrics": Route("GET", self._render_metrics),
+            "/version": Route("GET", self._version),
+            "/openapi.json": Route("GET", self._document),
+        }
+        self._model_route = Route("GET", self._model)
+
+    # -- HttpApplication ----------------------------------------------------------------------------------------------
+
+    def check_head(self, request: HttpRequest) -> Response | None:
+        """404, 405 and 401, before the body is read."""
+        route = self._route(request.path)
+        if route is None:
+            return self._refusal(request, 404, f"there is nothing at {request.path[:200]}")
+        method = "GET" if request.method == "HEAD" else request.method
+        if method != route.method:
+            allow = [(b"allow", route.method.encode())]
+            return self._refusal(request, 405, f"{request.path[:200]} takes {route.method}", allow)
+        if request.path not in OPEN_PATHS and not self._is_authorized(request):
+            challenge = [(b"www-authenticate", b"Bearer")]
+            return self._refusal(request, 401, "a valid API key is needed", challenge, "invalid_api_key")
+        return None
+
+    def error_response(self, status: int, message: str) -> Response:
+        self._metrics.answered("http", str(status))
+        return Response(status, error_body(status, message))
+
+    def handle(self, exchange: Exchange) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """End the requests that are still open."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _route(self, path: str) -> Route | None:
+        route = self._routes.get(path)
+        if route is None and path.startswith(MODEL_PATH):
+            return self._model_route
+        return route
+
+    def _is_authorized(self, request: HttpRequest) -> bool:
+        """Digests are compared, in constant time, so that neither the key nor its length can be guessed by timing."""
+        if self._key_digest is None:
+            return True
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        return scheme.lower() == "bearer" and hmac.compare_digest(digest, self._key_digest)
+
+    def _refusal(
+        self,
+        request: HttpRequest,
+        status: int,
+        message: str,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        code: str | None = None,
+    ) -> Response:
+        self._metrics.answered("http", str(status))
+        return Response(status, error_body(status, message, code=code), headers=headers or ())
+
+    async def _answer(self, exchange: Exchange) -> None:
+        """A request's outermost frame: whatever happens, the client hears of it."""
+        path = exchange.request.path
+        route = self._route(path)
+        assert route is not None
+        endpoint = MODEL_PATH + "{id}" if route is self._model_route else path
+        request_id = _request_id(exchange.request, route.id_prefix)
+        status = "200"
+        try:
+            await route.handler(exchange, request_id)
+        except ClientGoneError:
+            status = "disconnected"
+        except BrokenStreamError as exc:
+            status = "broken"
+            _log.warning("%s: the stream ended with an error: %s", request_id, exc)
+        except KvrelayError as exc:
+            response = _with_request_id(error_response(exc), request_id)
+            status = str(response.status)
+            exchange.respond(response)
+        except Exception:  # noqa: BLE001 - the outermost frame of a request
+            status = "500"
+            _log.exception("%s failed", request_id)
+            if not exchange.is_started and not exchange.is_done:
+                exchange.respond(_with_request_id(Response(500, error_body(500, "internal error")), request_id))
+            elif not exchange.is_done:
+                exchange.write(b"data: " + error_body(500, "internal error") + b"\n\n")
+                exchange.finish()
+        self._metrics.answered(endpoint, status)
+
+    # -- handlers -----------------------------------------------------------------------------------------------------
+
+    async def _models(self, exchange: Exchange, request_id: str) -> None:
+        _respond(exchange, ModelList([_card(model) for model in self._cluster.models]))
+
+    async def _model(self, exchange: Exchange, request_id: str) -> None:
+        name = exchange.request.path.removeprefix(MODEL_PATH)
+        for model in self._cluster.models:
+            if model.name == name:
+                _respond(exchange, _card(model))
+                return
+        raise ModelNotFoundError(f"The model `{name[:200]}` does not exist.", param="model", code="model_not_found")
+
+    async def _tokenize(self, exchange: Exchange, request_id: str) -> None:
+        request = parse_body(exchange.request.body, TokenizeRequest)
+        model = self._cluster.model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidInputError("either prompt or messages must be given", param="prompt")
+        if request.messages is not None:
+            text = render_chat(request.messages, model, request.add_generation_prompt)
+            tokens = await tokenize(text, model, bool(request.add_special_tokens))
+        else:
+            tokens = await tokenize(request.prompt or "", model, request.add_special_tokens is not False)
+        strings = [model.tokenizer.token_string(token) for token in tokens] if request.return_token_strs else None
+        _respond(exchange, TokenizeResponse(len(tokens), model.max_model_len, tokens, strings))
+
+    async def _detokenize(self, exchange: Exchange, request_id: str) -> None:
+        request = parse_body(exchange.request.body, DetokenizeRequest)
+        model = self._cluster.model(request.model)
+        if request.tokens and not (min(request.tokens) >= 0 and max(request.tokens) < model.vocab_size):
+            raise InvalidInputError(f"tokens must be between 0 and {model.vocab_size - 1}", param="tokens")
+        _respond(exchange, DetokenizeResponse(model.tokenizer.decode(request.tokens)))
+
+    async def _health(self, exchange: Exchange, request_id: str) -> None:
+        """Ready: a model can be served."""
+        if self._cluster.models:
+            exchange.respond(Response(200, b'{"status":"ok"}'))
+        else:
+            body = error_body(503, "no worker serves a model")
+            exchange.respond(Response(503, body, headers=[(b"retry-after", b"1")]))
+
+    async def _live(self, exchange: Exchange, request_id: str) -> None:
+        """Alive: this process answers."""
+        exchange.respond(Response(200, b'{"status":"ok"}'))
+
+    async def _render_metrics(self, exchange: Exchange, request_id: str) -> None:
+        exchange.respond(Response(200, self._metrics.render(), b"text/plain; version=0.0.4; charset=utf-8"))
+
+    async def _version(self, exchange: Exchange, request_id: str) -> None:
+        exchange.respond(Response(200, msgspec.json.encode({"version": __version__})))
+
+    async def _document(self, exchange: Exchange, request_id: str) -> None:
+        exchange.respond(Response(200, self._openapi))
+
+
+def _respond(exchange: Exchange, body: msgspec.Struct) -> None:
+    exchange.respond(Response(200, msgspec.json.encode(body)))
+
+
+def _with_request_id(response: Response, request_id: str) -> Response:
+    headers = (*response.headers, (b"x-request-id", request_id.encode()))
+    return Response(response.status, response.body, response.content_type, headers)
+
+
+def _request_id(request: HttpRequest, prefix: str) -> str:
+    """The client's own id, if it gave a decent one, behind the prefix, and always something that makes it unique."""
+    given = request.headers.get("x-request-id", "")
+    unique = uuid.uuid4().hex
+    if (
+        given
+        and len(given) <= MAX_REQUEST_ID_CHARS
+        and given.isascii()
+        and given.replace("-", "").replace("_", "").isalnum()
+    ):
+        return f"{prefix}{given}-{unique[:8]}"
+    return prefix + unique
+
+
+def _card(model: Model) -> ModelCard:
+    return ModelCard(model.name, model.created_unix_s, model.root, model.max_model_len)

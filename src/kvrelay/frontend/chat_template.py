@@ -1,0 +1,67 @@
+"""Renders a checkpoint's chat template in jinja2's sandbox, with the names that Hugging Face templates expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvrelay.errors import CheckpointError, InvalidInputError
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format_text: str) -> str:
+    return datetime.now().strftime(format_text)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja2's own filter this one does not escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """A compiled template. ``special_tokens`` are names such as ``bos_token`` with their text."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as exc:
+            raise CheckpointError(f"the chat template is malformed: {exc}") from exc
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool = True,
+        arguments: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt. Raises InvalidInputError when the template refuses the messages."""
+        names: dict[str, object] = {
+            **self._special_tokens,
+            "tools": None,
+            "documents": None,
+            **(arguments or {}),
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(names)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as exc:
+            raise InvalidInputError(f"the chat template refuses these messages: {exc}", param="messages") from exc

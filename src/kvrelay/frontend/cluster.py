@@ -1,0 +1,293 @@
+"""The cluster as one frontend sees it: discovery in, models and connections out.
+
+    discovery ──watch──> worker entries ──> a task per worker: tokenizer, connection, reconnection ──> Model
+    events, load samples ──subscriptions──> the model's router
+
+It owns the connections to workers and one Model per model name. While the control plane is away it goes on with the
+workers that it knows; what is lost with a connection is noticed by the connection itself. A worker that leaves
+discovery gets no new requests, and keeps those that it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import msgspec
+
+from kvrelay.control.base import ControlPlane, Keys, Subscription, WatchEvent, WatchKind
+from kvrelay.core.event_codec import decode_events, decode_load
+from kvrelay.core.workers import WorkerInfo
+from kvrelay.errors import (
+    ControlUnavailableError,
+    KvrelayError,
+    ModelNotFoundError,
+    ProtocolError,
+    RetryElsewhereError,
+    WorkerUnavailableError,
+)
+from kvrelay.frontend.models import Model
+from kvrelay.frontend.tokenizer import Tokenizer, load_tokenizer
+from kvrelay.frontend.worker_link import WorkerLink
+from kvrelay.router import Router
+from kvrelay.router.base import ReplayRequester
+from kvrelay.rpc.base import RpcClient
+
+_log = logging.getLogger(__name__)
+
+RpcClientFactory = Callable[[WorkerInfo], RpcClient]
+"""A client of that worker, not started yet."""
+RouterFactory = Callable[[int, ReplayRequester], Router]
+"""A router for blocks of so many tokens, and how it asks for events that it missed."""
+
+RECONNECT_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+REPLAY_TIMEOUT_S = 2.0
+WATCH_RETRY_S = 1.0
+
+
+class Cluster:
+    """Models by name, kept up to date from ``start`` to ``close``."""
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        keys: Keys,
+        connect: RpcClientFactory,
+        build_router: RouterFactory,
+        tokenizer_of: Callable[[Path], Tokenizer] = load_tokenizer,
+    ) -> None:
+        self._control = control
+        self._keys = keys
+        self._connect = connect
+        self._build_router = build_router
+        self._tokenizer_of = tokenizer_of
+        self._infos: dict[str, WorkerInfo] = {}
+        self._models: dict[str, Model] = {}
+        self._links: dict[str, WorkerLink] = {}
+        self._loading: dict[str, asyncio.Lock] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._subscriptions: list[Subscription] = []
+        self._synced = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"Cluster(models={list(self._models.values())}, links={list(self._links.values())})"
+
+    @property
+    def models(self) -> list[Model]:
+        """Those that a worker serves now."""
+        return [model for model in self._models.values() if model.is_available]
+
+    def model(self, name: str | None) -> Model:
+        """The model of that name; without a name the first one.
+
+        Raises ModelNotFoundError, and WorkerUnavailableError for a model whose workers are all gone.
+        """
+        if name is None or name == "":
+            available = self.models
+            if not available:
+                raise WorkerUnavailableError("no worker serves a model")
+            return available[0]
+        model = self._models.get(name)
+        if model is None:
+            raise ModelNotFoundError(f"The model `{name}` does not exist.", param="model", code="model_not_found")
+        if not model.is_available:
+            raise WorkerUnavailableError(f"no worker serves the model `{name}` at the moment")
+        return model
+
+    def count_workers(self) -> dict[str, int]:
+        return {name: len(model.worker_ids) for name, model in self._models.items()}
+
+    async def start(self) -> None:
+        """Subscribe and watch. Raises ControlUnavailableError."""
+        events = self._control.events
+        self._subscriptions = [
+            await events.subscribe(self._keys.kv_events, self._on_events),
+            await events.subscribe(self._keys.load_metrics, self._on_load),
+        ]
+        self._spawn(self._watch())
+
+    async def wait_synced(self, timeout_s: float) -> bool:
+        """Until the workers that were registered at the start are known."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._synced.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *self._keepers.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for subscription in self._subscriptions:
+            try:
+                await subscription.unsubscribe()
+            except ControlUnavailableError as exc:
+                _log.debug("a subscription ends with the connection: %s", exc)
+
+    # -- discovery ----------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async for event in self._control.discovery.watch(self._keys.workers):
+                    self._on_change(event)
+            except ControlUnavailableError as exc:
+                _log.warning("discovery cannot be watched, going on with the known workers: %s", exc)
+            await asyncio.sleep(WATCH_RETRY_S)
+
+    def _on_change(self, event: WatchEvent) -> None:
+        if event.kind is WatchKind.SYNCED:
+            self._synced.set()
+            return
+        worker_id = event.key.removeprefix(self._keys.workers)
+        if event.kind is WatchKind.DELETE:
+            self._forget(worker_id)
+            return
+        try:
+            info = msgspec.json.decode(event.value, type=WorkerInfo)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            _log.warning("malformed entry %s in discovery ignored: %s", event.key, exc)
+            return
+        self._learn(info)
+
+    def _learn(self, info: WorkerInfo) -> None:
+        """A worker registered, or changed."""
+        known = self._infos.get(info.worker_id)
+        if known is not None and info.epoch < known.epoch:
+            return
+        self._infos[info.worker_id] = info
+        link = self._links.get(info.worker_id)
+        if link is not None and info.role.takes_requests:
+            link.revive(info)
+            self._models[info.model].add_worker(info, link)
+        elif link is not None:
+            self._models[info.model].remove_worker(info.worker_id)
+            link.retire()
+        if info.role.takes_requests and info.worker_id not in self._keepers:
+            keeper = asyncio.get_running_loop().create_task(self._keep_worker(info.worker_id))
+            self._keepers[info.worker_id] = keeper
+            keeper.add_done_callback(lambda task: self._keeper_done(info.worker_id, task))
+
+    def _forget(self, worker_id: str) -> None:
+        """A worker left discovery: drained or dead. Its connection tells which."""
+        info = self._infos.pop(worker_id, None)
+        if info is None:
+            return
+        if info.model in self._models:
+            self._models[info.model].remove_worker(worker_id)
+        if worker_id in self._links:
+            self._links[worker_id].retire()
+
+    def _wanted(self, worker_id: str) -> WorkerInfo | None:
+        """The worker's entry if requests may go there."""
+        info = self._infos.get(worker_id)
+        return info if info is not None and info.role.takes_requests else None
+
+    def _keeper_done(self, worker_id: str, task: asyncio.Task[None]) -> None:
+        self._keepers.pop(worker_id, None)
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            _log.error("the connection to %s failed", worker_id, exc_info=error)
+        info = self._wanted(worker_id)
+        if info is not None:
+            # It came back while its connection was being closed.
+            self._learn(info)
+
+    async def _keep_worker(self, worker_id: str) -> None:
+        """One worker's connection: made, made again when it breaks, until the worker is not wanted any more."""
+        num_failures = 0
+        while (info := self._wanted(worker_id)) is not None:
+            try:
+                model = await self._model_of(info)
+                link = await self._open_link(info)
+            except KvrelayError as exc:
+                level = logging.WARNING if num_failures == 0 else logging.DEBUG
+                _log.log(level, "worker %s cannot be used yet: %s", worker_id, exc)
+                await asyncio.sleep(RECONNECT_BACKOFF_S[min(num_failures, len(RECONNECT_BACKOFF_S) - 1)])
+                num_failures += 1
+                continue
+            num_failures = 0
+            await self._serve(model, link, worker_id)
+
+    async def _serve(self, model: Model, link: WorkerLink, worker_id: str) -> None:
+        """While the connection lives."""
+        self._links[worker_id] = link
+        try:
+            info = self._wanted(worker_id)
+            if info is None:
+                return
+            link.revive(info)
+            model.add_worker(info, link)
+            _log.info("worker %s serves %s", worker_id, model.name)
+            await link.wait_ended()
+        finally:
+            del self._links[worker_id]
+            model.remove_worker(worker_id)
+            await link.close()
+
+    async def _open_link(self, info: WorkerInfo) -> WorkerLink:
+        client = self._connect(info)
+        await client.start()
+        return WorkerLink(info, client)
+
+    async def _model_of(self, info: WorkerInfo) -> Model:
+        """The model that the worker serves; its tokenizer is loaded once. Raises CheckpointError."""
+        async with self._loading.setdefault(info.model, asyncio.Lock()):
+            model = self._models.get(info.model)
+            if model is None:
+                tokenizer = await asyncio.to_thread(self._tokenizer_of, Path(info.model_path))
+                router = self._build_router(info.block_size, self._request_replay)
+                model = self._models[info.model] = Model(info.model, info.model_path, tokenizer, router)
+        return model
+
+    # -- what workers publish -----------------------------------------------------------------------------------------
+
+    def _on_events(self, subject: str, data: bytes) -> None:
+        try:
+            batch = decode_events(data)
+        except ProtocolError as exc:
+            _log.warning("cache events on %s dropped: %s", subject, exc)
+            return
+        router = self._router_of(batch.worker_id)
+        if router is not None:
+            router.apply_events(batch)
+
+    def _on_load(self, subject: str, data: bytes) -> None:
+        try:
+            metrics = decode_load(data)
+        except ProtocolError as exc:
+            _log.warning("load sample on %s dropped: %s", subject, exc)
+            return
+        router = self._router_of(metrics.worker_id)
+        if router is not None:
+            router.apply_metrics(metrics)
+
+    def _router_of(self, worker_id: str) -> Router | None:
+        info = self._infos.get(worker_id)
+        model = self._models.get(info.model) if info is not None else None
+        return model.router if model is not None else None
+
+    def _request_replay(self, worker_id: str, request: bytes) -> None:
+        self._spawn(self._replay(worker_id, request))
+
+    async def _replay(self, worker_id: str, request: bytes) -> None:
+        try:
+            subject = self._keys.worker_replay(worker_id)
+            reply = await self._control.events.request(subject, request, REPLAY_TIMEOUT_S)
+        except RetryElsewhereError as exc:
+            _log.debug("no replay from %s: %s", worker_id, exc)
+            return
+        router = self._router_of(worker_id)
+        if router is not None:
+            router.apply_replay(worker_id, reply)
+
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,11 @@
+"""A small HTTP/1.1 server: connections, limits and streamed answers. It knows nothing of models or tokens.
+
+``HttpServer`` listens; each request becomes an ``Exchange`` that the application answers.
+"""
+
+from kvrelay.frontend.http.connection import HttpLimits
+from kvrelay.frontend.http.exchange import Exchange
+from kvrelay.frontend.http.messages import HttpRequest, Response
+from kvrelay.frontend.http.server import HttpApplication, HttpServer, open_listener
+
+__all__ = ["Exchange", "HttpApplication", "HttpLimits", "HttpRequest", "HttpServer", "Response", "open_listener"]

@@ -1,0 +1,85 @@
+"""One request and its answer, as the application sees it.
+
+An exchange is answered once: by ``respond``, or by ``start_stream``, any number of ``write`` and ``finish``. Nothing
+here waits: what the client does not read is kept in the connection's buffer, which is bounded; a client that lets it
+overflow is cut off and counts as gone. After the client has gone everything is a no-op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvrelay.frontend.http.messages import (
+    LAST_CHUNK,
+    HttpRequest,
+    Response,
+    encode_chunk,
+    encode_response,
+    encode_stream_head,
+)
+
+
+class Outlet(Protocol):
+    """Where the bytes go: the connection."""
+
+    def send(self, data: bytes) -> None: ...
+
+    def exchange_done(self, keep_alive: bool) -> None: ...
+
+
+class Exchange:
+    """A request being answered."""
+
+    def __init__(self, request: HttpRequest, outlet: Outlet, keep_alive: bool) -> None:
+        self.request = request
+        self.is_gone = False
+        self.is_started = False
+        self.is_done = False
+        self._outlet = outlet
+        self._keep_alive = keep_alive
+        self._chunked = request.http_minor >= 1
+        self._on_gone: Callable[[], None] | None = None
+
+    def on_gone(self, callback: Callable[[], None]) -> None:
+        """``callback`` runs once if the client goes away before the answer is complete."""
+        self._on_gone = callback
+
+    def respond(self, response: Response) -> None:
+        """Answer with a whole response."""
+        if self.is_started or self.is_done:
+            raise RuntimeError("the exchange has been answered already")
+        if not self.is_gone:
+            self._outlet.send(encode_response(response, self._keep_alive, self.request.method == "HEAD"))
+        self._end(self._keep_alive)
+
+    def start_stream(self, content_type: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        """Send the head of a streamed answer with status 200."""
+        self.is_started = True
+        if not self.is_gone:
+            keep_alive = self._keep_alive and self._chunked
+            self._outlet.send(encode_stream_head(content_type, headers, keep_alive, self._chunked))
+
+    def write(self, data: bytes) -> None:
+        """Send a piece of a streamed answer."""
+        if not self.is_gone:
+            self._outlet.send(encode_chunk(data) if self._chunked else data)
+
+    def finish(self) -> None:
+        """The streamed answer is complete."""
+        if not self.is_gone and self._chunked:
+            self._outlet.send(LAST_CHUNK)
+        self._end(self._keep_alive and self._chunked)
+
+    def gone(self) -> None:
+        """The connection tells that the client went away."""
+        if self.is_done or self.is_gone:
+            return
+        self.is_gone = True
+        if self._on_gone is not None:
+            self._on_gone()
+
+    def _end(self, keep_alive: bool) -> None:
+        self.is_done = True
+        self._on_gone = None
+        self._outlet.exchange_done(keep_alive)

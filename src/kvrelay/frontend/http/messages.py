@@ -1,0 +1,62 @@
+"""HTTP requests and responses as values, and the bytes of a response's head. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+REASONS = {int(status): status.phrase.encode() for status in HTTPStatus}
+JSON = b"application/json"
+
+
+@dataclass(slots=True)
+class HttpRequest:
+    """A request. Header names are lower case; of repeated headers the last one counts. ``body`` comes last."""
+
+    method: str
+    path: str
+    query: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    http_minor: int = 1
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A whole answer. ``headers`` are added to content-type, content-length and connection."""
+
+    status: int
+    body: bytes = b""
+    content_type: bytes = JSON
+    headers: Sequence[tuple[bytes, bytes]] = ()
+
+
+def encode_response(response: Response, keep_alive: bool, without_body: bool = False) -> bytes:
+    """The bytes of a whole answer; ``without_body`` answers HEAD."""
+    head = _head(response.status, response.content_type, response.headers, keep_alive)
+    length = b"content-length: %d\r\n\r\n" % len(response.body)
+    return head + length + (b"" if without_body else response.body)
+
+
+def encode_stream_head(
+    content_type: bytes, headers: Sequence[tuple[bytes, bytes]], keep_alive: bool, chunked: bool
+) -> bytes:
+    """The head of an answer of unknown length: chunked, or for HTTP/1.0 ended by the connection's end."""
+    head = _head(200, content_type, headers, keep_alive)
+    return head + (b"cache-control: no-cache\r\ntransfer-encoding: chunked\r\n\r\n" if chunked else b"\r\n")
+
+
+def encode_chunk(data: bytes) -> bytes:
+    """One chunk of a chunked body. ``data`` must not be empty: that would end the body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+def _head(status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]], keep_alive: bool) -> bytes:
+    lines = [b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\n" % (status, REASONS.get(status, b"Unknown"), content_type)]
+    lines += [b"%b: %b\r\n" % pair for pair in headers]
+    lines.append(b"connection: keep-alive\r\n" if keep_alive else b"connection: close\r\n")
+    return b"".join(lines)

@@ -1,0 +1,137 @@
+"""The frontend's metrics, kept cheap: counting on the token path is a bisection and an addition.
+
+prometheus-client only renders what was counted here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Histogram:
+    """Counts per bucket and the sum, in seconds."""
+
+    __slots__ = ("_bounds", "counts", "total_s")
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self._bounds = tuple(bounds_s)
+        self.counts = [0] * (len(self._bounds) + 1)
+        self.total_s = 0.0
+
+    def observe(self, value_s: float) -> None:
+        self.counts[bisect_left(self._bounds, value_s)] += 1
+        self.total_s += value_s
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus wants them."""
+        running, rows = 0, []
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self.counts):
+            running += count
+            rows.append((bound, float(running)))
+        return rows
+
+
+class FrontendMetrics(Collector):
+    """Everything that one frontend process counts."""
+
+    def __init__(self) -> None:
+        self.ttft = Histogram(LATENCY_BUCKETS_S)
+        self.itl = Histogram(TOKEN_BUCKETS_S)
+        self.duration = Histogram(LATENCY_BUCKETS_S)
+        self.requests: Counter[tuple[str, str]] = Counter()
+        self.migrations: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.num_in_flight = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.num_disconnects = 0
+        self._workers: Callable[[], Mapping[str, int]] = dict
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def watch_workers(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
+        """Where the number of connected workers per model comes from."""
+        self._workers = count_by_model
+
+    # -- counting -----------------------------------------------------------------------------------------------------
+
+    def inter_token(self, seconds: float) -> None:
+        self.itl.observe(seconds)
+
+    def first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        self.ttft.observe(seconds)
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached_tokens
+
+    def sequence_ended(self, num_output_tokens: int, duration_s: float | None) -> None:
+        """``duration_s`` is None when it failed or was cancelled."""
+        self.num_output_tokens += num_output_tokens
+        if duration_s is not None:
+            self.duration.observe(duration_s)
+
+    def answered(self, endpoint: str, status: str) -> None:
+        """``status`` is an HTTP status, ``disconnected``, or ``broken`` for a stream that ended with an error."""
+        self.requests[endpoint, status] += 1
+        if status == "disconnected":
+            self.num_disconnects += 1
+
+    def migrated(self, model: str) -> None:
+        self.migrations[model] += 1
+
+    def refused(self, model: str) -> None:
+        self.refusals[model] += 1
+
+    # -- rendering ----------------------------------------------------------------------------------------------------
+
+    def render(self) -> bytes:
+        """Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily("kvrelay_requests", "HTTP requests answered.", labels=("endpoint", "status"))
+        for labels, count in self.requests.items():
+            requests.add_metric(labels, count)
+        yield requests
+        yield _by_model("kvrelay_migrations", "Requests continued on another worker.", self.migrations)
+        yield _by_model("kvrelay_refusals", "Requests that a worker refused.", self.refusals)
+        workers = GaugeMetricFamily("kvrelay_workers", "Connected workers that take requests.", labels=("model",))
+        for model, count in self._workers().items():
+            workers.add_metric((model,), count)
+        yield workers
+        yield GaugeMetricFamily("kvrelay_requests_in_flight", "Sequences being generated.", value=self.num_in_flight)
+        yield CounterMetricFamily("kvrelay_prompt_tokens", "Tokens of prompts.", value=self.num_prompt_tokens)
+        yield CounterMetricFamily(
+            "kvrelay_cached_prompt_tokens", "Prompt tokens found in a prefix cache.", value=self.num_cached_tokens
+        )
+        yield CounterMetricFamily("kvrelay_generation_tokens", "Tokens generated.", value=self.num_output_tokens)
+        yield CounterMetricFamily("kvrelay_disconnects", "Clients that left early.", value=self.num_disconnects)
+        yield _histogram("kvrelay_time_to_first_token_seconds", "From arrival to the first token.", self.ttft)
+        yield _histogram("kvrelay_inter_token_latency_seconds", "Between two outputs of a sequence.", self.itl)
+        yield _histogram("kvrelay_e2e_request_latency_seconds", "From arrival to the last token.", self.duration)
+
+
+def _by_model(name: str, text: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=("model",))
+    for model, count in counts.items():
+        family.add_metric((model,), count)
+    return family
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(name, text)
+    family.add_metric((), buckets=histogram.buckets(), sum_value=histogram.total_s)
+    return family

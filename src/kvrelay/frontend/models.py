@@ -1,0 +1,70 @@
+"""A model as the frontend serves it: its tokenizer, its limits, its workers and the router over them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from kvrelay.core.workers import WorkerInfo
+from kvrelay.errors import WorkerUnavailableError
+from kvrelay.frontend.tokenizer import Tokenizer
+from kvrelay.frontend.worker_link import WorkerLink
+from kvrelay.router import Router, RoutingRequest
+
+
+class Model:
+    """Workers come and go; the model stays known, so that a request in the gap between two is told to try again."""
+
+    def __init__(self, name: str, root: str, tokenizer: Tokenizer, router: Router) -> None:
+        self.name = name
+        self.root = root
+        self.created_unix_s = int(time.time())
+        self.tokenizer = tokenizer
+        self.router = router
+        self.max_model_len = 0
+        self.vocab_size = 0
+        self._links: dict[str, WorkerLink] = {}
+        self._changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"Model({self.name}, workers={sorted(self._links)}, router={self.router!r})"
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a worker takes requests now."""
+        return bool(self._links)
+
+    @property
+    def worker_ids(self) -> list[str]:
+        return list(self._links)
+
+    def add_worker(self, info: WorkerInfo, link: WorkerLink) -> None:
+        """The worker takes requests, or has changed. Limits are those of the most modest worker."""
+        self._links[info.worker_id] = link
+        self.router.add_worker(info)
+        infos = [known.info for known in self._links.values()]
+        self.max_model_len = min(known.max_model_len for known in infos)
+        self.vocab_size = min(known.vocab_size for known in infos)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def remove_worker(self, worker_id: str) -> None:
+        """No new requests go there; those that run there are not touched."""
+        if self._links.pop(worker_id, None) is not None:
+            self.router.remove_worker(worker_id)
+
+    def place(self, request: RoutingRequest) -> tuple[WorkerLink, float]:
+        """The worker for a request and its estimated prefix hit rate; the request counts as placed there.
+
+        Raises WorkerUnavailableError.
+        """
+        decision = self.router.choose(request)
+        link = self._links.get(decision.worker_id)
+        if link is None:
+            self.router.finished(request.request_id, 0)
+            raise WorkerUnavailableError(f"worker {decision.worker_id} is not connected")
+        return link, decision.hit_rate
+
+    def next_change(self) -> asyncio.Event:
+        """Set when the next worker is added, or back."""
+        return self._changed

@@ -1,0 +1,76 @@
+"""What answers of both endpoints are made of: finish, usage, choices, and the contract of the two formats. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.status import FinishReason
+
+encode_json = msgspec.json.Encoder().encode
+
+PromptLogprobs = Sequence[PositionLogprobs | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a choice ended; ``stop_reason`` is the stop string or stop token that did it."""
+
+    reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """A choice of an answer that is sent as a whole."""
+
+    index: int
+    prompt_token_ids: Sequence[int]
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    finish: Finish | None = None
+
+
+class AnswerFormat(Protocol):
+    """The shapes of one endpoint, for one request."""
+
+    def opening(self, index: int, prompt_token_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None) -> bytes:
+        """Events that come before a choice's first text; may be none."""
+
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[PositionLogprobs] | None,
+        finish: Finish | None,
+        usage: Usage | None,
+    ) -> bytes:
+        """The event with a choice's new text. ``usage`` is given for continuous usage only."""
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The last event of a stream with ``include_usage``."""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+
+
+def json_list(items: Sequence[int]) -> bytes:
+    return encode_json(list(items))

@@ -1,0 +1,167 @@
+"""The answers of ``/v1/chat/completions``, whole and streamed; and messages as chat templates take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json, json_list
+from kvrelay.frontend.openai.logprobs import (
+    ChatLogprobs,
+    PromptTokenLogprob,
+    TokenTexts,
+    chat_logprobs,
+    prompt_logprobs_json,
+)
+from kvrelay.frontend.openai.requests import ChatMessage
+
+_PLAIN_END = b'},"logprobs":null,"finish_reason":null'
+
+
+class AssistantMessage(msgspec.Struct, frozen=True):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+    prompt_logprobs: list[dict[str, PromptTokenLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
+    """Messages for a chat template; text parts are joined by line ends. Raises InvalidInputError for other parts."""
+    if not messages:
+        raise InvalidInputError("messages must not be empty", param="messages")
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: ChatMessage) -> dict[str, object]:
+    if message.tool_calls:
+        raise InvalidInputError("tool calls are not supported", param="messages")
+    content = message.content
+    if isinstance(content, list):
+        for part in content:
+            if part.type not in ("text", "input_text") or part.text is None:
+                raise InvalidInputError(f"content of type {part.type} is not supported", param="messages")
+        content = "\n".join(part.text or "" for part in content)
+    shape: dict[str, object] = {"role": message.role, "content": content or ""}
+    if message.name is not None:
+        shape["name"] = message.name
+    return shape
+
+
+class ChatFormat:
+    """Implements ``AnswerFormat``."""
+
+    def __init__(
+        self,
+        answer_id: str,
+        created_unix_s: int,
+        model: str,
+        texts: TokenTexts,
+        *,
+        return_token_ids: bool = False,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+        with_logprobs: bool = False,
+    ) -> None:
+        self._id, self._created, self._model, self._texts = answer_id, created_unix_s, model, texts
+        self._return_token_ids = return_token_ids
+        self._with_logprobs = with_logprobs
+        head = {"id": answer_id, "object": "chat.completion.chunk", "created": created_unix_s, "model": model}
+        self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
+        self._starts: dict[int, bytes] = {}
+        self._no_usage = b',"usage":null' if include_usage and not continuous_usage else b""
+        self._end = b"}]" + self._no_usage + b"}\n\n"
+        self._plain_end = _PLAIN_END + self._end
+
+    def opening(self, index: int, prompt_token_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None) -> bytes:
+        """The role; ``prompt_token_ids`` stands beside the choices, as in vLLM."""
+        delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index
+        ids = b',"prompt_token_ids":' + json_list(prompt_token_ids) if self._return_token_ids else b""
+        return self._head + delta + ids + self._no_usage + b"}\n\n"
+
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[PositionLogprobs] | None,
+        finish: Finish | None,
+        usage: Usage | None,
+    ) -> bytes:
+        start = self._starts.get(index) or self._start(index)
+        if finish is None and usage is None and not logprobs and not self._return_token_ids:
+            return start + encode_json(text) + self._plain_end
+        pieces = [start, encode_json(text)]
+        if logprobs:
+            pieces += (b'},"logprobs":', encode_json(chat_logprobs(logprobs, self._texts)))
+        else:
+            pieces.append(b'},"logprobs":null')
+        if finish is None:
+            pieces.append(b',"finish_reason":null')
+        else:
+            pieces += (b',"finish_reason":', encode_json(finish.reason))
+            pieces += (b',"stop_reason":', encode_json(finish.stop_reason))
+        if self._return_token_ids:
+            pieces += (b',"token_ids":', json_list(token_ids))
+        if usage is None:
+            pieces.append(self._end)
+        else:
+            pieces += (b'}],"usage":', encode_json(usage), b"}\n\n")
+        return b"".join(pieces)
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return self._head + b'],"usage":' + encode_json(usage) + b"}\n\n"
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        shapes = [self._whole_choice(choice) for choice in choices]
+        first = choices[0]
+        prompt_logprobs = None
+        if first.prompt_logprobs is not None:
+            prompt_logprobs = prompt_logprobs_json(first.prompt_logprobs, self._texts)
+        prompt_ids = list(first.prompt_token_ids) if self._return_token_ids else None
+        return encode_json(
+            ChatResponse(
+                id=self._id,
+                created=self._created,
+                model=self._model,
+                choices=shapes,
+                usage=usage,
+                prompt_logprobs=prompt_logprobs,
+                prompt_token_ids=prompt_ids,
+            )
+        )
+
+    def _start(self, index: int) -> bytes:
+        return self._starts.setdefault(index, self._head + b'{"index":%d,"delta":{"content":' % index)
+
+    def _whole_choice(self, choice: Choice) -> ChatChoice:
+        assert choice.finish is not None
+        return ChatChoice(
+            index=choice.index,
+            message=AssistantMessage("".join(choice.text)),
+            logprobs=chat_logprobs(choice.logprobs, self._texts) if self._with_logprobs else None,
+            finish_reason=choice.finish.reason,
+            stop_reason=choice.finish.stop_reason,
+            token_ids=choice.token_ids if self._return_token_ids else None,
+        )

@@ -1,0 +1,154 @@
+"""The answers of ``/v1/completions``, whole and streamed.
+
+A chunk is put together from bytes that are prepared once per request; only the text is encoded per chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json, json_list
+from kvrelay.frontend.openai.logprobs import (
+    CompletionLogprobs,
+    PromptTokenLogprob,
+    TokenTexts,
+    completion_logprobs,
+    prompt_logprobs_json,
+)
+
+_PLAIN_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptTokenLogprob] | None] | None = None
+
+
+class CompletionResponse(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    object: str = "text_completion"
+
+
+class CompletionFormat:
+    """Implements ``AnswerFormat``. ``echoes`` are the prompts' texts if they are to be repeated, by choice."""
+
+    def __init__(
+        self,
+        answer_id: str,
+        created_unix_s: int,
+        model: str,
+        texts: TokenTexts,
+        *,
+        return_token_ids: bool = False,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+        with_logprobs: bool = False,
+        echoes: Sequence[str] | None = None,
+    ) -> None:
+        self._id, self._created, self._model, self._texts = answer_id, created_unix_s, model, texts
+        self._return_token_ids = return_token_ids
+        self._with_logprobs = with_logprobs
+        self._echoes = echoes
+        head = {"id": answer_id, "object": "text_completion", "created": created_unix_s, "model": model}
+        self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
+        self._starts: dict[int, bytes] = {}
+        no_usage = b',"usage":null' if include_usage and not continuous_usage else b""
+        self._end = b"}]" + no_usage + b"}\n\n"
+        self._plain_end = _PLAIN_END + self._end
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, index: int, prompt_token_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None) -> bytes:
+        echo = self._echoes[index] if self._echoes is not None else ""
+        if not echo and not self._return_token_ids:
+            return b""
+        pieces = [self._start(index), encode_json(echo), b',"logprobs":']
+        pieces.append(self._echoed_logprobs(index, prompt_token_ids, prompt_logprobs if echo else None))
+        pieces.append(b',"finish_reason":null,"stop_reason":null')
+        if self._return_token_ids:
+            pieces += (b',"token_ids":[],"prompt_token_ids":', json_list(prompt_token_ids))
+        return b"".join((*pieces, self._end))
+
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[PositionLogprobs] | None,
+        finish: Finish | None,
+        usage: Usage | None,
+    ) -> bytes:
+        start = self._starts.get(index) or self._start(index)
+        if finish is None and usage is None and not logprobs and not self._return_token_ids:
+            return start + encode_json(text) + self._plain_end
+        pieces = [start, encode_json(text)]
+        if logprobs:
+            shape, self._offsets[index] = completion_logprobs(
+                logprobs, token_ids, self._texts, self._offsets.get(index, 0)
+            )
+            pieces += (b',"logprobs":', encode_json(shape))
+        else:
+            pieces.append(b',"logprobs":null')
+        if finish is None:
+            pieces.append(b',"finish_reason":null,"stop_reason":null')
+        else:
+            pieces += (b',"finish_reason":', encode_json(finish.reason))
+            pieces += (b',"stop_reason":', encode_json(finish.stop_reason))
+        if self._return_token_ids:
+            pieces += (b',"token_ids":', json_list(token_ids))
+        if usage is None:
+            pieces.append(self._end)
+        else:
+            pieces += (b'}],"usage":', encode_json(usage), b"}\n\n")
+        return b"".join(pieces)
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return self._head + b'],"usage":' + encode_json(usage) + b"}\n\n"
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        shapes = [self._whole_choice(choice) for choice in choices]
+        return encode_json(CompletionResponse(self._id, self._created, self._model, shapes, usage))
+
+    def _start(self, index: int) -> bytes:
+        return self._starts.setdefault(index, self._head + b'{"index":%d,"text":' % index)
+
+    def _whole_choice(self, choice: Choice) -> CompletionChoice:
+        assert choice.finish is not None
+        echo = self._echoes[choice.index] if self._echoes is not None else ""
+        positions: list[PositionLogprobs | None] = list(choice.logprobs)
+        token_ids = choice.token_ids
+        if self._echoes is not None and choice.prompt_logprobs is not None:
+            positions = [*choice.prompt_logprobs, *positions]
+            token_ids = [*choice.prompt_token_ids, *token_ids]
+        logprobs = completion_logprobs(positions, token_ids, self._texts, 0)[0] if self._with_logprobs else None
+        prompt_logprobs = None
+        if choice.prompt_logprobs is not None:
+            prompt_logprobs = prompt_logprobs_json(choice.prompt_logprobs, self._texts)
+        return CompletionChoice(
+            index=choice.index,
+            text=echo + "".join(choice.text),
+            logprobs=logprobs,
+            finish_reason=choice.finish.reason,
+            stop_reason=choice.finish.stop_reason,
+            token_ids=choice.token_ids if self._return_token_ids else None,
+            prompt_token_ids=list(choice.prompt_token_ids) if self._return_token_ids else None,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _echoed_logprobs(self, index: int, token_ids: Sequence[int], positions: PromptLogprobs | None) -> bytes:
+        if positions is None or not self._with_logprobs:
+            return b"null"
+        shape, self._offsets[index] = completion_logprobs(positions, token_ids, self._texts, 0)
+        return encode_json(shape)

@@ -1,0 +1,113 @@
+"""Log-probabilities in the shapes of the two endpoints, and vLLM's of prompts. Pure, given a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
+
+MIN_LOGPROB = -9999.0
+"""JSON has no infinity; OpenAI's API gives this for tokens that cannot be."""
+
+
+class TokenTexts(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatPositionLogprobs(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatPositionLogprobs]
+
+
+class PromptTokenLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+def completion_logprobs(
+    positions: Sequence[PositionLogprobs | None], token_ids: Sequence[int], texts: TokenTexts, offset: int
+) -> tuple[CompletionLogprobs, int]:
+    """Shape of ``/v1/completions``, and the text offset behind it. A position without numbers (the first of an echoed
+    prompt) has null."""
+    result = CompletionLogprobs([], [], [], [])
+    for position, token in zip(positions, token_ids):
+        text = texts.token_text(token)
+        result.text_offset.append(offset)
+        result.tokens.append(text)
+        result.token_logprobs.append(None if position is None else _number(position.chosen))
+        result.top_logprobs.append(None if position is None else _alternatives(position, texts))
+        offset += len(text)
+    return result, offset
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs], texts: TokenTexts) -> ChatLogprobs:
+    """Shape of ``/v1/chat/completions``."""
+    return ChatLogprobs(
+        [
+            ChatPositionLogprobs(
+                texts.token_text(position.chosen.token_id),
+                _number(position.chosen),
+                list(texts.token_bytes(position.chosen.token_id)),
+                [
+                    ChatTokenLogprob(
+                        texts.token_text(top.token_id), _number(top), list(texts.token_bytes(top.token_id))
+                    )
+                    for top in position.top
+                ],
+            )
+            for position in positions
+        ]
+    )
+
+
+def prompt_logprobs_json(
+    positions: Sequence[PositionLogprobs | None], texts: TokenTexts
+) -> list[dict[str, PromptTokenLogprob] | None]:
+    """vLLM's ``prompt_logprobs``: per prompt token a map from token id, the first is null."""
+    return [None if position is None else _by_token_id(position, texts) for position in positions]
+
+
+def _by_token_id(position: PositionLogprobs, texts: TokenTexts) -> dict[str, PromptTokenLogprob]:
+    return {
+        str(entry.token_id): PromptTokenLogprob(_number(entry), entry.rank, texts.token_text(entry.token_id))
+        for entry in (position.chosen, *position.top)
+    }
+
+
+def _alternatives(position: PositionLogprobs, texts: TokenTexts) -> dict[str, float]:
+    """The likeliest tokens and the chosen one. Of tokens with equal text the likeliest counts."""
+    found: dict[str, float] = {}
+    for entry in (*position.top, position.chosen):
+        found.setdefault(texts.token_text(entry.token_id), _number(entry))
+    return found
+
+
+def _number(entry: TokenLogprob) -> float:
+    return max(entry.logprob, MIN_LOGPROB)

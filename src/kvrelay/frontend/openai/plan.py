@@ -1,0 +1,214 @@
+"""From a request's fields to what is to be generated: checked, with defaults filled in. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.errors import InvalidInputError, PromptTooLongError
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
+from kvrelay.frontend.tokenizer import DefaultSampling
+
+DEFAULT_MAX_TOKENS = 16
+MAX_STOPS = 64
+MAX_STOP_CHARS = 4096
+MAX_PRIORITY = 2**31
+
+_V = TypeVar("_V")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """What every sequence of a request has in common. ``max_tokens`` None: as much as the context allows.
+
+    ``sampling`` is complete but for max_tokens and seed, which ``sampling_for`` fills in.
+    """
+
+    sampling: SamplingParams
+    max_tokens: int | None
+    is_max_default: bool
+    n: int
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    add_special_tokens: bool
+    return_token_ids: bool
+    echo: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    priority: int
+    timeout_s: float | None
+
+    def sampling_for(self, num_prompt_tokens: int, index: int, max_model_len: int, vocab_size: int) -> SamplingParams:
+        """Of choice ``index`` of one prompt. Each choice has a seed of its own, as in vLLM: the seed plus its index.
+
+        Raises PromptTooLongError, InvalidInputError.
+        """
+        room = max_model_len - num_prompt_tokens
+        wanted = room if self.max_tokens is None else self.max_tokens
+        if self.is_max_default:
+            wanted = min(wanted, room)
+        if wanted > room or room < 0 or (room == 0 and self.max_tokens != 0):
+            asked = f" and {wanted} for the answer" if wanted > room and wanted > 0 else ""
+            raise PromptTooLongError(
+                f"This model's maximum context length is {max_model_len} tokens, but the request has "
+                f"{num_prompt_tokens} in the prompt{asked}.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        seed = self.sampling.seed
+        if seed is not None and index:
+            seed = (seed + index) % 2**63
+        sampling = msgspec.structs.replace(self.sampling, max_tokens=wanted, seed=seed)
+        sampling.validate(vocab_size)
+        return sampling
+
+
+def plan_completion(request: CompletionRequest, defaults: DefaultSampling, max_n: int) -> GenerationPlan:
+    """Raises InvalidInputError."""
+    _refuse(request)
+    if request.suffix:
+        raise InvalidInputError("suffix is not supported", param="suffix")
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    is_echo = bool(request.echo)
+    prompt_logprobs = request.prompt_logprobs
+    if is_echo and prompt_logprobs is None:
+        prompt_logprobs = request.logprobs
+    sampling = _sampling(request, defaults, request.logprobs, prompt_logprobs)
+    return _plan(request, sampling, max_tokens, request.max_tokens is None, is_echo, max_n)
+
+
+def plan_chat(request: ChatCompletionRequest, defaults: DefaultSampling, max_n: int) -> GenerationPlan:
+    """Raises InvalidInputError."""
+    _refuse(request)
+    _refuse_chat(request)
+    logprobs = None
+    if request.logprobs:
+        logprobs = _or(request.top_logprobs, 0)
+    elif request.top_logprobs:
+        raise InvalidInputError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    sampling = _sampling(request, defaults, logprobs, request.prompt_logprobs)
+    return _plan(request, sampling, max_tokens, max_tokens is None, False, max_n)
+
+
+def _plan(
+    request: GenerationFields,
+    sampling: SamplingParams,
+    max_tokens: int | None,
+    is_max_default: bool,
+    echo: bool,
+    max_n: int,
+) -> GenerationPlan:
+    n = _or(request.n, 1)
+    if not 1 <= n <= max_n:
+        raise InvalidInputError(f"n must be between 1 and {max_n}", param="n")
+    if request.best_of is not None and request.best_of != n:
+        raise InvalidInputError("best_of is not supported unless it equals n", param="best_of")
+    if max_tokens is not None and not 0 <= max_tokens < 2**31:
+        raise InvalidInputError("max_tokens must be at least 0 and below 2**31", param="max_tokens")
+    if max_tokens == 0 and not echo and sampling.prompt_logprobs is None:
+        raise InvalidInputError("max_tokens must be at least 1", param="max_tokens")
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise InvalidInputError("stream_options is only allowed with stream", param="stream_options")
+    return GenerationPlan(
+        sampling=sampling,
+        max_tokens=max_tokens,
+        is_max_default=is_max_default,
+        n=n,
+        stops=_stops(request.stop),
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=_or(request.skip_special_tokens, True),
+        add_special_tokens=_or(request.add_special_tokens, True),
+        return_token_ids=bool(request.return_token_ids),
+        echo=echo,
+        stream=bool(request.stream),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        priority=_priority(request.priority),
+        timeout_s=check_timeout(request.timeout),
+    )
+
+
+def check_timeout(timeout_s: float | None) -> float | None:
+    """A deadline that a client gives. Raises InvalidInputError."""
+    if timeout_s is not None and not (0 < timeout_s < math.inf):
+        raise InvalidInputError("timeout must be a positive number of seconds", param="timeout")
+    return timeout_s
+
+
+def _sampling(
+    request: GenerationFields, defaults: DefaultSampling, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    sampling = SamplingParams(
+        max_tokens=2**31 - 1,
+        min_tokens=_or(request.min_tokens, 0),
+        temperature=_or(request.temperature, _or(defaults.temperature, 1.0)),
+        top_k=_or(request.top_k, _or(defaults.top_k, 0)),
+        top_p=_or(request.top_p, _or(defaults.top_p, 1.0)),
+        min_p=_or(request.min_p, _or(defaults.min_p, 0.0)),
+        repetition_penalty=_or(request.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        logit_bias=request.logit_bias or None,
+        seed=request.seed,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    try:
+        sampling.validate()
+    except OverflowError as exc:
+        raise InvalidInputError("a number is far out of range") from exc
+    return sampling
+
+
+def _refuse(request: GenerationFields) -> None:
+    """What is asked for must be done or refused by name."""
+    if request.use_beam_search:
+        raise InvalidInputError("beam search is not supported", param="use_beam_search")
+    for name in ("truncate_prompt_tokens", "guided_json", "structured_outputs"):
+        if getattr(request, name) is not None:
+            raise InvalidInputError(f"{name} is not supported", param=name)
+    response_format = getattr(request, "response_format", None)
+    if response_format is not None and response_format.get("type") != "text":
+        raise InvalidInputError("only the response format text is supported", param="response_format")
+
+
+def _refuse_chat(request: ChatCompletionRequest) -> None:
+    for name in ("tools", "functions", "documents", "audio", "chat_template", "echo", "continue_final_message"):
+        if getattr(request, name):
+            raise InvalidInputError(f"{name} is not supported", param=name)
+    if request.tool_choice not in (None, "none", "auto"):
+        raise InvalidInputError("tool_choice is not supported", param="tool_choice")
+    if request.modalities not in (None, ["text"]):
+        raise InvalidInputError("only the modality text is supported", param="modalities")
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS or sum(map(len, stops)) > MAX_STOP_CHARS:
+        raise InvalidInputError(f"stop is above {MAX_STOPS} strings or {MAX_STOP_CHARS} characters", param="stop")
+    if "" in stops:
+        raise InvalidInputError("stop strings must not be empty", param="stop")
+    return stops
+
+
+def _priority(priority: int | None) -> int:
+    value = _or(priority, 0)
+    if abs(value) >= MAX_PRIORITY:
+        raise InvalidInputError(
+            f"priority must be between {-MAX_PRIORITY + 1} and {MAX_PRIORITY - 1}", param="priority"
+        )
+    return value
+
+
+def _or(value: _V | None, default: _V) -> _V:
+    return default if value is None else value

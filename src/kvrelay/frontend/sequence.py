@@ -1,0 +1,320 @@
+"""One sequence's life: placed on a worker, its tokens turned to text, continued elsewhere when the worker is lost.
+
+    PLACED ──> RUNNING ──────────────────────────> ENDED       finish reason, stop string, failure, cancelled
+      │ ^         │ ^
+      v │         v │
+     WAITING <── (worker lost or gave up; placed again with prompt + tokens so far, at most migration_limit times)
+
+Its tokens are the only state that a worker needs to go on, and every token that was delivered is kept here; so nothing
+is repeated and nothing is missing. Text, stop strings and logprobs go on in this object, whichever worker samples.
+It does not know how answers are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import FinishReason
+from kvrelay.errors import KvrelayError, OverloadedError, RetryElsewhereError, WorkerUnavailableError
+from kvrelay.frontend.detokenizer import Detokenizer
+from kvrelay.frontend.metrics import FrontendMetrics
+from kvrelay.frontend.models import Model
+from kvrelay.frontend.openai.answer import Finish, PromptLogprobs
+from kvrelay.frontend.openai.errors import RefusedError
+from kvrelay.frontend.stop_strings import StopMatch, StopStrings
+from kvrelay.frontend.worker_link import WorkerLink
+from kvrelay.router import RoutingRequest
+
+_log = logging.getLogger(__name__)
+
+REPLACEMENT_WAIT_S = 10.0
+"""How long a request that has lost its worker waits for another one to appear."""
+
+
+class SequenceListener(Protocol):
+    """Who sends the answer. After ``failed``, or a ``deliver`` with a finish, nothing follows."""
+
+    def deliver(
+        self,
+        sequence: Sequence,
+        text: str,
+        token_ids: Items[int],
+        logprobs: Items[PositionLogprobs] | None,
+        finish: Finish | None,
+    ) -> None: ...
+
+    def failed(self, sequence: Sequence, error: KvrelayError) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """What a sequence is to generate. ``index`` is its choice's number in the answer."""
+
+    request_id: str
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    timeout_s: float | None = None
+    include_stop: bool = False
+
+
+class Sequence:
+    """Implements ``OutputReceiver``."""
+
+    def __init__(
+        self,
+        spec: SequenceSpec,
+        model: Model,
+        detokenizer: Detokenizer,
+        stops: StopStrings | None,
+        listener: SequenceListener,
+        metrics: FrontendMetrics,
+        migration_limit: int,
+    ) -> None:
+        self.spec = spec
+        self.index = spec.index
+        self.output_token_ids: list[int] = []
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self.worker_id = ""
+        self.num_migrations = 0
+        self._model = model
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._listener = listener
+        self._metrics = metrics
+        self._migration_limit = migration_limit
+        self._link: WorkerLink | None = None
+        self._attempt = 0
+        self._attempt_id = ""
+        self._has_output = False
+        self._is_prefilled = False
+        self._is_ended = False
+        self._started_s = self._last_s = asyncio.get_running_loop().time()
+        self._failed_workers: set[str] = set()
+        self._waiting: asyncio.Task[None] | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        return self._is_ended
+
+    # -- where it runs ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Place it on a worker. Raises WorkerUnavailableError, OverloadedError."""
+        while True:
+            link, hit_rate = self._model.place(self._routing_request())
+            try:
+                link.submit(self._generate_request(link, hit_rate), self)
+            except WorkerUnavailableError:
+                self._leave_router()
+                self._failed_workers.add(link.info.worker_id)
+                continue
+            self._link = link
+            self.worker_id = link.info.worker_id
+            return
+
+    def cancel(self) -> None:
+        """The client is gone, or another choice has failed."""
+        self._end(abort=True)
+
+    def refused(self, refusal: RequestRefused) -> None:
+        """The worker does not take it: the next one may, until none is left."""
+        if self._is_ended:
+            return
+        self._link = None
+        self._leave_router()
+        self._metrics.refused(self._model.name)
+        error = _refusal_error(refusal)
+        if not refusal.retryable:
+            self._fail(error)
+            return
+        self._failed_workers.add(self.worker_id)
+        self._place_again(error, may_wait=bool(self.output_token_ids))
+
+    def worker_lost(self, worker_id: str) -> None:
+        """The connection to its worker is gone."""
+        self._migrate(f"worker {worker_id} was lost", may_wait=True)
+
+    def _migrate(self, reason: str, may_wait: bool) -> None:
+        if self._is_ended:
+            return
+        self._link = None
+        self._leave_router()
+        self._failed_workers.add(self.worker_id)
+        error = WorkerUnavailableError(f"the request could not be continued: {reason}")
+        if self.num_migrations >= self._migration_limit:
+            self._fail(error)
+            return
+        self.num_migrations += 1
+        self._metrics.migrated(self._model.name)
+        _log.info("%s: %s, going on elsewhere after %d tokens", self._attempt_id, reason, len(self.output_token_ids))
+        self._place_again(error, may_wait)
+
+    def _place_again(self, error: KvrelayError, may_wait: bool) -> None:
+        self._attempt += 1
+        try:
+            self.start()
+        except RetryElsewhereError:
+            if may_wait:
+                waiting = self._wait_and_start(error, self._model.next_change())
+                self._waiting = asyncio.get_running_loop().create_task(waiting)
+            else:
+                self._fail(error)
+
+    async def _wait_and_start(self, error: KvrelayError, change: asyncio.Event) -> None:
+        """No worker is left: wait for one. The lost one may come back as well."""
+        try:
+            async with asyncio.timeout(REPLACEMENT_WAIT_S):
+                while True:
+                    await change.wait()
+                    self._failed_workers.clear()
+                    change = self._model.next_change()
+                    try:
+                        self.start()
+                        return
+                    except RetryElsewhereError as exc:
+                        _log.debug("%s: %s", self._attempt_id, exc)
+        except TimeoutError:
+            self._waiting = None
+            self._fail(error)
+
+    def _routing_request(self) -> RoutingRequest:
+        spec = self.spec
+        self._attempt_id = f"{spec.request_id}-{spec.index}" + (f"~{self._attempt}" if self._attempt else "")
+        token_ids = spec.prompt_token_ids
+        if self.output_token_ids:
+            token_ids = (*token_ids, *self.output_token_ids)
+        return RoutingRequest(
+            request_id=self._attempt_id,
+            token_ids=token_ids,
+            max_tokens=spec.sampling.max_tokens,
+            priority=spec.priority,
+            exclude=tuple(self._failed_workers),
+        )
+
+    def _generate_request(self, link: WorkerLink, hit_rate: float) -> GenerateRequest:
+        spec = self.spec
+        return GenerateRequest(
+            request_id=self._attempt_id,
+            worker_id=link.info.worker_id,
+            prompt_token_ids=spec.prompt_token_ids,
+            sampling=spec.sampling,
+            output_token_ids=tuple(self.output_token_ids),
+            priority=spec.priority,
+            hit_rate=hit_rate,
+            timeout_s=spec.timeout_s,
+        )
+
+    def _leave_router(self) -> None:
+        self._model.router.finished(self._attempt_id, len(self.output_token_ids))
+        self._is_prefilled = False
+
+    # -- what it says -------------------------------------------------------------------------------------------------
+
+    def deliver(self, output: TokenOutput, now_s: float) -> None:
+        """New tokens from the worker."""
+        reason = output.finish_reason
+        if reason is FinishReason.ABORT or reason is FinishReason.ERROR:
+            self._gave_up(output)
+            return
+        if not self._is_prefilled:
+            self._on_prefilled(output, now_s)
+        elif output.token_ids:
+            self._metrics.inter_token(now_s - self._last_s)
+        self._last_s = now_s
+        token_ids, logprobs = output.token_ids, output.logprobs
+        if self._stops is None:
+            self.output_token_ids += token_ids
+            is_hidden = reason is FinishReason.STOP and not self.spec.include_stop
+            text = self._detokenizer.push(token_ids[:-1] if is_hidden else token_ids)
+            if reason is not None:
+                text += self._detokenizer.flush()
+            finish = None if reason is None else Finish(reason, output.stop_token)
+        else:
+            text, num_used, finish = self._push_with_stops(self._stops, output)
+            if num_used < len(token_ids):
+                token_ids = token_ids[:num_used]
+                logprobs = logprobs[:num_used] if logprobs is not None else None
+        if finish is not None:
+            self._end(abort=reason is None, duration_s=now_s - self._started_s)
+        self._listener.deliver(self, text, token_ids, logprobs, finish)
+
+    def _push_with_stops(self, stops: StopStrings, output: TokenOutput) -> tuple[str, int, Finish | None]:
+        """Text that may be shown, how many of the tokens were used, and the finish if this is the end."""
+        reason = output.finish_reason
+        hidden = len(output.token_ids) - 1 if reason is FinishReason.STOP and not self.spec.include_stop else -1
+        shown: list[str] = []
+        for number, token in enumerate(output.token_ids):
+            self.output_token_ids.append(token)
+            if number == hidden:
+                continue
+            text = self._detokenizer.push((token,))
+            if len(self.output_token_ids) <= self.spec.sampling.min_tokens:
+                shown.append(text)
+                continue
+            found = stops.push(text)
+            if isinstance(found, StopMatch):
+                return "".join((*shown, found.text)), number + 1, Finish(FinishReason.STOP, found.stop)
+            shown.append(found)
+        if reason is None:
+            return "".join(shown), len(output.token_ids), None
+        found = stops.push(self._detokenizer.flush())
+        if isinstance(found, StopMatch):
+            return "".join((*shown, found.text)), len(output.token_ids), Finish(FinishReason.STOP, found.stop)
+        return "".join((*shown, found, stops.flush())), len(output.token_ids), Finish(reason, output.stop_token)
+
+    def _on_prefilled(self, output: TokenOutput, now_s: float) -> None:
+        """The first output of an attempt; of the first attempt it also says what the prompt cost."""
+        self._is_prefilled = True
+        self._model.router.first_token(self._attempt_id)
+        if self._has_output:
+            self._metrics.inter_token(now_s - self._last_s)
+            return
+        self._has_output = True
+        self.num_cached_tokens = output.num_cached_tokens or 0
+        self.prompt_logprobs = output.prompt_logprobs
+        self._metrics.first_token(now_s - self._started_s, len(self.spec.prompt_token_ids), self.num_cached_tokens)
+
+    def _gave_up(self, output: TokenOutput) -> None:
+        """The worker ended it without being asked: another one may succeed."""
+        if self._link is not None:
+            self._link.release(self._attempt_id)
+        self._migrate(output.error or f"worker {self.worker_id} gave it up", may_wait=False)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _end(self, abort: bool, duration_s: float | None = None) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+        if self._link is not None:
+            if abort:
+                self._link.abort(self._attempt_id)
+            else:
+                self._link.release(self._attempt_id)
+            self._link = None
+            self._leave_router()
+        self._metrics.sequence_ended(len(self.output_token_ids), duration_s)
+
+    def _fail(self, error: KvrelayError) -> None:
+        self._end(abort=True)
+        self._listener.failed(self, error)
+
+
+def _refusal_error(refusal: RequestRefused) -> KvrelayError:
+    if refusal.status == OverloadedError.status:
+        return OverloadedError(refusal.reason, retry_after_s=refusal.retry_after_s)
+    if refusal.status == WorkerUnavailableError.status:
+        return WorkerUnavailableError(refusal.reason, retry_after_s=refusal.retry_after_s)
+    return RefusedError(refusal.reason, refusal.status)

@@ -1,0 +1,90 @@
+"""The frontend put together: cluster, application and HTTP server, from start to an orderly end.
+
+What it needs from other rooms comes by constructor; ``launch`` knows which implementations those are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+
+from kvrelay.config import FrontendConfig
+from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.frontend.app import FrontendApp
+from kvrelay.frontend.cluster import Cluster, RouterFactory, RpcClientFactory
+from kvrelay.frontend.http import HttpLimits, HttpServer, open_listener
+from kvrelay.frontend.metrics import FrontendMetrics
+
+_log = logging.getLogger(__name__)
+
+SYNC_TIMEOUT_S = 5.0
+
+
+class Frontend:
+    """One frontend process's parts. The listening socket is opened at once, so that a port in use is known early."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        control: ControlPlane,
+        keys: Keys,
+        connect: RpcClientFactory,
+        build_router: RouterFactory,
+        listener: socket.socket | None = None,
+    ) -> None:
+        """Raises AddressInUseError, ConfigError."""
+        self.metrics = FrontendMetrics()
+        self.cluster = Cluster(control, keys, connect, build_router)
+        self.metrics.watch_workers(self.cluster.count_workers)
+        self._config = config
+        self._app = FrontendApp(config, self.cluster, self.metrics)
+        limits = HttpLimits(max_body_bytes=config.max_body_bytes)
+        self._server = HttpServer(self._app, listener or open_listener(config.host, config.port), limits)
+
+    def __repr__(self) -> str:
+        return f"Frontend({self.url}, {self._server!r}, {self.cluster!r})"
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    @property
+    def url(self) -> str:
+        host = self._config.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    async def start(self) -> None:
+        """Learn the workers, then accept requests. Raises ControlUnavailableError."""
+        await self.cluster.start()
+        if not await self.cluster.wait_synced(SYNC_TIMEOUT_S):
+            _log.warning("discovery did not list the workers within %g s", SYNC_TIMEOUT_S)
+        await self._server.start()
+
+    async def close(self) -> None:
+        """Accept nothing new, let open requests end within ``shutdown_timeout_s``, then leave."""
+        await self._server.close(self._config.shutdown_timeout_s)
+        await self._app.close()
+        await self.cluster.close()
+
+
+async def run_frontend(
+    config: FrontendConfig,
+    control: ControlPlane,
+    keys: Keys,
+    connect: RpcClientFactory,
+    build_router: RouterFactory,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[Frontend], None] | None = None,
+) -> None:
+    """Serve until ``stop`` is set. Raises AddressInUseError, ConfigError, ControlUnavailableError."""
+    frontend = Frontend(config, control, keys, connect, build_router)
+    try:
+        await frontend.start()
+        if on_ready is not None:
+            on_ready(frontend)
+        await stop.wait()
+    finally:
+        await frontend.close()

@@ -1,0 +1,121 @@
+"""The frontend's end of the connection to one worker: requests out, outputs in.
+
+It owns which requests run there. A connection ends once; whoever had requests on it is told and goes elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, OutputBatch, RequestRefused, TokenOutput
+from kvrelay.core.workers import WorkerInfo
+from kvrelay.errors import WorkerUnavailableError
+from kvrelay.rpc.base import RpcClient
+
+_log = logging.getLogger(__name__)
+
+
+class OutputReceiver(Protocol):
+    """A sequence that runs on a worker. Each call happens on the event loop."""
+
+    def deliver(self, output: TokenOutput, now_s: float) -> None: ...
+
+    def refused(self, refusal: RequestRefused) -> None: ...
+
+    def worker_lost(self, worker_id: str) -> None: ...
+
+
+class WorkerLink:
+    """A connection that has been made."""
+
+    def __init__(self, info: WorkerInfo, client: RpcClient) -> None:
+        self.info = info
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+        self._requests: dict[str, OutputReceiver] = {}
+        self._is_retiring = False
+        self._ended = asyncio.Event()
+        client.on_message(self._on_message)
+        client.on_disconnect(self._on_disconnect)
+
+    def __repr__(self) -> str:
+        return f"WorkerLink({self.info.worker_id}, requests={len(self._requests)})"
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def is_open(self) -> bool:
+        return not self._ended.is_set() and self._client.is_connected
+
+    def submit(self, request: GenerateRequest, receiver: OutputReceiver) -> None:
+        """Raises WorkerUnavailableError when the connection is gone or full."""
+        if not self.is_open:
+            raise WorkerUnavailableError(f"no connection to {self.info.worker_id}")
+        self._client.send(request)
+        self._requests[request.request_id] = receiver
+
+    def release(self, request_id: str) -> None:
+        """The request has ended; whatever still comes for it is dropped."""
+        if self._requests.pop(request_id, None) is not None:
+            self._end_if_retired()
+
+    def abort(self, request_id: str) -> None:
+        """End a request that the worker is still working on."""
+        if self._requests.pop(request_id, None) is None:
+            return
+        try:
+            self._client.send(AbortRequest(request_id))
+        except WorkerUnavailableError as exc:
+            _log.debug("cannot abort %s: %s", request_id, exc)
+        self._end_if_retired()
+
+    def retire(self) -> None:
+        """The worker has left discovery: the connection ends with its last request."""
+        self._is_retiring = True
+        self._end_if_retired()
+
+    def revive(self, info: WorkerInfo) -> None:
+        """The worker is (still, or again) in discovery."""
+        self.info = info
+        self._is_retiring = False
+
+    async def wait_ended(self) -> None:
+        """Returns when the connection is lost, or no longer needed."""
+        await self._ended.wait()
+
+    async def close(self) -> None:
+        """Close the connection. Requests that are left are told that the worker is lost."""
+        self._ended.set()
+        await self._client.close()
+        self._lose_requests()
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, OutputBatch):
+            now_s = self._loop.time()
+            requests = self._requests
+            for output in message.outputs:
+                receiver = requests.get(output.request_id)
+                if receiver is not None:
+                    receiver.deliver(output, now_s)
+        elif isinstance(message, RequestRefused):
+            receiver = self._requests.pop(message.request_id, None)
+            if receiver is not None:
+                receiver.refused(message)
+                self._end_if_retired()
+
+    def _on_disconnect(self) -> None:
+        self._ended.set()
+        self._lose_requests()
+
+    def _lose_requests(self) -> None:
+        requests, self._requests = self._requests, {}
+        for receiver in requests.values():
+            receiver.worker_lost(self.info.worker_id)
+
+    def _end_if_retired(self) -> None:
+        if self._is_retiring and not self._requests:
+            self._ended.set()
