@@ -25,6 +25,7 @@ from kvrelay.errors import InvalidInputError
 
 PORT_PLACE = "{port}"
 _POLL_S = 0.05
+_GROUP_GONE_S = 1.0
 _LOG_TAIL_BYTES = 4096
 
 
@@ -126,13 +127,18 @@ async def _stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
         # Also after a clean end: what the leader left behind must not disturb the next case.
         _signal_group(process, signal.SIGKILL)
         process.wait()
+        gone_by = time.monotonic() + _GROUP_GONE_S
+        while _signal_group(process, 0) and time.monotonic() < gone_by:
+            await asyncio.sleep(_POLL_S)
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
+    """Whether there was anyone left in the group to get it."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:
-        pass
+        return False
+    return True
 
 
 def _free_port() -> int:

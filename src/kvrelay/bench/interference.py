@@ -195,7 +195,8 @@ def plot_interference(report: InterferenceReport, path: Path) -> None:
         panel.set_ylabel(label)
         panel.set_xticks(places, names, rotation=20, ha="right")
     for panel in (itl, ttft):
-        panel.set_yscale("log")
+        if any(bar.get_height() > 0 for bar in panel.patches):
+            panel.set_yscale("log")
         panel.legend()
     save_figure(figure, path)
 

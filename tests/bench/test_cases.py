@@ -1,0 +1,200 @@
+"""Cases, the knee search, the interference table and the suite's figures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
+from kvrelay.bench.client.connection import ConnectionPool
+from kvrelay.bench.client.service import first_model
+from kvrelay.bench.errors import BenchError
+from kvrelay.bench.interference import (
+    CaseRun,
+    InterferenceReport,
+    interference_markdown,
+    plot_interference,
+    separation_cases,
+    summarise,
+)
+from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, ServeReport, serve_report
+from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult
+from kvrelay.bench.report.slo import Slo
+from kvrelay.bench.suite import top_figures, write_sample_conversations
+from kvrelay.bench.sweep import CaseSweep, KneeOptions, knee_search, plot_sweep, sweep_case, sweep_markdown
+from kvrelay.errors import InvalidInputError
+
+# A server with one child that outlives SIGTERM: what a case has to clean up.
+SERVER = """
+import http.server, json, os, signal, subprocess, sys
+stubborn = "import signal, time\\nsignal.signal(15, signal.SIG_IGN)\\ntime.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", stubborn])
+open(sys.argv[2], "w").write(str(child.pid))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "m"}]}).encode())
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+def test_case_is_started_and_stopped_with_its_children(tmp_path: Path) -> None:
+    pid_file, script = tmp_path / "pid", tmp_path / "server.py"
+    script.write_text(SERVER)
+    command = shlex.join([sys.executable, str(script), "{port}", str(pid_file)])
+
+    async def use() -> str:
+        async with running(parse_case(f"own={command}"), tmp_path, CaseTimes(20, 5)) as target:
+            pool = ConnectionPool(target)
+            model = await first_model(pool)
+            await pool.close()
+            assert alive(int(pid_file.read_text()))
+        return model
+
+    assert asyncio.run(use()) == "m"
+    assert not alive(int(pid_file.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("print('no model'); raise SystemExit(3)", "code 3 at its start: no model"),
+        ("import time; time.sleep(60)", "healthy within"),
+    ],
+)
+def test_case_that_does_not_start(tmp_path: Path, code: str, message: str) -> None:
+    case = Case("bad", command=shlex.join([sys.executable, "-c", code, "{port}"]))
+
+    async def use() -> None:
+        async with running(case, tmp_path, CaseTimes(2.0, 5)):
+            pass
+
+    with pytest.raises(BenchError, match=message):
+        asyncio.run(use())
+
+
+def test_case_texts() -> None:
+    assert parse_case("a=http://h:1") == Case("a", url="http://h:1")
+    assert parse_case("a b=serve --x=1 --port {port}") == Case("a b", command="serve --x=1 --port {port}")
+    for wrong in ("a", "=http://x", "a=", "a=serve", "a='{port}", "a/b=http://x", "a=http://"):
+        with pytest.raises(InvalidInputError):
+            parse_case(wrong)
+    with pytest.raises(InvalidInputError):
+        check_names((Case("a"), Case("a")))
+    with pytest.raises(InvalidInputError):
+        check_names(())
+
+
+def search(options: KneeOptions, limit: float) -> tuple[float | None, list[float]]:
+    tried: list[float] = []
+    steps = knee_search(options)
+    try:
+        rate = next(steps)
+        while True:
+            tried.append(rate)
+            rate = steps.send(rate <= limit)
+    except StopIteration as stop:
+        return stop.value, tried
+
+
+def test_knee_is_found_by_doubling_and_bisection() -> None:
+    found, tried = search(KneeOptions(1, 64, 6), 11.0)
+    assert found is not None
+    assert 10.5 < found <= 11.0
+    assert tried[:5] == [1, 2, 4, 8, 16]
+    assert len(tried) == 11
+
+
+def test_knee_at_the_borders() -> None:
+    assert search(KneeOptions(1, 6, 3), 100) == (6, [1, 2, 4, 6])
+    assert search(KneeOptions(4, 64, 2), 1.5) == (1, [4, 2, 1])
+    assert search(KneeOptions(4, 64, 2), 0.1) == (None, [4, 2, 1])
+    for wrong in ((0, 1, 1, 0.9), (2, 1, 1, 0.9), (1, 2, -1, 0.9), (1, 2, 1, 0)):
+        with pytest.raises(InvalidInputError):
+            KneeOptions(*wrong)
+
+
+def report(ttft_ms: float, *, chat_gap_ms: float = 5) -> ServeReport:
+    """Two chats and a long prompt; everything else follows from the two figures."""
+    gap = int(chat_gap_ms * 1e6)
+    first = int(ttft_ms * 1e6)
+    chat = RequestRecord("chat", Outcome.OK, 0, 0, (first, first + gap, first + 2 * gap), (1, 1, 1), output_tokens=3)
+    long = RequestRecord("long", Outcome.OK, 0, 0, (2 * first,), (1,), output_tokens=1)
+    result = RunResult((chat, chat, long), 0, 10**9, ClientLoad(0, 0))
+    info = RunInfo("x", "http://x", "m", "/v1/completions", "cmd", "now")
+    return serve_report(info, result, [OfferedLoad("chat"), OfferedLoad("long", 3.0)], Slo(ttft_s=0.1))
+
+
+def test_sweep_of_a_case_and_its_table(tmp_path: Path) -> None:
+    measured: list[float] = []
+
+    async def measure(rate: float) -> ServeReport:
+        measured.append(rate)
+        return report(10 * rate)
+
+    sweep = asyncio.run(sweep_case(measure, "one", (3.0,), KneeOptions(2, 16, 2, share=1.0)))
+    assert measured[:4] == [3, 2, 4, 8]
+    assert len(measured) == len(set(measured)) == 6
+    assert [point.rate for point in sweep.points] == sorted(measured)
+    assert sweep.knee is not None
+    # A long prompt takes twice as long, so the limit of 100 ms is met up to five requests a second.
+    assert 4 <= sweep.knee <= 5
+    nothing = CaseSweep("two", (), None)
+    text = sweep_markdown([sweep, nothing])
+    assert text.count("| one |") == 6
+    assert "knee of two: not reached" in text
+    plot_sweep([sweep], tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_interference_takes_medians_and_the_worst_wait(tmp_path: Path) -> None:
+    runs = (
+        CaseRun("a", 1, report(10, chat_gap_ms=5)),
+        CaseRun("a", 2, report(20, chat_gap_ms=9)),
+        CaseRun("a", 3, report(90, chat_gap_ms=6)),
+        CaseRun("b", 1, None, "it did not start"),
+    )
+    a, b = summarise(["a", "b"], runs, "chat", "long")
+    assert (a.chat_itl_p50_s, a.longest_wait_s) == pytest.approx((0.006, 0.009))
+    assert (a.chat_ttft_p50_s, a.long_ttft_p50_s) == pytest.approx((0.02, 0.04))
+    assert (a.chat_tokens_per_s, a.output_tokens_per_s, a.rounds) == (6, 7, 3)
+    assert (b.rounds, b.failed_rounds, b.chat_itl_p50_s) == (0, 1, None)
+    whole = InterferenceReport("k", "cmd", "chat=...", (a, b), runs)
+    text = interference_markdown(whole)
+    assert "| a | 6.0 | 6.0 | 9.0 | 20.0 |" in text
+    assert "- b, round 1: it did not start" in text
+    plot_interference(whole, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_separation_cases_are_commands_of_this_system() -> None:
+    cases = separation_cases("python", "my-model", "--dtype float32")
+    assert len({case.name for case in cases}) == 4
+    for case in cases:
+        assert case.command is not None
+        assert case.command.startswith("python -m kvrelay serve my-model --dtype float32 --port {port} --prefill")
+
+
+def test_suite_figures_and_sample(tmp_path: Path) -> None:
+    assert top_figures({"a": 1, "b": {"c": 2.5, "d": True, "e": "x"}, "f": [1]}) == (("a", 1.0), ("b.c", 2.5))
+    for name in "xy":
+        write_sample_conversations(tmp_path / name, 200)
+    lines = (tmp_path / "x").read_text().splitlines()
+    assert (tmp_path / "y").read_text().splitlines() == lines
+    assert len(lines) == 200
+    assert {len(line) for line in lines} == {300}
