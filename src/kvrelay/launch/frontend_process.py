@@ -1,10 +1,44 @@
-"""One frontend process: control plane, router and HTTP service, put together."""
+"""One frontend process: control plane, routers and HTTP service, put together."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 from kvrelay.config import ControlConfig, FrontendConfig, RouterConfig
+from kvrelay.control import connect_control
+from kvrelay.control.base import Keys
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.workers import WorkerInfo
+from kvrelay.errors import ConfigError
+from kvrelay.frontend import Frontend, run_frontend
+from kvrelay.launch.signals import on_terminate
+from kvrelay.router import ReplayRequester, Router, build_router
+from kvrelay.rpc import ZmqRpcClient
+from kvrelay.rpc.base import RpcClient
+
+_log = logging.getLogger(__name__)
 
 
 async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, control: ControlConfig) -> None:
-    """Run until SIGTERM."""
-    raise NotImplementedError
+    """Run until SIGTERM. Raises ConfigError, ControlUnavailableError, AddressInUseError."""
+    if not control.control:
+        raise ConfigError("a frontend needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
+    stop = asyncio.Event()
+    on_terminate(stop.set)
+    clock = MonotonicClock()
+
+    def connect(info: WorkerInfo) -> RpcClient:
+        return ZmqRpcClient(info.address)
+
+    def router_of(block_size: int, request_replay: ReplayRequester) -> Router:
+        return build_router(router, block_size, clock, request_replay=request_replay)
+
+    def ready(started: Frontend) -> None:
+        _log.info("listening at %s", started.url)
+
+    plane = await connect_control(control)
+    try:
+        await run_frontend(frontend, plane, Keys(control.namespace), connect, router_of, stop=stop, on_ready=ready)
+    finally:
+        await plane.close()
