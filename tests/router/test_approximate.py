@@ -8,38 +8,50 @@ from kvrelay.router.approximate import ApproximateIndexer
 
 
 def scores(indexer: ApproximateIndexer, *locals_: int) -> dict[str, int]:
-    index, sequence = indexer.index, chain_hashes(locals_)
-    return {name: depth for depth, mask in indexer.find_steps(sequence) for name in index.names(mask)}
+    return {name: depth for depth, names in indexer.find_holders(chain_hashes(locals_)) for name in names}
 
 
 def test_placements_expire_and_uses_extend_them() -> None:
     clock = ManualClock()
-    indexer = ApproximateIndexer(10.0, clock)
+    indexer = ApproximateIndexer(8.0, clock)
     indexer.place("a", chain_hashes([1, 2, 3]))
     clock.advance(6)
     indexer.place("a", chain_hashes([1, 2]))
     indexer.place("b", chain_hashes([1]))
     assert scores(indexer, 1, 2, 3) == {"a": 3, "b": 1}
-    clock.advance(6)
+    clock.advance(2)
+    assert scores(indexer, 1, 2, 3) == {"a": 3, "b": 1}
+    clock.advance(2)
     assert scores(indexer, 1, 2, 3) == {"a": 2, "b": 1}
     clock.advance(6)
     assert scores(indexer, 1, 2, 3) == {}
-    assert repr(indexer).startswith("ApproximateIndexer(placements=0, blocks=0")
+    indexer.index.compact()
+    assert repr(indexer) == "ApproximateIndexer(windows=0, blocks=0, PrefixIndex(workers=0, blocks=0, runs=0))"
 
 
 def test_memory_is_bounded_by_dropping_the_oldest() -> None:
     indexer = ApproximateIndexer(1e9, ManualClock(), max_blocks=100)
     for number in range(1000):
         indexer.place("a", chain_hashes([number, 1, 2]))
-    assert indexer.index.num_blocks == 99
-    assert scores(indexer, 966, 1) == {}
-    assert scores(indexer, 967, 1) == {"a": 2}
+        assert indexer.index.num_blocks < 200
+    assert scores(indexer, 950, 1) == {}
+    assert scores(indexer, 980, 1) == {"a": 2}
+    indexer.index.compact()
     indexer.index.check_integrity()
+    assert 50 <= indexer.index.num_blocks <= 103
+
+
+def test_one_prompt_larger_than_the_bound_is_dropped_with_the_next() -> None:
+    indexer = ApproximateIndexer(1e9, ManualClock(), max_blocks=10)
+    indexer.place("a", chain_hashes(range(1, 50)))
+    indexer.place("a", chain_hashes([100]))
+    assert scores(indexer, *range(1, 50)) == {}
+    assert scores(indexer, 100) == {"a": 1}
 
 
 def test_a_worker_that_left_starts_anew() -> None:
     clock = ManualClock()
-    indexer = ApproximateIndexer(10.0, clock)
+    indexer = ApproximateIndexer(8.0, clock)
     indexer.place("a", chain_hashes([1, 2]))
     indexer.place("b", chain_hashes([1]))
     indexer.place("b", ())

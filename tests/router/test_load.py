@@ -31,10 +31,10 @@ def table(*ids: str, clock: ManualClock | None = None) -> LoadTable:
 def test_a_request_weighs_until_it_finishes() -> None:
     load = table("a", "b")
     load.place("r1", "b", prefill_tokens=60, context_tokens=100)
-    assert (load.prefill_tokens().tolist(), load.context_tokens().tolist()) == ([0, 60], [0, 100])
+    assert (load.columns().prefill_tokens.tolist(), load.columns().context_tokens.tolist()) == ([0, 60], [0, 100])
     load.prefilled("r1")
     load.prefilled("r1")
-    assert (load.prefill_tokens().tolist(), load.context_tokens().tolist()) == ([0, 0], [0, 100])
+    assert (load.columns().prefill_tokens.tolist(), load.columns().context_tokens.tolist()) == ([0, 0], [0, 100])
     load.finish("r1")
     load.finish("r1")
     assert load.own("b") == OwnLoad(0, 0, 0)
@@ -53,12 +53,12 @@ def test_published_samples_and_staleness() -> None:
     clock = ManualClock(100.0)
     load = table("a", "b", clock=clock)
     assert load.apply_metrics(sample("b", active=10, usage=0.5, waiting=3))
-    assert load.cache_usage().tolist() == [0.0, 0.5]
-    assert load.num_waiting().tolist() == [0, 3]
-    assert load.context_tokens().tolist() == [0, 160]
+    assert load.columns().cache_usage.tolist() == [0.0, 0.5]
+    assert load.columns().num_waiting.tolist() == [0, 3]
+    assert load.columns().context_tokens.tolist() == [0, 160]
     clock.advance(5.1)
-    assert load.cache_usage().tolist() == [0.0, 0.0]
-    assert load.context_tokens().tolist() == [0, 0]
+    assert load.columns().cache_usage.tolist() == [0.0, 0.0]
+    assert load.columns().context_tokens.tolist() == [0, 0]
 
 
 def test_own_placements_since_the_sample_are_added_to_it() -> None:
@@ -66,16 +66,16 @@ def test_own_placements_since_the_sample_are_added_to_it() -> None:
     load.place("r1", "a", 10, 100)
     load.apply_metrics(sample("a", active=50))  # 800 tokens, most of them placed by other frontends
     load.place("r2", "a", 10, 200)
-    assert load.context_tokens().tolist() == [1000]
+    assert load.columns().context_tokens.tolist() == [1000]
     load.finish("r1")
-    assert load.context_tokens().tolist() == [900]
+    assert load.columns().context_tokens.tolist() == [900]
 
 
 def test_a_late_sample_cannot_hide_what_was_just_placed() -> None:
     load = table("a")
     load.place("r1", "a", 10, 5000)
     load.apply_metrics(sample("a", active=0))
-    assert load.context_tokens().tolist() == [5000]
+    assert load.columns().context_tokens.tolist() == [5000]
 
 
 def test_samples_of_unknown_workers_and_old_samples_are_refused() -> None:
@@ -83,7 +83,7 @@ def test_samples_of_unknown_workers_and_old_samples_are_refused() -> None:
     assert not load.apply_metrics(sample("stranger"))
     assert load.apply_metrics(sample("a", usage=0.4, seq=7))
     assert not load.apply_metrics(sample("a", usage=0.9, seq=6))
-    assert load.cache_usage().tolist() == [0.4]
+    assert load.columns().cache_usage.tolist() == [0.4]
 
 
 def test_load_survives_a_worker_that_leaves_and_returns() -> None:
@@ -95,9 +95,9 @@ def test_load_survives_a_worker_that_leaves_and_returns() -> None:
     load.finish("r1")
     assert load.own("b") == OwnLoad(20, 200, 1)
     load.add_worker("b")
-    assert load.context_tokens().tolist() == [0, 0, 200]
+    assert load.columns().context_tokens.tolist() == [0, 0, 200]
     load.finish("r2")
-    assert load.context_tokens().tolist() == [0, 0, 0]
+    assert load.columns().context_tokens.tolist() == [0, 0, 0]
 
 
 def test_nothing_is_kept_of_a_worker_that_left_with_nothing() -> None:

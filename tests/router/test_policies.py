@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvrelay.config import RouterConfig
+from kvrelay.router.load import LoadColumns
 from kvrelay.router.policies import Candidates, build_policy, pick_best, pick_softmax
 
 
@@ -17,18 +18,16 @@ def candidates(**columns: list[float]) -> Candidates:
     size = len(next(iter(columns.values())))
 
     def column(name: str) -> np.ndarray:
-        return np.array(columns.get(name, [0.0] * size), dtype=float)
+        return np.array(columns.get(name, [0] * size), dtype=np.int64)
 
-    return Candidates(
-        prompt_tokens=1600,
-        block_size=16,
-        overlap_blocks=column("overlap_blocks"),
-        cache_usage=column("cache_usage"),
-        num_waiting=column("num_waiting"),
+    load = LoadColumns(
         prefill_tokens=column("prefill_tokens"),
         context_tokens=column("context_tokens"),
         num_requests=column("num_requests"),
+        cache_usage=np.array(columns.get("cache_usage", [0.0] * size)),
+        num_waiting=column("num_waiting"),
     )
+    return Candidates(prompt_tokens=1600, block_size=16, overlap_blocks=column("overlap_blocks"), load=load)
 
 
 def choose(name: str, given: Candidates, times: int = 1, **settings: float) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 
@@ -144,3 +145,16 @@ def test_growth_in_workers_does_not_touch_the_answer() -> None:
     assert index.holds("w5", blocks[5])
     assert not index.holds("w5", blocks[6])
     assert not index.holds("stranger", blocks[0])
+
+
+def test_the_stated_memory_is_what_is_used() -> None:
+    rng = random.Random(9)
+    tracemalloc.start()
+    try:
+        index = PrefixIndex()
+        for number in range(200):
+            index.store(f"w{number % 8}", None, chain(rng, 100))
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert index.memory_bytes() == pytest.approx(used, rel=0.25)

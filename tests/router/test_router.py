@@ -273,6 +273,6 @@ def test_without_events_the_router_remembers_where_it_sent_things() -> None:
     assert (again.worker_id, again.overlap_blocks) == (first, 100)
     built.configure(dataclasses.replace(built.config, overlap_weight=2.0))
     assert built.explain(request("r3", 400)).overlap_blocks == 100
-    clock.advance(11)
+    clock.advance(13)
     assert built.explain(request("r3", 400)).overlap_blocks == 0
     assert repr(built).startswith("PolicyRouter(kv, LoadTable(")

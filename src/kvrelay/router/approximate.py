@@ -1,74 +1,103 @@
-"""ApproximateIndexer: an index for engines that tell nothing about their caches.
+"""ApproximateIndexer: an index for what workers have not told, or never tell.
 
 Whatever this router has sent to a worker is taken to be cached there for a time to live, which a later use extends.
 What it does not know: what the worker really holds, and what other frontends have sent there.
+
+Time is cut into windows, a quarter of the time to live each, and a worker's placements of one window are a holder of
+their own in a ``PrefixIndex``. So the end of a window is the departure of its holders, which costs next to nothing, and
+nothing has to be counted per block.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvrelay.core.clock import Clock
 from kvrelay.router.prefix_index import PrefixIndex
 
+WINDOWS_PER_TTL = 4
 MAX_TRACKED_BLOCKS = 1 << 20
 
 
+@dataclass(slots=True)
+class _Window:
+    """Placements from ``start_s`` on. ``holders``: a worker's name in the index, for this window."""
+
+    start_s: float
+    holders: dict[str, str] = field(default_factory=dict)
+    num_blocks: int = 0
+
+
 class ApproximateIndexer:
-    """Memory is bounded by ``max_blocks`` (counted once per placement): the oldest placements go first."""
+    """A placement lives for ``ttl_s`` to 1.25 times that; ``ttl_s`` may be changed at any time.
+
+    Memory is bounded by ``max_blocks``, counted once a placement: the oldest windows go early.
+    """
 
     def __init__(self, ttl_s: float, clock: Clock, max_blocks: int = MAX_TRACKED_BLOCKS) -> None:
         self.ttl_s = ttl_s
         self._clock = clock
         self._max_blocks = max_blocks
         self._index = PrefixIndex()
-        self._placed: deque[tuple[float, str, tuple[int, ...]]] = deque()
-        self._uses: dict[str, Counter[int]] = {}
-        self._num_tracked = 0
+        self._windows: deque[_Window] = deque()
+        self._worker_of: dict[str, str] = {}
+        self._num_windows = 0
+        self._num_blocks = 0
 
     @property
     def index(self) -> PrefixIndex:
         return self._index
 
-    def find_steps(self, sequence: Sequence[int]) -> list[tuple[int, int]]:
-        """``PrefixIndex.find_steps``, over what has not expired."""
+    def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, list[str]]]:
+        """As ``KvIndexer.find_holders``; a worker may come up more than once, the last time with the most blocks."""
         self._expire()
-        return self._index.find_steps(sequence)
+        index, worker_of = self._index, self._worker_of
+        return [(depth, [worker_of[name] for name in index.names(mask)]) for depth, mask in index.find_steps(sequence)]
 
     def place(self, worker_id: str, sequence: tuple[int, ...]) -> None:
-        """A prompt with these sequence hashes was sent to the worker. ``ttl_s`` may be changed at any time."""
+        """A prompt with these sequence hashes was sent to the worker."""
         if not sequence:
             return
-        self._index.store(worker_id, None, sequence)
-        self._uses.setdefault(worker_id, Counter()).update(sequence)
-        self._placed.append((self._clock.now(), worker_id, sequence))
-        self._num_tracked += len(sequence)
         self._expire()
+        window = self._current_window(len(sequence))
+        holder = window.holders.get(worker_id)
+        if holder is None:
+            holder = window.holders[worker_id] = f"{self._num_windows}/{worker_id}"
+            self._worker_of[holder] = worker_id
+        self._index.store(holder, None, sequence)
+        window.num_blocks += len(sequence)
+        self._num_blocks += len(sequence)
 
     def remove_worker(self, worker_id: str) -> None:
         """Forget the worker, and all that was placed there."""
-        self._index.remove_worker(worker_id)
-        if self._uses.pop(worker_id, None) is not None:
-            self._placed = deque(placed for placed in self._placed if placed[1] != worker_id)
-            self._num_tracked = sum(len(sequence) for _, _, sequence in self._placed)
+        for window in self._windows:
+            holder = window.holders.pop(worker_id, None)
+            if holder is not None:
+                self._drop(holder)
+
+    def _current_window(self, num_blocks: int) -> _Window:
+        now = self._clock.now()
+        if self._windows and now - self._windows[-1].start_s < self.ttl_s / WINDOWS_PER_TTL:
+            window = self._windows[-1]
+            if not window.num_blocks or window.num_blocks + num_blocks <= self._max_blocks // WINDOWS_PER_TTL:
+                return window
+        self._windows.append(_Window(now))
+        self._num_windows += 1
+        return self._windows[-1]
 
     def _expire(self) -> None:
-        oldest = self._clock.now() - self.ttl_s
-        while self._placed and (self._placed[0][0] < oldest or self._num_tracked > self._max_blocks):
-            _, worker_id, sequence = self._placed.popleft()
-            self._num_tracked -= len(sequence)
-            self._drop(worker_id, sequence)
+        oldest = self._clock.now() - self.ttl_s * (1 + 1 / WINDOWS_PER_TTL)
+        while self._windows and (self._windows[0].start_s <= oldest or self._num_blocks > self._max_blocks):
+            window = self._windows.popleft()
+            self._num_blocks -= window.num_blocks
+            for holder in window.holders.values():
+                self._drop(holder)
 
-    def _drop(self, worker_id: str, sequence: tuple[int, ...]) -> None:
-        uses = self._uses[worker_id]
-        gone = []
-        for block in reversed(sequence):
-            uses[block] -= 1
-            if not uses[block]:
-                del uses[block]
-                gone.append(block)
-        self._index.remove(worker_id, gone)
+    def _drop(self, holder: str) -> None:
+        self._index.remove_worker(holder)
+        del self._worker_of[holder]
 
     def __repr__(self) -> str:
-        return f"ApproximateIndexer(placements={len(self._placed)}, blocks={self._num_tracked}, {self._index!r})"
+        return f"ApproximateIndexer(windows={len(self._windows)}, blocks={self._num_blocks}, {self._index!r})"

@@ -139,10 +139,10 @@ class KvIndexer:
         self._check(sequence)
         return self._index.find_matches(sequence, early_exit)
 
-    def find_steps(self, sequence: Sequence[int]) -> list[tuple[int, int]]:
-        """``PrefixIndex.find_steps``, with the errors of ``find_matches``."""
+    def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, tuple[str, ...]]]:
+        """The same as pairs of a number of leading blocks and the workers that hold just those."""
         self._check(sequence)
-        return self._index.find_steps(sequence)
+        return [(depth, self._index.names(mask)) for depth, mask in self._index.find_steps(sequence)]
 
     def close(self) -> None:
         self._closed = True

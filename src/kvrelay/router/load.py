@@ -22,6 +22,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.events import LoadMetrics
 
 FloatColumn = npt.NDArray[np.float64]
+IntColumn = npt.NDArray[np.int64]
 
 STALE_AFTER_S = 5.0
 
@@ -44,8 +45,24 @@ class OwnLoad:
     num_requests: int
 
 
+@dataclass(frozen=True, slots=True)
+class LoadColumns:
+    """One entry a worker, in row order.
+
+    ``prefill_tokens``: placed by this router and not yet prefilled; ``context_tokens``: the module's effective load;
+    ``num_requests``: placed by this router and not finished; ``cache_usage`` (share of the KV pool, 0 to 1) and
+    ``num_waiting`` as published, 0 while nothing fresh is known.
+    """
+
+    prefill_tokens: IntColumn
+    context_tokens: IntColumn
+    num_requests: IntColumn
+    cache_usage: FloatColumn
+    num_waiting: IntColumn
+
+
 _PREFILL, _CONTEXT, _REQUESTS = range(3)
-_ACTIVE, _USAGE, _WAITING, _HEARD_AT = range(4)
+_ACTIVE, _WAITING = range(2)
 
 
 class LoadTable:
@@ -57,9 +74,11 @@ class LoadTable:
         self._stale_after_s = stale_after_s
         self._ids: list[str] = []
         self._row: dict[str, int] = {}
-        self._own = np.zeros((3, 0))
-        self._published = np.zeros((4, 0))
-        self._context_at_sample = np.zeros(0)
+        self._own = np.zeros((3, 0), dtype=np.int64)
+        self._published = np.zeros((2, 0), dtype=np.int64)
+        self._usage = np.zeros(0)
+        self._heard_at = np.zeros(0)
+        self._context_at_sample = np.zeros(0, dtype=np.int64)
         self._placements: dict[str, Placement] = {}
         self._parked: dict[str, list[int]] = {}
         self._last_seq: dict[str, int] = {}
@@ -82,23 +101,27 @@ class LoadTable:
             return
         self._row[worker_id] = len(self._ids)
         self._ids.append(worker_id)
-        own = np.array(self._parked.pop(worker_id, [0, 0, 0]), dtype=float).reshape(3, 1)
+        own = np.array(self._parked.pop(worker_id, [0, 0, 0]), dtype=np.int64).reshape(3, 1)
         self._own = np.concatenate([self._own, own], axis=1)
-        self._published = np.concatenate([self._published, [[0.0], [0.0], [0.0], [-np.inf]]], axis=1)
-        self._context_at_sample = np.append(self._context_at_sample, 0.0)
+        self._published = np.concatenate([self._published, np.zeros((2, 1), dtype=np.int64)], axis=1)
+        self._usage = np.append(self._usage, 0.0)
+        self._heard_at = np.append(self._heard_at, -np.inf)
+        self._context_at_sample = np.append(self._context_at_sample, 0)
 
     def remove_worker(self, worker_id: str) -> None:
         """Drop the row; its placed requests stay counted apart until they finish."""
         at = self._row.pop(worker_id, None)
         if at is None:
             return
-        own = [int(value) for value in self._own[:, at]]
+        own: list[int] = self._own[:, at].tolist()
         if own[_REQUESTS]:
             self._parked[worker_id] = own
         del self._ids[at]
         self._row = {name: row for row, name in enumerate(self._ids)}
         self._own = np.delete(self._own, at, axis=1)
         self._published = np.delete(self._published, at, axis=1)
+        self._usage = np.delete(self._usage, at)
+        self._heard_at = np.delete(self._heard_at, at)
         self._context_at_sample = np.delete(self._context_at_sample, at)
         self._last_seq.pop(worker_id, None)
 
@@ -152,45 +175,33 @@ class LoadTable:
         if at is None or (metrics.seq and metrics.seq <= self._last_seq.get(metrics.worker_id, 0)):
             return False
         self._last_seq[metrics.worker_id] = metrics.seq
-        self._published[:, at] = (
-            metrics.kv_active_blocks * self._block_size,
-            metrics.gpu_cache_usage_perc,
-            metrics.num_requests_waiting,
-            self._clock.now(),
-        )
+        self._published[:, at] = (metrics.kv_active_blocks * self._block_size, metrics.num_requests_waiting)
+        self._usage[at] = metrics.gpu_cache_usage_perc
+        self._heard_at[at] = self._clock.now()
         self._context_at_sample[at] = self._own[_CONTEXT, at]
         return True
 
     # -- columns, in row order ----------------------------------------------------------------------------------------
 
-    def prefill_tokens(self) -> FloatColumn:
-        """Tokens placed by this router that have yet to be prefilled."""
-        column: FloatColumn = self._own[_PREFILL]
-        return column
-
-    def num_requests(self) -> FloatColumn:
-        """Requests placed by this router and not finished."""
-        column: FloatColumn = self._own[_REQUESTS]
-        return column
-
-    def context_tokens(self) -> FloatColumn:
-        """Tokens of context held by running requests: the module's effective load."""
-        own = self._own[_CONTEXT]
-        published = self._published[_ACTIVE] + (own - self._context_at_sample)
-        effective: FloatColumn = np.maximum(own, np.where(self._fresh(), published, own))
-        return effective
-
-    def cache_usage(self) -> FloatColumn:
-        """Published share of the KV pool in use, 0 to 1; 0 while nothing fresh is known."""
-        return np.where(self._fresh(), self._published[_USAGE], 0.0)
-
-    def num_waiting(self) -> FloatColumn:
-        """Published number of waiting requests; 0 while nothing fresh is known."""
-        return np.where(self._fresh(), self._published[_WAITING], 0.0)
-
-    def _fresh(self) -> npt.NDArray[np.bool_]:
-        fresh: npt.NDArray[np.bool_] = self._published[_HEARD_AT] >= self._clock.now() - self._stale_after_s
-        return fresh
+    def columns(self) -> LoadColumns:
+        """Everything that a decision looks at. Valid until the table changes."""
+        own, published = self._own, self._published
+        fresh = self._heard_at >= self._clock.now() - self._stale_after_s
+        context, usage, waiting = own[_CONTEXT], self._usage, published[_WAITING]
+        others = published[_ACTIVE] + (context - self._context_at_sample)
+        if not fresh.all():
+            usage, waiting, others = (
+                np.where(fresh, usage, 0.0),
+                np.where(fresh, waiting, 0),
+                np.where(fresh, others, 0),
+            )
+        return LoadColumns(
+            prefill_tokens=own[_PREFILL],
+            context_tokens=np.maximum(context, others),
+            num_requests=own[_REQUESTS],
+            cache_usage=usage,
+            num_waiting=waiting,
+        )
 
     def __repr__(self) -> str:
         total = self._own.sum(axis=1) if self._ids else np.zeros(3)

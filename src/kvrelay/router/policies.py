@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from kvrelay.config import RouterConfig
-from kvrelay.router.load import FloatColumn
+from kvrelay.router.load import FloatColumn, IntColumn, LoadColumns
 
 PENDING_WEIGHT = 0.7
 
@@ -25,15 +25,11 @@ class Candidates:
 
     prompt_tokens: int
     block_size: int
-    overlap_blocks: FloatColumn
-    cache_usage: FloatColumn
-    num_waiting: FloatColumn
-    prefill_tokens: FloatColumn
-    context_tokens: FloatColumn
-    num_requests: FloatColumn
+    overlap_blocks: IntColumn
+    load: LoadColumns
 
     def __len__(self) -> int:
-        return len(self.cache_usage)
+        return len(self.overlap_blocks)
 
 
 class Policy(Protocol):
@@ -94,10 +90,12 @@ class KvPolicy:
         self._temperature = temperature
 
     def scores(self, candidates: Candidates) -> FloatColumn:
-        overlap = self._overlap_weight * candidates.block_size * candidates.overlap_blocks
-        prefill = PENDING_WEIGHT * candidates.prefill_tokens + np.maximum(candidates.prompt_tokens - overlap, 0.0)
-        cost: FloatColumn = prefill + self._decode_weight * candidates.context_tokens
-        return -cost
+        load = candidates.load
+        own = candidates.prompt_tokens - self._overlap_weight * candidates.block_size * candidates.overlap_blocks
+        score: FloatColumn = -np.maximum(own, 0.0)
+        score -= PENDING_WEIGHT * load.prefill_tokens
+        score -= self._decode_weight * load.context_tokens
+        return score
 
     def pick(self, scores: FloatColumn, rng: random.Random) -> int:
         if self._temperature > 0:
@@ -116,9 +114,8 @@ class DynamoV0Policy:
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         overlap = candidates.overlap_blocks * (candidates.block_size / max(candidates.prompt_tokens, 1))
-        most_waiting = candidates.num_waiting.max()
-        waiting = candidates.num_waiting / most_waiting if most_waiting > 0 else candidates.num_waiting
-        logits: FloatColumn = 2.0 * overlap - candidates.cache_usage - waiting
+        waiting = candidates.load.num_waiting / max(int(candidates.load.num_waiting.max()), 1)
+        logits: FloatColumn = 2.0 * overlap - candidates.load.cache_usage - waiting
         return logits
 
     def pick(self, scores: FloatColumn, rng: random.Random) -> int:
@@ -164,8 +161,8 @@ class LeastLoadedPolicy:
     anticipates = False
 
     def scores(self, candidates: Candidates) -> FloatColumn:
-        load: FloatColumn = candidates.prefill_tokens + candidates.context_tokens
-        return -load
+        load = candidates.load.prefill_tokens + candidates.load.context_tokens
+        return -load.astype(np.float64)
 
     def pick(self, scores: FloatColumn, rng: random.Random) -> int:
         return pick_best(scores, rng)

@@ -17,6 +17,7 @@ What it does not know: the order of events, registrations, load, tokens.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
@@ -441,6 +442,12 @@ class PrefixIndex:
                 way.append(run)
                 run = self._table.get(run.parent) if run.parent is not None else None
             yield from reversed(way)
+
+    def memory_bytes(self) -> int:
+        """What the index takes, about: the table, a hash object per block (48 bytes) and the runs."""
+        per_run = sys.getsizeof(_Run([], 1, None)) + 48
+        runs = sum(sys.getsizeof(run.hashes) for run in self._runs) + per_run * len(self._runs)
+        return sys.getsizeof(self._table) + 48 * len(self._table) + runs
 
     def check_integrity(self) -> None:
         """Every block in exactly one run, no run without a worker, counts right. Raises IntegrityError."""

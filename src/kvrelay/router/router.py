@@ -22,7 +22,7 @@ from kvrelay.errors import WorkerUnavailableError
 from kvrelay.router.approximate import ApproximateIndexer
 from kvrelay.router.base import CandidateScore, ReplayRequester, RoutingDecision, RoutingRequest
 from kvrelay.router.indexer import KvIndexer
-from kvrelay.router.load import FloatColumn, LoadTable
+from kvrelay.router.load import FloatColumn, IntColumn, LoadTable
 from kvrelay.router.policies import Candidates, build_policy
 
 _log = logging.getLogger(__name__)
@@ -186,30 +186,21 @@ class PolicyRouter:
         self._load.finish(request_id)
 
     def _candidates(self, request: RoutingRequest, sequence: tuple[int, ...]) -> Candidates:
-        load = self._load
-        return Candidates(
-            prompt_tokens=len(request.token_ids),
-            block_size=self._block_size,
-            overlap_blocks=self._overlaps(sequence),
-            cache_usage=load.cache_usage(),
-            num_waiting=load.num_waiting(),
-            prefill_tokens=load.prefill_tokens(),
-            context_tokens=load.context_tokens(),
-            num_requests=load.num_requests(),
-        )
+        return Candidates(len(request.token_ids), self._block_size, self._overlaps(sequence), self._load.columns())
 
-    def _overlaps(self, sequence: tuple[int, ...]) -> FloatColumn:
+    def _overlaps(self, sequence: tuple[int, ...]) -> IntColumn:
         """Leading blocks held, or about to be, in the load table's row order."""
-        column = np.zeros(len(self._load.worker_ids))
-        if not sequence:
-            return column
-        for indexer in (self._indexer, self._anticipated):
-            if indexer is None:
-                continue
-            for depth, mask in indexer.find_steps(sequence):
-                rows = [row for row in map(self._load.row, indexer.index.names(mask)) if row is not None]
-                column[rows] = np.maximum(column[rows], depth)
-        return column
+        depths: dict[int | None, int] = {}
+        if sequence:
+            row_of = self._load.row
+            for indexer in (self._indexer, self._anticipated):
+                if indexer is not None:
+                    for depth, names in indexer.find_holders(sequence):  # the depth grows
+                        for row in map(row_of, names):
+                            if depths.get(row, 0) < depth:
+                                depths[row] = depth
+        depths.pop(None, None)  # workers that are indexed, but do not compete
+        return np.array([depths.get(row, 0) for row in range(len(self._load.worker_ids))], dtype=np.int64)
 
     # -- what workers publish -----------------------------------------------------------------------------------------
 
@@ -235,16 +226,17 @@ def _score_records(
     ids: list[str], scores: FloatColumn, candidates: Candidates, excluded: Collection[int]
 ) -> tuple[CandidateScore, ...]:
     """Every candidate's numbers, in row order, without those that were excluded."""
+    load = candidates.load
     records = tuple(
         map(
             CandidateScore,
             ids,
             scores.tolist(),
-            candidates.overlap_blocks.astype(np.int64).tolist(),
-            candidates.cache_usage.tolist(),
-            candidates.num_waiting.astype(np.int64).tolist(),
-            candidates.prefill_tokens.astype(np.int64).tolist(),
-            candidates.context_tokens.astype(np.int64).tolist(),
+            candidates.overlap_blocks.tolist(),
+            load.cache_usage.tolist(),
+            load.num_waiting.tolist(),
+            load.prefill_tokens.tolist(),
+            load.context_tokens.tolist(),
         )
     )
     if not excluded:

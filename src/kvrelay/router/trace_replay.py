@@ -194,7 +194,7 @@ class _Replay:
         self._hits = self._blocks = self._estimated = 0
         self._ttft_s: list[float] = []
         for name in self._workers:
-            self._router.add_worker(_worker_info(name))
+            self._router.add_worker(simulated_worker_info(name, 1))
 
     def run(self, requests: Sequence[TraceRequest], time_scale: float) -> ReplayResult:
         for number, request in enumerate(requests):
@@ -251,7 +251,8 @@ class _Replay:
                 self._router.apply_metrics(worker.metrics(now))
 
 
-def _worker_info(name: str) -> WorkerInfo:
+def simulated_worker_info(name: str, block_size: int) -> WorkerInfo:
+    """A worker that exists only here, as discovery would announce it."""
     return WorkerInfo(
         worker_id=name,
         epoch=0,
@@ -260,7 +261,7 @@ def _worker_info(name: str) -> WorkerInfo:
         model_path="",
         address="",
         max_model_len=1 << 20,
-        block_size=1,
+        block_size=block_size,
         num_blocks=0,
         vocab_size=1 << 32,
         kv_compatibility="",
