@@ -194,6 +194,7 @@ class Cluster:
             return
         if (error := task.exception()) is not None:
             _log.error("the connection to %s failed", worker_id, exc_info=error)
+            return
         info = self._wanted(worker_id)
         if info is not None:
             # It came back while its connection was being closed.

@@ -99,17 +99,17 @@ class Tokenizer:
 
 def load_tokenizer(model_path: Path) -> Tokenizer:
     """The tokenizer of a checkpoint directory. Raises CheckpointError."""
-    files = _read_files(model_path)
+    file = model_path / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(f"{model_path} has no tokenizer.json")
     try:
-        rust = RustTokenizer.from_file(str(files.tokenizer))
-    except Exception as exc:
-        raise CheckpointError(f"cannot load {files.tokenizer}: {exc}") from exc
-    return Tokenizer(rust, files)
+        rust = RustTokenizer.from_file(str(file))
+    except Exception as exc:  # the binding raises bare Exception
+        raise CheckpointError(f"cannot load {file}: {exc}") from exc
+    return Tokenizer(rust, _read_settings(model_path))
 
 
-def _read_files(path: Path) -> TokenizerSettings:
-    if not (path / "tokenizer.json").is_file():
-        raise CheckpointError(f"{path} has no tokenizer.json")
+def _read_settings(path: Path) -> TokenizerSettings:
     config = _read_json(path / "tokenizer_config.json")
     try:
         defaults = msgspec.convert(_read_json(path / "generation_config.json"), DefaultSampling)

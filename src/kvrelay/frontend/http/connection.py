@@ -123,7 +123,8 @@ class HttpConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._refuse(self._owner.error_response(400, "protocol upgrades are not supported"))
+            # It was refused when its head was complete.
+            return
         except httptools.HttpParserError as exc:
             self._refuse(self._owner.error_response(400, f"not a valid HTTP request: {exc}"))
         if not self._is_head_complete and self._num_head_bytes > self._limits.max_head_bytes:
@@ -145,6 +146,8 @@ class HttpConnection(asyncio.Protocol):
         transport.write(data)
         if self._is_paused and transport.get_write_buffer_size() > self._limits.max_unsent_bytes:
             transport.abort()
+            if self._exchange is not None:
+                self._exchange.gone()
 
     def exchange_done(self, keep_alive: bool) -> None:
         """The application has answered: go on with the next request, or end."""
@@ -186,6 +189,8 @@ class HttpConnection(asyncio.Protocol):
             http_minor=0 if self._parser.get_http_version() == "1.0" else 1,
         )
         refusal = self._owner.check_head(request)
+        if refusal is None and self._parser.should_upgrade():
+            refusal = self._owner.error_response(400, "protocol upgrades are not supported")
         length = self._headers.get("content-length", "0")
         if refusal is None and (len(length) > 18 or int(length) > self._limits.max_body_bytes):
             refusal = self._too_large()
