@@ -111,8 +111,7 @@ def send_until_full(client: ZmqRpcClient, message: Message) -> int:
     for num_sent in range(10 * HIGH_WATER_MARK):
         try:
             client.send(message)
-        except WorkerUnavailableError as exc:
-            assert "full" in exc.message
+        except WorkerUnavailableError:
             return num_sent
     pytest.fail("the queue has no end")
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 from kvrelay.config import ControlConfig
 from kvrelay.control.base import ControlPlane
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.errors import ConfigError
 
 __all__ = ["connect_control"]
+
+NAMESPACE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""What is valid in keys, subjects and names of streams alike."""
 
 
 async def connect_control(config: ControlConfig, clock: Clock | None = None) -> ControlPlane:
@@ -20,6 +25,10 @@ async def connect_control(config: ControlConfig, clock: Clock | None = None) -> 
         raise ConfigError("no control server: give one with --control, e.g. nats://127.0.0.1:4222", param="control")
     if config.discovery and not config.discovery.startswith("etcd://"):
         raise ConfigError(f"{config.discovery!r} is no discovery service: expected etcd://HOST:PORT", param="discovery")
+    if NAMESPACE.fullmatch(config.namespace) is None:
+        raise ConfigError(
+            f"{config.namespace!r} is no namespace: expected up to 64 letters, digits, - and _", param="namespace"
+        )
     from kvrelay.control.nats.plane import NatsControlPlane
 
     plane = await NatsControlPlane.connect(

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from kvrelay.errors import AddressInUseError, ConfigError, ControlUnavailableError
 
@@ -73,9 +73,10 @@ class NatsServerProcess:
     def url(self) -> str:
         """The address with the credentials that clients need."""
         if self._token:
-            return f"nats://{self._token}@{self._host}:{self._port}"
+            return f"nats://{quote(self._token, safe='')}@{self._host}:{self._port}"
         if self._user:
-            return f"nats://{self._user}:{self._password}@{self._host}:{self._port}"
+            login = f"{quote(self._user, safe='')}:{quote(self._password, safe='')}"
+            return f"nats://{login}@{self._host}:{self._port}"
         return self.address
 
     @property

@@ -22,7 +22,7 @@ from kvrelay.control.nats.jetstream import (
     ConsumerInfo,
     JetStream,
 )
-from kvrelay.control.nats.kv_keys import bucket_name, decode_key, encode_key
+from kvrelay.control.nats.kv_keys import decode_key, encode_key
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Bucket:
 
     def __init__(self, jetstream: JetStream, namespace: str) -> None:
         self._jetstream = jetstream
-        self.name = bucket_name(namespace)
+        self.name = f"kvrelay_{namespace}"
         self.stream = f"KV_{self.name}"
         self._subjects = f"$KV.{self.name}."
         self._leases = f"kvrelay/{namespace}/leases/"

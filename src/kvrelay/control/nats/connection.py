@@ -99,8 +99,7 @@ class NatsConnection:
         connection._is_closing = True
         connecting.cancel()
         await asyncio.wait({connecting, refused})
-        with suppress(Exception):
-            await client.close()
+        await _abandon(client)
         failure = None if connecting.cancelled() else connecting.exception()
         reason = _one_line(failure or attempts.last_error) or f"no answer in {connect_timeout_s:g} s"
         raise ControlUnavailableError(f"cannot connect to the control server {shown}: {reason}")
@@ -235,6 +234,17 @@ class _Attempts:
         text = str(error).lower()
         if isinstance(error, ssl.SSLError) or "authorization" in text or "authentication" in text:
             self.refused.set()
+
+
+async def _abandon(client: Any) -> None:
+    """Close a client whose connecting has failed; its own ``close`` leaves the socket of a cancelled attempt open."""
+    with suppress(nats_errors.Error, OSError):
+        await client.close()
+    transport = client._transport
+    if transport:
+        transport.close()
+        with suppress(OSError):
+            await transport.wait_closed()
 
 
 def _parse(url: str) -> SplitResult:

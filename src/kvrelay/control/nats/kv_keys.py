@@ -32,13 +32,5 @@ def decode_key(encoded: str) -> str:
         return encoded
 
 
-def bucket_name(namespace: str) -> str:
-    """``kvrelay_NS``, with what a bucket's name may not contain as ``-XX-``."""
-    return "kvrelay_" + "".join(
-        char if char.isascii() and (char.isalnum() or char == "_") else f"-{char.encode().hex().upper()}-"
-        for char in namespace
-    )
-
-
 def _is_bad_dot(raw: bytes, index: int) -> bool:
     return index in (0, len(raw) - 1) or raw[index - 1] == _DOT or raw[index + 1] == _DOT

@@ -23,7 +23,6 @@ import msgspec
 from kvrelay.control.base import Keys, PrefillDelivery
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage, NatsSubscription, NoRespondersError
 from kvrelay.control.nats.jetstream import JetStream, parse_ack_subject
-from kvrelay.control.nats.kv_keys import bucket_name
 from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.errors import ControlUnavailableError
 
@@ -88,7 +87,7 @@ class NatsPrefillQueue:
     ) -> None:
         self._connection = connection
         self._jetstream = JetStream(connection)
-        self._stream = f"{bucket_name(namespace)}_prefill"
+        self._stream = f"kvrelay_{namespace}_prefill"
         root = Keys(namespace).subject_root
         self._subject = f"{root}prefill.queue"
         self._dead_subject = f"{root}prefill.dead"

@@ -1,0 +1,194 @@
+"""What a watcher believes, with a clock moved by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.control.base import WatchEvent, WatchKind
+from kvrelay.control.lease_table import LeaseTable
+from kvrelay.core.clock import ManualClock
+
+TTL_S = 10.0
+
+
+def put(key: str, value: bytes) -> WatchEvent:
+    return WatchEvent(WatchKind.PUT, key, value)
+
+
+def gone(key: str) -> WatchEvent:
+    return WatchEvent(WatchKind.DELETE, key)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def table(clock: ManualClock) -> LeaseTable:
+    return LeaseTable(clock)
+
+
+def test_changes_are_events_and_repetitions_are_not(table: LeaseTable) -> None:
+    assert table.put("a", b"1", None, 1) == [put("a", b"1")]
+    assert table.put("a", b"1", None, 2) == []
+    assert table.put("a", b"2", None, 3) == [put("a", b"2")]
+    assert table.delete("a") == [gone("a")]
+    assert table.delete("a") == []
+
+
+def test_an_entry_lives_with_its_lease(table: LeaseTable) -> None:
+    assert table.put("a", b"1", "L", 1) == []
+    assert table.refresh("L", TTL_S, 2) == [put("a", b"1")]
+    assert table.put("b", b"2", "L", 3) == [put("b", b"2")]
+    assert table.end("L") == [gone("a"), gone("b")]
+    assert table.end("L") == []
+    assert table.put("c", b"3", "L", 4) == []
+    assert table.visible == {}
+    assert list(table.strays()) == ["c"]
+
+
+def test_the_last_put_decides_about_the_lease(table: LeaseTable) -> None:
+    table.refresh("L", TTL_S, 1)
+    table.refresh("M", TTL_S, 2)
+    table.put("a", b"1", "L", 3)
+    table.put("b", b"1", "L", 4)
+    assert table.put("a", b"1", None, 5) == []
+    assert table.put("b", b"1", "M", 6) == []
+    assert table.end("L") == []
+    assert table.end("M") == [gone("b")]
+
+
+def test_a_lease_is_due_when_it_was_not_refreshed(table: LeaseTable, clock: ManualClock) -> None:
+    table.refresh("L", TTL_S, 1)
+    clock.advance(6.0)
+    table.refresh("M", TTL_S, 2)
+    assert table.next_due_s() == 1010.0
+    clock.advance(4.0)
+    assert table.due() == ["L"]
+    table.refresh("L", TTL_S, 3)
+    assert table.due() == []
+    assert table.next_due_s() == 1016.0
+    assert table.lease("L") is not None
+    assert table.lease("N") is None
+
+
+def test_who_was_dead_before_we_came_is_not_shown(table: LeaseTable) -> None:
+    table.begin_resync()
+    table.put("dead", b"1", "L", 1)
+    table.put("alive", b"2", "M", 2)
+    table.refresh("L", TTL_S, 3, age_s=10.5)
+    table.refresh("M", TTL_S, 4, age_s=9.0)
+    assert table.end_resync() == [put("alive", b"2")]
+    assert table.due() == ["L"]
+    assert table.next_due_s() == 999.5
+    assert table.refresh("L", TTL_S, 5) == [put("dead", b"1")]
+
+
+def test_a_gap_shows_the_difference_only(table: LeaseTable) -> None:
+    table.put("same", b"1", None, 1)
+    table.put("changed", b"1", None, 2)
+    table.put("deleted", b"1", None, 3)
+    table.put("wiped", b"1", None, 4)
+    table.begin_resync()
+    assert table.put("same", b"1", None, 1) == []
+    assert table.put("changed", b"2", None, 5) == []
+    assert table.delete("deleted") == []
+    assert table.put("new", b"1", None, 7) == []
+    assert table.end_resync() == [put("changed", b"2"), gone("deleted"), put("new", b"1"), gone("wiped")]
+
+
+def test_the_living_get_one_time_to_live_after_a_gap(table: LeaseTable, clock: ManualClock) -> None:
+    """The server was away for long and has lost everything: nobody could refresh."""
+    table.refresh("L", TTL_S, 1)
+    table.put("a", b"1", "L", 2)
+    clock.advance(60.0)
+    table.begin_resync()
+    assert table.end_resync() == []
+    assert table.due() == []
+    assert table.visible == {"a": b"1"}
+    table.refresh("M", TTL_S, 1)
+    assert table.put("a", b"1", "M", 2) == []
+    clock.advance(TTL_S)
+    assert table.due() == ["L", "M"]
+    assert table.end("L") == []
+    assert table.visible == {"a": b"1"}
+
+
+def test_an_old_lease_known_from_before_the_gap_gets_the_same(table: LeaseTable, clock: ManualClock) -> None:
+    """The server was away for long and has kept everything."""
+    table.refresh("L", TTL_S, 1)
+    table.put("a", b"1", "L", 2)
+    clock.advance(60.0)
+    table.begin_resync()
+    table.put("a", b"1", "L", 2)
+    table.refresh("L", TTL_S, 1, age_s=60.0)
+    assert table.end_resync() == []
+    assert table.due() == []
+    clock.advance(TTL_S)
+    assert table.due() == ["L"]
+
+
+def test_a_marker_seen_after_the_gap_counts_at_once(table: LeaseTable) -> None:
+    table.refresh("L", TTL_S, 1)
+    table.refresh("M", TTL_S, 2)
+    table.put("a", b"1", "L", 3)
+    table.put("b", b"1", "M", 4)
+    table.begin_resync()
+    table.put("a", b"1", "L", 3)
+    table.end("L")
+    table.refresh("M", TTL_S, 6)
+    assert table.end_resync() == [gone("a"), gone("b")]
+
+
+def test_an_interrupted_listing_changes_nothing_that_is_seen(table: LeaseTable) -> None:
+    table.put("a", b"1", None, 1)
+    table.put("b", b"1", None, 2)
+    table.begin_resync()
+    table.put("a", b"2", None, 3)
+    table.begin_resync()
+    assert table.visible == {"a": b"1", "b": b"1"}
+    table.put("a", b"2", None, 3)
+    assert table.end_resync() == [put("a", b"2"), gone("b")]
+
+
+names = st.sampled_from(["a", "b", "c"])
+leases = st.sampled_from(["L", "M"])
+steps = st.one_of(
+    st.tuples(st.just("put"), names, st.sampled_from([None, "L", "M"])),
+    st.tuples(st.just("delete"), names, st.none()),
+    st.tuples(st.just("refresh"), leases, st.none()),
+    st.tuples(st.just("end"), leases, st.none()),
+)
+
+
+@given(st.lists(steps, max_size=40))
+def test_the_events_always_add_up_to_what_is_visible(history: list[tuple[str, str, str | None]]) -> None:
+    table = LeaseTable(ManualClock())
+    told: dict[str, bytes] = {}
+    entries: dict[str, tuple[bytes, str | None]] = {}
+    alive: set[str] = set()
+    for seq, (kind, name, lease) in enumerate(history, 1):
+        value = str(seq).encode()
+        if kind == "put":
+            events = table.put(name, value, lease, seq)
+            entries[name] = (value, lease)
+        elif kind == "delete":
+            events = table.delete(name)
+            entries.pop(name, None)
+        elif kind == "refresh":
+            events = table.refresh(name, TTL_S, seq)
+            alive.add(name)
+        else:
+            events = table.end(name)
+            alive.discard(name)
+            entries = {key: entry for key, entry in entries.items() if entry[1] != name}
+        for event in events:
+            if event.kind is WatchKind.PUT:
+                told[event.key] = event.value
+            else:
+                del told[event.key]
+        expected = {key: value for key, (value, holder) in entries.items() if holder is None or holder in alive}
+        assert told == table.visible == expected

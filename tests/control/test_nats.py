@@ -1,0 +1,389 @@
+"""The NATS control plane beyond the contracts: connecting, logins, faults of one process, the server process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from tests.contracts.prefill_queue_contract import prefill
+from tests.contracts.waiting import eventually, watching
+
+from kvrelay.config import ControlConfig
+from kvrelay.control import connect_control
+from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.control.nats.connection import NatsConnection
+from kvrelay.control.nats.jetstream import Delivery, parse_ack_subject
+from kvrelay.control.nats.plane import NatsControlPlane
+from kvrelay.control.nats_process import NatsServerProcess, find_binary
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.errors import AddressInUseError, ConfigError, ControlUnavailableError, PayloadTooLargeError
+
+
+@pytest.fixture(scope="module")
+def nats() -> Iterator[NatsServerProcess]:
+    process = NatsServerProcess()
+    process.start()
+    yield process
+    process.stop()
+
+
+@contextlib.asynccontextmanager
+async def plane(url: str, namespace: str = "test", **settings: float) -> AsyncIterator[ControlPlane]:
+    control = await connect_control(ControlConfig(control=url, namespace=namespace, **settings))
+    try:
+        yield control
+    finally:
+        await control.close()
+
+
+# -- connecting -------------------------------------------------------------------------------------------------------
+
+
+def test_namespaces_do_not_see_each_other(nats: NatsServerProcess) -> None:
+    async def scenario() -> None:
+        async with plane(nats.url, "one") as one, plane(nats.url, "two-B_2") as two:
+            await one.discovery.put("kvrelay/x", b"1")
+            await one.prefill_queue.push(prefill("a"))
+            assert await two.discovery.list("") == {}
+            assert await two.prefill_queue.size() == 0
+            assert await one.prefill_queue.size() == 1
+            assert one.is_connected
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "url", ["", "http://h:1", "nats://", "nats://h:0x1", "nats://h:99999", "nats://h:4222?x=1", "h"]
+)
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(ConfigError):
+        asyncio.run(connect_control(ControlConfig(control=url)))
+
+
+@pytest.mark.parametrize("namespace", ["", "a.b", "a b", "a/b", "*", "ü", "x" * 65])
+def test_a_namespace_that_is_none(namespace: str) -> None:
+    with pytest.raises(ConfigError, match="namespace"):
+        asyncio.run(connect_control(ControlConfig(control="nats://127.0.0.1:1", namespace=namespace)))
+
+
+def test_a_discovery_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="consul"):
+        asyncio.run(connect_control(ControlConfig(control="nats://127.0.0.1:1", discovery="consul://h:1")))
+
+
+def test_nobody_there(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    start = time.monotonic()
+    with pytest.raises(ControlUnavailableError) as caught:
+        asyncio.run(connect_control(ControlConfig(control="nats://u:secret@127.0.0.1:1", connect_timeout_s=0.5)))
+    assert time.monotonic() - start < 3.0
+    assert "nats://127.0.0.1:1" in caught.value.message
+    assert "\n" not in caught.value.message
+    assert "secret" not in caught.value.message
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_server_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    process = NatsServerProcess(tmp_path)
+    process.start()
+    process.kill()
+
+    async def scenario() -> None:
+        starting = asyncio.get_running_loop().run_in_executor(None, lambda: (time.sleep(0.3), process.start()))
+        async with plane(process.url, connect_timeout_s=10.0) as control:
+            assert control.is_connected
+        await starting
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        process.stop()
+
+
+def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
+    process = NatsServerProcess(tmp_path)
+    process.start()
+    port = int(process.address.rsplit(":", 1)[1])
+    process.stop()
+    bare = subprocess.Popen([str(find_binary()), "-a", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        with pytest.raises(ControlUnavailableError, match="JetStream is not available"):
+            asyncio.run(connect_control(ControlConfig(control=process.address)))
+    finally:
+        bare.kill()
+        bare.wait()
+
+
+@pytest.mark.parametrize("login", [{"user": "u", "password": "p@ss/word"}, {"token": "to:ken"}])
+def test_authentication(login: dict[str, str], tmp_path: Path) -> None:
+    process = NatsServerProcess(tmp_path, **login)
+    url = process.start()
+
+    async def scenario() -> None:
+        async with plane(url) as control:
+            await control.discovery.put("kvrelay/test/x", b"1")
+            assert "ss/word" not in repr(control)
+        wrong = process.address.replace("//", "//nobody:wrong@")
+        start = time.monotonic()
+        for refused in (process.address, wrong):
+            with pytest.raises(ControlUnavailableError, match=r"[Aa]uthorization"):
+                await connect_control(ControlConfig(control=refused, connect_timeout_s=30.0))
+        assert time.monotonic() - start < 10.0
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        process.stop()
+
+
+def test_a_prefill_too_large_for_the_server_is_refused_by_name(nats: NatsServerProcess) -> None:
+    async def scenario() -> None:
+        connection = await NatsConnection.connect(nats.url, 5.0)
+        with pytest.raises(PayloadTooLargeError):
+            await connection.publish("a", b"x" * (connection.max_payload_bytes + 1))
+        await connection.close()
+        await connection.close()
+        with pytest.raises(ControlUnavailableError):
+            await connection.publish("a", b"")
+
+    asyncio.run(scenario())
+
+
+def test_what_the_server_stores_is_readable(nats: NatsServerProcess) -> None:
+    """The raw stream, as ``nats kv`` shows it."""
+
+    async def scenario() -> None:
+        async with plane(nats.url, "readable") as control:
+            lease = await control.discovery.grant(5.0)
+            await control.discovery.put(Keys("readable").worker("w-1"), b'{"role": "decode"}', lease)
+            connection = await NatsConnection.connect(nats.url, 5.0)
+            subject = "$JS.API.DIRECT.GET.KV_kvrelay_readable.$KV.kvrelay_readable.kvrelay/readable/"
+            worker = await connection.request(f"{subject}workers/w-1", b"")
+            assert worker.data == b'{"role": "decode"}'
+            held = await connection.request(f"{subject}leases/{lease.lease_id}", b"")
+            assert b'"ttl_s":5.0' in held.data
+            await connection.close()
+            await lease.revoke()
+
+    asyncio.run(scenario())
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_was_stopped_registers_again(nats: NatsServerProcess) -> None:
+    """SIGSTOP for longer than a lease: the others see it go, and come back, under a new lease."""
+    code = (
+        "import asyncio, sys\n"
+        "from kvrelay.config import ControlConfig\n"
+        "from kvrelay.control import connect_control\n"
+        "async def main():\n"
+        "    control = await connect_control(ControlConfig(control=sys.argv[1], namespace='stopped'))\n"
+        "    lease = await control.discovery.grant(0.6)\n"
+        "    lease.on_lost(lambda: print('lost', flush=True))\n"
+        "    await control.discovery.put('kvrelay/stopped/workers/w', b'1', lease)\n"
+        "    print('ready', flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+
+    async def scenario(child: subprocess.Popen[str]) -> None:
+        assert child.stdout is not None
+        assert await asyncio.to_thread(child.stdout.readline) == "ready\n"
+        async with plane(nats.url, "stopped") as control, watching(control.discovery, "kvrelay/") as watch:
+            assert watch.state == {"kvrelay/stopped/workers/w": b"1"}
+            child.send_signal(signal.SIGSTOP)
+            await eventually(lambda: watch.state == {}, timeout_s=1.5)
+            child.send_signal(signal.SIGCONT)
+            await eventually(lambda: watch.state == {"kvrelay/stopped/workers/w": b"1"})
+        assert await asyncio.to_thread(child.stdout.readline) == "lost\n"
+
+    child = subprocess.Popen([sys.executable, "-c", code, nats.url], stdout=subprocess.PIPE, text=True)
+    try:
+        asyncio.run(scenario(child))
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_watcher_that_was_slow_does_not_end_a_living_lease(nats: NatsServerProcess) -> None:
+    """Its event loop hangs for longer than the lease; the beats wait in its socket."""
+
+    async def scenario() -> None:
+        async with plane(nats.url, "slow") as watcher, watching(watcher.discovery, "kvrelay/") as watch:
+            code = (
+                "import asyncio, sys\n"
+                "from kvrelay.config import ControlConfig\n"
+                "from kvrelay.control import connect_control\n"
+                "async def main():\n"
+                "    control = await connect_control(ControlConfig(control=sys.argv[1], namespace='slow'))\n"
+                "    lease = await control.discovery.grant(0.5)\n"
+                "    lease.on_lost(lambda: print('lost', flush=True))\n"
+                "    await control.discovery.put('kvrelay/slow/workers/w', b'1', lease)\n"
+                "    await asyncio.to_thread(sys.stdin.read)\n"
+                "    await control.close()\n"
+                "asyncio.run(main())\n"
+            )
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", code, nats.url, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+            try:
+                await eventually(lambda: bool(watch.state))
+                time.sleep(1.0)  # noqa: ASYNC251 - the point
+                await asyncio.sleep(0.3)
+                assert watch.num_deletes == 0
+            finally:
+                output, _ = await child.communicate(b"")
+            assert output == b""
+
+    asyncio.run(scenario())
+
+
+def test_what_the_dead_left_is_swept_up(nats: NatsServerProcess) -> None:
+    async def scenario() -> None:
+        async with plane(nats.url, "swept") as one:
+            lease = await one.discovery.grant(0.5)
+            for number in range(5):
+                await one.discovery.put(f"kvrelay/swept/workers/{number}", b"1", lease)
+        await asyncio.sleep(0.6)
+        async with plane(nats.url, "swept") as two:
+            assert await two.discovery.list("") == {}
+            connection = await NatsConnection.connect(nats.url, 5.0)
+            subject = "$JS.API.DIRECT.GET.KV_kvrelay_swept.$KV.kvrelay_swept.kvrelay/swept/workers/4"
+            for _ in range(100):
+                left = await connection.request(subject, b"")
+                if (left.headers or {}).get("KV-Operation") == "PURGE":
+                    break
+                await asyncio.sleep(0.02)
+            else:
+                pytest.fail("still there")
+            await connection.close()
+
+    asyncio.run(scenario())
+
+
+# -- the server process -----------------------------------------------------------------------------------------------
+
+
+def test_the_server_keeps_port_and_data_over_restarts(tmp_path: Path) -> None:
+    process = NatsServerProcess(tmp_path)
+    url = process.start()
+    assert process.start() == url
+    assert process.is_running
+
+    async def put() -> None:
+        async with plane(url) as control:
+            await control.discovery.put("kvrelay/test/x", b"1")
+
+    async def get() -> bytes | None:
+        async with plane(url) as control:
+            return await control.discovery.get("kvrelay/test/x")
+
+    try:
+        asyncio.run(put())
+        process.stop()
+        assert not process.is_running
+        assert process.start() == url
+        assert asyncio.run(get()) == b"1"
+        process.kill()
+        process.wipe()
+        process.start()
+        assert asyncio.run(get()) is None
+    finally:
+        process.stop()
+        process.stop()
+    assert tmp_path.exists()
+
+
+def test_a_temporary_store_goes_with_the_server() -> None:
+    process = NatsServerProcess()
+    process.start()
+    directory = process.store_dir
+    assert directory is not None
+    assert directory.is_dir()
+    process.stop()
+    assert not directory.exists()
+
+
+def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, threading, pathlib\n"
+        "from kvrelay.control.nats_process import NatsServerProcess\n"
+        "process = NatsServerProcess(pathlib.Path(sys.argv[1]))\n"
+        "starter = threading.Thread(target=process.start)\n"
+        "starter.start(); starter.join()\n"
+        "assert process.is_running\n"
+        "print(process.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    pid = int(child.stdout.readline())
+    assert _is_alive(pid)
+    child.kill()
+    child.communicate()
+    deadline = time.monotonic() + 5.0
+    while _is_alive(pid):
+        assert time.monotonic() < deadline, "the server outlived its parent"
+        time.sleep(0.02)
+
+
+def _is_alive(pid: int) -> bool:
+    """Not a zombie either: nobody may be there to reap it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_what_can_be_wrong_with_starting_a_server(tmp_path: Path) -> None:
+    process = NatsServerProcess(tmp_path / "one")
+    process.start()
+    port = int(process.address.rsplit(":", 1)[1])
+    try:
+        with pytest.raises(AddressInUseError, match=str(port)):
+            NatsServerProcess(tmp_path / "two", port).start()
+    finally:
+        process.stop()
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="file"):
+        NatsServerProcess(file / "below").start()
+    with pytest.raises(ConfigError, match="cannot run"):
+        NatsServerProcess(tmp_path, binary=file).start()
+    with pytest.raises(ControlUnavailableError, match="ended with code 1"):
+        NatsServerProcess(tmp_path, binary=Path("/bin/false")).start()
+    assert os.access(find_binary(), os.X_OK)
+
+
+# -- wire forms -------------------------------------------------------------------------------------------------------
+
+
+def test_acknowledgement_subjects_of_both_ages() -> None:
+    expected = Delivery(num_delivered=3, stream_seq=17, consumer_seq=5, timestamp_s=1700000000.5, num_pending=2)
+    assert parse_ack_subject("$JS.ACK.S.C.3.17.5.1700000000500000000.2") == expected
+    assert parse_ack_subject("$JS.ACK._.hash.S.C.3.17.5.1700000000500000000.2") == expected
+    assert parse_ack_subject("$JS.ACK._.hash.S.C.3.17.5.1700000000500000000.2.token") == expected
+    for wrong in ("", "a.b", "$JS.ACK.S.C.3.17", "$JS.ACK.S.C.x.17.5.1.2"):
+        with pytest.raises(ValueError, match=r"acknowledgement|invalid literal"):
+            parse_ack_subject(wrong)
+
+
+def test_the_plane_can_be_made_without_the_door(nats: NatsServerProcess) -> None:
+    async def scenario() -> None:
+        control = await NatsControlPlane.connect(nats.url, "test", 5.0, MonotonicClock())
+        await control.close()
+        assert not control.is_connected
+
+    asyncio.run(scenario())
