@@ -50,11 +50,14 @@ class ApproximateIndexer:
     def index(self) -> PrefixIndex:
         return self._index
 
-    def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, list[str]]]:
+    def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, tuple[str, ...]]]:
         """As ``KvIndexer.find_holders``; a worker may come up more than once, the last time with the most blocks."""
         self._expire()
         index, worker_of = self._index, self._worker_of
-        return [(depth, [worker_of[name] for name in index.names(mask)]) for depth, mask in index.find_steps(sequence)]
+        return [
+            (depth, tuple([worker_of[name] for name in index.names(mask)]))
+            for depth, mask in index.find_steps(sequence)
+        ]
 
     def place(self, worker_id: str, sequence: tuple[int, ...]) -> None:
         """A prompt with these sequence hashes was sent to the worker."""

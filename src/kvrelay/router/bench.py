@@ -36,6 +36,7 @@ from kvrelay.router.trace_replay import (
     WorkerModel,
     infinite_hit_ratio,
     replay_trace,
+    simulated_load,
     simulated_worker_info,
 )
 
@@ -215,6 +216,8 @@ def measure_speed(num_workers: int, blocks_per_worker: int, repeats: int) -> Spe
 
 def _decisions(router: PolicyRouter, tokens: list[int], repeats: int) -> Latency:
     """Place a prompt; it finishes outside of the measured time."""
+    for name in router.worker_ids:
+        router.apply_metrics(simulated_load(name))
     samples = []
     for number in range(repeats):
         request = RoutingRequest(f"r{number}", tokens)

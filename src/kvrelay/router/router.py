@@ -28,6 +28,7 @@ from kvrelay.router.policies import Candidates, build_policy
 _log = logging.getLogger(__name__)
 
 ANTICIPATION_S = 10.0
+MAX_CACHED_GROUPS = 1024
 
 
 class RouterStage(enum.Enum):
@@ -60,10 +61,16 @@ class PolicyRouter:
         self._request_replay = request_replay
         self._indexer: KvIndexer | ApproximateIndexer | None = None
         self._anticipated: ApproximateIndexer | None = None
+        self._rows_of: dict[tuple[str, ...], IntColumn] = {}
         self._workers: dict[str, WorkerInfo] = {}
         self._load = LoadTable(block_size, clock)
         self._rng = random.Random(config.router_seed)
         self.configure(config)
+
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """The workers that compete for requests."""
+        return tuple(self._load.worker_ids)
 
     @property
     def config(self) -> RouterConfig:
@@ -106,6 +113,7 @@ class PolicyRouter:
         self._workers[info.worker_id] = info
         if known is None:
             self._follow(info)
+        self._rows_of.clear()
         if self._stage.admits(info):
             self._load.add_worker(info.worker_id)
         else:
@@ -114,6 +122,7 @@ class PolicyRouter:
     def remove_worker(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
         self._load.remove_worker(worker_id)
+        self._rows_of.clear()
         for indexer in (self._indexer, self._anticipated):
             if indexer is not None:
                 indexer.remove_worker(worker_id)
@@ -162,7 +171,9 @@ class PolicyRouter:
 
     def _decide(self, request: RoutingRequest, sequence: tuple[int, ...]) -> RoutingDecision:
         ids = self._load.worker_ids
-        excluded = [row for row in map(self._load.row, set(request.exclude)) if row is not None]
+        excluded: list[int] = []
+        if request.exclude:
+            excluded = [row for row in map(self._load.row, set(request.exclude)) if row is not None]
         if len(excluded) >= len(ids):
             raise WorkerUnavailableError("no worker can take the request")
         candidates = self._candidates(request, sequence)
@@ -190,17 +201,25 @@ class PolicyRouter:
 
     def _overlaps(self, sequence: tuple[int, ...]) -> IntColumn:
         """Leading blocks held, or about to be, in the load table's row order."""
-        depths: dict[int | None, int] = {}
-        if sequence:
-            row_of = self._load.row
-            for indexer in (self._indexer, self._anticipated):
-                if indexer is not None:
-                    for depth, names in indexer.find_holders(sequence):  # the depth grows
-                        for row in map(row_of, names):
-                            if depths.get(row, 0) < depth:
-                                depths[row] = depth
-        depths.pop(None, None)  # workers that are indexed, but do not compete
-        return np.array([depths.get(row, 0) for row in range(len(self._load.worker_ids))], dtype=np.int64)
+        column = np.zeros(len(self._load.worker_ids), dtype=np.int64)
+        if sequence and self._indexer is not None:
+            for depth, names in self._indexer.find_holders(sequence):  # the depth grows
+                column[self._rows(names)] = depth
+        if sequence and self._anticipated is not None:
+            for depth, names in self._anticipated.find_holders(sequence):
+                rows = self._rows(names)
+                column[rows] = np.maximum(column[rows], depth)
+        return column
+
+    def _rows(self, names: tuple[str, ...]) -> IntColumn:
+        """The workers' rows in the load table, without those that do not compete. The same groups come up again."""
+        rows = self._rows_of.get(names)
+        if rows is None:
+            if len(self._rows_of) >= MAX_CACHED_GROUPS:
+                self._rows_of.clear()
+            found = [row for row in map(self._load.row, names) if row is not None]
+            rows = self._rows_of[names] = np.array(found, dtype=np.int64)
+        return rows
 
     # -- what workers publish -----------------------------------------------------------------------------------------
 

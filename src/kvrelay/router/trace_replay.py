@@ -157,16 +157,7 @@ class _SimulatedWorker:
     def metrics(self, now: float) -> LoadMetrics:
         while self._starts and self._starts[0] <= now:
             self._starts.popleft()
-        return LoadMetrics(
-            worker_id=self.name,
-            request_active_slots=0,
-            request_total_slots=256,
-            kv_active_blocks=self._active_blocks,
-            kv_total_blocks=self._model.cache_blocks,
-            num_requests_waiting=len(self._starts),
-            gpu_cache_usage_perc=min(1.0, self._active_blocks / self._model.cache_blocks),
-            gpu_prefix_cache_hit_rate=0.0,
-        )
+        return simulated_load(self.name, self._active_blocks, self._model.cache_blocks, len(self._starts))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -265,6 +256,20 @@ def simulated_worker_info(name: str, block_size: int) -> WorkerInfo:
         num_blocks=0,
         vocab_size=1 << 32,
         kv_compatibility="",
+    )
+
+
+def simulated_load(name: str, active_blocks: int = 0, total_blocks: int = 1, num_waiting: int = 0) -> LoadMetrics:
+    """A load sample of such a worker."""
+    return LoadMetrics(
+        worker_id=name,
+        request_active_slots=0,
+        request_total_slots=256,
+        kv_active_blocks=active_blocks,
+        kv_total_blocks=total_blocks,
+        num_requests_waiting=num_waiting,
+        gpu_cache_usage_perc=min(1.0, active_blocks / total_blocks),
+        gpu_prefix_cache_hit_rate=0.0,
     )
 
 
