@@ -16,7 +16,7 @@ from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
 
-ACK_WAIT_S = 0.6
+ACK_WAIT_S = 0.4
 MAX_DELIVERIES = 2
 
 
@@ -24,7 +24,7 @@ class MemoryServer:
     """A MemoryBroker on the real clock; each ``connect_*`` is another process."""
 
     def __init__(self) -> None:
-        self.ttl_s = 0.5
+        self.ttl_s = 0.3
         self.ack_wait_s = ACK_WAIT_S
         self.broker = MemoryBroker(ack_wait_s=ACK_WAIT_S, max_deliveries=MAX_DELIVERIES)
         self._planes: dict[object, MemoryControlPlane] = {}
@@ -76,7 +76,7 @@ class NatsServer:
     """A namespace of its own on a real server, which other tests use after us."""
 
     def __init__(self, process: NatsServerProcess) -> None:
-        self.ttl_s = 0.6
+        self.ttl_s = 0.5
         self.ack_wait_s = ACK_WAIT_S
         self.process = process
         self.connections: list[NatsConnection] = []
