@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 READY_TIMEOUT_S = 90.0
@@ -35,17 +36,17 @@ class Serve:
 
     def __enter__(self) -> Serve:
         command = [sys.executable, "-m", "kvrelay", "serve", "--port", "0", *self.arguments]
+        self._log = tempfile.NamedTemporaryFile(mode="w+", encoding="utf-8")
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **self.env}
+            command, stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, **self.env}
         )
-        os.set_blocking(self.process.stdout.fileno(), False)
         deadline = time.monotonic() + READY_TIMEOUT_S
         while "curl" not in self.output:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.__exit__()
                 raise AssertionError(f"serve did not become ready:\n{self.output}")
-            select.select([self.process.stdout], [], [], 0.2)
-            self.output += self.process.stdout.read() or ""
+            time.sleep(0.05)
+            self._read()
         found = re.search(r"ready: (\S+) .* at (\S+)/v1 \(control (\S+)\)", self.output)
         assert found, self.output
         self.model, self.url, self.control = found.groups()
@@ -59,9 +60,11 @@ class Serve:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        os.set_blocking(self.process.stdout.fileno(), True)
-        self.output += self.process.stdout.read()
-        self.process.stdout.close()
+        self._read()
+        self._log.close()
+
+    def _read(self) -> None:
+        self.output = Path(self._log.name).read_text(encoding="utf-8")
 
     def status(self) -> dict[str, Any]:
         """``kvrelay status --json``."""

@@ -6,6 +6,7 @@ processes. Afterwards the pools are whole and nothing is in use.
 
 from __future__ import annotations
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -115,10 +116,8 @@ def check_idle(server: Serve) -> None:
 
 
 def test_disaggregated_equals_aggregated_equals_offline_equals_transformers():
-    vocab_size = len(
-        __import__("json").loads((bundled_checkpoint_path() / "tokenizer.json").read_text())["model"]["vocab"]
-    )
-    prompts = make_prompts(vocab_size)
+    config = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
+    prompts = make_prompts(config["vocab_size"])
     num_long = sum(len(prompt) > 64 for prompt in prompts)
     with Serve(serve_arguments(1)) as server:
         streamed = complete_all(server, prompts, stream=True)
