@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,18 +27,15 @@ def byte_fallback_tokenizer() -> Tokenizer:
         vocab_size=450, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False, limit_alphabet=60
     )
     tokenizer.train_from_iterator([TEXTS[0]], trainer)
-    state = BYTE_FALLBACK_STATE(tokenizer, bytes_)
-    tokenizer = Tokenizer.from_str(state)
+    tokenizer = Tokenizer.from_str(with_tokens(tokenizer, bytes_))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return tokenizer
 
 
-def BYTE_FALLBACK_STATE(tokenizer: Tokenizer, pieces: list[str]) -> str:
-    """The tokenizer's JSON with byte tokens added to the vocabulary."""
-    import json
-
+def with_tokens(tokenizer: Tokenizer, pieces: list[str]) -> str:
+    """The tokenizer's JSON with more tokens to the vocabulary."""
     state = json.loads(tokenizer.to_str())
     vocab = state["model"]["vocab"]
     for piece in pieces:

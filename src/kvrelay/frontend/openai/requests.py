@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TypeVar
 
 import msgspec
@@ -134,9 +135,10 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
     try:
         value = _decoders[kind].decode(body)
     except msgspec.ValidationError as exc:
-        message, _, path = str(exc).rpartition(" - at `$")
-        param = path.rstrip("`").lstrip(".").partition(".")[0].partition("[")[0] if message else None
-        raise InvalidInputError(f"{param or 'body'}: {message or exc}", param=param or None) from exc
+        message, _, place = str(exc).partition(" - at ")
+        field = re.search(r"\$\.(\w+)", place)
+        param = field[1] if field else None
+        raise InvalidInputError(f"{param or 'body'}: {message}", param=param) from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise InvalidInputError(f"the body is not valid JSON: {exc}") from exc
     except RecursionError as exc:

@@ -1,0 +1,253 @@
+"""The rest of the API: echo, logprobs, token ids, tokenizer endpoints, usage, headers, metrics, documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.frontend.doubles import FakeCluster, FakeWorker, Script, byte_level_tokenizer, running
+from tests.frontend.raw_http import events, send
+
+from kvrelay.core.event_codec import encode_load
+from kvrelay.core.events import LoadMetrics
+from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
+from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
+from kvrelay.core.status import FinishReason
+from kvrelay.rpc.base import Peer
+
+TOKENIZER = byte_level_tokenizer()
+FOX = TOKENIZER.encode("the fox").ids
+
+
+def position(token: int, logprob: float = -0.5) -> PositionLogprobs:
+    return PositionLogprobs(
+        TokenLogprob(token, logprob, 1), (TokenLogprob(token, logprob, 1), TokenLogprob(0, -3.0, 2))
+    )
+
+
+def flat(lists: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+class LogprobWorker(FakeWorker):
+    """Answers every request with FOX and numbers for each token."""
+
+    async def _generate(self, peer: Peer, request: GenerateRequest) -> None:
+        count = min(len(FOX), request.sampling.max_tokens)
+        prompt = None
+        if request.sampling.prompt_logprobs is not None:
+            prompt = (None, *(position(token) for token in request.prompt_token_ids[1:]))
+        if count == 0:
+            self._send(peer, TokenOutput(request.request_id, (), FinishReason.LENGTH, prompt_logprobs=prompt))
+        for number in range(count):
+            output = TokenOutput(
+                request.request_id,
+                (FOX[number],),
+                FinishReason.LENGTH if number == count - 1 else None,
+                (position(FOX[number], float("-inf") if number else -0.5),)
+                if request.sampling.logprobs is not None
+                else None,
+                prompt_logprobs=prompt if number == 0 else None,
+            )
+            self.server.send(peer, OutputBatch((output,)))
+
+
+async def with_logprobs(cluster: FakeCluster) -> int:
+    worker = cluster.workers["lp"] = LogprobWorker(cluster.network, Script(), "lp")
+    await worker.server.start()
+    await cluster.register(worker)
+    await cluster.until(lambda: bool(cluster.frontend.cluster.models))
+    return cluster.frontend.port
+
+
+async def test_completion_logprobs(model_dir: Path) -> None:
+    async with running(model_dir) as cluster:
+        port = await with_logprobs(cluster)
+        body = {"prompt": "a", "max_tokens": len(FOX), "logprobs": 2}
+        choice = (await send(port, "POST", "/v1/completions", body)).json["choices"][0]
+        logprobs = choice["logprobs"]
+        assert "".join(logprobs["tokens"]) == "the fox"
+        assert logprobs["token_logprobs"] == [-0.5, *[-9999.0] * (len(FOX) - 1)]
+        assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
+        assert logprobs["top_logprobs"][0] == {logprobs["tokens"][0]: -0.5, "<|end|>": -3.0}
+        stream = events((await send(port, "POST", "/v1/completions", {**body, "stream": True})).body)
+        parts = [event["choices"][0]["logprobs"] for event in stream]
+        for name in logprobs:
+            assert flat(part[name] for part in parts) == logprobs[name]
+
+
+async def test_chat_logprobs(model_dir: Path) -> None:
+    async with running(model_dir) as cluster:
+        port = await with_logprobs(cluster)
+        messages = [{"role": "user", "content": "x"}]
+        body = {"messages": messages, "logprobs": True, "top_logprobs": 2, "max_tokens": len(FOX)}
+        content = (await send(port, "POST", "/v1/chat/completions", body)).json["choices"][0]["logprobs"]["content"]
+        assert "".join(item["token"] for item in content) == "the fox"
+        assert bytes(flat(item["bytes"] for item in content)) == b"the fox"
+        assert content[0]["top_logprobs"][1]["token"] == "<|end|>"
+        assert cluster.workers["lp"].requests[0].sampling.logprobs == 2
+
+
+async def test_echo_scores_the_prompt(model_dir: Path) -> None:
+    async with running(model_dir) as cluster:
+        port = await with_logprobs(cluster)
+        body = {"prompt": FOX, "max_tokens": 0, "echo": True, "logprobs": 1}
+        choice = (await send(port, "POST", "/v1/completions", body)).json["choices"][0]
+        assert choice["text"] == "the fox"
+        assert choice["logprobs"]["token_logprobs"] == [None, *[-0.5] * (len(FOX) - 1)]
+        both = (await send(port, "POST", "/v1/completions", {**body, "max_tokens": 3})).json["choices"][0]
+        assert len(both["logprobs"]["tokens"]) == len(FOX) + 3
+
+
+async def test_echo_streams_the_prompt_first(model_dir: Path) -> None:
+    async with running(model_dir, Script(tuple(FOX))) as cluster:
+        body = {"prompt": ["say ", "cry "], "n": 2, "max_tokens": len(FOX), "echo": True, "stream": True}
+        texts: dict[int, str] = {}
+        for event in events((await send(cluster.frontend.port, "POST", "/v1/completions", body)).body):
+            choice = event["choices"][0]
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        assert texts == {0: "say the fox", 1: "say the fox", 2: "cry the fox", 3: "cry the fox"}
+
+
+async def test_prompt_logprobs(model_dir: Path) -> None:
+    async with running(model_dir) as cluster:
+        port = await with_logprobs(cluster)
+        body = {"prompt": FOX, "max_tokens": 1, "prompt_logprobs": 1}
+        shown = (await send(port, "POST", "/v1/completions", body)).json["choices"][0]["prompt_logprobs"]
+        assert shown[0] is None
+        assert shown[1][str(FOX[1])] == {"logprob": -0.5, "rank": 1, "decoded_token": TOKENIZER.decode([FOX[1]])}
+
+
+async def test_token_ids(model_dir: Path) -> None:
+    async with running(model_dir, Script(tuple(FOX), per_output=2)) as cluster:
+        port = cluster.frontend.port
+        body = {"prompt": [4, 5], "max_tokens": len(FOX), "return_token_ids": True}
+        choice = (await send(port, "POST", "/v1/completions", body)).json["choices"][0]
+        assert (choice["token_ids"], choice["prompt_token_ids"]) == (FOX, [4, 5])
+        stream = [
+            e["choices"][0]
+            for e in events((await send(port, "POST", "/v1/completions", {**body, "stream": True})).body)
+        ]
+        assert flat(choice["token_ids"] for choice in stream) == FOX
+        assert stream[0]["prompt_token_ids"] == [4, 5]
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": len(FOX), "return_token_ids": True}
+        whole = (await send(port, "POST", "/v1/chat/completions", chat)).json
+        assert whole["choices"][0]["token_ids"] == FOX
+        assert whole["prompt_token_ids"] == list(cluster.workers["w0"].requests[-1].prompt_token_ids)
+        parts = events((await send(port, "POST", "/v1/chat/completions", {**chat, "stream": True})).body)
+        assert parts[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+        assert flat(part["choices"][0].get("token_ids", []) for part in parts) == FOX
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_continuous_usage(model_dir: Path, path: str) -> None:
+    async with running(model_dir, Script(tuple(FOX), cached=1)) as cluster:
+        prompt = {"prompt": [4, 5]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = {**prompt, "max_tokens": len(FOX), "stream": True, "stream_options": options}
+        parts = events((await send(cluster.frontend.port, "POST", path, body)).body)
+        counts = [part["usage"]["completion_tokens"] for part in parts if part.get("usage")]
+        assert counts == [*range(1, len(FOX) + 1), len(FOX)]
+        assert parts[-1]["choices"] == []
+        assert parts[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+async def test_stop_token_and_include_stop(model_dir: Path) -> None:
+    async with running(model_dir, Script(tuple(FOX), stop_at=len(FOX))) as cluster:
+        port = cluster.frontend.port
+        body = {"prompt": "a", "max_tokens": 100, "stop_token_ids": [FOX[-1]]}
+        choice = (await send(port, "POST", "/v1/completions", body)).json["choices"][0]
+        assert choice["text"] == TOKENIZER.decode(FOX[:-1])
+        body = {**body, "include_stop_str_in_output": True}
+        assert (await send(port, "POST", "/v1/completions", body)).json["choices"][0]["text"] == "the fox"
+        sent = cluster.workers["w0"].requests[0].sampling
+        assert sent.stop_token_ids == (FOX[-1],)
+
+
+async def test_min_tokens_come_before_stop_strings(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENIZER.encode("x").ids)) as cluster:
+        body = {"prompt": "a", "max_tokens": 10, "min_tokens": 4, "stop": "x"}
+        choice = (await send(cluster.frontend.port, "POST", "/v1/completions", body)).json["choices"][0]
+        assert choice["text"] == "xxxx"
+        assert choice["finish_reason"] == "stop"
+
+
+async def test_sampling_reaches_the_worker(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        body = {
+            "prompt": "a", "max_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 2,
+            "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"7": -5},
+            "ignore_eos": True, "priority": -2, "timeout": 9,
+        }  # fmt: skip
+        await send(cluster.frontend.port, "POST", "/v1/completions", body)
+        request = cluster.workers["w0"].requests[0]
+        sampling = msgspec.structs.asdict(request.sampling)
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty"):
+            assert sampling[name] == body[name]
+        assert sampling["logit_bias"] == {7: -5.0}
+        assert (request.priority, request.timeout_s) == (-2, 9.0)
+
+
+async def test_tokenize_and_back(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        port = cluster.frontend.port
+        answer = (await send(port, "POST", "/tokenize", {"prompt": "你好 fox", "return_token_strs": True})).json
+        assert answer["tokens"] == TOKENIZER.encode("你好 fox").ids
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+        assert answer["max_model_len"] == 512
+        assert (await send(port, "POST", "/detokenize", {"tokens": answer["tokens"]})).json == {"prompt": "你好 fox"}
+        chat = (await send(port, "POST", "/tokenize", {"messages": [{"role": "user", "content": "x"}]})).json
+        assert TOKENIZER.decode(chat["tokens"]) == "[user] x\n[assistant] "
+
+
+async def test_headers_metrics_and_documents(model_dir: Path) -> None:
+    async with running(model_dir, Script(tuple(FOX), cached=2)) as cluster:
+        port = cluster.frontend.port
+        for stream in (True, False):
+            body = {"prompt": FOX, "max_tokens": 3, "stream": stream}
+            answer = await send(port, "POST", "/v1/completions", body, {"x-request-id": "mine-1"})
+            assert answer.headers["x-request-id"].startswith("cmpl-mine-1")
+            assert answer.headers["x-kvrelay-worker"] == "w0"
+        text = (await send(port, "GET", "/metrics")).body.decode()
+        for line in (
+            'kvrelay_requests_total{endpoint="/v1/completions",status="200"} 2.0',
+            "kvrelay_generation_tokens_total 6.0",
+            f"kvrelay_prompt_tokens_total {2.0 * len(FOX)}",
+            "kvrelay_cached_prompt_tokens_total 4.0",
+            "kvrelay_requests_in_flight 0.0",
+            "kvrelay_time_to_first_token_seconds_count 2.0",
+            "kvrelay_inter_token_latency_seconds_count 4.0",
+            'kvrelay_workers{model="tiny"} 1.0',
+        ):
+            assert line in text
+        document = (await send(port, "GET", "/openapi.json")).json
+        assert set(document["paths"]) >= {"/v1/completions", "/v1/chat/completions", "/tokenize", "/health"}
+        fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
+        assert {"prompt", "top_k", "return_token_ids"} <= set(fields)
+        assert set((await send(port, "GET", "/version")).json) == {"version"}
+
+
+async def test_load_samples_reach_the_router(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,)), Script((10,))) as cluster:
+        sample = LoadMetrics("w0", 5, 8, 50, 100, 3, 0.5, 0.0)
+        seen: list[LoadMetrics] = []
+        cluster.frontend.cluster.model(None).router.apply_metrics = seen.append
+        bus = cluster.broker.plane().events
+        await bus.publish(cluster.keys.worker_load("w0"), encode_load(sample))
+        await bus.publish(cluster.keys.worker_load("w0"), b"garbage")
+        await bus.publish(cluster.keys.worker_kv_events("w0"), b"garbage")
+        await cluster.until(lambda: seen == [sample])
+
+
+async def test_a_model_without_a_chat_template(model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_k": 9, "eos_token_id": 0}))
+    async with running(tmp_path, Script((10,))) as cluster:
+        port = cluster.frontend.port
+        chat = await send(port, "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+        assert chat.status == 400
+        await send(port, "POST", "/v1/completions", {"prompt": "a", "top_k": 2})
+        sampling = cluster.workers["w0"].requests[0].sampling
+        assert (sampling.temperature, sampling.top_k) == (0.25, 2)

@@ -1,0 +1,206 @@
+"""Workers are lost, refuse and give up; clients leave: no token twice, none missing, nothing left running."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from tests.frontend.doubles import FakeCluster, Script, byte_level_tokenizer, running
+from tests.frontend.raw_http import Answer, RawClient, events, request_bytes, send
+
+from kvrelay.core.messages import RequestRefused
+from kvrelay.core.workers import WorkerRole
+
+TOKENIZER = byte_level_tokenizer()
+ANSWER = "Once upon a time 你好 🙂 by the sea."
+TOKENS = tuple(TOKENIZER.encode(ANSWER).ids)
+BODY: dict[str, object] = {
+    "prompt": [5, 6, 7],
+    "max_tokens": len(TOKENS),
+    "stream": True,
+    "return_token_ids": True,
+    "seed": 11,
+    "stream_options": {"include_usage": True},
+}
+
+
+async def ask(cluster: FakeCluster, **changes: object) -> Answer:
+    assert cluster.frontend is not None
+    return await send(cluster.frontend.port, "POST", "/v1/completions", {**BODY, **changes})
+
+
+def streamed(answer: Answer) -> tuple[str, list[int]]:
+    """Text and tokens of a stream."""
+    choices = [event["choices"][0] for event in events(answer.body) if event.get("choices")]
+    return "".join(choice["text"] for choice in choices), [token for choice in choices for token in choice["token_ids"]]
+
+
+@pytest.mark.parametrize("die_after", range(len(TOKENS)))
+async def test_a_lost_worker_is_replaced_token_by_token(model_dir: Path, die_after: int) -> None:
+    async with running(model_dir, Script(TOKENS, die_after=die_after), Script(TOKENS)) as cluster:
+        answer = await ask(cluster)
+        assert streamed(answer) == (ANSWER, list(TOKENS))
+        usage = events(answer.body)[-1]["usage"]
+        assert usage["completion_tokens"] == len(TOKENS)
+        first, second = cluster.workers["w0"].requests[0], cluster.workers["w1"].requests[0]
+        assert second.output_token_ids == TOKENS[:die_after]
+        assert second.sampling == first.sampling
+        assert second.prompt_token_ids == first.prompt_token_ids
+        assert cluster.frontend.metrics.migrations["tiny"] == 1
+
+
+async def test_stop_strings_go_on_across_workers(model_dir: Path) -> None:
+    for die_after in range(1, 8):
+        async with running(model_dir, Script(TOKENS, die_after=die_after), Script(TOKENS)) as cluster:
+            answer = await ask(cluster, stop=["a time"], stream=False, stream_options=None)
+            choice = answer.json["choices"][0]
+            assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Once upon ", "stop", "a time")
+
+
+async def test_a_replacement_is_waited_for(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, die_after=3)) as cluster:
+        client = await RawClient.connect(cluster.frontend.port)
+        client.writer.write(request_bytes("POST", "/v1/completions", json.dumps(BODY).encode()))
+        await cluster.until(lambda: cluster.frontend.metrics.migrations["tiny"] == 1)
+        await cluster.deregister("w0")
+        await cluster.add_worker("w9", Script(TOKENS))
+        assert streamed(await client.read_answer()) == (ANSWER, list(TOKENS))
+        await client.close()
+
+
+async def test_migration_is_bounded_and_ends_with_an_error(model_dir: Path) -> None:
+    scripts = [Script(TOKENS, die_after=1) for _ in range(4)]
+    async with running(model_dir, *scripts, migration_limit=2) as cluster:
+        answer = await ask(cluster)
+        assert answer.status == 200
+        last = events(answer.body)[-1]
+        assert last["error"]["type"] == "server_error"
+        assert "lost" in last["error"]["message"]
+        assert cluster.frontend.metrics.migrations["tiny"] == 2
+        assert cluster.frontend.metrics.requests["/v1/completions", "broken"] == 1
+
+
+async def test_a_failed_engine_is_left(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, fail_after=2), Script(TOKENS)) as cluster:
+        assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+
+
+async def test_a_failure_without_another_worker_is_told(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, fail_after=0)) as cluster:
+        answer = await ask(cluster)
+        assert answer.status == 503
+        assert "engine failed" in answer.error["message"]
+
+
+async def test_a_refusal_goes_to_the_next_worker(model_dir: Path) -> None:
+    refusal = RequestRefused("", "draining", 503, True)
+    async with running(model_dir, Script(refuse=refusal), Script(TOKENS)) as cluster:
+        for _ in range(2):
+            assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+        assert len(cluster.workers["w0"].requests) >= 1
+
+
+async def test_refused_everywhere_gives_the_last_reason(model_dir: Path) -> None:
+    refusal = RequestRefused("", "the queue is full", 429, True, retry_after_s=2.5)
+    async with running(model_dir, Script(refuse=refusal), Script(refuse=refusal)) as cluster:
+        answer = await ask(cluster)
+        assert answer.status == 429
+        assert answer.headers["retry-after"] == "3"
+        assert answer.error["message"] == "the queue is full"
+
+
+async def test_a_final_refusal_is_passed_on(model_dir: Path) -> None:
+    refusal = RequestRefused("", "does not fit into the KV pool", 400, False)
+    async with running(model_dir, Script(refuse=refusal), Script(TOKENS)) as cluster:
+        answer = await ask(cluster)
+        assert answer.status == 400
+        assert sum(len(worker.requests) for worker in cluster.workers.values()) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_cancels_everything(model_dir: Path, stream: bool) -> None:
+    async with running(model_dir, Script(TOKENS, delay_s=0.01)) as cluster:
+        client = await RawClient.connect(cluster.frontend.port)
+        body = b'{"prompt": "a", "n": 3, "max_tokens": 400, "stream": %s}' % (b"true" if stream else b"false")
+        client.writer.write(request_bytes("POST", "/v1/completions", body))
+        worker = cluster.workers["w0"]
+        await cluster.until(lambda: len(worker.requests) == 3)
+        await client.close()
+        await cluster.until(lambda: len(worker.aborted) == 3)
+        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight == 0)
+        assert cluster.frontend.metrics.requests["/v1/completions", "disconnected"] == 1
+
+
+async def test_a_stop_string_aborts_on_the_worker(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, delay_s=0.001)) as cluster:
+        answer = await ask(cluster, stop="upon", max_tokens=400, return_token_ids=False)
+        assert "".join(event["choices"][0]["text"] for event in events(answer.body)[:-1]) == "Once "
+        await cluster.until(lambda: len(cluster.workers["w0"].aborted) == 1)
+
+
+@pytest.mark.parametrize("header", [True, False])
+async def test_a_deadline_cancels(model_dir: Path, header: bool) -> None:
+    async with running(model_dir, Script(hang=True)) as cluster:
+        body = {"prompt": "a"} if header else {"prompt": "a", "timeout": 0.05}
+        headers = {"x-request-timeout-s": "0.05"} if header else {}
+        answer = await send(cluster.frontend.port, "POST", "/v1/completions", body, headers)
+        assert answer.status == 504
+        await cluster.until(lambda: len(cluster.workers["w0"].aborted) == 1)
+
+
+async def test_no_worker_at_all(model_dir: Path) -> None:
+    async with running(model_dir) as cluster:
+        port = cluster.frontend.port
+        assert (await send(port, "GET", "/health")).status == 503
+        assert (await send(port, "GET", "/live")).status == 200
+        answer = await send(port, "POST", "/v1/completions", {"prompt": "a"})
+        assert answer.status == 503
+        assert "retry-after" in answer.headers
+
+
+async def test_workers_come_and_go(model_dir: Path) -> None:
+    async with running(model_dir) as cluster:
+        frontend = cluster.frontend
+        worker = await cluster.add_worker("w0", Script(TOKENS))
+        await cluster.until(lambda: bool(frontend.cluster.models))
+        assert (await send(frontend.port, "GET", "/health")).status == 200
+        await cluster.deregister("w0")
+        await cluster.until(lambda: not frontend.cluster.models)
+        assert (await ask(cluster, model="tiny")).status == 503
+        await cluster.register(worker, epoch=2)
+        await cluster.until(lambda: bool(frontend.cluster.models))
+        assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+        await cluster.register(worker, epoch=3, role=WorkerRole.PREFILL)
+        await cluster.until(lambda: not frontend.cluster.models)
+        await cluster.register(worker, epoch=4)
+        await cluster.until(lambda: bool(frontend.cluster.models))
+
+
+async def test_a_draining_worker_finishes_what_it_has(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS, delay_s=0.01)) as cluster:
+        asking = asyncio.create_task(ask(cluster))
+        await cluster.until(lambda: len(cluster.workers["w0"].requests) == 1)
+        await cluster.deregister("w0")
+        await cluster.until(lambda: not cluster.frontend.cluster.models)
+        assert streamed(await asking) == (ANSWER, list(TOKENS))
+        assert not cluster.frontend.metrics.migrations
+
+
+async def test_the_control_plane_may_go_away(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS)) as cluster:
+        cluster.broker.go_offline()
+        assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+        cluster.broker.go_online()
+        await cluster.add_worker("w1", Script(TOKENS))
+        await cluster.until(lambda: len(cluster.frontend.cluster.model(None).worker_ids) == 2)
+
+
+async def test_a_connection_that_breaks_is_made_again(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS)) as cluster:
+        worker = cluster.workers["w0"]
+        for peer in list(worker.server._clients):
+            worker.server.drop(peer)
+        await cluster.until(lambda: len(worker.server._clients) == 1 and bool(cluster.frontend.cluster.models))
+        assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
