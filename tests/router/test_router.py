@@ -17,6 +17,7 @@ from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import ConfigError, WorkerUnavailableError
 from kvrelay.router import PolicyRouter, RouterStage, RoutingRequest, build_router
+from kvrelay.router.indexer import KvIndexer
 
 PLAIN = ("round-robin", "random", "least-loaded", "power-of-two")
 OVERLAP = ("kv", "dynamo-v0")
@@ -276,3 +277,18 @@ def test_without_events_the_router_remembers_where_it_sent_things() -> None:
     clock.advance(13)
     assert built.explain(request("r3", 400)).overlap_blocks == 0
     assert repr(built).startswith("PolicyRouter(kv, LoadTable(")
+
+
+def test_only_workers_that_compete_are_indexed() -> None:
+    asked: list[str] = []
+    built = build_router(RouterConfig(router="kv"), 4, ManualClock(), request_replay=lambda name, _: asked.append(name))
+    built.add_worker(worker("p", WorkerRole.PREFILL))
+    log = KvEventLog("p", 0)
+    publish(built, log, range(400))
+    assert (asked, built.worker_ids) == ([], ())
+    built.add_worker(worker("p", WorkerRole.BOTH, epoch=1))
+    assert (asked, built.worker_ids) == (["p"], ("p",))
+    publish(built, log, range(500, 600))
+    built.add_worker(worker("p", WorkerRole.PREFILL, epoch=2))
+    assert isinstance(built.indexer, KvIndexer)
+    assert built.indexer.index.worker_ids == ()

@@ -95,6 +95,8 @@ def print_benchmark(benchmark: RouterBenchmark) -> None:
     from rich.console import Console
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
     _print_speed(console, benchmark.speed, benchmark.peer)
     if benchmark.growth:
         _print_growth(console, benchmark.growth)

@@ -96,7 +96,7 @@ class PolicyRouter:
             self._indexer.ttl_s = config.approximate_ttl_s
         elif not isinstance(self._indexer, KvIndexer):
             self._indexer = KvIndexer(self._block_size, self._clock, self._request_replay)
-            for info in self._workers.values():
+            for info in filter(self._stage.admits, self._workers.values()):
                 self._follow(info)
 
     @property
@@ -111,18 +111,22 @@ class PolicyRouter:
         if known is not None and info.epoch < known.epoch:
             return
         self._workers[info.worker_id] = info
-        if known is None:
-            self._follow(info)
         self._rows_of.clear()
         if self._stage.admits(info):
             self._load.add_worker(info.worker_id)
+            if known is None or not self._stage.admits(known):
+                self._follow(info)
         else:
             self._load.remove_worker(info.worker_id)
+            self._forget_prefixes(info.worker_id)
 
     def remove_worker(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
         self._load.remove_worker(worker_id)
         self._rows_of.clear()
+        self._forget_prefixes(worker_id)
+
+    def _forget_prefixes(self, worker_id: str) -> None:
         for indexer in (self._indexer, self._anticipated):
             if indexer is not None:
                 indexer.remove_worker(worker_id)
