@@ -156,6 +156,9 @@ def test_sweep_command(scripted: Scripted, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "sweep.json").read_text())["cases"][0]["points"][0]["good"] is True
     assert {"sweep.md", "sweep.png", "sweep.json"} <= {path.name for path in tmp_path.iterdir()}
     assert failure("sweep", "--case", "one=http://x", "--rates", "-1").exit_code == 2
+    error = failure("sweep", "--case", "gone=http://127.0.0.1:9", "--output-dir", tmp_path)
+    assert "case gone: no connection" in error.message
+    assert "knee of gone: unknown: no connection" in (tmp_path / "sweep.md").read_text()
 
 
 def test_interference_command(scripted: Scripted, tmp_path: Path) -> None:

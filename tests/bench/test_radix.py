@@ -33,7 +33,7 @@ repetitive = st.lists(
 ).map(lambda pairs: [first + second for first, second in pairs])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(texts | repetitive, st.integers(2, 5), st.integers(0, 6))
 def test_text_equals_naive_count(sequences: list[str], min_count: int, min_length: int) -> None:
     packed = PackedSequences(text.encode("utf-8", "surrogatepass") for text in sequences)
@@ -43,7 +43,7 @@ def test_text_equals_naive_count(sequences: list[str], min_count: int, min_lengt
     assert all(node.length == len(node.content.decode("utf-8", "surrogatepass")) for node in nodes)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(st.lists(st.lists(st.integers(250, 260), max_size=12), min_size=1, max_size=40), st.integers(2, 4))
 def test_tokens_equal_naive_count(sequences: list[list[int]], min_count: int) -> None:
     packed = PackedSequences((np.array(ids, ">u4").tobytes() for ids in sequences), item_bytes=4)

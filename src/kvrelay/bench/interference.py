@@ -17,6 +17,7 @@ from kvrelay.bench.errors import BenchError
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.metrics import LoadReport, ServeReport
 from kvrelay.bench.report.plotting import new_figure, save_figure
+from kvrelay.bench.report.records import INTERRUPTED
 from kvrelay.bench.report.statistics import Distribution
 from kvrelay.bench.serving import ServeOptions, run_serve
 
@@ -105,6 +106,8 @@ async def run_interference(
                 run = CaseRun(case.name, number + 1, None, exc.message)
             runs.append(run)
             done(run)
+            if run.report is not None and run.report.note == INTERRUPTED:
+                raise BenchError("interrupted; what was measured was kept")
     return tuple(runs)
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrelay.bench.cases import Case, CaseTimes, running
-from kvrelay.bench.client.target import Target
+from kvrelay.bench.errors import BenchError
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.metrics import LoadReport, ServeReport
 from kvrelay.bench.report.plotting import new_figure, save_figure
+from kvrelay.bench.report.records import INTERRUPTED
 from kvrelay.bench.report.statistics import Distribution
 from kvrelay.bench.serving import ServeOptions, run_serve
 from kvrelay.errors import InvalidInputError
@@ -89,7 +90,7 @@ def knee_search(options: KneeOptions) -> Generator[float, bool, float | None]:
 async def sweep_case(
     measure: Callable[[float], Awaitable[ServeReport]], name: str, rates: Sequence[float], knee: KneeOptions | None
 ) -> CaseSweep:
-    """Measure the given rates, then search for the knee where asked to."""
+    """Measure the given rates, then search for the knee where asked to; a failure keeps the points before it."""
     share = (knee or KneeOptions()).share
     points: dict[float, RatePoint] = {}
 
@@ -100,18 +101,26 @@ async def sweep_case(
             points[rate] = RatePoint(rate, goodput is not None and goodput.share >= share, report)
         return points[rate].good
 
-    for rate in rates:
-        await point(rate)
-    found = None
-    if knee is not None:
-        search = knee_search(knee)
-        try:
-            rate = next(search)
-            while True:
-                rate = search.send(await point(rate))
-        except StopIteration as stop:
-            found = stop.value
-    return CaseSweep(name, tuple(points[rate] for rate in sorted(points)), found)
+    found = error = None
+    try:
+        for rate in rates:
+            await point(rate)
+        if knee is not None:
+            found = await _search(point, knee)
+    except BenchError as exc:
+        error = exc.message
+    return CaseSweep(name, tuple(points[rate] for rate in sorted(points)), found, error)
+
+
+async def _search(point: Callable[[float], Awaitable[bool]], knee: KneeOptions) -> float | None:
+    search = knee_search(knee)
+    try:
+        rate = next(search)
+        while True:
+            rate = search.send(await point(rate))
+    except StopIteration as stop:
+        knee_rate: float | None = stop.value
+        return knee_rate
 
 
 async def run_sweep(
@@ -124,22 +133,44 @@ async def run_sweep(
     bar: ProgressBar,
     done: Callable[[CaseSweep], None],
 ) -> tuple[CaseSweep, ...]:
-    """Sweep case after case; ``done`` is told of each, so that an early end keeps what was measured."""
-    sweeps = []
+    """Sweep case after case; a case that fails is noted and the others go on, unless it was interrupted.
+
+    ``done`` is told of each, so that an early end keeps what was measured.
+    """
+    sweeps: list[CaseSweep] = []
     for case in cases:
-        async with running(case, log_dir, times, options.target.api_key) as target:
-
-            async def measure(rate: float, target: Target = target) -> ServeReport:
-                (spec,) = options.classes
-                # Another seed at each rate: with the same prompts, later rates would find them in the prefix cache.
-                seed = options.seed + int(rate * 1000)
-                at_rate = replace(spec, rate=rate)
-                run = await run_serve(replace(options, target=target, classes=(at_rate,), seed=seed), bar)
-                return run.report
-
-            sweeps.append(await sweep_case(measure, case.name, rates, knee))
+        try:
+            sweeps.append(await _sweep_server(case, options, rates, knee, log_dir, times, bar))
+        except BenchError as exc:
+            sweeps.append(CaseSweep(case.name, (), None, exc.message))
         done(sweeps[-1])
+        if sweeps[-1].error == INTERRUPTED:
+            break
     return tuple(sweeps)
+
+
+async def _sweep_server(
+    case: Case,
+    options: ServeOptions,
+    rates: Sequence[float],
+    knee: KneeOptions | None,
+    log_dir: Path,
+    times: CaseTimes,
+    bar: ProgressBar,
+) -> CaseSweep:
+    async with running(case, log_dir, times, options.target.api_key) as target:
+
+        async def measure(rate: float) -> ServeReport:
+            (spec,) = options.classes
+            # Another seed at each rate: with the same prompts, later rates would find them in the prefix cache.
+            seed = options.seed + int(rate * 1000)
+            at_rate = replace(spec, rate=rate)
+            run = await run_serve(replace(options, target=target, classes=(at_rate,), seed=seed), bar)
+            if run.report.note is not None:
+                raise BenchError(run.report.note)
+            return run.report
+
+        return await sweep_case(measure, case.name, rates, knee)
 
 
 def sweep_markdown(sweeps: Sequence[CaseSweep]) -> str:
@@ -166,6 +197,8 @@ def sweep_markdown(sweeps: Sequence[CaseSweep]) -> str:
     lines.append("")
     for sweep in sweeps:
         knee = "not reached at the lowest rate" if sweep.knee is None else f"{sweep.knee:.3g} req/s"
+        if sweep.error:
+            knee = f"unknown: {sweep.error}"
         lines.append(f"- knee of {sweep.name}: {knee}")
     return "\n".join(lines)
 

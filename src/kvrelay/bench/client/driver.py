@@ -21,7 +21,7 @@ from kvrelay.bench.client.payload import BodyOptions, encode_body
 from kvrelay.bench.client.stream import StreamRecorder, run_stream
 from kvrelay.bench.load.request import LoadClass
 from kvrelay.bench.progress import ProgressBar
-from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult
+from kvrelay.bench.report.records import INTERRUPTED, ClientLoad, Outcome, RequestRecord, RunResult
 
 _AHEAD = 256
 _BACKOFF_S = 0.1
@@ -100,7 +100,7 @@ class LoadDriver:
                 stop_ns = time.perf_counter_ns()
                 await self._drain()
             except asyncio.CancelledError:
-                note, stop_ns = "interrupted", time.perf_counter_ns()
+                note, stop_ns = INTERRUPTED, time.perf_counter_ns()
                 task = asyncio.current_task()
                 if task is not None:
                     task.uncancel()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvrelay.bench.suite import Step, StepResult
 
 SUITE_KIND = "kvrelay-bench-all/1"
+_SHORT = (("--rounds", "2"), ("--runs", "2"), ("--num-prompts", "64"), ("--scale", "0.25"))
 _IN_PROCESS = ("engine", "frontend", "router", "transfer")
 
 
@@ -90,11 +91,12 @@ def _steps(context: click.Context, model_dir: str | None, short: bool, folder: P
 
 
 def _known_arguments(command: click.Command, model_dir: str | None, short: bool) -> list[str]:
-    """What a benchmark of another room understands of the model and of the short form."""
+    """What a benchmark of another room understands of the model and of the short form: fewer rounds, a smaller load."""
     options = {name for parameter in command.params for name in parameter.opts}
     arguments = []
     if model_dir and any(isinstance(parameter, click.Argument) for parameter in command.params):
         arguments.append(model_dir)
-    if short and "--short" in options:
-        arguments.append("--short")
+    for option, value in _SHORT if short else ():
+        if option in options:
+            arguments += [option, value]
     return arguments

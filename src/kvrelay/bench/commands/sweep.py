@@ -53,7 +53,7 @@ def sweep_command(**given: Any) -> None:
     from kvrelay.bench.cases import CaseTimes, check_names, parse_case
     from kvrelay.bench.client.driver import RunLimits
     from kvrelay.bench.client.target import Target
-    from kvrelay.bench.errors import MissingPackageError
+    from kvrelay.bench.errors import BenchError, MissingPackageError
     from kvrelay.bench.load.arrivals import check_rate
     from kvrelay.bench.load.mix import ClassSpec
     from kvrelay.bench.progress import progress_bar
@@ -99,3 +99,6 @@ def sweep_command(**given: Any) -> None:
         plot_sweep(finished, folder / "sweep.png")
     except MissingPackageError as exc:
         click.echo(f"no plot: {exc.message}", err=True)
+    failed = [sweep for sweep in finished if sweep.error]
+    if failed:
+        raise BenchError(f"case {failed[0].name}: {failed[0].error}; what was measured was kept")

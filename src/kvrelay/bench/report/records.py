@@ -12,6 +12,8 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+INTERRUPTED = "interrupted"
+
 
 class Outcome(StrEnum):
     """How a request ended. ``CUT_OFF`` means that the run ended first: neither a success nor a failure."""

@@ -17,7 +17,7 @@ _LABEL, _VALUE = 44, 16
 def report_text(report: ServeReport, *, percentiles: bool = False) -> str:
     """The whole report; with ``percentiles`` P90 and P95 of everything as well, and P99 of the latency end to end."""
     lines = [_heading("Serving benchmark"), _line("Backend:", report.info.backend)]
-    lines += _load_lines(report.total, report.duration_s)
+    lines += _load_lines(report.total, report.duration_s, mixed=bool(report.classes))
     lines += _latency_lines(report.total, percentiles)
     for part in report.classes:
         lines += [_heading(f"Class {part.name}"), *_load_lines(part, report.duration_s)]
@@ -35,12 +35,15 @@ def report_text(report: ServeReport, *, percentiles: bool = False) -> str:
     return "\n".join([*lines, "=" * (_LABEL + _VALUE)])
 
 
-def _load_lines(load: LoadReport, duration_s: float) -> list[str]:
+def _load_lines(load: LoadReport, duration_s: float, *, mixed: bool = False) -> list[str]:
     rate = "closed loop or all at once" if load.request_rate is None else f"{load.request_rate:g}"
+    limit = "not limited" if load.max_concurrency is None else str(load.max_concurrency)
+    if mixed:
+        rate = limit = "mixed, see the classes"
     retokenized = "-" if load.retokenized_tokens is None else str(load.retokenized_tokens)
     lines = [
         _line("Request rate (req/s):", rate),
-        _line("Max concurrency:", "not limited" if load.max_concurrency is None else str(load.max_concurrency)),
+        _line("Max concurrency:", limit),
         _line("Successful requests:", str(load.successful)),
         _line("Duration (s):", f"{duration_s:.2f}"),
         _line("Total input tokens:", str(load.input_tokens)),
