@@ -108,3 +108,11 @@ def test_endless_broken_bytes_are_not_held_for_ever(wrapped: FrontendTokenizer) 
     detokenizer = wrapped.detokenizer()
     text = "".join(detokenizer.push([broken]) for _ in range(64))
     assert len(text) >= 32
+
+
+@pytest.mark.parametrize("wrapped", [WRAPPED, FALLBACK_WRAPPED])
+def test_tokens_beyond_the_vocabulary_have_no_text(wrapped: FrontendTokenizer) -> None:
+    ids = wrapped.encode("fox")
+    detokenizer = wrapped.detokenizer()
+    assert detokenizer.push([*ids, 100_000]) + detokenizer.flush() == "fox"
+    assert wrapped.token_text(100_000) == ""

@@ -204,3 +204,22 @@ async def test_a_connection_that_breaks_is_made_again(model_dir: Path) -> None:
             worker.server.drop(peer)
         await cluster.until(lambda: len(worker.server._clients) == 1 and bool(cluster.frontend.cluster.models))
         assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
+
+
+async def test_a_defect_hits_one_request_only(model_dir: Path) -> None:
+    async with running(model_dir, Script(TOKENS)) as cluster:
+        tokenizer = cluster.frontend.cluster.model(None).tokenizer
+        make, made = tokenizer.detokenizer, []
+
+        class Broken:
+            def push(self, token_ids: object) -> str:
+                raise ZeroDivisionError
+
+            def flush(self) -> str:
+                return ""
+
+        tokenizer.detokenizer = lambda skip: made.append(1) or (Broken() if len(made) == 1 else make(skip))
+        broken, fine = await asyncio.gather(ask(cluster, stream_options=None), ask(cluster))
+        assert (broken.status, fine.status) == (500, 200)
+        assert streamed(fine) == (ANSWER, list(TOKENS))
+        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight == 0)

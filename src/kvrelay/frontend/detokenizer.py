@@ -51,17 +51,21 @@ def _whole_text(piece: bytes) -> str | None:
 class ByteLevelDetokenizer:
     """Incremental UTF-8 over token bytes."""
 
-    __slots__ = ("_decoder", "_is_clean", "_pieces", "_texts")
+    __slots__ = ("_decoder", "_is_clean", "_pieces", "_size", "_texts")
 
     def __init__(self, tokens: TokenBytes) -> None:
         self._texts = tokens.texts
         self._pieces = tokens.pieces
+        self._size = len(tokens.pieces)
         self._decoder: codecs.IncrementalDecoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_clean = True
 
     def push(self, token_ids: Iterable[int]) -> str:
         text = ""
         for token in token_ids:
+            if token >= self._size:
+                # Models pad their vocabulary; the padding has no text.
+                continue
             whole = self._texts[token] if self._is_clean else None
             if whole is not None:
                 text += whole

@@ -60,6 +60,7 @@ class Pipeline:
             include_usage=plan.include_usage,
             continuous_usage=plan.continuous_usage,
             with_logprobs=request.logprobs is not None,
+            with_prompt_logprobs=request.prompt_logprobs is not None,
             echoes=echoes,
         )
         await self._generate(exchange, request_id, model, plan, prompts, form)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
@@ -98,7 +99,7 @@ class Sequence:
         self._has_output = False
         self._is_prefilled = False
         self._is_ended = False
-        self._started_s = self._last_s = asyncio.get_running_loop().time()
+        self._started_s = self._last_s = time.monotonic()
         self._failed_workers: set[str] = set()
         self._waiting: asyncio.Task[None] | None = None
 
@@ -143,6 +144,11 @@ class Sequence:
     def worker_lost(self, worker_id: str) -> None:
         """The connection to its worker is gone."""
         self._migrate(f"worker {worker_id} was lost", may_wait=True)
+
+    def broken(self) -> None:
+        # Whether or not it had ended by itself: whoever waits for the answer must hear of it.
+        self._end(abort=True)
+        self._listener.failed(self, KvrelayError("internal error"))
 
     def _migrate(self, reason: str, may_wait: bool) -> None:
         if self._is_ended:

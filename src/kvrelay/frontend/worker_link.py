@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Protocol
 
 from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, OutputBatch, RequestRefused, TokenOutput
@@ -18,13 +19,16 @@ _log = logging.getLogger(__name__)
 
 
 class OutputReceiver(Protocol):
-    """A sequence that runs on a worker. Each call happens on the event loop."""
+    """A sequence that runs on a worker. Each call happens on the event loop; ``now_s`` is monotonic time."""
 
     def deliver(self, output: TokenOutput, now_s: float) -> None: ...
 
     def refused(self, refusal: RequestRefused) -> None: ...
 
     def worker_lost(self, worker_id: str) -> None: ...
+
+    def broken(self) -> None:
+        """``deliver`` has raised: a defect here. Only this sequence may suffer from it."""
 
 
 class WorkerLink:
@@ -33,7 +37,6 @@ class WorkerLink:
     def __init__(self, info: WorkerInfo, client: RpcClient) -> None:
         self.info = info
         self._client = client
-        self._loop = asyncio.get_running_loop()
         self._requests: dict[str, OutputReceiver] = {}
         self._is_retiring = False
         self._ended = asyncio.Event()
@@ -95,12 +98,17 @@ class WorkerLink:
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, OutputBatch):
-            now_s = self._loop.time()
+            now_s = time.monotonic()
             requests = self._requests
             for output in message.outputs:
                 receiver = requests.get(output.request_id)
-                if receiver is not None:
+                if receiver is None:
+                    continue
+                try:
                     receiver.deliver(output, now_s)
+                except Exception:  # noqa: BLE001 - one request's defect must not end the others
+                    _log.exception("an output of %s could not be processed", output.request_id)
+                    receiver.broken()
         elif isinstance(message, RequestRefused):
             receiver = self._requests.pop(message.request_id, None)
             if receiver is not None:

@@ -56,11 +56,13 @@ class CompletionFormat:
         include_usage: bool = False,
         continuous_usage: bool = False,
         with_logprobs: bool = False,
+        with_prompt_logprobs: bool = False,
         echoes: Sequence[str] | None = None,
     ) -> None:
         self._id, self._created, self._model, self._texts = answer_id, created_unix_s, model, texts
         self._return_token_ids = return_token_ids
         self._with_logprobs = with_logprobs
+        self._with_prompt_logprobs = with_prompt_logprobs
         self._echoes = echoes
         head = {"id": answer_id, "object": "text_completion", "created": created_unix_s, "model": model}
         self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
@@ -134,7 +136,7 @@ class CompletionFormat:
             token_ids = [*choice.prompt_token_ids, *token_ids]
         logprobs = completion_logprobs(positions, token_ids, self._texts, 0)[0] if self._with_logprobs else None
         prompt_logprobs = None
-        if choice.prompt_logprobs is not None:
+        if choice.prompt_logprobs is not None and self._with_prompt_logprobs:
             prompt_logprobs = prompt_logprobs_json(choice.prompt_logprobs, self._texts)
         return CompletionChoice(
             index=choice.index,
