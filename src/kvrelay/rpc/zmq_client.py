@@ -168,7 +168,11 @@ class ZmqRpcClient:
 
     def _receive_one(self) -> bool:
         socket = self._socket
-        if socket is None or self._on_message is None:
+        if socket is None:
+            return False
+        if self._on_message is None:
+            # What has arrived waits; but the descriptor has to be appeased, or it wakes the loop for ever.
+            socket.getsockopt(zmq.EVENTS)
             return False
         try:
             frames = socket.recv_multipart(zmq.NOBLOCK)

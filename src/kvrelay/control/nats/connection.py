@@ -55,6 +55,15 @@ class NatsSubscription(Protocol):
     async def drain(self) -> None: ...
 
 
+class _Client(Client):  # type: ignore[misc]  # the library is not typed
+    """The library's client, which leaves the socket of a failed attempt open when it tries again."""
+
+    async def _connect_to_server(self, server: Any) -> None:
+        if self._transport:
+            self._transport.close()
+        await super()._connect_to_server(server)
+
+
 class NatsConnection:
     """A connection that comes back. ``on_reconnected`` callbacks run on the event loop after each gap."""
 
@@ -74,7 +83,7 @@ class NatsConnection:
         """
         servers = [_parse(part) for part in url.split(",")]
         shown = ",".join(f"{part.scheme}://{part.netloc.rpartition('@')[2]}" for part in servers)
-        client = Client()
+        client = _Client()
         connection = cls(client, shown)
         attempts = _Attempts(connection)
         connecting = asyncio.create_task(

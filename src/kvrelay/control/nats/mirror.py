@@ -30,6 +30,9 @@ HEARTBEAT_S = 2.0
 MAX_SILENCE_S = 5.0
 RETRY_S = 0.25
 SETTLE_S = 0.05
+POSTPONE_S = 0.05
+MAX_ANSWER_SHARE = 0.1
+"""Of a lease's time to live: a server that takes longer to answer is not trusted to have served the holder."""
 
 
 class Mirror:
@@ -205,13 +208,21 @@ class Mirror:
         state = self.table.lease(lease_id)
         if state is None:
             return
-        try:
-            await self._bucket.end_lease(lease_id, expected_seq=state.seq)
-        except WrongSequenceError:
-            seq = await self._bucket.lease_seq(lease_id)
-            if seq is not None:
-                # Its holder lives; the refresh is on its way to us.
-                self._on_events(self.table.refresh(lease_id, state.ttl_s, seq))
+        asked_s = self._clock.now()
+        seq = await self._bucket.lease_seq(lease_id)
+        if self._clock.now() - asked_s > state.ttl_s * MAX_ANSWER_SHARE:
+            # The server was held up, and perhaps with it a refresh that we would now overtake.
+            self.table.postpone(lease_id, state.ttl_s / 3)
+            return
+        if seq is not None and seq != state.seq:
+            # Its holder lives; the refresh is on its way to us.
+            self._on_events(self.table.refresh(lease_id, state.ttl_s, seq))
+            return
+        if seq is not None:
+            try:
+                await self._bucket.end_lease(lease_id, expected_seq=seq)
+            except WrongSequenceError:
+                self.table.postpone(lease_id, POSTPONE_S)
                 return
         _log.info("lease %s has ended: not refreshed for %g s", lease_id, state.ttl_s)
         entries = self.table.entries_of(lease_id)

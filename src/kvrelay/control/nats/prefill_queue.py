@@ -24,7 +24,7 @@ from kvrelay.control.base import Keys, PrefillDelivery
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage, NatsSubscription, NoRespondersError
 from kvrelay.control.nats.jetstream import JetStream, parse_ack_subject
 from kvrelay.core.handoff import RemotePrefillRequest
-from kvrelay.errors import ControlUnavailableError
+from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError
 
 _log = logging.getLogger(__name__)
 
@@ -137,11 +137,18 @@ class NatsPrefillQueue:
         data = msgspec.msgpack.encode(request)
         await self._ensure_ready()
         try:
+            await self._publish(data)
+        except PayloadTooLargeError as exc:
+            # Not the client's fault: this prefill is for the decode worker itself.
+            raise ControlUnavailableError(f"prefill {request.handoff_id} does not fit into the queue: {exc}") from exc
+        self._size_until_s = 0.0
+
+    async def _publish(self, data: bytes) -> None:
+        try:
             await self._jetstream.publish(self._subject, data)
         except NoRespondersError:
             await self.start()
             await self._jetstream.publish(self._subject, data)
-        self._size_until_s = 0.0
 
     async def pull(self, timeout_s: float) -> PrefillDelivery | None:
         loop = asyncio.get_running_loop()
