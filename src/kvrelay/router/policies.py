@@ -48,8 +48,11 @@ class Policy(Protocol):
 
 def pick_best(scores: FloatColumn, rng: random.Random) -> int:
     """The highest score; ties are drawn at random."""
-    best = np.flatnonzero(scores == scores.max())
-    return int(best[0] if len(best) == 1 else best[rng.randrange(len(best))])
+    values: list[float] = scores.tolist()
+    top = max(values)
+    if values.count(top) == 1:
+        return values.index(top)
+    return rng.choice([at for at, value in enumerate(values) if value == top])
 
 
 def pick_softmax(scores: FloatColumn, temperature: float, rng: random.Random) -> int:
@@ -91,11 +94,14 @@ class KvPolicy:
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         load = candidates.load
-        own = candidates.prompt_tokens - self._overlap_weight * candidates.block_size * candidates.overlap_blocks
-        score: FloatColumn = -np.maximum(own, 0.0)
-        score -= PENDING_WEIGHT * load.prefill_tokens
-        score -= self._decode_weight * load.context_tokens
-        return score
+        credit_per_block = self._overlap_weight * candidates.block_size
+        cost: FloatColumn = np.multiply(candidates.overlap_blocks, -credit_per_block, dtype=np.float64)
+        cost += candidates.prompt_tokens
+        if self._overlap_weight > 1.0:
+            np.maximum(cost, 0.0, out=cost)
+        cost += PENDING_WEIGHT * load.prefill_tokens
+        cost += self._decode_weight * load.context_tokens
+        return np.negative(cost, out=cost)
 
     def pick(self, scores: FloatColumn, rng: random.Random) -> int:
         if self._temperature > 0:
