@@ -41,10 +41,10 @@ class MemoryServer:
         self.broker.end_lease(lease.lease_id)
 
     async def push_raw(self, data: bytes) -> None:
-        self.broker.push_raw(data)
+        self.broker.queue.push_raw(data)
 
     async def num_dead_letters(self) -> int:
-        return len(self.broker.dead_letters)
+        return len(self.broker.queue.dead_letters)
 
     async def go_away(self) -> None:
         self.broker.go_offline()

@@ -9,27 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-import msgspec
-
-from kvrelay.control.base import Discovery, Lease, PrefillDelivery, Subscription, WatchEvent, WatchKind
+from kvrelay.control.base import Discovery, Lease, WatchEvent, WatchKind
+from kvrelay.control.memory_events import MemoryEventBus, MemoryExchange
+from kvrelay.control.memory_queue import ACK_WAIT_S, MAX_DELIVERIES, MemoryPrefillQueue, MemoryQueue
 from kvrelay.core.clock import Clock, ManualClock, MonotonicClock
-from kvrelay.core.handoff import RemotePrefillRequest
-from kvrelay.errors import ControlUnavailableError, KvrelayError, LeaseLostError, RetryElsewhereError
-
-_log = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from kvrelay.errors import ControlUnavailableError, LeaseLostError
 
 TICK_S = 0.02
-ACK_WAIT_S = 5.0
-MAX_DELIVERIES = 5
 
 
 @dataclass(slots=True)
@@ -41,27 +31,6 @@ class _Watcher:
     events: asyncio.Queue[WatchEvent] = field(default_factory=asyncio.Queue)
     known: dict[str, bytes] = field(default_factory=dict)
     is_synced: bool = False
-
-
-@dataclass(slots=True)
-class _QueueEntry:
-    data: bytes
-    ready_s: float = 0.0
-    num_deliveries: int = 0
-
-
-@dataclass(slots=True)
-class _Subscriber:
-    plane: MemoryControlPlane
-    pattern: str
-    handler: Callable[[str, bytes], None]
-
-
-@dataclass(slots=True)
-class _Service:
-    plane: MemoryControlPlane
-    subject: str
-    handler: Callable[[bytes], Awaitable[bytes]]
 
 
 class MemoryBroker:
@@ -76,29 +45,20 @@ class MemoryBroker:
         max_deliveries: int = MAX_DELIVERIES,
     ) -> None:
         self.clock = clock or MonotonicClock()
-        self.unix_time = unix_time
-        self.ack_wait_s = ack_wait_s
-        self.max_deliveries = max_deliveries
         self.is_online = True
         self.entries: dict[str, tuple[bytes, str | None]] = {}
         self.leases: dict[str, MemoryLease] = {}
         self.planes: list[MemoryControlPlane] = []
         self.watchers: list[_Watcher] = []
-        self.subscribers: list[_Subscriber] = []
-        self.services: list[_Service] = []
-        self.queue: deque[_QueueEntry] = deque()
-        self.pulled: set[MemoryPrefillDelivery] = set()
-        self.dead_letters: list[RemotePrefillRequest] = []
-        self.num_malformed = 0
-        self.num_expired = 0
-        self.queue_changed = asyncio.Event()
+        self.queue = MemoryQueue(self.clock, unix_time, ack_wait_s, max_deliveries)
+        self.exchange = MemoryExchange()
         self._ids = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return (
             f"MemoryBroker({'online' if self.is_online else 'offline'}, entries={len(self.entries)}, "
-            f"leases={len(self.leases)}, queued={len(self.queue)}, pulled={len(self.pulled)})"
+            f"leases={len(self.leases)}, {self.queue!r})"
         )
 
     def plane(self) -> MemoryControlPlane:
@@ -132,9 +92,7 @@ class MemoryBroker:
         for lease_id, lease in list(self.leases.items()):
             if now - lease.renewed_s >= lease.ttl_s:
                 self.end_lease(lease_id)
-        for delivery in [item for item in self.pulled if now >= item.deadline_s]:
-            self.give_back(delivery, 0.0)
-        self.queue_changed.set()
+        self.queue.tick()
 
     def go_offline(self) -> None:
         """The server is away: everything fails, nothing expires."""
@@ -145,8 +103,7 @@ class MemoryBroker:
         if is_wiped:
             self.entries.clear()
             self.leases.clear()
-            self.queue.clear()
-            self.pulled.clear()
+            self.queue.wipe()
         self.is_online = True
         now = self.clock.now()
         for lease in self.leases.values():
@@ -157,8 +114,7 @@ class MemoryBroker:
     def close_plane(self, plane: MemoryControlPlane) -> None:
         self.planes.remove(plane)
         self.watchers = [item for item in self.watchers if item.plane is not plane]
-        self.subscribers = [item for item in self.subscribers if item.plane is not plane]
-        self.services = [item for item in self.services if item.plane is not plane]
+        self.exchange.forget(plane)
         if not self.planes and self._task is not None:
             self._task.cancel()
             self._task = None
@@ -191,49 +147,6 @@ class MemoryBroker:
             if not watcher.is_synced:
                 watcher.is_synced = True
                 watcher.events.put_nowait(WatchEvent(WatchKind.SYNCED, ""))
-
-    # -- queue --------------------------------------------------------------------------------------------------------
-
-    def push_raw(self, data: bytes) -> None:
-        """An entry in its wire form; also garbage, to see what becomes of it."""
-        self.queue.append(_QueueEntry(data))
-        self.queue_changed.set()
-
-    def pop(self) -> MemoryPrefillDelivery | None:
-        """The first entry that may be delivered now."""
-        now = self.clock.now()
-        for entry in list(self.queue):
-            if entry.ready_s > now:
-                continue
-            self.queue.remove(entry)
-            entry.num_deliveries += 1
-            delivery = self._accept(entry)
-            if delivery is not None:
-                self.pulled.add(delivery)
-                return delivery
-        return None
-
-    def _accept(self, entry: _QueueEntry) -> MemoryPrefillDelivery | None:
-        try:
-            request = msgspec.msgpack.decode(entry.data, type=RemotePrefillRequest)
-        except msgspec.DecodeError as exc:
-            self.num_malformed += 1
-            _log.warning("dropped a malformed entry of the prefill queue: %s", exc)
-            return None
-        if request.deadline_unix_s and self.unix_time() > request.deadline_unix_s:
-            self.num_expired += 1
-            return None
-        if entry.num_deliveries > self.max_deliveries:
-            self.dead_letters.append(request)
-            return None
-        return MemoryPrefillDelivery(self, entry, request)
-
-    def give_back(self, delivery: MemoryPrefillDelivery, delay_s: float) -> None:
-        if delivery in self.pulled:
-            self.pulled.discard(delivery)
-            delivery.entry.ready_s = self.clock.now() + delay_s
-            self.queue.appendleft(delivery.entry)
-            self.queue_changed.set()
 
 
 class MemoryLease:
@@ -338,127 +251,6 @@ class MemoryDiscovery:
             lease.values.pop(key, None)
 
 
-class MemoryPrefillDelivery:
-    """One entry pulled."""
-
-    def __init__(self, broker: MemoryBroker, entry: _QueueEntry, request: RemotePrefillRequest) -> None:
-        self._broker = broker
-        self._request = request
-        self._num_deliveries = entry.num_deliveries
-        self.entry = entry
-        self.deadline_s = broker.clock.now() + broker.ack_wait_s
-
-    @property
-    def request(self) -> RemotePrefillRequest:
-        return self._request
-
-    @property
-    def num_deliveries(self) -> int:
-        return self._num_deliveries
-
-    async def ack(self) -> None:
-        self._check()
-        self._broker.pulled.discard(self)
-
-    async def nak(self, delay_s: float = 0.0) -> None:
-        self._check()
-        self._broker.give_back(self, delay_s)
-
-    async def in_progress(self) -> None:
-        self._check()
-        self.deadline_s = self._broker.clock.now() + self._broker.ack_wait_s
-
-    def _check(self) -> None:
-        if not self._broker.is_online:
-            raise ControlUnavailableError("no connection to the in-memory control plane")
-
-
-class MemoryPrefillQueue:
-    """PrefillQueue in the broker's deque."""
-
-    def __init__(self, plane: MemoryControlPlane) -> None:
-        self._plane = plane
-        self._broker = plane.broker
-
-    async def push(self, request: RemotePrefillRequest) -> None:
-        self._plane.check_connected()
-        self._broker.push_raw(msgspec.msgpack.encode(request))
-
-    async def pull(self, timeout_s: float) -> PrefillDelivery | None:
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        while True:
-            self._plane.check_connected()
-            delivery = self._broker.pop()
-            remaining_s = deadline_s - asyncio.get_running_loop().time()
-            if delivery is not None or remaining_s <= 0:
-                return delivery
-            self._broker.queue_changed.clear()
-            try:
-                async with asyncio.timeout(remaining_s):
-                    await self._broker.queue_changed.wait()
-            except TimeoutError:
-                continue
-
-    async def size(self) -> int:
-        self._plane.check_connected()
-        return sum(entry.num_deliveries == 0 for entry in self._broker.queue)
-
-
-class MemorySubscription:
-    """Ends by calling ``end``."""
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
-
-    async def unsubscribe(self) -> None:
-        self._end()
-
-
-class MemoryEventBus:
-    """EventBus by function call, on the next turn of the event loop."""
-
-    def __init__(self, plane: MemoryControlPlane) -> None:
-        self._plane = plane
-        self._broker = plane.broker
-
-    async def publish(self, subject: str, data: bytes) -> None:
-        self._plane.check_connected()
-        for subscriber in self._broker.subscribers:
-            if subscriber.plane.is_connected and subject_matches(subscriber.pattern, subject):
-                asyncio.get_running_loop().call_soon(self._deliver, subscriber, subject, data)
-
-    async def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:
-        self._plane.check_connected()
-        subscriber = _Subscriber(self._plane, subject, handler)
-        self._broker.subscribers.append(subscriber)
-        return MemorySubscription(lambda: _remove(self._broker.subscribers, subscriber))
-
-    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        self._plane.check_connected()
-        for service in self._broker.services:
-            if service.plane.is_connected and service.subject == subject:
-                break
-        else:
-            raise RetryElsewhereError(f"nobody answers {subject}")
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await service.handler(data)
-        except TimeoutError as exc:
-            raise RetryElsewhereError(f"no answer to {subject} in {timeout_s:g} s") from exc
-        except KvrelayError as exc:
-            raise RetryElsewhereError(f"{subject} failed: {exc}") from exc
-
-    async def serve(self, subject: str, handler: Callable[[bytes], Awaitable[bytes]]) -> Subscription:
-        self._plane.check_connected()
-        service = _Service(self._plane, subject, handler)
-        self._broker.services.append(service)
-        return MemorySubscription(lambda: _remove(self._broker.services, service))
-
-    def _deliver(self, subscriber: _Subscriber, subject: str, data: bytes) -> None:
-        if subscriber in self._broker.subscribers:
-            subscriber.handler(subject, data)
-
-
 class MemoryControlPlane:
     """One process's connection to a MemoryBroker."""
 
@@ -468,8 +260,8 @@ class MemoryControlPlane:
         self._is_cut = False
         self._is_closed = False
         self._discovery = MemoryDiscovery(self)
-        self._prefill_queue = MemoryPrefillQueue(self)
-        self._events = MemoryEventBus(self)
+        self._prefill_queue = MemoryPrefillQueue(self, broker.queue)
+        self._events = MemoryEventBus(self, broker.exchange)
 
     @property
     def discovery(self) -> Discovery:
@@ -521,18 +313,3 @@ class MemoryControlPlane:
         if self.broker.is_online:
             self.renew_leases()
             self.broker.notify()
-
-
-def subject_matches(pattern: str, subject: str) -> bool:
-    """NATS's rule: ``*`` is one token, a last ``>`` is one token or more."""
-    wanted, given = pattern.split("."), subject.split(".")
-    if wanted[-1] == ">":
-        if len(given) < len(wanted):
-            return False
-        wanted, given = wanted[:-1], given[: len(wanted) - 1]
-    return len(wanted) == len(given) and all(token in ("*", other) for token, other in zip(wanted, given))
-
-
-def _remove(items: list[T], item: T) -> None:
-    if item in items:
-        items.remove(item)

@@ -1,0 +1,120 @@
+"""The in-memory plane's events: subscribers are called on the next turn of the event loop, services are awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvrelay.control.base import Subscription
+from kvrelay.errors import KvrelayError, RetryElsewhereError
+
+T = TypeVar("T")
+
+
+class Connected(Protocol):
+    """What may be cut off."""
+
+    @property
+    def is_connected(self) -> bool: ...
+
+    def check_connected(self) -> None:
+        """Raises ControlUnavailableError."""
+
+
+@dataclass(slots=True)
+class _Subscriber:
+    plane: Connected
+    pattern: str
+    handler: Callable[[str, bytes], None]
+
+
+@dataclass(slots=True)
+class _Service:
+    plane: Connected
+    subject: str
+    handler: Callable[[bytes], Awaitable[bytes]]
+
+
+class MemoryExchange:
+    """The server's side: who listens to what."""
+
+    def __init__(self) -> None:
+        self.subscribers: list[_Subscriber] = []
+        self.services: list[_Service] = []
+
+    def forget(self, plane: Connected) -> None:
+        """A process has gone."""
+        self.subscribers = [item for item in self.subscribers if item.plane is not plane]
+        self.services = [item for item in self.services if item.plane is not plane]
+
+
+class MemorySubscription:
+    """Ends by calling ``end``."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    async def unsubscribe(self) -> None:
+        self._end()
+
+
+class MemoryEventBus:
+    """One process's EventBus."""
+
+    def __init__(self, plane: Connected, exchange: MemoryExchange) -> None:
+        self._plane = plane
+        self._exchange = exchange
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        self._plane.check_connected()
+        for subscriber in self._exchange.subscribers:
+            if subscriber.plane.is_connected and subject_matches(subscriber.pattern, subject):
+                asyncio.get_running_loop().call_soon(self._deliver, subscriber, subject, data)
+
+    async def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:
+        self._plane.check_connected()
+        subscriber = _Subscriber(self._plane, subject, handler)
+        self._exchange.subscribers.append(subscriber)
+        return MemorySubscription(lambda: _remove(self._exchange.subscribers, subscriber))
+
+    async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
+        self._plane.check_connected()
+        for service in self._exchange.services:
+            if service.plane.is_connected and service.subject == subject:
+                break
+        else:
+            raise RetryElsewhereError(f"nobody answers {subject}")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await service.handler(data)
+        except TimeoutError as exc:
+            raise RetryElsewhereError(f"no answer to {subject} in {timeout_s:g} s") from exc
+        except KvrelayError as exc:
+            raise RetryElsewhereError(f"{subject} failed: {exc}") from exc
+
+    async def serve(self, subject: str, handler: Callable[[bytes], Awaitable[bytes]]) -> Subscription:
+        self._plane.check_connected()
+        service = _Service(self._plane, subject, handler)
+        self._exchange.services.append(service)
+        return MemorySubscription(lambda: _remove(self._exchange.services, service))
+
+    def _deliver(self, subscriber: _Subscriber, subject: str, data: bytes) -> None:
+        if subscriber in self._exchange.subscribers:
+            subscriber.handler(subject, data)
+
+
+def subject_matches(pattern: str, subject: str) -> bool:
+    """NATS's rule: ``*`` is one token, a last ``>`` is one token or more."""
+    wanted, given = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        if len(given) < len(wanted):
+            return False
+        wanted, given = wanted[:-1], given[: len(wanted) - 1]
+    return len(wanted) == len(given) and all(token in ("*", other) for token, other in zip(wanted, given))
+
+
+def _remove(items: list[T], item: T) -> None:
+    if item in items:
+        items.remove(item)

@@ -1,0 +1,184 @@
+"""The in-memory plane's prefill queue: entries in a deque, deliveries that run out, dead letters in a list."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from kvrelay.control.base import PrefillDelivery
+from kvrelay.core.clock import Clock
+from kvrelay.core.handoff import RemotePrefillRequest
+
+_log = logging.getLogger(__name__)
+
+ACK_WAIT_S = 5.0
+MAX_DELIVERIES = 5
+
+
+class Connected(Protocol):
+    """What may be cut off."""
+
+    def check_connected(self) -> None:
+        """Raises ControlUnavailableError."""
+
+
+@dataclass(slots=True)
+class _QueueEntry:
+    data: bytes
+    ready_s: float = 0.0
+    num_deliveries: int = 0
+
+
+class MemoryQueue:
+    """The server's side: what is queued, and what is pulled and not yet acknowledged."""
+
+    def __init__(self, clock: Clock, unix_time: Callable[[], float], ack_wait_s: float, max_deliveries: int) -> None:
+        self._clock = clock
+        self._unix_time = unix_time
+        self.ack_wait_s = ack_wait_s
+        self._max_deliveries = max_deliveries
+        self._entries: deque[_QueueEntry] = deque()
+        self.pulled: set[MemoryPrefillDelivery] = set()
+        self.dead_letters: list[RemotePrefillRequest] = []
+        self.num_malformed = 0
+        self.num_expired = 0
+        self.changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"MemoryQueue(queued={len(self._entries)}, pulled={len(self.pulled)}, dead={len(self.dead_letters)})"
+
+    @property
+    def num_waiting(self) -> int:
+        """Entries that nobody has pulled yet."""
+        return sum(entry.num_deliveries == 0 for entry in self._entries)
+
+    def wipe(self) -> None:
+        self._entries.clear()
+        self.pulled.clear()
+
+    def tick(self) -> None:
+        """Deliver again what was not acknowledged in time."""
+        now = self._clock.now()
+        for delivery in [item for item in self.pulled if now >= item.deadline_s]:
+            self.give_back(delivery, 0.0)
+        self.changed.set()
+
+    def deadline_s(self) -> float:
+        """Until when a consumer may be silent from now on."""
+        return self._clock.now() + self.ack_wait_s
+
+    def push_raw(self, data: bytes) -> None:
+        """An entry in its wire form; also garbage, to see what becomes of it."""
+        self._entries.append(_QueueEntry(data))
+        self.changed.set()
+
+    def pop(self) -> MemoryPrefillDelivery | None:
+        """The first entry that may be delivered now."""
+        now = self._clock.now()
+        for entry in list(self._entries):
+            if entry.ready_s > now:
+                continue
+            self._entries.remove(entry)
+            entry.num_deliveries += 1
+            delivery = self._accept(entry)
+            if delivery is not None:
+                self.pulled.add(delivery)
+                return delivery
+        return None
+
+    def _accept(self, entry: _QueueEntry) -> MemoryPrefillDelivery | None:
+        try:
+            request = msgspec.msgpack.decode(entry.data, type=RemotePrefillRequest)
+        except msgspec.DecodeError as exc:
+            self.num_malformed += 1
+            _log.warning("dropped a malformed entry of the prefill queue: %s", exc)
+            return None
+        if request.deadline_unix_s and self._unix_time() > request.deadline_unix_s:
+            self.num_expired += 1
+            return None
+        if entry.num_deliveries > self._max_deliveries:
+            self.dead_letters.append(request)
+            return None
+        return MemoryPrefillDelivery(self, entry, request)
+
+    def give_back(self, delivery: MemoryPrefillDelivery, delay_s: float) -> None:
+        if delivery in self.pulled:
+            self.pulled.discard(delivery)
+            delivery.entry.ready_s = self._clock.now() + delay_s
+            self._entries.appendleft(delivery.entry)
+            self.changed.set()
+
+
+class MemoryPrefillDelivery:
+    """One entry pulled."""
+
+    def __init__(self, queue: MemoryQueue, entry: _QueueEntry, request: RemotePrefillRequest) -> None:
+        self._queue = queue
+        self.plane: Connected | None = None
+        self._request = request
+        self._num_deliveries = entry.num_deliveries
+        self.entry = entry
+        self.deadline_s = queue.deadline_s()
+
+    @property
+    def request(self) -> RemotePrefillRequest:
+        return self._request
+
+    @property
+    def num_deliveries(self) -> int:
+        return self._num_deliveries
+
+    async def ack(self) -> None:
+        self._check()
+        self._queue.pulled.discard(self)
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        self._check()
+        self._queue.give_back(self, delay_s)
+
+    async def in_progress(self) -> None:
+        self._check()
+        self.deadline_s = self._queue.deadline_s()
+
+    def _check(self) -> None:
+        if self.plane is not None:
+            self.plane.check_connected()
+
+
+class MemoryPrefillQueue:
+    """One process's PrefillQueue."""
+
+    def __init__(self, plane: Connected, queue: MemoryQueue) -> None:
+        self._plane = plane
+        self._queue = queue
+
+    async def push(self, request: RemotePrefillRequest) -> None:
+        self._plane.check_connected()
+        self._queue.push_raw(msgspec.msgpack.encode(request))
+
+    async def pull(self, timeout_s: float) -> PrefillDelivery | None:
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            self._plane.check_connected()
+            delivery = self._queue.pop()
+            if delivery is not None:
+                delivery.plane = self._plane
+            remaining_s = deadline_s - asyncio.get_running_loop().time()
+            if delivery is not None or remaining_s <= 0:
+                return delivery
+            self._queue.changed.clear()
+            try:
+                async with asyncio.timeout(remaining_s):
+                    await self._queue.changed.wait()
+            except TimeoutError:
+                continue
+
+    async def size(self) -> int:
+        self._plane.check_connected()
+        return self._queue.num_waiting
