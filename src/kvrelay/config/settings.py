@@ -108,7 +108,7 @@ class RouterConfig(Settings):
     section: ClassVar[str] = "router"
 
     router: Literal["kv", "dynamo-v0", "round-robin", "random", "least-loaded", "power-of-two"] = setting(
-        "round-robin", "Routing policy."
+        "kv", "Routing policy."
     )
     overlap_weight: float = setting(1.0, "kv: credit per token of prefix overlap.", low=0)
     decode_weight: float = setting(0.1, "kv: cost per token of context in flight, in prefill tokens.", low=0)
