@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import IO
 
 _log = logging.getLogger(__name__)
 
@@ -52,11 +53,13 @@ def kvrelay_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvrelay", *arguments]
 
 
-def start_child(name: str, command: list[str]) -> Child:
-    """Start ``command``; it writes to our stdout and stderr."""
+def start_child(name: str, command: list[str], output: IO[bytes] | None = None) -> Child:
+    """Start ``command``; it writes to our stdout and stderr, or both to ``output``."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         start_new_session=True,
         preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only calls prctl
     )
