@@ -1,0 +1,195 @@
+"""The cluster under test as an operator sees it: one ``kvrelay serve`` and the workers started by hand beside it.
+
+Owns these processes, and ends them. Who the workers are is asked of the cluster itself, never remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvrelay.config import ControlConfig
+from kvrelay.control import connect_control
+from kvrelay.control.base import Keys
+from kvrelay.errors import FatalError, KvrelayError
+from kvrelay.launch.admin import cluster_status, list_workers, order
+from kvrelay.launch.children import Child, kvrelay_command, start_child, stop_children
+
+READY = re.compile(r"ready: (\S+) .* at (\S+)/v1 \(control (\S+)\)")
+CHILD_ENDED = re.compile(r"kvrelay: (.+) \(pid \d+\) ended with exit code (-?\d+)")
+POLL_INTERVAL_S = 0.1
+LOG_TAIL_CHARS = 2000
+STOP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker that is in discovery and answered. ``is_extra``: started by hand, not by ``serve``."""
+
+    worker_id: str
+    role: str
+    pid: int
+    is_extra: bool
+    blocks_in_use: int | None = None
+
+
+class ClusterUnderTest:
+    """A running cluster with ``num_workers[role]`` workers of each role. An async context manager."""
+
+    def __init__(
+        self,
+        serve_flags: Sequence[str],
+        worker_flags: Sequence[str],
+        num_workers: dict[str, int],
+        start_timeout_s: float,
+    ) -> None:
+        self._serve_flags = serve_flags
+        self._worker_flags = worker_flags
+        self._start_timeout_s = start_timeout_s
+        self.num_workers = num_workers
+        self.model = self.url = ""
+        self.control = ControlConfig()
+        self._extras: list[Child] = []
+
+    async def __aenter__(self) -> ClusterUnderTest:
+        shape = [f"--{role}={count}" for role, count in self.num_workers.items()]
+        command = kvrelay_command("serve", "--port", "0", *shape, *self._serve_flags)
+        self._log = tempfile.NamedTemporaryFile(prefix="kvrelay-chaos-", suffix=".log")  # noqa: SIM115
+        self._serve = start_child("serve", command, output=self._log)
+        try:
+            await self._until_ready()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def _until_ready(self) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        while (found := READY.search(self.log)) is None:
+            if self._serve.exit_code is not None or time.monotonic() > deadline:
+                raise FatalError(f"the cluster did not start: {self.log[-LOG_TAIL_CHARS:]}")
+            await asyncio.sleep(POLL_INTERVAL_S)
+        self.model, self.url, control = found.groups()
+        self.control = ControlConfig(control=control, connect_timeout_s=1.0)
+
+    @property
+    def log(self) -> str:
+        """What ``serve`` and its children have written so far."""
+        return Path(self._log.name).read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def is_running(self) -> bool:
+        return self._serve.exit_code is None
+
+    def unclean_exits(self) -> list[str]:
+        """Children of ``serve`` that ended by themselves with an error; those that were killed do not count."""
+        ended = CHILD_ENDED.findall(self.log)
+        return [f"{name} ended with exit code {code}" for name, code in ended if int(code) != -signal.SIGKILL]
+
+    # -- who is there -------------------------------------------------------------------------------------------------
+
+    async def members(self, *, check: bool = False) -> list[Member] | None:
+        """The workers that answer, by id; with ``check`` their block pools are verified. None: nobody can be asked."""
+        try:
+            report = await cluster_status(self.control, check=check)
+        except KvrelayError:
+            return None
+        extras = {child.pid for child in self._extras}
+        return [_member(status, extras) for status in report["workers"] if "error" not in status]
+
+    async def until_whole(self, roles: Sequence[str], timeout_s: float) -> float | None:
+        """Wait until each role has all its workers; gives the seconds that it took, or None when it took too long."""
+        start_s = time.monotonic()
+        while time.monotonic() - start_s < timeout_s:
+            members = await self.members()
+            if members is not None and all(self._has_all(members, role) for role in roles):
+                return time.monotonic() - start_s
+            await asyncio.sleep(POLL_INTERVAL_S)
+        return None
+
+    def _has_all(self, members: Sequence[Member], role: str) -> bool:
+        return sum(member.role == role for member in members) >= self.num_workers[role]
+
+    async def until_idle(self, timeout_s: float) -> tuple[int, str]:
+        """Wait until no block is in use anywhere; gives how many still are at the end, and what was wrong besides."""
+        deadline = time.monotonic() + timeout_s
+        in_use, problem = 0, "nobody could be asked"
+        while time.monotonic() < deadline:
+            members = await self.members(check=True)
+            if members is not None:
+                in_use = sum(member.blocks_in_use or 0 for member in members)
+                missing = [role for role in self.num_workers if not self._has_all(members, role)]
+                problem = f"workers are missing, or their block pools damaged: {', '.join(missing)}" if missing else ""
+                if not in_use and not missing:
+                    break
+            await asyncio.sleep(POLL_INTERVAL_S * 3)
+        return in_use, problem
+
+    # -- orders -------------------------------------------------------------------------------------------------------
+
+    async def tell(self, worker_id: str, command: str, argument: str = "") -> None:
+        """An operator's order to one worker. Raises KvrelayError."""
+        control = await connect_control(self.control)
+        try:
+            infos = {info.worker_id: info for info in await list_workers(control, Keys(self.control.namespace))}
+        finally:
+            await control.close()
+        if worker_id not in infos:
+            raise FatalError(f"{worker_id} is not in discovery")
+        await order(infos[worker_id], command, argument)
+
+    def start_worker(self, role: str) -> int:
+        """One more worker, started by hand as on another machine; gives its pid."""
+        command = kvrelay_command("worker", "--role", role, "--control", self.control.control, *self._worker_flags)
+        child = start_child(f"{role} worker by hand", command, output=self._log)
+        self._extras.append(child)
+        return child.pid
+
+    async def until_exit(self, member: Member, timeout_s: float) -> int | None:
+        """Wait for the process to end; gives its exit code, 0 for a child of ``serve`` (see ``unclean_exits``).
+
+        None when it is still there.
+        """
+        deadline = time.monotonic() + timeout_s
+        child = next((child for child in self._extras if child.pid == member.pid), None)
+        while time.monotonic() < deadline:
+            if child is not None and child.exit_code is not None:
+                self._extras.remove(child)
+                return child.exit_code
+            if child is None and not psutil.pid_exists(member.pid):
+                return 0
+            await asyncio.sleep(POLL_INTERVAL_S)
+        return None
+
+    def nats_pid(self) -> int | None:
+        """The NATS server that ``serve`` has started; None when it is not there just now."""
+        children = psutil.Process(self._serve.pid).children()
+        return next((child.pid for child in children if "nats-server" in child.name()), None)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    async def stop(self) -> list[str]:
+        """End everything in order; gives what did not end cleanly. May be called twice."""
+        problems: list[str] = []
+        children, self._extras = [*self._extras, self._serve], []
+        for child in children:
+            await stop_children([child], STOP_TIMEOUT_S)
+        problems += [f"{child.name} ended with exit code {child.exit_code}" for child in children if child.exit_code]
+        return problems
+
+
+def _member(status: dict[str, Any], extras: set[int]) -> Member:
+    in_use = status["integrity"]["blocks_in_use"] if "integrity" in status else None
+    return Member(status["worker_id"], status["role"], status["pid"], status["pid"] in extras, in_use)

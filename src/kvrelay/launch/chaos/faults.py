@@ -1,0 +1,214 @@
+"""Injects the faults of a plan into a running cluster, and measures until it is whole again.
+
+Faults run beside each other, but for one rule: of each role one worker is left alone. So a fault against a role waits
+until the one before it has healed; the role's other worker is the one that lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import aiohttp
+
+from kvrelay.errors import FatalError, KvrelayError
+from kvrelay.launch.chaos.answers import KnownPrompt
+from kvrelay.launch.chaos.cluster import ClusterUnderTest, Member
+from kvrelay.launch.chaos.load import ChaosClient
+from kvrelay.launch.chaos.plan import ROLES, Fault, FaultKind
+from kvrelay.launch.chaos.report import FaultRecord
+
+HEAL_TIMEOUT_S = 40.0
+SWITCHED_S = 2.0
+"""How long a worker keeps its other role."""
+NUM_LEAVERS = 8
+MORE_FREEZE_S = 8.0
+"""At most so much longer than a lease: some freezes end before the request plane's heartbeats give up, some later."""
+
+
+class FaultInjector:
+    """Runs faults and records them. ``lease_ttl_s`` is the cluster's; ``burst_size`` must be above what it admits."""
+
+    def __init__(
+        self,
+        cluster: ClusterUnderTest,
+        client: ChaosClient,
+        prompts: Sequence[KnownPrompt],
+        *,
+        lease_ttl_s: float,
+        burst_size: int,
+    ) -> None:
+        self._cluster = cluster
+        self._client = client
+        self._lease_ttl_s = lease_ttl_s
+        self._burst_size = burst_size
+        self._short = [prompt for prompt in prompts if prompt.max_tokens <= 8]
+        self._longest = max(prompts, key=_length)
+        self._locks = {role: asyncio.Lock() for role in (*ROLES, "nats")}
+        self.records: list[FaultRecord] = []
+
+    async def run(self, fault: Fault) -> None:
+        """Inject one fault and wait until it has healed. What goes wrong is recorded, not raised."""
+        began_s = time.monotonic()
+        try:
+            await self._inject(fault)
+        except (KvrelayError, aiohttp.ClientError, ProcessLookupError) as exc:
+            self.records.append(FaultRecord(fault.name, began_s, problem=str(exc) or repr(exc)))
+
+    async def _inject(self, fault: Fault) -> None:
+        match fault.kind:
+            case FaultKind.KILL:
+                await self._kill(fault)
+            case FaultKind.TERMINATE | FaultKind.DRAIN:
+                await self._replace(fault)
+            case FaultKind.FREEZE:
+                await self._freeze(fault)
+            case FaultKind.SWITCH_ROLE:
+                await self._switch_role(fault)
+            case FaultKind.KILL_NATS:
+                await self._kill_nats(fault)
+            case FaultKind.DISCONNECT | FaultKind.CANCEL:
+                await self._leave(fault)
+            case FaultKind.BURST:
+                await self._burst(fault)
+
+    def _record(self, fault: Fault, at_s: float, recovery_s: float | None, problem: str = "") -> None:
+        self.records.append(FaultRecord(fault.name, at_s, recovery_s, problem))
+
+    # -- against workers ----------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _alone(self, *names: str) -> AsyncIterator[None]:
+        """Nothing else is done to these roles meanwhile, and they are whole at the beginning. Raises FatalError."""
+        async with AsyncExitStack() as stack:
+            for name in sorted(names):
+                await stack.enter_async_context(self._locks[name])
+            roles = [name for name in names if name in ROLES]
+            if await self._cluster.until_whole(roles, HEAL_TIMEOUT_S) is None:
+                raise FatalError(f"the cluster was not whole after {HEAL_TIMEOUT_S:g} s, before this fault")
+            yield
+
+    async def _victim(self, fault: Fault, role: str) -> Member:
+        """One of at least two. Raises FatalError."""
+        for _ in range(20):
+            members = await self._cluster.members()
+            own = [member for member in members or () if member.role == role]
+            if len(own) > 1:
+                return own[int(fault.choice * len(own))]
+            await asyncio.sleep(0.2)
+        raise FatalError(f"there was no {role} worker to spare")
+
+    async def _kill(self, fault: Fault) -> None:
+        async with self._alone(fault.role):
+            victim = await self._victim(fault, fault.role)
+            at_s = time.monotonic()
+            os.kill(victim.pid, signal.SIGKILL)
+            if await self._cluster.until_exit(victim, 5.0) is not None and victim.is_extra:
+                self._cluster.start_worker(fault.role)
+            await self._heal(fault, at_s, [fault.role])
+
+    async def _replace(self, fault: Fault) -> None:
+        """Start another one by hand, then ask the victim to leave; a child that ``serve`` needs is not chosen."""
+        async with self._alone(fault.role):
+            pid = self._cluster.start_worker(fault.role)
+            victim = await self._victim_besides(fault, pid)
+            at_s = time.monotonic()
+            if fault.kind is FaultKind.TERMINATE:
+                os.kill(victim.pid, signal.SIGTERM)
+            else:
+                await self._cluster.tell(victim.worker_id, "drain")
+            code = await self._cluster.until_exit(victim, HEAL_TIMEOUT_S)
+            if code:
+                self._record(fault, at_s, None, f"the drained worker ended with exit code {code}")
+            elif code is None:
+                self._record(fault, at_s, None, f"the drained worker was still there after {HEAL_TIMEOUT_S:g} s")
+            else:
+                await self._heal(fault, at_s, [fault.role])
+
+    async def _victim_besides(self, fault: Fault, new_pid: int) -> Member:
+        """A member other than the new one, once that has joined. ``serve`` keeps one child of each role: its last."""
+        deadline = time.monotonic() + HEAL_TIMEOUT_S
+        while time.monotonic() < deadline:
+            members = [member for member in await self._cluster.members() or () if member.role == fault.role]
+            old = [member for member in members if member.pid != new_pid]
+            if len(members) > self._cluster.num_workers[fault.role]:
+                is_last_child = sum(not member.is_extra for member in old) < 2
+                choice = [member for member in old if member.is_extra or not is_last_child]
+                return choice[int(fault.choice * len(choice))]
+            await asyncio.sleep(0.2)
+        raise FatalError("the replacement did not join")
+
+    async def _freeze(self, fault: Fault) -> None:
+        async with self._alone(fault.role):
+            victim = await self._victim(fault, fault.role)
+            at_s = time.monotonic()
+            os.kill(victim.pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(self._lease_ttl_s * 1.5 + 0.5 + fault.severity * MORE_FREEZE_S)
+            finally:
+                os.kill(victim.pid, signal.SIGCONT)
+            await self._heal(fault, at_s, [fault.role], since_s=time.monotonic())
+
+    async def _switch_role(self, fault: Fault) -> None:
+        (other,) = (role for role in ROLES if role != fault.role)
+        async with self._alone(*ROLES):
+            victim = await self._victim(fault, fault.role)
+            at_s = time.monotonic()
+            try:
+                await self._cluster.tell(victim.worker_id, "role", other)
+                await asyncio.sleep(SWITCHED_S)
+            finally:
+                back_s = time.monotonic()
+                await self._cluster.tell(victim.worker_id, "role", fault.role)
+            await self._heal(fault, at_s, ROLES, since_s=back_s)
+
+    async def _kill_nats(self, fault: Fault) -> None:
+        async with self._alone("nats"):
+            pid = self._cluster.nats_pid()
+            if pid is None:
+                raise FatalError("there is no NATS server")
+            at_s = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.3)
+            async with self._locks["prefill"], self._locks["decode"]:
+                await self._heal(fault, at_s, ROLES)
+
+    async def _heal(self, fault: Fault, at_s: float, roles: Sequence[str], *, since_s: float | None = None) -> None:
+        """Record the time from ``since_s`` (default: the fault) until the roles are whole again."""
+        start_s = time.monotonic()
+        waited_s = await self._cluster.until_whole(roles, HEAL_TIMEOUT_S)
+        if waited_s is None:
+            self._record(fault, at_s, None, f"the cluster was not whole again after {HEAL_TIMEOUT_S:g} s")
+        else:
+            self._record(fault, at_s, start_s + waited_s - (at_s if since_s is None else since_s))
+
+    # -- by clients ---------------------------------------------------------------------------------------------------
+
+    async def _leave(self, fault: Fault) -> None:
+        prompt = replace(self._longest, stream=True, max_tokens=1000)
+        at_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for number in range(NUM_LEAVERS):
+                # Prompts that no cache knows, so that the leavers are met in every stage of a prefill.
+                own = replace(prompt, token_ids=(*prompt.token_ids[number + 1 :], *prompt.token_ids[: number + 1]))
+                if fault.kind is FaultKind.DISCONNECT:
+                    group.create_task(self._client.leave_after(own, 1 + 5 * number))
+                else:
+                    group.create_task(self._client.leave_within(own, 0.002 * 2**number * (0.5 + fault.severity)))
+        self._record(fault, at_s, None)
+
+    async def _burst(self, fault: Fault) -> None:
+        at_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._burst_size):
+                group.create_task(self._client.ask(self._short[number % len(self._short)], patient=False))
+        self._record(fault, at_s, None)
+
+
+def _length(prompt: KnownPrompt) -> int:
+    return len(prompt.token_ids)

@@ -1,0 +1,102 @@
+"""The schedule of a chaos run: which fault, when, against which role. Pure; the same seed gives the same schedule.
+
+Every kind comes once before any comes twice, in an order drawn anew for each round. Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from dataclasses import dataclass
+
+from kvrelay.errors import ConfigError
+
+START_QUIET_S = 2.0
+MIN_DURATION_S = 10.0
+KILL_WINDOW_S = 60.0
+MAX_KILLS_PER_WINDOW = 3
+"""Per role. A supervisor that sees one child crash five times within a minute rightly gives up."""
+
+
+class FaultKind(enum.StrEnum):
+    """What is done to the cluster, or to its clients."""
+
+    KILL = "kill"
+    """SIGKILL of a worker."""
+    TERMINATE = "terminate"
+    """SIGTERM of a worker, after a replacement was started by hand."""
+    DRAIN = "drain"
+    """``kvrelay drain`` of a worker, after a replacement was started by hand."""
+    FREEZE = "freeze"
+    """SIGSTOP of a worker for longer than its lease, then SIGCONT."""
+    SWITCH_ROLE = "switch_role"
+    """A worker changes sides, and later changes back."""
+    KILL_NATS = "kill_nats"
+    """SIGKILL of the NATS server, which its supervisor starts again."""
+    DISCONNECT = "disconnect"
+    """Clients that go away in the middle of their streams."""
+    CANCEL = "cancel"
+    """Clients that go away before their first token."""
+    BURST = "burst"
+    """More requests at once than the frontend admits."""
+
+
+ROLES = ("prefill", "decode")
+_WITH_ROLE = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.DRAIN, FaultKind.FREEZE, FaultKind.SWITCH_ROLE)
+_WITHOUT_ROLE = (FaultKind.KILL_NATS, FaultKind.DISCONNECT, FaultKind.CANCEL, FaultKind.BURST)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. ``at_s`` counts from the start of the load; ``choice`` in [0, 1) picks among the possible victims, and
+    ``severity`` in [0, 1) says how far it goes where there is a more and a less."""
+
+    at_s: float
+    kind: FaultKind
+    role: str = ""
+    choice: float = 0.0
+    severity: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Kind and role, as reports group them."""
+        return f"{self.kind} {self.role}".strip()
+
+
+def make_plan(duration_s: float, seed: int, *, interval_s: float = 3.0, quiet_end_s: float = 8.0) -> tuple[Fault, ...]:
+    """Faults about every ``interval_s``, none in the first two seconds nor in the last ``quiet_end_s``.
+
+    Raises ConfigError when that leaves no time for any.
+    """
+    end_s = duration_s - quiet_end_s
+    if duration_s < MIN_DURATION_S or end_s <= START_QUIET_S:
+        least = max(MIN_DURATION_S, quiet_end_s + START_QUIET_S + 1)
+        raise ConfigError(f"duration must be at least {least:g} s, got {duration_s:g}", param="duration")
+    rng = random.Random(seed)
+    faults: list[Fault] = []
+    pending: list[tuple[FaultKind, str]] = []
+    at_s = START_QUIET_S
+    while at_s < end_s:
+        pending = pending or _round(rng)
+        number = next((i for i, (kind, role) in enumerate(pending) if _is_allowed(faults, kind, role, at_s)), None)
+        if number is None:
+            pending = []
+        else:
+            kind, role = pending.pop(number)
+            faults.append(Fault(round(at_s, 3), kind, role, rng.random(), rng.random()))
+        at_s += interval_s * rng.uniform(0.5, 1.5)
+    return tuple(faults)
+
+
+def _round(rng: random.Random) -> list[tuple[FaultKind, str]]:
+    entries = [(kind, role) for kind in _WITH_ROLE for role in ROLES] + [(kind, "") for kind in _WITHOUT_ROLE]
+    rng.shuffle(entries)
+    return entries
+
+
+def _is_allowed(faults: list[Fault], kind: FaultKind, role: str, at_s: float) -> bool:
+    """Whether one more of this kind stays within the limit on kills."""
+    if kind is not FaultKind.KILL:
+        return True
+    recent = [f for f in faults if f.kind is kind and f.role == role and at_s - f.at_s < KILL_WINDOW_S]
+    return len(recent) < MAX_KILLS_PER_WINDOW

@@ -1,0 +1,138 @@
+"""What a chaos run found. Pure: records in, figures and a verdict out."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from kvrelay.launch.chaos.answers import Verdict
+
+BAD = (Verdict.WRONG, Verdict.MISSING, Verdict.REPEATED, Verdict.FAILED, Verdict.HUNG)
+MAX_EXAMPLES = 20
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request as its client saw it; times are monotonic seconds. ``arrivals_s`` has an entry per chunk."""
+
+    begin_s: float
+    is_stream: bool
+    arrivals_s: array[float] = field(default_factory=lambda: array("d"))
+    end_s: float = 0.0
+    verdict: Verdict = Verdict.FAILED
+    detail: str = ""
+
+    def longest_pause_s(self, after_s: float, window_s: float) -> float | None:
+        """The longest silence that was under way at ``after_s`` or began within ``window_s`` of it.
+
+        None when the request was not in flight at ``after_s``. The wait for the first token counts.
+        """
+        if not self.begin_s < after_s < self.end_s:
+            return None
+        times = [self.begin_s, *self.arrivals_s, self.end_s]
+        gaps = [b - a for a, b in pairwise(times) if b > after_s and a < after_s + window_s]
+        return max(gaps)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRecord:
+    """A fault that was injected at ``at_s`` (monotonic); ``recovery_s`` is None where nothing had to recover."""
+
+    name: str
+    at_s: float
+    recovery_s: float | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Count, median, P99 and maximum, in seconds."""
+
+    count: int
+    p50_s: float
+    p99_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FaultSummary:
+    """All faults of one name: how long until the cluster was whole, and how long the streams in flight were silent."""
+
+    count: int
+    recovery: Spread | None
+    pause: Spread | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosReport:
+    """The whole run. ``refused`` requests got 429 or 503 with Retry-After and were sent again."""
+
+    engine: str
+    duration_s: float
+    seed: int
+    lease_ttl_s: float
+    num_prompts: int
+    requests: int
+    output_tokens: int
+    right: int
+    wrong: int
+    missing: int
+    repeated: int
+    failed: int
+    hung: int
+    refused: int
+    refusal_max_s: float
+    cancelled: int
+    leaked_blocks: int
+    skipped_faults: int
+    undisturbed_pause: Spread | None
+    faults: dict[str, FaultSummary]
+    problems: tuple[str, ...]
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing wrong, missing, repeated, failed, hung or leaked, and no other problem."""
+        bad = (self.wrong, self.missing, self.repeated, self.failed, self.hung, self.leaked_blocks)
+        return not any(bad) and not self.problems
+
+
+def spread(values: Iterable[float]) -> Spread | None:
+    """Summarise; None for no values."""
+    data = np.fromiter(values, dtype=np.float64)
+    if not data.size:
+        return None
+    p50, p99 = np.percentile(data, [50, 99]).tolist()
+    return Spread(int(data.size), round(p50, 4), round(p99, 4), round(float(data.max()), 4))
+
+
+def summarise_faults(
+    faults: Sequence[FaultRecord], requests: Sequence[RequestRecord], window_s: float
+) -> dict[str, FaultSummary]:
+    """Per name of fault; pauses are those of the streams in flight when it struck, see ``longest_pause_s``."""
+    summaries = {}
+    for name in sorted({fault.name for fault in faults}):
+        own = [fault for fault in faults if fault.name == name]
+        pauses = (r.longest_pause_s(fault.at_s, window_s) for fault in own for r in requests if r.is_stream)
+        summaries[name] = FaultSummary(
+            count=len(own),
+            recovery=spread(fault.recovery_s for fault in own if fault.recovery_s is not None),
+            pause=spread(pause for pause in pauses if pause is not None),
+        )
+    return summaries
+
+
+def count_verdicts(requests: Sequence[RequestRecord]) -> Counter[Verdict]:
+    """How many requests ended how."""
+    return Counter(record.verdict for record in requests)
+
+
+def problems_of(requests: Sequence[RequestRecord], faults: Sequence[FaultRecord]) -> list[str]:
+    """One line per bad request and per fault that did not go as it should; at most twenty of each."""
+    bad = [f"{record.verdict}: {record.detail}" for record in requests if record.verdict in BAD]
+    unhealed = [f"{fault.name}: {fault.problem}" for fault in faults if fault.problem]
+    return bad[:MAX_EXAMPLES] + unhealed[:MAX_EXAMPLES]

@@ -1,0 +1,226 @@
+"""A chaos run from start to stop: start a cluster, learn the answers undisturbed, load it, break it, count.
+
+With the mock engine the answers are computed, and a single wrong block shows as a wrong token. With the torch engine
+they are what it answered three times: several at once, one at a time, and several at once in another order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiohttp
+
+from kvrelay.engine.mock import mock_generate
+from kvrelay.errors import FatalError
+from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, keep_stable, make_prompts
+from kvrelay.launch.chaos.cluster import ClusterUnderTest
+from kvrelay.launch.chaos.faults import FaultInjector
+from kvrelay.launch.chaos.load import ChaosClient, RequestFailedError, RequestRefusedError
+from kvrelay.launch.chaos.plan import Fault, make_plan
+from kvrelay.launch.chaos.report import (
+    ChaosReport,
+    FaultRecord,
+    RequestRecord,
+    count_verdicts,
+    problems_of,
+    spread,
+    summarise_faults,
+)
+
+MAX_PROMPT_LEN = 600
+NUM_LEARNERS = 8
+START_TIMEOUT_S = 300.0
+LAST_FAULTS_TIMEOUT_S = 60.0
+IDLE_TIMEOUT_S = 20.0
+MIN_STABLE_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    """What ``kvrelay bench chaos`` was told. Lengths of time in seconds."""
+
+    model_path: Path
+    engine: str = "mock"
+    duration_s: float = 300.0
+    seed: int = 0
+    num_prefill: int = 2
+    num_decode: int = 2
+    num_clients: int = 8
+    num_prompts: int = 60
+    max_waiting_requests: int = 64
+    lease_ttl_s: float = 2.0
+    fault_interval_s: float = 3.0
+    decode_step_s: float = 0.02
+    """Of the mock engine: streams live long enough to meet a fault."""
+
+    def __post_init__(self) -> None:
+        if min(self.num_prefill, self.num_decode) < 2:
+            raise FatalError("chaos needs two workers of each role, so that one of each may die")
+
+    @property
+    def worker_flags(self) -> list[str]:
+        """Flags of a worker; those of ``serve`` besides its own."""
+        flags = ["--engine", self.engine, "--lease-ttl-s", f"{self.lease_ttl_s:g}", "--max-local-prefill-length", "64"]
+        if self.engine == "mock":
+            return [*flags, "--decode-base-s", f"{self.decode_step_s:g}"]
+        return [*flags, "--dtype", "float32", "--num-threads", "1", "--kv-cache-memory", "64MiB"]
+
+
+Progress = Callable[[str], None]
+
+
+async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
+    """Run it. Raises FatalError when the cluster does not start, ConfigError for a duration without room for faults."""
+    plan = make_plan(options.duration_s, options.seed, interval_s=options.fault_interval_s)
+    num_workers = {"prefill": options.num_prefill, "decode": options.num_decode}
+    flags = [*options.worker_flags, "--max-waiting-requests", str(options.max_waiting_requests)]
+    worker_flags = [str(options.model_path), *options.worker_flags]
+    cluster = ClusterUnderTest([str(options.model_path), *flags], worker_flags, num_workers, START_TIMEOUT_S)
+    progress("starting the cluster")
+    async with cluster, ChaosClient(cluster.url, cluster.model) as client:
+        prompts, calm = await _learn(options, client, progress)
+        injector = FaultInjector(
+            cluster,
+            client,
+            prompts,
+            lease_ttl_s=options.lease_ttl_s,
+            burst_size=options.max_waiting_requests * 2,
+        )
+        skipped = await _disturb(options, plan, client, injector, prompts, progress)
+        progress("waiting until nothing is in flight")
+        leaked, problem = await cluster.until_idle(IDLE_TIMEOUT_S + options.lease_ttl_s)
+        problems = [problem] if problem else []
+        problems += cluster.unclean_exits()
+        problems += await cluster.stop()
+    return _report(options, client, injector.records, prompts, calm, leaked, skipped, problems)
+
+
+async def _learn(
+    options: ChaosOptions, client: ChaosClient, progress: Progress
+) -> tuple[list[KnownPrompt], list[RequestRecord]]:
+    """The prompts with their answers, and the records of asking them undisturbed."""
+    config = json.loads((options.model_path / "config.json").read_text(encoding="utf-8"))
+    vocab_size, eos = config["vocab_size"], config["eos_token_id"]
+    prompts = make_prompts(
+        options.num_prompts,
+        options.seed,
+        vocab_size=vocab_size,
+        max_len=MAX_PROMPT_LEN,
+        with_sampling=options.engine != "mock",
+    )
+    progress(f"asking {len(prompts)} prompts undisturbed")
+    runs, calm = await _ask_all(client, prompts, range(len(prompts)), at_once=NUM_LEARNERS)
+    answers = [runs]
+    if options.engine == "mock":
+        eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
+        answers.append(
+            [mock_generate(p.token_ids, p.max_tokens, vocab_size=vocab_size, eos_token_ids=eos_ids) for p in prompts]
+        )
+    else:
+        shuffled = random.Random(options.seed).sample(range(len(prompts)), len(prompts))
+        for order, at_once in ((range(len(prompts)), 1), (shuffled, NUM_LEARNERS)):
+            runs, records = await _ask_all(client, prompts, order, at_once=at_once)
+            answers.append(runs)
+            calm += records
+    known = keep_stable(prompts, answers)
+    if len(known) < len(prompts) * (1.0 if options.engine == "mock" else MIN_STABLE_SHARE):
+        raise FatalError(f"only {len(known)} of {len(prompts)} answers were right while nothing was disturbed")
+    return known, calm
+
+
+async def _ask_all(
+    client: ChaosClient, prompts: Sequence[KnownPrompt], sequence: Sequence[int], *, at_once: int
+) -> tuple[list[list[int]], list[RequestRecord]]:
+    """Every prompt's answer, in the order of ``prompts``, asked in the order of ``sequence``. Raises FatalError."""
+    limit = asyncio.Semaphore(at_once)
+    answers: dict[int, list[int]] = {}
+    records: list[RequestRecord] = []
+
+    async def ask(number: int) -> None:
+        async with limit:
+            answers[number], record = await client.answer(replace(prompts[number], stream=True))
+            records.append(record)
+
+    tasks = [asyncio.ensure_future(ask(number)) for number in sequence]
+    try:
+        await asyncio.gather(*tasks)
+    except (RequestFailedError, RequestRefusedError, aiohttp.ClientError) as exc:
+        for task in tasks:
+            task.cancel()
+        raise FatalError(f"a request failed while nothing was disturbed: {exc!r}") from exc
+    return [answers[number] for number in range(len(prompts))], records
+
+
+async def _disturb(
+    options: ChaosOptions,
+    plan: Sequence[Fault],
+    client: ChaosClient,
+    injector: FaultInjector,
+    prompts: Sequence[KnownPrompt],
+    progress: Progress,
+) -> int:
+    """Load and faults for the whole duration; gives the number of faults that found no time."""
+    stop = asyncio.Event()
+    start_s = time.monotonic()
+    asking = [
+        asyncio.ensure_future(client.keep_asking(prompts, options.seed * 1000 + number, stop))
+        for number in range(options.num_clients)
+    ]
+    running: list[asyncio.Future[None]] = []
+    for number, fault in enumerate(plan, 1):
+        await asyncio.sleep(max(0.0, start_s + fault.at_s - time.monotonic()))
+        progress(f"{time.monotonic() - start_s:6.1f} s  {number}/{len(plan)}  {fault.name}")
+        running.append(asyncio.ensure_future(injector.run(fault)))
+    await asyncio.sleep(max(0.0, start_s + options.duration_s - time.monotonic()))
+    late: set[asyncio.Future[None]] = set()
+    if running:
+        _, late = await asyncio.wait(running, timeout=LAST_FAULTS_TIMEOUT_S)
+    for task in late:
+        task.cancel()
+    stop.set()
+    await asyncio.gather(*asking)
+    await asyncio.gather(*late, return_exceptions=True)
+    return len(late)
+
+
+def _report(
+    options: ChaosOptions,
+    client: ChaosClient,
+    faults: Sequence[FaultRecord],
+    prompts: Sequence[KnownPrompt],
+    calm: Sequence[RequestRecord],
+    leaked: int,
+    skipped: int,
+    problems: Sequence[str],
+) -> ChaosReport:
+    verdicts = count_verdicts(client.records)
+    middle = [record.longest_pause_s((record.begin_s + record.end_s) / 2, 1e9) for record in calm]
+    return ChaosReport(
+        engine=options.engine,
+        duration_s=options.duration_s,
+        seed=options.seed,
+        lease_ttl_s=options.lease_ttl_s,
+        num_prompts=len(prompts),
+        requests=len(client.records),
+        output_tokens=client.num_output_tokens,
+        right=verdicts[Verdict.RIGHT],
+        wrong=verdicts[Verdict.WRONG],
+        missing=verdicts[Verdict.MISSING],
+        repeated=verdicts[Verdict.REPEATED],
+        failed=verdicts[Verdict.FAILED],
+        hung=verdicts[Verdict.HUNG],
+        refused=client.refusals.count,
+        refusal_max_s=round(client.refusals.max_s, 4),
+        cancelled=client.num_cancelled,
+        leaked_blocks=leaked,
+        skipped_faults=skipped,
+        undisturbed_pause=spread(pause for pause in middle if pause is not None),
+        faults=summarise_faults(faults, client.records, options.lease_ttl_s),
+        problems=(*problems, *problems_of(client.records, faults)),
+    )

@@ -1,0 +1,42 @@
+"""The short form of ``kvrelay bench chaos``: a minute of faults against real processes, every answer known."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.system.serving import kvrelay
+
+from kvrelay.launch.chaos.plan import FaultKind, make_plan
+
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(240)]
+
+SEED = 11
+DURATION_S = 45
+
+
+def test_nothing_is_lost_in_a_minute_of_chaos():
+    done = kvrelay(
+        "bench",
+        "chaos",
+        "--engine",
+        "mock",
+        "--duration",
+        str(DURATION_S),
+        "--seed",
+        str(SEED),
+        "--json",
+        timeout_s=220,
+    )
+    assert done.returncode == 0, f"{done.stderr}\n{done.stdout}"
+    report = json.loads(done.stdout)
+    bad = ("wrong", "missing", "repeated", "failed", "hung", "leaked_blocks", "skipped_faults")
+    assert {name: report[name] for name in bad} == dict.fromkeys(bad, 0)
+    assert report["problems"] == []
+    assert report["right"] > 50
+    assert report["cancelled"] > 0
+    planned = [fault.name for fault in make_plan(DURATION_S, SEED)]
+    assert {name: summary["count"] for name, summary in report["faults"].items()} == {
+        name: planned.count(name) for name in planned
+    }
+    assert {name.split()[0] for name in planned} == {str(kind) for kind in FaultKind}
