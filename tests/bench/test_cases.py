@@ -25,7 +25,7 @@ from kvrelay.bench.interference import (
 from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, ServeReport, serve_report
 from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult
 from kvrelay.bench.report.slo import Slo
-from kvrelay.bench.suite import top_figures, write_sample_conversations
+from kvrelay.bench.suite import Step, SuiteReport, run_steps, top_figures, write_sample_conversations, write_suite
 from kvrelay.bench.sweep import CaseSweep, KneeOptions, knee_search, plot_sweep, sweep_case, sweep_markdown
 from kvrelay.errors import InvalidInputError
 
@@ -198,3 +198,47 @@ def test_suite_figures_and_sample(tmp_path: Path) -> None:
     assert (tmp_path / "y").read_text().splitlines() == lines
     assert len(lines) == 200
     assert {len(line) for line in lines} == {300}
+
+
+FAKE_PYTHON = """#!/bin/sh
+# Called as: FAKE -m kvrelay bench NAME ...
+case "$4" in
+  good) echo '{"rate": 2.5, "where": "'"$5"'"}' ;;
+  bad) echo '{"partial": 1}'; echo "it broke" >&2; exit 3 ;;
+  text) echo 'no JSON' ;;
+  slow) sleep 60 ;;
+esac
+"""
+
+
+def test_suite_goes_on_after_failures(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    steps = [Step(name, (name,), timeout_s=0.5 if name == "slow" else 30) for name in ("bad", "text", "slow", "good")]
+    told: list[str] = []
+    results = run_steps(steps, str(python), tmp_path, CaseTimes(), lambda result: told.append(result.name))
+    assert told == ["bad", "text", "slow", "good"]
+    bad, text, slow, good = results
+    assert bad.error == "exit code 3: it broke"
+    assert (tmp_path / "bad.json").read_text() == '{"partial": 1}\n'
+    assert "not JSON" in str(text.error)
+    assert "did not end within" in str(slow.error)
+    assert (good.error, good.figures, good.command) == (None, (("rate", 2.5),), "kvrelay bench good")
+    write_suite(SuiteReport("k", "machine", "today", results), tmp_path)
+    summary = (tmp_path / "summary.md").read_text()
+    assert "| bad | " in summary
+    assert "- rate: 2.5" in summary
+
+
+def test_suite_step_has_its_server(tmp_path: Path) -> None:
+    python, script = tmp_path / "python", tmp_path / "server.py"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    script.write_text(SERVER)
+    server = shlex.join([sys.executable, str(script), "{port}", str(tmp_path / "pid")])
+    (result,) = run_steps(
+        [Step("good", ("good", "{url}"), server)], str(python), tmp_path, CaseTimes(20, 5), lambda _: None
+    )
+    assert result.error is None
+    assert '"where": "http://127.0.0.1:' in (tmp_path / "good.json").read_text()

@@ -77,7 +77,7 @@ async def running(case: Case, log_dir: Path, times: CaseTimes, api_key: str | No
     if case.command is None:
         yield parse_target(case.url or "", api_key)
         return
-    log_path = log_dir / f"{case.name}.log"
+    log_path = log_dir / f"{case.name.replace(' ', '-')}.log"
     target = Target("127.0.0.1", _free_port(), api_key=api_key)
     process = _start(case, case.command.replace(PORT_PLACE, str(target.port)), log_path)
     try:

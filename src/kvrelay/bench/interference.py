@@ -198,8 +198,10 @@ def plot_interference(report: InterferenceReport, path: Path) -> None:
         panel.set_ylabel(label)
         panel.set_xticks(places, names, rotation=20, ha="right")
     for panel in (itl, ttft):
-        if any(bar.get_height() > 0 for bar in panel.patches):
+        heights = [bar.get_height() for bar in panel.patches if bar.get_height() > 0]
+        if heights:
             panel.set_yscale("log")
+            panel.set_ylim(bottom=min(heights) / 2)
         panel.legend()
     save_figure(figure, path)
 

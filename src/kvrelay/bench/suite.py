@@ -20,12 +20,13 @@ import msgspec
 import numpy as np
 
 from kvrelay.bench.cases import Case, CaseTimes, running
+from kvrelay.bench.errors import BenchError
 from kvrelay.bench.report.files import to_json, write_text
 from kvrelay.bench.serving import run_on_loop
 from kvrelay.errors import KvrelayError
 
-_MAX_FIGURES = 14
-_SECRET_FREE_TAIL = 400
+_MAX_FIGURES = 40
+_REASON_CHARS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +91,29 @@ async def _step(step: Step, command: list[str], folder: Path, times: CaseTimes) 
 def _finish(step: Step, command: list[str], folder: Path) -> tuple[tuple[str, float], ...]:
     """Run the process to its end, keep what it printed, take the figures out of its JSON."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    with (folder / "logs" / f"{step.name}.stderr").open("wb") as errors:
-        process = subprocess.Popen(
+    with (
+        (folder / "logs" / f"{step.name}.stderr").open("wb") as errors,
+        subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
-        )
+        ) as process,
+    ):
         try:
             printed, _ = process.communicate(timeout=step.timeout_s)
         except subprocess.TimeoutExpired as exc:
-            raise KvrelayError(f"did not end within {step.timeout_s:.0f} s") from exc
+            raise BenchError(f"did not end within {step.timeout_s:g} s") from exc
         finally:
             _end_group(process)
     text = printed.decode("utf-8", "replace")
     if text.strip():
         write_text(folder / f"{step.name}.json", text)
     if process.returncode:
-        tail = (folder / "logs" / f"{step.name}.stderr").read_text(errors="replace").strip()[-_SECRET_FREE_TAIL:]
+        tail = (folder / "logs" / f"{step.name}.stderr").read_text(errors="replace").strip()[-_REASON_CHARS:]
         last = tail.splitlines()[-1] if tail else "it printed no reason"
-        raise KvrelayError(f"exit code {process.returncode}: {last}")
+        raise BenchError(f"exit code {process.returncode}: {last}")
     try:
         return top_figures(msgspec.json.decode(printed))
     except msgspec.DecodeError as exc:
-        raise KvrelayError(f"printed something that is not JSON: {exc}") from exc
+        raise BenchError(f"printed something that is not JSON: {exc}") from exc
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
@@ -118,7 +121,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    process.wait()
 
 
 def top_figures(result: Any) -> tuple[tuple[str, float], ...]:
