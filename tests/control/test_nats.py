@@ -248,6 +248,32 @@ def test_a_watcher_that_was_slow_does_not_end_a_living_lease(nats: NatsServerPro
     asyncio.run(scenario())
 
 
+def test_a_server_that_hangs_costs_no_lease(tmp_path: Path) -> None:
+    """Silent for twice the lease's time, as in a network cut; calls fail within bounds meanwhile."""
+    process = NatsServerProcess(tmp_path)
+    url = process.start()
+
+    async def scenario() -> None:
+        async with plane(url) as one, plane(url) as two, watching(two.discovery, "kvrelay/") as watch:
+            lease = await one.discovery.grant(0.8)
+            lost: list[str] = []
+            lease.on_lost(lambda: lost.append("lost"))
+            await one.discovery.put("kvrelay/test/workers/w", b"1", lease)
+            await eventually(lambda: bool(watch.state))
+            process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(1.6)
+            process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(1.6)
+            assert (watch.num_deletes, lost) == (0, [])
+            assert watch.state == {"kvrelay/test/workers/w": b"1"}
+            assert await two.discovery.list("") == watch.state
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        process.stop()
+
+
 def test_what_the_dead_left_is_swept_up(nats: NatsServerProcess) -> None:
     async def scenario() -> None:
         async with plane(nats.url, "swept") as one:
