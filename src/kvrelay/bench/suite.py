@@ -165,7 +165,7 @@ def write_sample_conversations(path: Path, count: int, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
     letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz     ", np.uint8)
     systems = [letters[rng.integers(0, len(letters), 150)].tobytes() for _ in range(max(1, count // 50))]
-    rows = letters[rng.integers(0, len(letters), (count, 300))]
+    rows = letters[rng.integers(0, len(letters), (count, 300), dtype=np.uint8)]
     lines = []
     for row, shared in zip(rows, rng.integers(0, 2 * len(systems), count).tolist()):
         text = row.tobytes()
