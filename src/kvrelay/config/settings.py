@@ -6,6 +6,7 @@ the dataclass's ``section`` names. Values are checked at construction: what cann
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
@@ -29,6 +30,8 @@ class Settings:
             value = getattr(self, item.name)
             if value is None or isinstance(value, str):
                 continue
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{item.name} must be a finite number, got {value:g}", param=item.name)
             if (low is not None and not value >= low) or (high is not None and not value <= high):
                 bound = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
                 raise ConfigError(f"{item.name} must be {bound}, got {value:g}", param=item.name)
