@@ -149,7 +149,7 @@ class Cluster:
         self.nodes.append(node)
         return node
 
-    async def _connect(self, address: str) -> RpcClient:
+    async def _connect(self, address: str, public_key: str) -> RpcClient:
         client = self.network.client(address)
         await client.start()
         return client

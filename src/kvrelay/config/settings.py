@@ -90,6 +90,10 @@ class ControlConfig(Settings):
     namespace: str = setting("default", "Clusters with different namespaces on one server do not see each other.")
     lease_ttl_s: float = setting(10.0, "A process that is silent for so long is gone.", low=0.5, high=3600)
     connect_timeout_s: float = setting(5.0, "How long a start waits for the control server.", low=0.1)
+    request_plane_security: Literal["auto", "curve", "none"] = setting(
+        "auto", "Encryption and keys between frontends and workers; auto: CURVE unless a worker listens on loopback."
+    )
+    insecure: bool = setting(False, "Allow to be reached from other machines without authentication.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,10 @@ class FrontendConfig(Settings):
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port to listen on; 0: a free one.", low=0, high=65535)
     api_key: str = setting("", "Key that clients must send as a bearer token; empty: none.")
+    api_keys_file: str = setting("", "File of hashed API keys, one NAME:SHA256 a line; see kvrelay api-key.")
+    requests_per_minute: int = setting(0, "Most requests per API key and minute before 429; 0: no limit.", low=0)
+    tls_cert: str = setting("", "Certificate chain (PEM) for HTTPS; empty: HTTP.")
+    tls_key: str = setting("", "Private key (PEM) of the certificate.")
     max_body_bytes: int = setting(16 * 1024 * 1024, "Largest request body.", low=1024)
     max_waiting_requests: int = setting(4096, "Requests in flight before new ones get 429.", low=1)
     max_n: int = setting(128, "Largest n of a request.", low=1)
@@ -137,6 +145,11 @@ class FrontendConfig(Settings):
     request_timeout_s: float = setting(0.0, "Default deadline of a request; 0: none.", low=0)
     migration_limit: int = setting(3, "How often a request is continued on another worker.", low=0)
     shutdown_timeout_s: float = setting(30.0, "How long open requests may take after SIGTERM.", low=0)
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("tls_cert and tls_key belong together: give both or none", param="tls_cert")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import re
 
 from kvrelay.config import ControlConfig
 from kvrelay.control.base import ControlPlane
+from kvrelay.control.credentials import require_credentials
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.errors import ConfigError
 
@@ -18,17 +19,18 @@ NAMESPACE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 async def connect_control(config: ControlConfig, clock: Clock | None = None) -> ControlPlane:
     """Connect to ``config.control`` (``nats://`` or ``tls://``), and to ``config.discovery`` when it names etcd.
 
-    Raises ConfigError for a URL that nobody serves, and ControlUnavailableError, within ``connect_timeout_s``, when the
-    server cannot be reached.
+    Raises ConfigError for a URL that nobody serves or that lacks credentials, and ControlUnavailableError, within
+    ``connect_timeout_s``, when the server cannot be reached.
     """
     if not config.control:
         raise ConfigError("no control server: give one with --control, e.g. nats://127.0.0.1:4222", param="control")
-    if config.discovery and not config.discovery.startswith("etcd://"):
+    if config.discovery and not config.discovery.startswith(("etcd://", "etcds://")):
         raise ConfigError(f"{config.discovery!r} is no discovery service: expected etcd://HOST:PORT", param="discovery")
     if NAMESPACE.fullmatch(config.namespace) is None:
         raise ConfigError(
             f"{config.namespace!r} is no namespace: expected up to 64 letters, digits, - and _", param="namespace"
         )
+    require_credentials(config)
     from kvrelay.control.nats.plane import NatsControlPlane
 
     plane = await NatsControlPlane.connect(

@@ -34,7 +34,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     ``worker_id`` is new at every start; ``epoch`` counts role changes. ``address`` is the ZMQ request plane.
     ``model_path`` lets a frontend on the same machine find the tokenizer; ``kv_compatibility`` is
-    ``Compatibility.digest()``.
+    ``Compatibility.digest()``. ``public_key`` is the CURVE key that ``address`` asks for, empty if it is open.
     """
 
     worker_id: str
@@ -53,6 +53,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     engine: str = "torch"
     transport: str = "nixl"
     max_num_seqs: int = 0
+    public_key: str = ""
     version: int = 1
 
 
@@ -61,7 +62,8 @@ class KvMetadata(msgspec.Struct, frozen=True):
     the pool is allocated; loaded and cached by a peer at first use.
 
     ``agent`` is the transport's own opaque connection blob; ``address`` and ``num_bytes`` bound the pool in the
-    worker's memory; block b lies at ``address + b * block_bytes``.
+    worker's memory; block b lies at ``address + b * block_bytes``. ``public_key`` is the one of ``WorkerInfo``: a
+    worker that drains has left the list of workers, but its hand-offs go on.
     """
 
     worker_id: str
@@ -74,4 +76,5 @@ class KvMetadata(msgspec.Struct, frozen=True):
     device: str
     device_id: int
     kv_compatibility: str
+    public_key: str = ""
     version: int = 1

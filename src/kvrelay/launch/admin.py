@@ -30,7 +30,7 @@ _nonces = itertools.count(1)
 
 async def order(info: WorkerInfo, command: str, argument: str = "", timeout_s: float = ORDER_TIMEOUT_S) -> Any:
     """Send one order to one worker; gives its JSON answer. Raises WorkerUnavailableError, KvrelayError."""
-    client = ZmqRpcClient(info.address, connect_timeout_s=timeout_s)
+    client = ZmqRpcClient(info.address, connect_timeout_s=timeout_s, server_key=info.public_key.encode() or None)
     answer: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
 
     def receive(message: Message) -> None:

@@ -12,6 +12,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError
 from kvrelay.frontend import Frontend, run_frontend
+from kvrelay.launch.security import require_api_key
 from kvrelay.launch.signals import on_terminate
 from kvrelay.router import ReplayRequester, Router, build_router
 from kvrelay.rpc import ZmqRpcClient
@@ -24,12 +25,13 @@ async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, c
     """Run until SIGTERM. Raises ConfigError, ControlUnavailableError, AddressInUseError."""
     if not control.control:
         raise ConfigError("a frontend needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
+    require_api_key(frontend, control)
     stop = asyncio.Event()
     on_terminate(stop.set)
     clock = MonotonicClock()
 
     def connect(info: WorkerInfo) -> RpcClient:
-        return ZmqRpcClient(info.address)
+        return ZmqRpcClient(info.address, server_key=info.public_key.encode() or None)
 
     def router_of(block_size: int, request_replay: ReplayRequester) -> Router:
         return build_router(router, block_size, clock, request_replay=request_replay)

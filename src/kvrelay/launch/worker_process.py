@@ -16,6 +16,7 @@ from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.base import Executor
 from kvrelay.engine.core import EngineCore
 from kvrelay.errors import ConfigError
+from kvrelay.launch.security import request_plane_keys
 from kvrelay.launch.signals import on_terminate
 from kvrelay.rpc import ZmqRpcClient, ZmqRpcServer
 from kvrelay.rpc.base import RpcClient
@@ -61,18 +62,19 @@ async def run_worker(options: WorkerOptions) -> None:
     """Run until SIGTERM, an order to drain, or a failed engine."""
     if not options.control.control:
         raise ConfigError("a worker needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
+    curve_keys = request_plane_keys(options.host, options.control)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     control = await connect_control(options.control)
     try:
         executor = await asyncio.to_thread(_load, options)
-        settings = _settings(options, executor)
+        settings = _settings(options, executor, curve_keys.public.decode() if curve_keys else "")
         worker = Worker(
             settings,
             executor,
             _engine_core(executor, settings, options.runner.seed),
             build_transport(options.transfer, settings.worker_id),
             control,
-            ZmqRpcServer(options.host, options.port),
+            ZmqRpcServer(options.host, options.port, curve_keys=curve_keys),
             _connect,
         )
         await worker.start()
@@ -101,7 +103,7 @@ def _load(options: WorkerOptions) -> Executor:
     return executor
 
 
-def _settings(options: WorkerOptions, executor: Executor) -> WorkerSettings:
+def _settings(options: WorkerOptions, executor: Executor, public_key: str) -> WorkerSettings:
     return WorkerSettings(
         model=options.model_name,
         model_path=str(options.model_path),
@@ -112,10 +114,11 @@ def _settings(options: WorkerOptions, executor: Executor) -> WorkerSettings:
         control=options.control,
         disagg=options.disagg,
         worker_id=new_worker_id(options.role),
+        public_key=public_key,
     )
 
 
-async def _connect(address: str) -> RpcClient:
-    client = ZmqRpcClient(address)
+async def _connect(address: str, public_key: str) -> RpcClient:
+    client = ZmqRpcClient(address, server_key=public_key.encode() or None)
     await client.start()
     return client

@@ -20,8 +20,8 @@ from kvrelay.rpc.base import RpcClient
 
 _log = logging.getLogger(__name__)
 
-Connect = Callable[[str], Awaitable[RpcClient]]
-"""Opens a connection to an address; raises WorkerUnavailableError."""
+Connect = Callable[[str, str], Awaitable[RpcClient]]
+"""Opens a connection to an address by its public key (empty: none); raises WorkerUnavailableError."""
 
 
 class DecodePeer:
@@ -93,30 +93,34 @@ class DecodePeers:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def get(self, worker_id: str, address: str) -> DecodePeer:
-        """The connection to ``worker_id``. Raises WorkerUnavailableError."""
+        """The connection to ``worker_id``. Raises WorkerUnavailableError or IncompatiblePeerError."""
         async with self._opening.setdefault(worker_id, asyncio.Lock()):
             peer = self._peers.get(worker_id)
             if peer is not None and peer.client.is_connected:
                 return peer
-            peer = DecodePeer(worker_id, await self._connect(address), self._on_abandon)
+            key = (await self._load(worker_id, 0)).public_key
+            peer = DecodePeer(worker_id, await self._connect(address, key), self._on_abandon)
             peer.client.on_disconnect(lambda: self._lost(worker_id))
             self._peers[worker_id] = peer
             return peer
 
     async def kv_metadata(self, worker_id: str, rank: int, compatibility: str) -> KvMetadata:
         """The worker's memory, from discovery. Raises WorkerUnavailableError or IncompatiblePeerError."""
-        value = await self._discovery.get(self._keys.worker_kv_metadata(worker_id, rank))
-        if value is None:
-            raise WorkerUnavailableError(f"{worker_id} has no KV metadata in discovery")
-        try:
-            metadata = msgspec.json.decode(value, type=KvMetadata)
-        except msgspec.DecodeError as exc:
-            raise IncompatiblePeerError(f"KV metadata of {worker_id} is malformed: {exc}") from exc
+        metadata = await self._load(worker_id, rank)
         if metadata.kv_compatibility != compatibility:
             raise IncompatiblePeerError(
                 f"{worker_id} has KV of another kind ({metadata.kv_compatibility}, ours is {compatibility})"
             )
         return metadata
+
+    async def _load(self, worker_id: str, rank: int) -> KvMetadata:
+        value = await self._discovery.get(self._keys.worker_kv_metadata(worker_id, rank))
+        if value is None:
+            raise WorkerUnavailableError(f"{worker_id} has no KV metadata in discovery")
+        try:
+            return msgspec.json.decode(value, type=KvMetadata)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise IncompatiblePeerError(f"KV metadata of {worker_id} is malformed: {exc}") from exc
 
     def _lost(self, worker_id: str) -> None:
         peer = self._peers.pop(worker_id, None)

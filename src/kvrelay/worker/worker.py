@@ -56,7 +56,8 @@ ORDERS = ("status", "drain", "role", "check_integrity", "clear_cache")
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker is told at start. ``worker_id`` is drawn anew at every start."""
+    """What a worker is told at start. ``worker_id`` is drawn anew at every start; ``public_key`` is what its request
+    plane asks for, empty when it is open."""
 
     model: str
     model_path: str
@@ -67,6 +68,7 @@ class WorkerSettings:
     control: ControlConfig
     disagg: DisaggConfig
     worker_id: str
+    public_key: str = ""
 
 
 def new_worker_id(role: WorkerRole) -> str:
@@ -247,6 +249,7 @@ class Worker:
             engine=settings.engine_kind,
             transport=self._transport.name,
             max_num_seqs=settings.engine.max_num_seqs,
+            public_key=settings.public_key,
         )
 
     async def _register_memory(self) -> KvMetadata:
@@ -263,6 +266,7 @@ class Worker:
             device=region.device,
             device_id=region.device_id,
             kv_compatibility=self._compatibility,
+            public_key=self.settings.public_key,
         )
 
     # -- what arrives -------------------------------------------------------------------------------------------------

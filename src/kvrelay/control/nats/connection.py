@@ -97,7 +97,7 @@ class NatsConnection:
                 connect_timeout=connect_timeout_s,
                 ping_interval=PING_INTERVAL_S,
                 max_outstanding_pings=MAX_SILENT_PINGS,
-                **_options(servers[0]),
+                **_options(servers),
             )
         )
         refused = asyncio.create_task(attempts.refused.wait())
@@ -270,9 +270,13 @@ def _parse(url: str) -> SplitResult:
     return parts
 
 
-def _options(parts: SplitResult) -> dict[str, Any]:
-    """What the URL says beyond the address, as the library's keyword arguments."""
-    query = dict(parse_qsl(parts.query))
+def _options(servers: list[SplitResult]) -> dict[str, Any]:
+    """What the URLs say beyond the addresses, as the library's keyword arguments.
+
+    One login serves for all servers: the first that is given. Options may stand in any of the URLs.
+    """
+    parts = next((server for server in servers if server.username is not None), servers[0])
+    query = dict(pair for server in servers for pair in parse_qsl(server.query))
     unknown = sorted(set(query) - set(URL_OPTIONS))
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]} in the control URL (there are {', '.join(URL_OPTIONS)})")
@@ -283,7 +287,7 @@ def _options(parts: SplitResult) -> dict[str, Any]:
         options["user"], options["password"] = unquote(parts.username or ""), unquote(parts.password)
     elif parts.username is not None:
         options["token"] = unquote(parts.username)
-    if parts.scheme == "tls":
+    if any(server.scheme == "tls" for server in servers):
         options["tls"] = _tls_context(query)
     return options
 

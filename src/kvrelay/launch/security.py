@@ -1,0 +1,41 @@
+"""Who may talk to a process: the rules that hold before anything is bound.
+
+It owns the decision, not the mechanisms: CURVE is in ``rpc``, API keys and TLS in ``frontend``, credentials of the
+control plane in ``control``. Whatever only this machine can reach needs no authentication; what others can reach does,
+unless ``--insecure`` says otherwise.
+"""
+
+from __future__ import annotations
+
+from kvrelay.config import ControlConfig, FrontendConfig
+from kvrelay.core.addresses import is_loopback
+from kvrelay.errors import ConfigError
+from kvrelay.rpc import CurveKeys, new_curve_keys
+
+
+def request_plane_keys(host: str, control: ControlConfig) -> CurveKeys | None:
+    """A fresh key pair for a worker that listens on ``host``; None when its request plane is to be open.
+
+    Raises ConfigError when it would be open to other machines without ``insecure``.
+    """
+    mode = control.request_plane_security
+    if mode == "curve" or (mode == "auto" and not is_loopback(host)):
+        return new_curve_keys()
+    if mode == "none" and not is_loopback(host) and not control.insecure:
+        raise ConfigError(
+            f"a worker on {host} without CURVE would take orders from anybody: leave --request-plane-security at auto, "
+            f"or give --insecure on a network that you trust",
+            param="request_plane_security",
+        )
+    return None
+
+
+def require_api_key(frontend: FrontendConfig, control: ControlConfig) -> None:
+    """Raise ConfigError when the HTTP service would be open to other machines without ``insecure``."""
+    if is_loopback(frontend.host) or frontend.api_key or frontend.api_keys_file or control.insecure:
+        return
+    raise ConfigError(
+        f"--host {frontend.host} is reachable from other machines and no API key is set: give --api-keys-file or "
+        f"--api-key, or --insecure on a network that you trust",
+        param="host",
+    )

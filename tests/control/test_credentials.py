@@ -1,0 +1,50 @@
+"""A control plane on another machine must ask for credentials, whatever the way they are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.config import ControlConfig
+from kvrelay.control import connect_control
+from kvrelay.control.credentials import require_credentials
+from kvrelay.control.nats.connection import _options, _parse
+from kvrelay.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("control", "discovery"),
+    [
+        ("nats://127.0.0.1:4222", ""),
+        ("nats://localhost:4222,nats://127.0.0.2:4222", "etcd://127.0.0.1:2379"),
+        ("nats://token@10.0.0.1:4222", ""),
+        ("nats://user:password@10.0.0.1:4222,nats://10.0.0.2:4222", ""),
+        ("tls://10.0.0.1:4222?ca=ca.pem&cert=me.pem&key=me.key", ""),
+        ("nats://10.0.0.1:4222?creds=me.creds", ""),
+        ("nats://token@10.0.0.1:4222", "etcds://user:password@10.0.0.1:2379"),
+    ],
+)
+def test_accepted(control: str, discovery: str) -> None:
+    require_credentials(ControlConfig(control=control, discovery=discovery))
+
+
+@pytest.mark.parametrize(
+    ("control", "discovery", "name"),
+    [
+        ("nats://10.0.0.1:4222", "", "control"),
+        ("tls://nats.example.org:4222?ca=ca.pem", "", "control"),
+        ("nats://127.0.0.1:4222,nats://10.0.0.1:4222", "", "control"),
+        ("nats://token@10.0.0.1:4222", "etcd://10.0.0.1:2379", "discovery"),
+    ],
+)
+async def test_refused(control: str, discovery: str, name: str) -> None:
+    config = ControlConfig(control=control, discovery=discovery)
+    with pytest.raises(ConfigError, match=f"--{name} .*--insecure") as caught:
+        await connect_control(config)
+    assert "token@" not in caught.value.message
+    require_credentials(ControlConfig(control=control, discovery=discovery, insecure=True))
+
+
+def test_one_login_and_the_options_of_any_server() -> None:
+    urls = "nats://10.0.0.1:4222,nats://me:secret@10.0.0.2:4222,nats://10.0.0.3:4222?creds=me.creds"
+    options = _options([_parse(url) for url in urls.split(",")])
+    assert options == {"user": "me", "password": "secret", "user_credentials": "me.creds"}

@@ -1,0 +1,56 @@
+"""The rules for what may be bound: closed to other machines, or authenticated, or explicitly insecure."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.config import ControlConfig, FrontendConfig
+from kvrelay.errors import ConfigError
+from kvrelay.launch.security import request_plane_keys, require_api_key
+
+
+@pytest.mark.parametrize(
+    ("host", "mode", "insecure", "has_keys"),
+    [
+        ("127.0.0.1", "auto", False, False),
+        ("127.0.0.1", "curve", False, True),
+        ("127.0.0.2", "none", False, False),
+        ("10.0.0.1", "auto", False, True),
+        ("0.0.0.0", "auto", True, True),
+        ("0.0.0.0", "none", True, False),
+    ],
+)
+def test_request_plane(host: str, mode: str, insecure: bool, has_keys: bool) -> None:
+    keys = request_plane_keys(host, ControlConfig(request_plane_security=mode, insecure=insecure))
+    assert (keys is not None) is has_keys
+
+
+def test_every_worker_has_keys_of_its_own() -> None:
+    config = ControlConfig(request_plane_security="curve")
+    first, second = request_plane_keys("127.0.0.1", config), request_plane_keys("127.0.0.1", config)
+    assert first is not None
+    assert second is not None
+    assert first.public != second.public
+
+
+def test_an_open_request_plane_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--insecure"):
+        request_plane_keys("10.0.0.1", ControlConfig(request_plane_security="none"))
+
+
+def test_an_open_http_service_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--insecure"):
+        require_api_key(FrontendConfig(host="0.0.0.0"), ControlConfig())
+
+
+@pytest.mark.parametrize(
+    ("frontend", "control"),
+    [
+        (FrontendConfig(), ControlConfig()),
+        (FrontendConfig(host="0.0.0.0", api_key="k"), ControlConfig()),
+        (FrontendConfig(host="::", api_keys_file="keys"), ControlConfig()),
+        (FrontendConfig(host="0.0.0.0"), ControlConfig(insecure=True)),
+    ],
+)
+def test_an_http_service_with_keys_or_on_loopback(frontend: FrontendConfig, control: ControlConfig) -> None:
+    require_api_key(frontend, control)
