@@ -219,7 +219,8 @@ def test_dynamo_v0_follows_what_is_published() -> None:
 
 def test_the_index_is_made_when_a_policy_begins_to_need_it() -> None:
     asked: list[tuple[str, bytes]] = []
-    built = build_router(RouterConfig(), 4, ManualClock(), request_replay=lambda name, data: asked.append((name, data)))
+    config = RouterConfig(router="round-robin")
+    built = build_router(config, 4, ManualClock(), request_replay=lambda name, data: asked.append((name, data)))
     built.add_worker(worker("a"))
     log = KvEventLog("a", 0)
     publish(built, log, range(40))

@@ -25,6 +25,7 @@ from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest,
 from kvrelay.frontend.openai.schema import openapi_document
 from kvrelay.frontend.pipeline import BrokenStreamError, Pipeline
 from kvrelay.frontend.prompts import render_chat, tokenize
+from kvrelay.frontend.routing import RoutingEndpoints
 
 _log = logging.getLogger(__name__)
 
@@ -80,10 +81,13 @@ class FrontendApp:
         self._tasks: set[asyncio.Task[None]] = set()
         self._openapi = msgspec.json.encode(openapi_document())
         pipeline = Pipeline(config, cluster, metrics)
+        routing = RoutingEndpoints(cluster)
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
             "/v1/chat/completions": Route("POST", pipeline.chat, "chatcmpl-"),
             "/v1/models": Route("GET", self._models),
+            "/v1/kvrelay/route": Route("POST", routing.explain),
+            "/v1/kvrelay/router": Route("GET", routing.show),
             "/tokenize": Route("POST", self._tokenize),
             "/detokenize": Route("POST", self._detokenize),
             "/health": Route("GET", self._health),

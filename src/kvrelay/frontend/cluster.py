@@ -2,6 +2,7 @@
 
     discovery ──watch──> worker entries ──> a task per worker: tokenizer, connection, reconnection ──> Model
     events, load samples ──subscriptions──> the model's router
+    settings set at run time ──watch──> every model's router
 
 It owns the connections to workers and one Model per model name. While the control plane is away it goes on with the
 workers that it knows; what is lost with a connection is noticed by the connection itself. A worker that leaves
@@ -21,6 +22,7 @@ from kvrelay.control.base import ControlPlane, Keys, Subscription, WatchEvent, W
 from kvrelay.core.event_codec import decode_events, decode_load
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import (
+    ConfigError,
     ControlUnavailableError,
     KvrelayError,
     ModelNotFoundError,
@@ -31,7 +33,7 @@ from kvrelay.errors import (
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.frontend.worker_link import WorkerLink
-from kvrelay.router import Router
+from kvrelay.router import Router, RuntimeSettings
 from kvrelay.router.base import ReplayRequester
 from kvrelay.rpc.base import RpcClient
 
@@ -45,6 +47,7 @@ RouterFactory = Callable[[int, ReplayRequester], Router]
 RECONNECT_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 REPLAY_TIMEOUT_S = 2.0
 WATCH_RETRY_S = 1.0
+ROUTER_SECTION = "router."
 
 
 class Cluster:
@@ -70,7 +73,9 @@ class Cluster:
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._subscriptions: list[Subscription] = []
-        self._synced = asyncio.Event()
+        self._settings = RuntimeSettings()
+        self._workers_listed = asyncio.Event()
+        self._settings_listed = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"Cluster(models={list(self._models.values())}, links={list(self._links.values())})"
@@ -107,13 +112,16 @@ class Cluster:
             await events.subscribe(self._keys.kv_events, self._on_events),
             await events.subscribe(self._keys.load_metrics, self._on_load),
         ]
-        self._spawn(self._watch())
+        self._spawn(self._watch(self._keys.workers, self._workers_listed, self._on_worker))
+        settings = self._keys.config_value(ROUTER_SECTION)
+        self._spawn(self._watch(settings, self._settings_listed, self._on_setting))
 
     async def wait_synced(self, timeout_s: float) -> bool:
-        """Until the workers that were registered at the start are known."""
+        """Until the workers that were registered at the start, and the settings of then, are known."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._synced.wait()
+                await self._workers_listed.wait()
+                await self._settings_listed.wait()
         except TimeoutError:
             return False
         return True
@@ -131,19 +139,33 @@ class Cluster:
 
     # -- discovery ----------------------------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
+    async def _watch(self, prefix: str, listed: asyncio.Event, on_change: Callable[[WatchEvent], None]) -> None:
         while True:
             try:
-                async for event in self._control.discovery.watch(self._keys.workers):
-                    self._on_change(event)
+                async for event in self._control.discovery.watch(prefix):
+                    if event.kind is WatchKind.SYNCED:
+                        listed.set()
+                    else:
+                        on_change(event)
             except ControlUnavailableError as exc:
-                _log.warning("discovery cannot be watched, going on with the known workers: %s", exc)
+                _log.warning("%s cannot be watched, going on with what is known: %s", prefix, exc)
             await asyncio.sleep(WATCH_RETRY_S)
 
-    def _on_change(self, event: WatchEvent) -> None:
-        if event.kind is WatchKind.SYNCED:
-            self._synced.set()
+    def _on_setting(self, event: WatchEvent) -> None:
+        """``kvrelay config set router.NAME VALUE``, for every model at once."""
+        name = event.key.removeprefix(self._keys.config_value(ROUTER_SECTION))
+        try:
+            if event.kind is WatchKind.DELETE:
+                self._settings.remove(name)
+            else:
+                self._settings.put(name, msgspec.json.decode(event.value))
+        except (ConfigError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+            _log.warning("%s refused: %s", event.key, exc)
             return
+        for model in self._models.values():
+            model.tune(self._settings)
+
+    def _on_worker(self, event: WatchEvent) -> None:
         worker_id = event.key.removeprefix(self._keys.workers)
         if event.kind is WatchKind.DELETE:
             self._forget(worker_id)
@@ -245,6 +267,7 @@ class Cluster:
                 tokenizer = await asyncio.to_thread(self._tokenizer_of, Path(info.model_path))
                 router = self._build_router(info.block_size, self._request_replay)
                 model = self._models[info.model] = Model(info.model, info.model_path, tokenizer, router)
+                model.tune(self._settings)
         return model
 
     # -- what workers publish -----------------------------------------------------------------------------------------

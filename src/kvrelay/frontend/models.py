@@ -5,11 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
+
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.frontend.tokenizer import Tokenizer
 from kvrelay.frontend.worker_link import WorkerLink
-from kvrelay.router import Router, RoutingRequest
+from kvrelay.router import IndexState, Router, RoutingRequest, RuntimeSettings
+
+
+class WorkerState(msgspec.Struct, frozen=True):
+    """What this frontend knows of a worker and has had done by it, over the connection that it has now."""
+
+    worker_id: str
+    index: IndexState
+    requests: int
+    computed_tokens: int
+    cached_tokens: int
+    generated_tokens: int
 
 
 class Model:
@@ -21,6 +34,7 @@ class Model:
         self.created_unix_s = int(time.time())
         self.tokenizer = tokenizer
         self.router = router
+        self._router_config = router.config
         self.max_model_len = 0
         self.vocab_size = 0
         self._links: dict[str, WorkerLink] = {}
@@ -64,6 +78,26 @@ class Model:
             self.router.finished(request.request_id, 0)
             raise WorkerUnavailableError(f"worker {decision.worker_id} is not connected")
         return link, decision.hit_rate
+
+    def tune(self, settings: RuntimeSettings) -> None:
+        """Route as the settings say, over those that the router was started with."""
+        config = settings.apply(self._router_config)
+        if config != self.router.config:
+            self.router.configure(config)
+
+    def worker_states(self) -> list[WorkerState]:
+        """Of those that take requests, in order of arrival."""
+        return [
+            WorkerState(
+                worker_id=worker_id,
+                index=self.router.index_state(worker_id),
+                requests=link.tally.requests,
+                computed_tokens=link.tally.computed_tokens,
+                cached_tokens=link.tally.cached_tokens,
+                generated_tokens=link.tally.generated_tokens,
+            )
+            for worker_id, link in self._links.items()
+        ]
 
     def next_change(self) -> asyncio.Event:
         """Set when the next worker is added, or back."""

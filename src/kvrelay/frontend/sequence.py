@@ -237,6 +237,8 @@ class Sequence:
         elif output.token_ids:
             self._metrics.inter_token(now_s - self._last_s)
         self._last_s = now_s
+        if self._link is not None:
+            self._link.tally.generated_tokens += len(output.token_ids)
         token_ids, logprobs = output.token_ids, output.logprobs
         if self._stops is None:
             self.output_token_ids += token_ids
@@ -282,6 +284,9 @@ class Sequence:
         """The first output of an attempt; of the first attempt it also says what the prompt cost."""
         self._is_prefilled = True
         self._model.router.first_token(self._attempt_id)
+        if self._link is not None:
+            num_tokens = len(self.spec.prompt_token_ids) + len(self.output_token_ids)
+            self._link.tally.prefilled(num_tokens, output.num_cached_tokens or 0)
         if self._has_output:
             self._metrics.inter_token(now_s - self._last_s)
             return

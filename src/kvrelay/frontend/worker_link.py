@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, OutputBatch, RequestRefused, TokenOutput
@@ -31,11 +32,27 @@ class OutputReceiver(Protocol):
         """``deliver`` has raised: a defect here. Only this sequence may suffer from it."""
 
 
+@dataclass(slots=True)
+class Tally:
+    """Work that a worker has done over one connection: requests prefilled, their tokens, tokens generated."""
+
+    requests: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+    def prefilled(self, num_tokens: int, num_cached: int) -> None:
+        self.requests += 1
+        self.computed_tokens += num_tokens - num_cached
+        self.cached_tokens += num_cached
+
+
 class WorkerLink:
     """A connection that has been made."""
 
     def __init__(self, info: WorkerInfo, client: RpcClient) -> None:
         self.info = info
+        self.tally = Tally()
         self._client = client
         self._requests: dict[str, OutputReceiver] = {}
         self._is_retiring = False

@@ -3,17 +3,20 @@
 ``base`` is the contract; ``build_router`` is the door.
 """
 
-from kvrelay.router.base import CandidateScore, ReplayRequester, Router, RoutingDecision, RoutingRequest
+from kvrelay.router.base import CandidateScore, IndexState, ReplayRequester, Router, RoutingDecision, RoutingRequest
 from kvrelay.router.factory import build_router
 from kvrelay.router.router import PolicyRouter, RouterStage
+from kvrelay.router.runtime import RuntimeSettings
 
 __all__ = [
     "CandidateScore",
+    "IndexState",
     "PolicyRouter",
     "ReplayRequester",
     "Router",
     "RouterStage",
     "RoutingDecision",
     "RoutingRequest",
+    "RuntimeSettings",
     "build_router",
 ]

@@ -7,11 +7,13 @@ policies over it. What it does not know: HTTP, sockets, the control plane; those
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import msgspec
 
+from kvrelay.config import RouterConfig
 from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.workers import WorkerInfo
 
@@ -54,8 +56,27 @@ class RoutingDecision(msgspec.Struct, frozen=True):
     candidates: tuple[CandidateScore, ...]
 
 
+class IndexState(enum.StrEnum):
+    """What is known of a worker's prefixes: all; being asked for; only guessed from placements; not looked at."""
+
+    SYNCED = "synced"
+    CATCHING_UP = "catching up"
+    APPROXIMATE = "approximate"
+    NONE = "none"
+
+
 class Router(Protocol):
     """Routes the requests of one model. Workers are named by ``WorkerInfo.worker_id``."""
+
+    @property
+    def config(self) -> RouterConfig: ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block in the index and in decisions."""
+
+    def configure(self, config: RouterConfig) -> None:
+        """Change policy or weights, from the next decision on; load and placements are kept."""
 
     def add_worker(self, info: WorkerInfo) -> None:
         """A worker that takes requests appeared, or re-registered with another epoch."""
@@ -64,6 +85,9 @@ class Router(Protocol):
 
     def choose(self, request: RoutingRequest) -> RoutingDecision:
         """Pick a worker and count the request as placed there. Raises WorkerUnavailableError when there is none."""
+
+    def explain(self, request: RoutingRequest) -> RoutingDecision:
+        """What ``choose`` would say now, without a trace: nothing is placed, no turn is taken. Raises as it does."""
 
     def first_token(self, request_id: str) -> None:
         """The prefill of a placed request is done."""
@@ -77,3 +101,9 @@ class Router(Protocol):
         """The worker's answer to what was handed to the ReplayRequester. A malformed one is counted and dropped."""
 
     def apply_metrics(self, metrics: LoadMetrics) -> None: ...
+
+    def index_state(self, worker_id: str) -> IndexState: ...
+
+    def indexed_blocks(self, worker_id: str) -> list[int]:
+        """Sequence hashes of the blocks that the worker is known to hold, by its own events. For diagnosis: it takes
+        time in proportion to the whole index."""

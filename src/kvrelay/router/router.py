@@ -6,6 +6,7 @@ prefixes). What it does not know: how events, samples and requests arrive. Every
 
 from __future__ import annotations
 
+import copy
 import enum
 import logging
 import random
@@ -20,10 +21,10 @@ from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.router.approximate import ApproximateIndexer
-from kvrelay.router.base import CandidateScore, ReplayRequester, RoutingDecision, RoutingRequest
-from kvrelay.router.indexer import KvIndexer
+from kvrelay.router.base import CandidateScore, IndexState, ReplayRequester, RoutingDecision, RoutingRequest
+from kvrelay.router.indexer import KvIndexer, StreamState
 from kvrelay.router.load import FloatColumn, IntColumn, LoadTable
-from kvrelay.router.policies import Candidates, build_policy
+from kvrelay.router.policies import Candidates, Policy, build_policy
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +76,10 @@ class PolicyRouter:
     @property
     def config(self) -> RouterConfig:
         return self._config
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
 
     def configure(self, config: RouterConfig) -> None:
         """Change policy or weights, from the next decision on; load and placements are kept.
@@ -149,7 +154,7 @@ class PolicyRouter:
 
     def choose(self, request: RoutingRequest) -> RoutingDecision:
         sequence = self._sequence(request)
-        decision = self._decide(request, sequence)
+        decision = self._decide(request, sequence, self._policy, self._rng)
         num_tokens = len(request.token_ids)
         cached = min(decision.overlap_blocks * self._block_size, num_tokens)
         self._load.place(request.request_id, decision.worker_id, num_tokens - cached, num_tokens)
@@ -164,8 +169,11 @@ class PolicyRouter:
         return decision
 
     def explain(self, request: RoutingRequest) -> RoutingDecision:
-        """The decision, without placing the request. Raises WorkerUnavailableError when nobody can take it."""
-        return self._decide(request, self._sequence(request))
+        """The decision, without placing the request. Raises WorkerUnavailableError when nobody can take it.
+
+        Copies decide: whose turn is next and what will be drawn stay as they are.
+        """
+        return self._decide(request, self._sequence(request), copy.copy(self._policy), copy.copy(self._rng))
 
     def _sequence(self, request: RoutingRequest) -> tuple[int, ...]:
         """The prompt's sequence hashes; none when nobody asks for them."""
@@ -173,7 +181,9 @@ class PolicyRouter:
             return ()
         return compute_block_hashes(request.token_ids, self._block_size, lora=request.lora).sequence
 
-    def _decide(self, request: RoutingRequest, sequence: tuple[int, ...]) -> RoutingDecision:
+    def _decide(
+        self, request: RoutingRequest, sequence: tuple[int, ...], policy: Policy, rng: random.Random
+    ) -> RoutingDecision:
         ids = self._load.worker_ids
         excluded: list[int] = []
         if request.exclude:
@@ -181,10 +191,10 @@ class PolicyRouter:
         if len(excluded) >= len(ids):
             raise WorkerUnavailableError("no worker can take the request")
         candidates = self._candidates(request, sequence)
-        scores = self._policy.scores(candidates)
+        scores = policy.scores(candidates)
         if excluded:
             scores[excluded] = -np.inf
-        chosen = self._policy.pick(scores, self._rng)
+        chosen = policy.pick(scores, rng)
         overlap = int(candidates.overlap_blocks[chosen])
         return RoutingDecision(
             worker_id=ids[chosen],
@@ -240,6 +250,21 @@ class PolicyRouter:
         self._load.apply_metrics(metrics)
         if isinstance(self._indexer, KvIndexer):
             self._indexer.heard(metrics.worker_id)
+
+    # -- diagnosis ----------------------------------------------------------------------------------------------------
+
+    def index_state(self, worker_id: str) -> IndexState:
+        if isinstance(self._indexer, ApproximateIndexer):
+            return IndexState.APPROXIMATE
+        state = self._indexer.state(worker_id) if self._indexer is not None else None
+        if state is None:
+            return IndexState.NONE
+        return IndexState.SYNCED if state is StreamState.SYNCED else IndexState.CATCHING_UP
+
+    def indexed_blocks(self, worker_id: str) -> list[int]:
+        if not isinstance(self._indexer, KvIndexer):
+            return []
+        return [block for chain in self._indexer.index.dump(worker_id) for block in chain.block_hashes]
 
     def __repr__(self) -> str:
         return f"PolicyRouter({self._config.router}, {self._load!r}, {self._indexer!r})"

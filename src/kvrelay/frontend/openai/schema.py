@@ -19,12 +19,14 @@ _REF = "#/components/schemas/{name}"
 _POSTS: tuple[tuple[str, str, type[msgspec.Struct], type[msgspec.Struct] | None], ...] = (
     ("/v1/completions", "Continue a prompt", CompletionRequest, CompletionResponse),
     ("/v1/chat/completions", "Answer a chat", ChatCompletionRequest, ChatResponse),
+    ("/v1/kvrelay/route", "Which worker would get this prompt, and why; nothing is generated", CompletionRequest, None),
     ("/tokenize", "Text or messages to token ids", TokenizeRequest, None),
     ("/detokenize", "Token ids to text", DetokenizeRequest, None),
 )
 _GETS = (
     ("/v1/models", "The models that are served now", "application/json"),
     ("/v1/models/{model}", "One model", "application/json"),
+    ("/v1/kvrelay/router", "Settings, workers and their work; ?blocks=1: the index", "application/json"),
     ("/health", "200 when a model can be served, else 503", "application/json"),
     ("/live", "200 while this process answers", "application/json"),
     ("/metrics", "Prometheus metrics", "text/plain"),

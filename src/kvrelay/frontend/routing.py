@@ -1,0 +1,92 @@
+"""What a frontend says about its routing: the decision on a prompt, and the state behind all decisions.
+
+With several frontends on one port each answer tells, by ``pid``, whose view it is. For operators and tests; no request
+is placed, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import parse_qs
+
+import msgspec
+
+from kvrelay.frontend.cluster import Cluster
+from kvrelay.frontend.http import Exchange, Response
+from kvrelay.frontend.models import Model, WorkerState
+from kvrelay.frontend.openai.requests import CompletionRequest, parse_body
+from kvrelay.frontend.prompts import completion_prompts
+from kvrelay.router import RoutingDecision, RoutingRequest
+from kvrelay.router.runtime import SETTABLE
+
+
+class RouteAnswer(msgspec.Struct, frozen=True):
+    """``POST /v1/kvrelay/route``."""
+
+    pid: int
+    model: str
+    num_prompt_tokens: int
+    block_size: int
+    decision: RoutingDecision
+
+
+class RoutedWorker(msgspec.Struct, frozen=True):
+    """A worker, and with ``blocks=1`` the sequence hashes of the blocks it is known to hold: hexadecimal, since many
+    readers of JSON round numbers of 64 bits."""
+
+    state: WorkerState
+    blocks: list[str] | None = None
+
+
+class ModelRouting(msgspec.Struct, frozen=True):
+    """The routing of one model. ``settings`` are those that can be changed at run time."""
+
+    model: str
+    block_size: int
+    settings: dict[str, str | float]
+    workers: list[RoutedWorker]
+
+
+class RouterAnswer(msgspec.Struct, frozen=True):
+    """``GET /v1/kvrelay/router``."""
+
+    pid: int
+    models: list[ModelRouting]
+
+
+class RoutingEndpoints:
+    """Handlers, as ``FrontendApp`` wants them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    async def explain(self, exchange: Exchange, request_id: str) -> None:
+        """The decision on a completion request with one prompt. Raises InvalidInputError, WorkerUnavailableError."""
+        request = parse_body(exchange.request.body, CompletionRequest)
+        model = self._cluster.model(request.model)
+        add_special_tokens = request.add_special_tokens is not False
+        (prompt,) = await completion_prompts(request.prompt, model, add_special_tokens, max_prompts=1)
+        decision = model.router.explain(RoutingRequest(request_id, prompt.token_ids, request.max_tokens or 0))
+        answer = RouteAnswer(os.getpid(), model.name, len(prompt.token_ids), model.router.block_size, decision)
+        exchange.respond(Response(200, msgspec.json.encode(answer)))
+
+    async def show(self, exchange: Exchange, request_id: str) -> None:
+        """Every model's routing."""
+        with_blocks = parse_qs(exchange.request.query).get("blocks") == ["1"]
+        models = [_routing(model, with_blocks) for model in self._cluster.models]
+        exchange.respond(Response(200, msgspec.json.encode(RouterAnswer(os.getpid(), models))))
+
+
+def _routing(model: Model, with_blocks: bool) -> ModelRouting:
+    router = model.router
+    return ModelRouting(
+        model=model.name,
+        block_size=router.block_size,
+        settings={name: getattr(router.config, name) for name in SETTABLE},
+        workers=[
+            RoutedWorker(
+                state, [f"{block:016x}" for block in router.indexed_blocks(state.worker_id)] if with_blocks else None
+            )
+            for state in model.worker_states()
+        ],
+    )
