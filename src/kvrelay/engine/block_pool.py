@@ -174,6 +174,10 @@ class BlockPool:
             parent = sequence_hash
         return found
 
+    def cached_hashes(self) -> list[int]:
+        """Sequence hashes of all blocks in the prefix cache, those in use included."""
+        return list(self._block_of_hash)
+
     def num_free_among(self, block_ids: Iterable[int]) -> int:
         """How many of these cached blocks are free now: taking them lowers ``num_free`` by so much."""
         return sum(block_id in self._cached_free for block_id in block_ids)

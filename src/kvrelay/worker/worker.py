@@ -51,7 +51,7 @@ from kvrelay.worker.publisher import Publisher
 
 _log = logging.getLogger(__name__)
 
-ORDERS = ("status", "drain", "role", "check_integrity", "clear_cache")
+ORDERS = ("status", "drain", "role", "check_integrity", "cache", "clear_cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +345,9 @@ class Worker:
                 return {"role": self.role, "epoch": self.epoch}
             case "check_integrity":
                 return await self._engine.call(_integrity)
+            case "cache":
+                hashes = await self._engine.call(lambda core: core.pool.cached_hashes())
+                return {"blocks": [f"{block:016x}" for block in hashes]}
             case "clear_cache":
                 await self._engine.call(lambda core: core.clear_cache())
                 return {"cleared": True}
