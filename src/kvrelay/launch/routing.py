@@ -1,0 +1,76 @@
+"""What an operator asks of a frontend's routing, over HTTP: the decision on a prompt, and the state behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+from kvrelay.errors import InvalidInputError, KvrelayError, WorkerUnavailableError
+
+TIMEOUT_S = 10.0
+FIRST_ORDINARY_TOKEN = 32
+
+
+async def explain_route(url: str, prompt: str | list[int], model: str | None, api_key: str | None) -> dict[str, Any]:
+    """``POST /v1/kvrelay/route``: its answer's JSON. Raises WorkerUnavailableError, InvalidInputError, KvrelayError."""
+    return await _ask(url, "POST", "/v1/kvrelay/route", api_key, {"model": model, "prompt": prompt})
+
+
+async def routing_state(url: str, api_key: str | None = None, *, blocks: bool = False) -> dict[str, Any]:
+    """``GET /v1/kvrelay/router``: its answer's JSON; with ``blocks`` the index too. Raises as ``explain_route``."""
+    return await _ask(url, "GET", f"/v1/kvrelay/router?blocks={int(blocks)}", api_key, None)
+
+
+def made_up_prompt(num_tokens: int) -> list[int]:
+    """A prompt that no cache holds: its decision shows what load alone does. Raises InvalidInputError."""
+    if num_tokens < 1:
+        raise InvalidInputError("a prompt has at least one token", param="explain_tokens")
+    return [FIRST_ORDINARY_TOKEN + number * 7919 % 211 for number in range(num_tokens)]
+
+
+async def _ask(url: str, method: str, path: str, api_key: str | None, body: object) -> dict[str, Any]:
+    base = url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), headers=headers) as session,
+            session.request(method, base + path, json=body) as response,
+        ):
+            answer: Any = await response.json()
+            if response.status == 200:
+                return dict(answer)
+    except aiohttp.InvalidURL as exc:
+        raise InvalidInputError(f"{url!r} is not an http URL", param="url") from exc
+    except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
+        raise WorkerUnavailableError(f"no frontend answers at {base}: {exc}") from exc
+    reason = answer.get("error", {}).get("message", "") if isinstance(answer, dict) else ""
+    raise KvrelayError(f"{base} answers {response.status}: {reason}")
+
+
+def decision_table(answer: dict[str, Any]) -> None:
+    """Print a decision for a person: every candidate, the chosen one marked."""
+    decision = answer["decision"]
+    title = (
+        f"{decision['policy']}: {answer['num_prompt_tokens']} tokens of {answer['model']} go to {decision['worker_id']}, "
+        f"which holds {decision['hit_rate']:.0%} (frontend {answer['pid']})"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("worker")
+    for column in ("score", "overlap tokens", "pending prefill", "context", "waiting", "KV used"):
+        table.add_column(column, justify="right")
+    for candidate in decision["candidates"]:
+        chosen = candidate["worker_id"] == decision["worker_id"]
+        table.add_row(
+            candidate["worker_id"] + (" *" if chosen else ""),
+            f"{candidate['score']:,.4g}" if abs(candidate["score"]) < 1000 else f"{candidate['score']:,.0f}",
+            f"{candidate['overlap_blocks'] * answer['block_size']:,}",
+            f"{candidate['prefill_tokens']:,}",
+            f"{candidate['decode_tokens']:,}",
+            str(candidate["num_waiting"]),
+            f"{candidate['cache_usage']:.0%}",
+            style="bold" if chosen else "",
+        )
+    Console().print(table)
