@@ -23,17 +23,44 @@ def _settings(config_file: Path | None, flags: dict[str, object]) -> ControlConf
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("--watch", is_flag=True, help="Again every second, until interrupted.")
 @click.option("--check", is_flag=True, help="Check the block pools; fail unless they are whole and idle.")
+@click.option("--explain", "prompt", help="Show where a frontend would send this prompt, and why.")
+@click.option("--explain-tokens", type=click.IntRange(1), help="The same for a made-up prompt of so many tokens.")
+@click.option("--url", default="http://127.0.0.1:8000", help="--explain: the frontend.", show_default=True)
+@click.option("--model", help="--explain: the model; default: the first one.")
+@click.option("--api-key", help="--explain: the frontend's key.")
 @_control
-def status(as_json: bool, watch: bool, check: bool, config_file: Path | None, **flags: object) -> None:
-    """Show workers with role, model, load, KV use and hand-offs.
+def status(
+    as_json: bool,
+    watch: bool,
+    check: bool,
+    prompt: str | None,
+    explain_tokens: int | None,
+    url: str,
+    model: str | None,
+    api_key: str | None,
+    config_file: Path | None,
+    **flags: object,
+) -> None:
+    """Show workers with role, model, load, KV use and hand-offs; with --explain, a routing decision.
 
     Example: kvrelay status --control nats://127.0.0.1:4222
     """
     from kvrelay.launch.admin import cluster_status, require_idle, status_table
+    from kvrelay.launch.routing import decision_table, explain_route, made_up_prompt
 
+    asked = made_up_prompt(explain_tokens) if explain_tokens is not None else prompt
+    if asked is not None and (check or (prompt is not None and explain_tokens is not None)):
+        raise click.UsageError("--explain, --explain-tokens and --check exclude each other")
     control = _settings(config_file, flags)
 
     async def show() -> None:
+        if asked is not None:
+            answer = await explain_route(url, asked, model, api_key)
+            if as_json:
+                click.echo(json.dumps(answer))
+            else:
+                decision_table(answer)
+            return
         report = await cluster_status(control, check=check)
         if as_json:
             click.echo(json.dumps(report))

@@ -18,12 +18,18 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.messages import AdminReply, AdminRequest, Message
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, KvrelayError, WorkerUnavailableError
+from kvrelay.router import runtime as router_settings
 from kvrelay.rpc import ZmqRpcClient
 from kvrelay.worker.disagg import DisaggPolicy
 
 ORDER_TIMEOUT_S = 30.0
 STATUS_TIMEOUT_S = 2.0
-SETTABLE = ("disagg.max_local_prefill_length", "disagg.max_prefill_queue_size")
+ROUTER_PREFIX = "router."
+SETTABLE = (
+    "disagg.max_local_prefill_length",
+    "disagg.max_prefill_queue_size",
+    *(ROUTER_PREFIX + name for name in router_settings.SETTABLE),
+)
 
 _nonces = itertools.count(1)
 
@@ -128,15 +134,26 @@ async def print_order(config: ControlConfig, worker_id: str, command: str, argum
 
 
 async def config_set(config: ControlConfig, key: str, value: str) -> None:
-    """Put a run-time setting into discovery, where every worker watches it. Raises ConfigError."""
+    """Put a run-time setting into discovery, where all workers (frontends: ``router.``) watch it. Raises ConfigError."""
     if key not in SETTABLE:
         raise ConfigError(f"{key} cannot be set at run time{nearest(key, SETTABLE)}", param=key)
-    DisaggPolicy(DisaggConfig()).set(key.removeprefix("disagg."), value)
+    checked = _checked(key, value)
     control = await connect_control(config)
     try:
-        await control.discovery.put(Keys(config.namespace).config_value(key), json.dumps(int(value)).encode())
+        await control.discovery.put(Keys(config.namespace).config_value(key), json.dumps(checked).encode())
     finally:
         await control.close()
+
+
+def _checked(key: str, value: str) -> object:
+    """The text as the setting's own type. Raises ConfigError."""
+    if key.startswith(ROUTER_PREFIX):
+        name = key.removeprefix(ROUTER_PREFIX)
+        settings = router_settings.RuntimeSettings()
+        settings.put(name, value)
+        return settings.get(name)
+    DisaggPolicy(DisaggConfig()).set(key.removeprefix("disagg."), value)
+    return int(value)
 
 
 async def config_get(config: ControlConfig, key: str | None) -> None:
