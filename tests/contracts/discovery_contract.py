@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -191,6 +193,33 @@ class DiscoveryContract:
                 assert lost == ["lost"]
                 await lease.revoke()
                 await eventually(lambda: watch.state == {})
+
+        run(open_server, scenario)
+
+    def test_a_process_that_is_cut_off_knows_by_itself_that_its_lease_is_lost(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one = await server.connect()
+            lease = await one.grant(server.ttl_s)
+            await one.put(f"{WORKERS}w", b"1", lease)
+            lost: list[float] = []
+            lease.on_lost(lambda: lost.append(lease.alive_until_s))
+            before_s = time.monotonic()
+            assert before_s < lease.alive_until_s <= before_s + lease.ttl_s
+            await asyncio.sleep(lease.ttl_s)
+            # Refreshed meanwhile.
+            last_s = lease.alive_until_s
+            assert last_s > before_s + lease.ttl_s
+            await server.go_away()
+            await eventually(lambda: bool(lost))
+            assert lost == [-math.inf]
+            assert time.monotonic() >= last_s
+            assert lease.alive_until_s == -math.inf
+            await server.come_back(is_wiped=False)
+            await eventually(lambda: lease.alive_until_s > time.monotonic())
+            await eventually_succeeds(one, f"{WORKERS}w", b"1")
+            assert lost == [-math.inf]
+            await lease.revoke()
+            assert lease.alive_until_s == -math.inf
 
         run(open_server, scenario)
 

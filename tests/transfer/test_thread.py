@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -49,13 +50,21 @@ class Cluster:
     def __init__(self) -> None:
         self.fabric = LoopbackFabric(seed=3)
         self.clock = ManualClock()
+        self.fence_s = math.inf
+        self.failures: list[Exception] = []
         self.prefill, self.decode = self.make("p"), self.make("d")
         self.prefill.thread.add_peer(self.decode.metadata).result(5)
         self.decode.thread.open_handoff()
         self.log: list[tuple[object, str | None]] = []
 
     def make(self, worker_id: str) -> Side:
-        thread = TransferThread(LoopbackTransport(self.fabric, worker_id), CONFIG, self.clock)
+        thread = TransferThread(
+            LoopbackTransport(self.fabric, worker_id),
+            CONFIG,
+            self.clock,
+            fence=lambda: self.fence_s,
+            on_failed=self.failures.append,
+        )
         thread.start()
         pool = np.random.default_rng(sum(worker_id.encode())).integers(
             0, 256, (NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8
@@ -279,6 +288,136 @@ def test_a_caller_that_gives_up_waiting_harms_nobody(cluster: Cluster) -> None:
     leave.set()
     cluster.write("after", [1])
     assert cluster.wait(1) == [("after", None)]
+
+
+def test_behind_the_fence_nothing_moves(cluster: Cluster) -> None:
+    """What is queued, what is on its way and what is submitted later: all of it fails, no byte arrives."""
+    cluster.decode.pool[:] = 0
+    cluster.fabric.faults.delay_polls = 1_000_000_000
+    for block in range(20):
+        cluster.write(block, [block])
+    wait_for(lambda: len(cluster.prefill.thread._transport._posts) == thread_module.MAX_POSTS_PER_PEER)
+    cluster.fence_s = 5.0
+    cluster.clock.advance(5.0)
+    cluster.wait(20)
+    cluster.fabric.faults.delay_polls = 0
+    cluster.write("later", [30], b"done")
+    assert all("lease" in (error or "") for _, error in cluster.wait(21))
+    assert not cluster.decode.pool.any()
+    cluster.fence_s = 50.0
+    cluster.write("alive again", [31], b"done")
+    assert cluster.wait(22)[-1] == ("alive again", None)
+
+
+def test_a_thread_that_was_stopped_beyond_the_fence_posts_nothing(cluster: Cluster) -> None:
+    """As by SIGSTOP: when it goes on the queue is full of what was allowed before."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def stop(error: str | None) -> None:
+        entered.set()
+        leave.wait(10)
+
+    cluster.decode.pool[:] = 0
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=stop)
+    assert entered.wait(10)
+    cluster.write("queued", [3])
+    cluster.fence_s = 5.0
+    cluster.clock.advance(5.0)
+    leave.set()
+    assert "lease" in (cluster.wait(1)[0][1] or "")
+    assert not cluster.decode.pool.any()
+
+
+def test_after_fail_all_nothing_submitted_before_is_posted(cluster: Cluster) -> None:
+    """Even when the thread hears of it only after something new was submitted."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def stop(error: str | None) -> None:
+        entered.set()
+        leave.wait(10)
+
+    cluster.decode.pool[:] = 0
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=stop)
+    assert entered.wait(10)
+    cluster.write("queued", [3])
+    cluster.prefill.thread.fail_all("lease lost")
+    cluster.write("new", [4])
+    leave.set()
+    log = dict(cluster.wait(2))
+    assert (log["queued"] is not None, log["new"]) == (True, None)
+    assert not cluster.decode.pool[3].any()
+    assert cluster.decode.pool[4].any()
+
+
+def test_fail_all_stops_what_is_on_its_way(cluster: Cluster) -> None:
+    cluster.decode.pool[:] = 0
+    cluster.fabric.faults.delay_polls = 1_000_000_000
+    for block in range(20):
+        cluster.write(block, [block])
+    wait_for(lambda: len(cluster.prefill.thread._transport._posts) == thread_module.MAX_POSTS_PER_PEER)
+    cluster.prefill.thread.fail_all("lease lost")
+    assert {error for _, error in cluster.wait(20)} == {"lease lost"}
+    assert not cluster.prefill.thread._transport._posts
+    assert not cluster.decode.pool.any()
+
+
+def test_a_peer_that_was_disconnected_while_another_was_served_is_left_alone(cluster: Cluster) -> None:
+    """A post to one peer may take so long that another's deadline passes meanwhile."""
+    other = cluster.make("e")
+    cluster.prefill.thread.add_peer(other.metadata).result(5)
+    transport = cluster.prefill.thread._transport
+    posted: list[str] = []
+    post = transport.post
+    post_s = 0.0
+
+    def slow(op: TransferOp, worker_id: str, *rest: object) -> int:
+        posted.append(worker_id)
+        cluster.clock.advance(post_s)
+        return post(op, worker_id, *rest)
+
+    transport.post = slow
+    cluster.fabric.faults.drop_next = 100
+    plan = plan_blocks(LAYOUT, [1], [1])
+
+    def submit(*transfers: tuple[str, str, float]) -> None:
+        """On the transfer thread, so that it finds all of them in one step."""
+
+        def run() -> None:
+            for name, worker_id, timeout_s in transfers:
+                cluster.prefill.thread.submit(
+                    TransferOp.WRITE,
+                    worker_id,
+                    plan,
+                    on_done=lambda error, name=name: cluster.log.append((name, error)),
+                    timeout_s=timeout_s,
+                )
+
+        cluster.prefill.thread._post_call(run).result(5)
+
+    submit(("d0", "d", 30.0), ("e0", "e", 30.0))
+    wait_for(lambda: posted == ["d", "e"])
+    cluster.clock.advance(10.0)
+    post_s = 20.0
+    # d1's post takes until d0 and e0 are late and d2 was not begun in time; e1 still has time, but no connection.
+    submit(("d1", "d", 30.0), ("d2", "d", 5.0), ("e1", "e", 30.0))
+    log = dict(cluster.wait(5))
+    assert all(error is not None for error in log.values())
+    assert posted == ["d", "e", "d"]
+    assert not transport._posts
+    other.thread.close()
+
+
+def test_a_thread_that_fails_says_so_after_it_has_failed_everything(cluster: Cluster) -> None:
+    def broken() -> None:
+        raise RuntimeError("no such device")
+
+    cluster.fabric.faults.drop_next = 1
+    cluster.write("open", [1])
+    wait_for(lambda: len(cluster.prefill.thread._transport._posts) == 1)
+    cluster.prefill.thread._transport.poll = broken
+    wait_for(lambda: bool(cluster.failures))
+    assert cluster.log == [("open", "the transfer thread is closed")]
+    assert str(cluster.failures[0]) == "no such device"
 
 
 def test_a_thread_that_was_never_started_closes() -> None:

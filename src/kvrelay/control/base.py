@@ -38,7 +38,9 @@ class Lease(Protocol):
     """Liveness of one process. Kept alive by the implementation, at a third of its time to live, until revoked.
 
     When it is lost (the server forgot it, or the process was silent for too long) the implementation grants a new one
-    and puts its keys again; ``on_lost`` callbacks run each time, before that.
+    and puts its keys again; ``on_lost`` callbacks run once each time, before that. They do not wait for the server: a
+    process that cannot reach it hears them when ``alive_until_s`` has passed, by its own clock. If it then turns out
+    that nobody has ended the lease, it goes on as it was.
     """
 
     @property
@@ -46,6 +48,12 @@ class Lease(Protocol):
 
     @property
     def ttl_s(self) -> float: ...
+
+    @property
+    def alive_until_s(self) -> float:
+        """Until when nobody can have counted this process as dead for its silence: when the last refresh that the
+        server confirmed was sent, plus ``ttl_s``. By the monotonic clock of this process; minus infinity while the
+        lease is lost or revoked. May be read from any thread."""
 
     def on_lost(self, callback: Callable[[], None]) -> None: ...
 

@@ -60,6 +60,10 @@ class EtcdLease:
     def ttl_s(self) -> float:
         return self._ttl_s
 
+    @property
+    def alive_until_s(self) -> float:
+        return -math.inf if self._lost or self.revoked else self._alive_until_s
+
     def on_lost(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -83,6 +84,9 @@ class MemoryBroker:
 
     def tick(self) -> None:
         """Renew the leases of live processes, end those of silent ones, deliver again what was not acknowledged."""
+        for plane in self.planes:
+            if not plane.is_silent:
+                plane.check_leases()
         if not self.is_online:
             return
         now = self.clock.now()
@@ -160,6 +164,8 @@ class MemoryLease:
         self.renewed_s = plane.broker.clock.now()
         self.values: dict[str, bytes] = {}
         self.is_revoked = False
+        self._alive_until_s = self.renewed_s + ttl_s
+        self._is_told = False
 
     @property
     def lease_id(self) -> str:
@@ -169,6 +175,10 @@ class MemoryLease:
     def ttl_s(self) -> float:
         return self._ttl_s
 
+    @property
+    def alive_until_s(self) -> float:
+        return self._alive_until_s
+
     def on_lost(self, callback: Callable[[], None]) -> None:
         self._on_lost.append(callback)
 
@@ -176,6 +186,7 @@ class MemoryLease:
         if self.is_revoked:
             return
         self.is_revoked = True
+        self._alive_until_s = -math.inf
         self._plane.check_connected()
         self._plane.broker.end_lease(self._lease_id)
 
@@ -183,15 +194,27 @@ class MemoryLease:
         """Beat; when the broker has forgotten the lease, register again under a new one."""
         broker = self._plane.broker
         self.renewed_s = broker.clock.now()
-        if broker.leases.get(self._lease_id) is self:
-            return
-        for callback in self._on_lost:
-            callback()
-        self._lease_id = broker.new_id()
-        broker.leases[self._lease_id] = self
-        for key, value in self.values.items():
-            broker.entries[key] = (value, self._lease_id)
-        broker.notify()
+        if broker.leases.get(self._lease_id) is not self:
+            self._tell_lost()
+            self._lease_id = broker.new_id()
+            broker.leases[self._lease_id] = self
+            for key, value in self.values.items():
+                broker.entries[key] = (value, self._lease_id)
+            broker.notify()
+        self._alive_until_s = self.renewed_s + self._ttl_s
+        self._is_told = False
+
+    def check(self) -> None:
+        """Not renewed for its time to live: lost, whatever the broker says later."""
+        if self._plane.broker.clock.now() >= self._alive_until_s:
+            self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        self._alive_until_s = -math.inf
+        if not self._is_told:
+            self._is_told = True
+            for callback in self._on_lost:
+                callback()
 
 
 class MemoryDiscovery:
@@ -288,6 +311,12 @@ class MemoryControlPlane:
         """Raises ControlUnavailableError."""
         if not self.is_connected:
             raise ControlUnavailableError("no connection to the in-memory control plane")
+
+    def check_leases(self) -> None:
+        """What a live process does when the time of one of its leases is up."""
+        for lease in self._discovery.leases:
+            if not lease.is_revoked:
+                lease.check()
 
     def renew_leases(self) -> None:
         """What a live process does at a third of its leases' time to live."""

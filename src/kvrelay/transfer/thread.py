@@ -13,13 +13,17 @@ Promises:
     never overtakes the failure of a write that belongs to it.
   - A transfer that fails at the peer, or is not done at its deadline, tears the connection down; everything else under
     way with that peer fails with it, and nothing of it moves any more. The next submission connects anew.
-  - Nothing is posted past its deadline, even by a process that was stopped in between.
+  - Nothing is posted past its deadline, nor past the ``fence``, even by a process that was stopped in between; when the
+    fence passes, what was posted is torn down with its connection. The fence is the time until which nobody counts this
+    worker as dead: behind it others reuse the blocks that we were allowed to write.
+  - After ``fail_all`` returns nothing submitted before is posted any more.
   - The thread sleeps unless a transfer is unfinished or a hand-off is open.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections import OrderedDict, deque
@@ -62,6 +66,7 @@ class _Transfer:
     notify: bytes | None
     on_done: OnDone
     group: str | None
+    term: int
     submitted_s: float
     deadline_s: float
     parts: deque[TransferPlan]
@@ -82,12 +87,27 @@ class _Peer:
 
 
 class TransferThread:
-    """Runs a Transport. All public methods may be called from any thread."""
+    """Runs a Transport. All public methods may be called from any thread.
 
-    def __init__(self, transport: Transport, config: TransferConfig, clock: Clock | None = None) -> None:
+    ``fence()``: until when, on ``clock``, anything may be posted; asked from the transfer thread. ``on_failed`` runs on
+    the transfer thread if it ends by a failure, after everything unfinished has failed: no KV can move any more.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        config: TransferConfig,
+        clock: Clock | None = None,
+        *,
+        fence: Callable[[], float] | None = None,
+        on_failed: Callable[[Exception], None] | None = None,
+    ) -> None:
         self._transport = transport
         self._config = config
         self._clock = clock or MonotonicClock()
+        self._fence = fence or _never
+        self._on_failed = on_failed
+        self._term = 0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._lock = threading.Lock()
@@ -164,8 +184,8 @@ class TransferThread:
         limit = self._config.transfer_timeout_s
         deadline_s = now + (limit if timeout_s is None else min(limit, timeout_s))
         parts = deque(split_plan(plan, MAX_POST_BYTES))
-        transfer = _Transfer(op, worker_id, plan, notify, on_done, group, now, deadline_s, parts)
         with self._lock:
+            transfer = _Transfer(op, worker_id, plan, notify, on_done, group, self._term, now, deadline_s, parts)
             accepted = not self._closed
             if accepted:
                 self._num_unfinished += 1
@@ -173,6 +193,14 @@ class TransferThread:
         if not accepted:
             # The caller may hold a lock that on_done takes.
             threading.Thread(target=on_done, args=("the transfer thread is closed",), daemon=True).start()
+
+    def fail_all(self, reason: str) -> None:
+        """Tear every connection down and fail what is unfinished. From now on nothing of it is posted; what was posted
+        has stopped when the thread has come to it. Peers stay known: later submissions connect anew."""
+        with self._lock:
+            self._term += 1
+            if not self._closed:
+                self._inbox.put(lambda: self._disconnect_all(reason))
 
     def open_handoff(self) -> None:
         """From now on peers may need our polling. Pairs with ``close_handoff``."""
@@ -229,19 +257,25 @@ class TransferThread:
     # -- on the transfer thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        failure: Exception | None = None
         try:
             while self._take_commands():
                 self._step()
-        except Exception:  # noqa: BLE001 - the outermost loop of this thread
-            # The worker goes on without remote KV: every transfer fails from here on, requests are recomputed.
+        except Exception as exc:  # noqa: BLE001 - the outermost loop of this thread
             _log.exception("the transfer thread failed")
-        finally:
+            failure = exc
+        try:
             self._shut_down()
+        finally:
+            if failure is not None and self._on_failed is not None:
+                self._on_failed(failure)
 
     def _step(self) -> None:
         self._expire()
         for worker_id, peer in list(self._peers.items()):
-            self._pump(worker_id, peer)
+            # Pumping one may disconnect another.
+            if self._peers.get(worker_id) is peer:
+                self._pump(worker_id, peer)
         completions, notifications = self._transport.poll()
         # Notifications first: "prefill done" is what somebody waits for.
         for notification in notifications:
@@ -283,6 +317,9 @@ class TransferThread:
         self._known[metadata.worker_id] = metadata
 
     def _accept(self, transfer: _Transfer) -> None:
+        if transfer.term != self._term:
+            self._finish(transfer, "withdrawn before it was begun")
+            return
         remote, region = self._known.get(transfer.worker_id), self._region
         if remote is None or region is None:
             self._finish(transfer, f"worker {transfer.worker_id} is not connected")
@@ -305,7 +342,10 @@ class TransferThread:
                 peer.waiting.popleft()
                 self._finish(transfer, earlier_error)
                 continue
-            if self._clock.now() >= transfer.deadline_s:
+            if transfer.term != self._term:
+                self._disconnect_all("withdrawn")
+                return
+            if self._clock.now() >= min(transfer.deadline_s, self._fence()):
                 self._expire()
                 return
             notify = transfer.notify if len(transfer.parts) == 1 else None
@@ -347,8 +387,12 @@ class TransferThread:
             self._peers.pop(transfer.worker_id, None)
 
     def _expire(self) -> None:
-        """Fail what has passed its deadline. What was posted takes its connection with it."""
+        """Fail what has passed its deadline, or everything behind the fence. What was posted takes its connection with
+        it."""
         now = self._clock.now()
+        if self._peers and now >= self._fence():
+            self._disconnect_all("the lease has run out, so nothing may be written any more")
+            return
         for worker_id, peer in list(self._peers.items()):
             late = [transfer for transfer in peer.transfers if now >= transfer.deadline_s]
             if any(transfer.in_flight for transfer in late):
@@ -365,10 +409,18 @@ class TransferThread:
         peer = self._peers.pop(worker_id, None)
         if peer is None:
             return
+        transfers = peer.transfers
         for handle in peer.posts:
             self._owners.pop(handle, None)
-        for transfer in peer.transfers:
+        # Whoever still holds this object must find nothing in it to post.
+        peer.posts.clear()
+        peer.waiting.clear()
+        for transfer in transfers:
             self._finish(transfer, error)
+
+    def _disconnect_all(self, error: str) -> None:
+        for worker_id in list(self._peers):
+            self._disconnect(worker_id, error)
 
     def _forget(self, worker_id: str) -> None:
         self._known.pop(worker_id, None)
@@ -411,9 +463,12 @@ class TransferThread:
                 break
             if command is not None:
                 command()
-        for worker_id in list(self._peers):
-            self._disconnect(worker_id, "the transfer thread is closed")
+        self._disconnect_all("the transfer thread is closed")
         self._transport.close()
+
+
+def _never() -> float:
+    return math.inf
 
 
 def _wake() -> None:

@@ -1,14 +1,16 @@
 """Discovery in a NATS key-value bucket.
 
-It owns this process's leases, which it refreshes at a third of their time to live, and hands what its mirror sees to
-the watchers. Reads go through the mirror too, once it has caught up with the server, so they agree with the watches and
-with what others have written before.
+It owns this process's leases, which it refreshes at a third of their time to live and counts as lost when no refresh
+has succeeded for a whole one, and hands what its mirror sees to the watchers. Reads go through the mirror too, once it
+has caught up with the server, so they agree with the watches and with what others have written before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from uuid import uuid4
 
@@ -37,6 +39,9 @@ class NatsLease:
         self._on_lost: list[Callable[[], None]] = []
         self._is_revoked = False
         self._is_registered = True
+        self._alive_until_s = -math.inf
+        self._is_told = False
+        self._timer: asyncio.TimerHandle | None = None
         self._lock = asyncio.Lock()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -51,6 +56,10 @@ class NatsLease:
     @property
     def ttl_s(self) -> float:
         return self._ttl_s
+
+    @property
+    def alive_until_s(self) -> float:
+        return self._alive_until_s
 
     @property
     def is_revoked(self) -> bool:
@@ -86,6 +95,7 @@ class NatsLease:
         if self._is_revoked:
             return
         self._is_revoked = True
+        self._alive_until_s = -math.inf
         await self.stop()
         # The lease first: with it all its keys are over, for everybody, at once.
         await self._bucket.end_lease(self._lease_id)
@@ -95,6 +105,8 @@ class NatsLease:
 
     async def stop(self) -> None:
         """No longer keep it alive."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -121,8 +133,7 @@ class NatsLease:
             _log.warning("lease %s is lost, registering again", self._lease_id)
             self._lease_id = ""
             self._is_registered = False
-            for callback in self._on_lost:
-                callback()
+            self._tell_lost()
         if not self._lease_id:
             await self._grant()
         if not self._is_registered:
@@ -133,21 +144,45 @@ class NatsLease:
     async def _refresh(self) -> bool:
         """Write it again. False when somebody has ended it, or the server has lost it."""
         try:
-            self._seq = await self._bucket.write_lease(self._lease_id, self._value(), self._seq)
+            await self._write(self._lease_id, self._seq)
             return True
         except WrongSequenceError:
             seq = await self._bucket.lease_seq(self._lease_id)
         if seq is None:
             return False
-        # Only we write it: an earlier beat arrived whose answer did not.
+        # Only we write it: an earlier beat arrived whose answer did not. That one does not tell when it was sent.
         self._seq = seq
+        await self._write(self._lease_id, seq)
         return True
 
     async def _grant(self) -> None:
         lease_id = uuid4().hex[:16]
         self._beats = 0
-        self._seq = await self._bucket.write_lease(lease_id, self._value(), 0)
+        await self._write(lease_id, 0)
         self._lease_id = lease_id
+
+    async def _write(self, lease_id: str, expected_seq: int) -> None:
+        """Grant or refresh. It counts from when it was sent: others time it from when it arrived, which is later."""
+        sent_s = time.monotonic()
+        self._seq = await self._bucket.write_lease(lease_id, self._value(), expected_seq)
+        left_s = sent_s + self._ttl_s - time.monotonic()
+        if left_s <= 0:
+            return  # answered too late to count
+        self._alive_until_s = sent_s + self._ttl_s
+        self._is_told = False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._tell_lost)
+
+    def _tell_lost(self) -> None:
+        """Others may see this process as gone: the server says so, or nothing was heard of it for too long."""
+        self._alive_until_s = -math.inf
+        if self._is_told:
+            return
+        self._is_told = True
+        _log.warning("lease %s counts as lost", self._lease_id or "(ended)")
+        for callback in self._on_lost:
+            callback()
 
     def _value(self) -> LeaseValue:
         self._beats += 1
