@@ -108,8 +108,14 @@ def test_the_longest_pause_is_one_that_the_fault_can_have_caused():
 
 def test_faults_are_summed_up_by_name():
     requests = [request(0.0, [1.0, 2.0, 6.0], 6.5), request(1.5, [1.7, 2.1], 2.2), request(0.0, [0.1], 0.2)]
-    faults = [FaultRecord("kill decode", 1.6, 3.0), FaultRecord("kill decode", 20.0, 5.0), FaultRecord("burst", 0.05)]
-    summaries = summarise_faults(faults, requests, 2.0)
+    faults = [
+        FaultRecord("kill decode", 1.6, 4.6, 3.0),
+        FaultRecord("kill decode", 20.0, 25.0, 5.0),
+        FaultRecord("burst", 0.05, 0.06),
+        FaultRecord("freeze decode", 4.0, 9.0, 1.0),
+        FaultRecord("drain decode", 5.9, 7.0, 1.1),
+    ]
+    summaries = summarise_faults(faults, requests, 1.0)
     assert summaries["kill decode"].count == 2
     assert summaries["kill decode"].recovery == Spread(2, 4.0, 4.98, 5.0)
     assert summaries["kill decode"].pause is not None
@@ -117,6 +123,11 @@ def test_faults_are_summed_up_by_name():
     assert summaries["burst"].recovery is None
     assert summaries["burst"].pause is not None
     assert summaries["burst"].pause.count == 2
+    # These two last at the same time, so neither has pauses of its own.
+    assert [(summaries[name].num_alone, summaries[name].pause) for name in ("freeze decode", "drain decode")] == [
+        (0, None),
+        (0, None),
+    ]
 
 
 def test_nothing_has_no_spread():
@@ -125,7 +136,10 @@ def test_nothing_has_no_spread():
 
 def test_every_bad_request_and_every_unhealed_fault_is_a_problem():
     requests = [request(0, [], 1, verdict) for verdict in Verdict]
-    faults = [FaultRecord("kill decode", 1.0, 2.0), FaultRecord("freeze prefill", 3.0, None, "it never came back")]
+    faults = [
+        FaultRecord("kill decode", 1.0, 3.0, 2.0),
+        FaultRecord("freeze prefill", 3.0, 9.0, None, "it never came back"),
+    ]
     problems = problems_of(requests, faults)
     assert [line.split(":")[0] for line in problems] == [
         "wrong", "missing", "repeated", "failed", "hung", "freeze prefill",

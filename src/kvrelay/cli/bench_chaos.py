@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from kvrelay.cli.processes import run_async
+
+if TYPE_CHECKING:
+    from kvrelay.launch.chaos import ChaosReport
 
 
 @click.command("chaos")
@@ -42,7 +46,7 @@ def bench_chaos(
 
     Example: kvrelay bench chaos --duration 60 --seed 7 --engine mock
     """
-    from kvrelay.launch.chaos import ChaosOptions, ChaosReport, run_chaos
+    from kvrelay.launch.chaos import ChaosOptions, run_chaos
     from kvrelay.launch.models import resolve_model
 
     options = ChaosOptions(
@@ -63,36 +67,39 @@ def bench_chaos(
 
     run_async(run())
     (report,) = reports
-    figures = dataclasses.asdict(report)
     if as_json:
-        click.echo(json.dumps(figures))
+        click.echo(json.dumps(dataclasses.asdict(report)))
     else:
-        _print(figures)
+        _print(report)
     if not report.is_clean:
         sys.exit(1)
 
 
-def _print(report: dict[str, object]) -> None:
+def _print(report: ChaosReport) -> None:
     console = Console()
-    table = Table(title=f"chaos, {report['engine']} engine, seed {report['seed']}", title_justify="left")
-    for column in ("fault", "count", "recovery p50 s", "recovery max s", "streams", "pause p99 s", "pause max s"):
-        table.add_column(column, justify="left" if column == "fault" else "right")
-    faults = report.pop("faults")
-    assert isinstance(faults, dict)
-    for name, summary in faults.items():
-        recovery, pause = summary["recovery"] or {}, summary["pause"] or {}
-        cells = (
-            recovery.get("p50_s"),
-            recovery.get("max_s"),
-            pause.get("count"),
-            pause.get("p99_s"),
-            pause.get("max_s"),
+    table = Table(title=f"chaos, {report.engine} engine, seed {report.seed}", title_justify="left")
+    table.add_column("fault", no_wrap=True)
+    for column in ("count", "recovery p50 s", "max s", "alone", "streams", "pause p99 s", "max s"):
+        table.add_column(column, justify="right")
+    for name, fault in report.faults.items():
+        recovery, pause = fault.recovery, fault.pause
+        table.add_row(
+            name,
+            str(fault.count),
+            *((f"{recovery.p50_s:.2f}", f"{recovery.max_s:.2f}") if recovery else ("-", "-")),
+            str(fault.num_alone),
+            *((str(pause.count), f"{pause.p99_s:.2f}", f"{pause.max_s:.2f}") if pause else ("-", "-", "-")),
         )
-        table.add_row(name, str(summary["count"]), *("-" if cell is None else f"{cell:g}" for cell in cells))
     console.print(table)
-    problems = report.pop("problems")
-    assert isinstance(problems, tuple)
-    for name, value in report.items():
-        console.print(f"{name.replace('_', ' ')}: {value}", highlight=False)
-    for problem in problems:
-        console.print(f"[red]{problem}[/red]", highlight=False)
+    for item in dataclasses.fields(report):
+        if item.name not in ("faults", "problems"):
+            console.print(f"{item.name.replace('_', ' ')}: {_shown(getattr(report, item.name))}", highlight=False)
+    for problem in report.problems:
+        console.print(problem, style="red", highlight=False, markup=False)
+
+
+def _shown(value: object) -> object:
+    """A spread of seconds in one line; anything else as it is."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    return ", ".join(f"{item.name} {getattr(value, item.name):g}" for item in dataclasses.fields(value))

@@ -57,6 +57,7 @@ class ClusterUnderTest:
         self._start_timeout_s = start_timeout_s
         self.num_workers = num_workers
         self.model = self.url = ""
+        self.start_s = 0.0
         self.control = ControlConfig()
         self._extras: list[Child] = []
 
@@ -76,13 +77,20 @@ class ClusterUnderTest:
         await self.stop()
 
     async def _until_ready(self) -> None:
-        deadline = time.monotonic() + self._start_timeout_s
+        start_s = time.monotonic()
+        deadline = start_s + self._start_timeout_s
         while (found := READY.search(self.log)) is None:
             if self._serve.exit_code is not None or time.monotonic() > deadline:
                 raise FatalError(f"the cluster did not start: {self.log[-LOG_TAIL_CHARS:]}")
             await asyncio.sleep(POLL_INTERVAL_S)
+        self.start_s = time.monotonic() - start_s
         self.model, self.url, control = found.groups()
         self.control = ControlConfig(control=control, connect_timeout_s=1.0)
+
+    @property
+    def heal_timeout_s(self) -> float:
+        """How long the cluster may take to be whole again: that of a start, measured at the beginning, and more."""
+        return 20.0 + 2.0 * self.start_s
 
     @property
     def log(self) -> str:
@@ -109,18 +117,19 @@ class ClusterUnderTest:
         extras = {child.pid for child in self._extras}
         return [_member(status, extras) for status in report["workers"] if "error" not in status]
 
-    async def until_whole(self, roles: Sequence[str], timeout_s: float) -> float | None:
-        """Wait until each role has all its workers; gives the seconds that it took, or None when it took too long."""
+    async def until_whole(self, roles: Sequence[str], timeout_s: float, num_away: int = 0) -> float | None:
+        """Wait until each role has all its workers, but for ``num_away``; gives the seconds that it took, or None when
+        it took too long."""
         start_s = time.monotonic()
         while time.monotonic() - start_s < timeout_s:
             members = await self.members()
-            if members is not None and all(self._has_all(members, role) for role in roles):
+            if members is not None and all(self._has_all(members, role, num_away) for role in roles):
                 return time.monotonic() - start_s
             await asyncio.sleep(POLL_INTERVAL_S)
         return None
 
-    def _has_all(self, members: Sequence[Member], role: str) -> bool:
-        return sum(member.role == role for member in members) >= self.num_workers[role]
+    def _has_all(self, members: Sequence[Member], role: str, num_away: int = 0) -> bool:
+        return sum(member.role == role for member in members) >= self.num_workers[role] - num_away
 
     async def until_idle(self, timeout_s: float) -> tuple[int, str]:
         """Wait until no block is in use anywhere; gives how many still are at the end, and what was wrong besides."""

@@ -23,10 +23,11 @@ from kvrelay.launch.chaos.load import ChaosClient
 from kvrelay.launch.chaos.plan import ROLES, Fault, FaultKind
 from kvrelay.launch.chaos.report import FaultRecord
 
-HEAL_TIMEOUT_S = 40.0
 SWITCHED_S = 2.0
 """How long a worker keeps its other role."""
 NUM_LEAVERS = 8
+NATS_GONE_S = 0.3
+"""Until then its supervisor has noticed, and the old connections are closed."""
 MORE_FREEZE_S = 8.0
 """At most so much longer than a lease: some freezes end before the request plane's heartbeats give up, some later."""
 
@@ -58,7 +59,7 @@ class FaultInjector:
         try:
             await self._inject(fault)
         except (KvrelayError, aiohttp.ClientError, ProcessLookupError) as exc:
-            self.records.append(FaultRecord(fault.name, began_s, problem=str(exc) or repr(exc)))
+            self.records.append(FaultRecord(fault.name, began_s, time.monotonic(), problem=str(exc) or repr(exc)))
 
     async def _inject(self, fault: Fault) -> None:
         match fault.kind:
@@ -78,7 +79,7 @@ class FaultInjector:
                 await self._burst(fault)
 
     def _record(self, fault: Fault, at_s: float, recovery_s: float | None, problem: str = "") -> None:
-        self.records.append(FaultRecord(fault.name, at_s, recovery_s, problem))
+        self.records.append(FaultRecord(fault.name, at_s, time.monotonic(), recovery_s, problem))
 
     # -- against workers ----------------------------------------------------------------------------------------------
 
@@ -89,8 +90,10 @@ class FaultInjector:
             for name in sorted(names):
                 await stack.enter_async_context(self._locks[name])
             roles = [name for name in names if name in ROLES]
-            if await self._cluster.until_whole(roles, HEAL_TIMEOUT_S) is None:
-                raise FatalError(f"the cluster was not whole after {HEAL_TIMEOUT_S:g} s, before this fault")
+            if await self._cluster.until_whole(roles, self._cluster.heal_timeout_s) is None:
+                raise FatalError(
+                    f"the cluster was not whole after {self._cluster.heal_timeout_s:.0f} s, before this fault"
+                )
             yield
 
     async def _victim(self, fault: Fault, role: str) -> Member:
@@ -122,17 +125,19 @@ class FaultInjector:
                 os.kill(victim.pid, signal.SIGTERM)
             else:
                 await self._cluster.tell(victim.worker_id, "drain")
-            code = await self._cluster.until_exit(victim, HEAL_TIMEOUT_S)
+            code = await self._cluster.until_exit(victim, self._cluster.heal_timeout_s)
             if code:
                 self._record(fault, at_s, None, f"the drained worker ended with exit code {code}")
             elif code is None:
-                self._record(fault, at_s, None, f"the drained worker was still there after {HEAL_TIMEOUT_S:g} s")
+                self._record(
+                    fault, at_s, None, f"the drained worker was still there after {self._cluster.heal_timeout_s:.0f} s"
+                )
             else:
                 await self._heal(fault, at_s, [fault.role])
 
     async def _victim_besides(self, fault: Fault, new_pid: int) -> Member:
         """A member other than the new one, once that has joined. ``serve`` keeps one child of each role: its last."""
-        deadline = time.monotonic() + HEAL_TIMEOUT_S
+        deadline = time.monotonic() + self._cluster.heal_timeout_s
         while time.monotonic() < deadline:
             members = [member for member in await self._cluster.members() or () if member.role == fault.role]
             old = [member for member in members if member.pid != new_pid]
@@ -174,16 +179,20 @@ class FaultInjector:
                 raise FatalError("there is no NATS server")
             at_s = time.monotonic()
             os.kill(pid, signal.SIGKILL)
-            await asyncio.sleep(0.3)
-            async with self._locks["prefill"], self._locks["decode"]:
-                await self._heal(fault, at_s, ROLES)
+            await asyncio.sleep(NATS_GONE_S)
+            # Another fault may have taken one worker of a role just now; the rest must be back in discovery.
+            await self._heal(fault, at_s, ROLES, num_away=1)
 
-    async def _heal(self, fault: Fault, at_s: float, roles: Sequence[str], *, since_s: float | None = None) -> None:
+    async def _heal(
+        self, fault: Fault, at_s: float, roles: Sequence[str], *, since_s: float | None = None, num_away: int = 0
+    ) -> None:
         """Record the time from ``since_s`` (default: the fault) until the roles are whole again."""
         start_s = time.monotonic()
-        waited_s = await self._cluster.until_whole(roles, HEAL_TIMEOUT_S)
+        waited_s = await self._cluster.until_whole(roles, self._cluster.heal_timeout_s, num_away)
         if waited_s is None:
-            self._record(fault, at_s, None, f"the cluster was not whole again after {HEAL_TIMEOUT_S:g} s")
+            self._record(
+                fault, at_s, None, f"the cluster was not whole again after {self._cluster.heal_timeout_s:.0f} s"
+            )
         else:
             self._record(fault, at_s, start_s + waited_s - (at_s if since_s is None else since_s))
 

@@ -32,19 +32,20 @@ class RequestRecord:
 
         None when the request was not in flight at ``after_s``. The wait for the first token counts.
         """
-        if not self.begin_s < after_s < self.end_s:
+        if not self.begin_s <= after_s < self.end_s:
             return None
         times = [self.begin_s, *self.arrivals_s, self.end_s]
-        gaps = [b - a for a, b in pairwise(times) if b > after_s and a < after_s + window_s]
+        gaps = [b - a for a, b in pairwise(times) if b > after_s and a <= after_s + window_s]
         return max(gaps)
 
 
 @dataclass(frozen=True, slots=True)
 class FaultRecord:
-    """A fault that was injected at ``at_s`` (monotonic); ``recovery_s`` is None where nothing had to recover."""
+    """A fault from its injection to its end, monotonic seconds; ``recovery_s`` is None where nothing had to recover."""
 
     name: str
     at_s: float
+    end_s: float
     recovery_s: float | None = None
     problem: str = ""
 
@@ -61,16 +62,19 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class FaultSummary:
-    """All faults of one name: how long until the cluster was whole, and how long the streams in flight were silent."""
+    """All faults of one name: how long until the cluster was whole, and, for the ``num_alone`` of them that met no
+    other fault, how long the streams in flight were silent."""
 
     count: int
     recovery: Spread | None
+    num_alone: int
     pause: Spread | None
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosReport:
-    """The whole run. ``refused`` requests got 429 or 503 with Retry-After and were sent again."""
+    """The whole run. ``refused`` requests got 429 or 503 with Retry-After and were sent again. The two pauses are each
+    stream's longest silence, the wait for the first token included: before the faults, and during them."""
 
     engine: str
     duration_s: float
@@ -91,6 +95,7 @@ class ChaosReport:
     leaked_blocks: int
     skipped_faults: int
     undisturbed_pause: Spread | None
+    longest_pause: Spread | None
     faults: dict[str, FaultSummary]
     problems: tuple[str, ...]
 
@@ -113,17 +118,25 @@ def spread(values: Iterable[float]) -> Spread | None:
 def summarise_faults(
     faults: Sequence[FaultRecord], requests: Sequence[RequestRecord], window_s: float
 ) -> dict[str, FaultSummary]:
-    """Per name of fault; pauses are those of the streams in flight when it struck, see ``longest_pause_s``."""
+    """Per name of fault; pauses are those of the streams in flight when it struck, see ``longest_pause_s``. They are
+    taken only where no other fault lasted meanwhile, or a pause would be laid at the wrong door."""
     summaries = {}
     for name in sorted({fault.name for fault in faults}):
         own = [fault for fault in faults if fault.name == name]
-        pauses = (r.longest_pause_s(fault.at_s, window_s) for fault in own for r in requests if r.is_stream)
+        alone = [fault for fault in own if not any(_meet(fault, other, window_s) for other in faults)]
+        pauses = (r.longest_pause_s(fault.at_s, window_s) for fault in alone for r in requests if r.is_stream)
         summaries[name] = FaultSummary(
             count=len(own),
             recovery=spread(fault.recovery_s for fault in own if fault.recovery_s is not None),
+            num_alone=len(alone),
             pause=spread(pause for pause in pauses if pause is not None),
         )
     return summaries
+
+
+def _meet(fault: FaultRecord, other: FaultRecord, window_s: float) -> bool:
+    """Whether ``other`` lasts into the time in which pauses count as ``fault``'s."""
+    return other is not fault and other.at_s < fault.at_s + window_s and other.end_s > fault.at_s
 
 
 def count_verdicts(requests: Sequence[RequestRecord]) -> Counter[Verdict]:

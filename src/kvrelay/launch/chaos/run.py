@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from kvrelay.launch.chaos.report import (
     ChaosReport,
     FaultRecord,
     RequestRecord,
+    Spread,
     count_verdicts,
     problems_of,
     spread,
@@ -36,7 +38,6 @@ from kvrelay.launch.chaos.report import (
 MAX_PROMPT_LEN = 600
 NUM_LEARNERS = 8
 START_TIMEOUT_S = 300.0
-LAST_FAULTS_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 20.0
 MIN_STABLE_SHARE = 0.5
 
@@ -79,9 +80,14 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
     """Run it. Raises FatalError when the cluster does not start, ConfigError for a duration without room for faults."""
     plan = make_plan(options.duration_s, options.seed, interval_s=options.fault_interval_s)
     num_workers = {"prefill": options.num_prefill, "decode": options.num_decode}
-    flags = [*options.worker_flags, "--max-waiting-requests", str(options.max_waiting_requests)]
+    flags = [
+        str(options.model_path),
+        *options.worker_flags,
+        "--max-waiting-requests",
+        str(options.max_waiting_requests),
+    ]
     worker_flags = [str(options.model_path), *options.worker_flags]
-    cluster = ClusterUnderTest([str(options.model_path), *flags], worker_flags, num_workers, START_TIMEOUT_S)
+    cluster = ClusterUnderTest(flags, worker_flags, num_workers, START_TIMEOUT_S)
     progress("starting the cluster")
     async with cluster, ChaosClient(cluster.url, cluster.model) as client:
         prompts, calm = await _learn(options, client, progress)
@@ -92,7 +98,7 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
             lease_ttl_s=options.lease_ttl_s,
             burst_size=options.max_waiting_requests * 2,
         )
-        skipped = await _disturb(options, plan, client, injector, prompts, progress)
+        skipped = await _disturb(options, plan, client, injector, prompts, cluster.heal_timeout_s, progress)
         progress("waiting until nothing is in flight")
         leaked, problem = await cluster.until_idle(IDLE_TIMEOUT_S + options.lease_ttl_s)
         problems = [problem] if problem else []
@@ -163,9 +169,10 @@ async def _disturb(
     client: ChaosClient,
     injector: FaultInjector,
     prompts: Sequence[KnownPrompt],
+    heal_timeout_s: float,
     progress: Progress,
 ) -> int:
-    """Load and faults for the whole duration; gives the number of faults that found no time."""
+    """Load and faults for the whole duration, and until the last fault has healed; gives how many did not."""
     stop = asyncio.Event()
     start_s = time.monotonic()
     asking = [
@@ -180,7 +187,7 @@ async def _disturb(
     await asyncio.sleep(max(0.0, start_s + options.duration_s - time.monotonic()))
     late: set[asyncio.Future[None]] = set()
     if running:
-        _, late = await asyncio.wait(running, timeout=LAST_FAULTS_TIMEOUT_S)
+        _, late = await asyncio.wait(running, timeout=heal_timeout_s)
     for task in late:
         task.cancel()
     stop.set()
@@ -200,7 +207,6 @@ def _report(
     problems: Sequence[str],
 ) -> ChaosReport:
     verdicts = count_verdicts(client.records)
-    middle = [record.longest_pause_s((record.begin_s + record.end_s) / 2, 1e9) for record in calm]
     return ChaosReport(
         engine=options.engine,
         duration_s=options.duration_s,
@@ -220,7 +226,13 @@ def _report(
         cancelled=client.num_cancelled,
         leaked_blocks=leaked,
         skipped_faults=skipped,
-        undisturbed_pause=spread(pause for pause in middle if pause is not None),
+        undisturbed_pause=_pauses(calm),
+        longest_pause=_pauses(client.records),
         faults=summarise_faults(faults, client.records, options.lease_ttl_s),
         problems=(*problems, *problems_of(client.records, faults)),
     )
+
+
+def _pauses(records: Sequence[RequestRecord]) -> Spread | None:
+    pauses = (record.longest_pause_s(record.begin_s, math.inf) for record in records if record.is_stream)
+    return spread(pause for pause in pauses if pause is not None)
