@@ -134,7 +134,7 @@ async def print_order(config: ControlConfig, worker_id: str, command: str, argum
 
 
 async def config_set(config: ControlConfig, key: str, value: str) -> None:
-    """Put a run-time setting into discovery, where all workers (frontends: ``router.``) watch it. Raises ConfigError."""
+    """Put a run-time setting into discovery, where workers and frontends watch it. Raises ConfigError."""
     if key not in SETTABLE:
         raise ConfigError(f"{key} cannot be set at run time{nearest(key, SETTABLE)}", param=key)
     checked = _checked(key, value)

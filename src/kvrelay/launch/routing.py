@@ -54,8 +54,8 @@ def decision_table(answer: dict[str, Any]) -> None:
     """Print a decision for a person: every candidate, the chosen one marked."""
     decision = answer["decision"]
     title = (
-        f"{decision['policy']}: {answer['num_prompt_tokens']} tokens of {answer['model']} go to {decision['worker_id']}, "
-        f"which holds {decision['hit_rate']:.0%} (frontend {answer['pid']})"
+        f"{decision['policy']}: {answer['num_prompt_tokens']} tokens of {answer['model']} go to "
+        f"{decision['worker_id']}, which holds {decision['hit_rate']:.0%} (frontend {answer['pid']})"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("worker")
