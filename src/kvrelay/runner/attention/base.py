@@ -20,7 +20,7 @@ from kvrelay.runner.slots import StepBatch
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """The model's side. ``rope`` [positions, 2, head_dim / 2] float32 (cos, sin); ``windows``, ``q_norms``,
-    ``k_norms`` by layer: tokens that a query sees (0: all), and float32 [head_dim] norm weights (None: the family has none)."""
+    ``k_norms`` by layer: tokens that a query sees (0: all), and float32 [head_dim] norm weights, if any."""
 
     num_heads: int
     num_kv_heads: int

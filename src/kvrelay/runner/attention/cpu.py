@@ -20,6 +20,8 @@ from kvrelay.runner.slots import StepBatch
 
 # Multiply-adds below which one thread is done before another has woken up.
 _PARALLEL_FROM = 150_000
+# Query rows (tokens times heads of a group) that share a chunk of widened keys and values.
+_TILE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class CpuAttention:
         self._eps, self._scale = np.float32(spec.norm_eps), np.float32(spec.scale)
         self._num_threads = num_threads
         self._scratch = np.zeros((num_threads, _scratch_size(spec)), dtype=np.float32)
-        self._state = np.zeros((num_threads, kernels.TILE * spec.group_size, 2), dtype=np.float32)
+        self._tile_size = max(_TILE_ROWS // spec.group_size, 1)
+        self._state = np.zeros((num_threads, self._tile_size * spec.group_size, 2), dtype=np.float32)
         self._batch: StepBatch | None = None
         self._tiles: _Tiles | None = None
         self._threads = 1
@@ -58,7 +61,7 @@ class CpuAttention:
             * self._spec.head_dim
         )
         self._threads = self._num_threads if work >= _PARALLEL_FROM else 1
-        self._tiles = _tile(batch) if batch.num_decodes < batch.num_rows else None
+        self._tiles = _tile(batch, self._tile_size) if batch.num_decodes < batch.num_rows else None
 
     def forward(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         batch = self._batch
@@ -101,21 +104,22 @@ class CpuAttention:
 def _scratch_size(spec: AttentionSpec) -> int:
     """Floats of one thread's scratch memory: the larger of what decode and prefill lay out."""
     decode = 2 * spec.group_size * spec.head_dim + spec.group_size * kernels.CHUNK
-    tile = 2 * kernels.TILE * spec.group_size * spec.head_dim
-    return max(decode, tile + 2 * kernels.KEYS * spec.head_dim + kernels.KEYS)
+    tile_rows = max(_TILE_ROWS // spec.group_size, 1) * spec.group_size
+    prefill = 2 * tile_rows * spec.head_dim + 2 * kernels.KEYS * spec.head_dim + kernels.ROWS * kernels.KEYS
+    return max(decode, prefill)
 
 
-def _tile(batch: StepBatch) -> _Tiles:
-    """Cut each prefill row's tokens into runs of ``TILE``, the last one shorter."""
+def _tile(batch: StepBatch, size: int) -> _Tiles:
+    """Cut each prefill row's tokens into runs of ``size``, the last one shorter."""
     first = batch.num_decodes
     counts = batch.num_tokens[first:]
-    per_row = -(-counts // kernels.TILE)
+    per_row = -(-counts // size)
     rows = np.repeat(np.arange(len(counts)), per_row)
     within = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
-    offsets = (within * kernels.TILE).astype(np.int32)
+    offsets = (within * size).astype(np.int32)
     return _Tiles(
         slots=batch.slots[first:][rows],
         tokens=batch.row_offsets[first:-1][rows] + offsets,
-        counts=np.minimum(kernels.TILE, counts[rows] - offsets).astype(np.int32),
+        counts=np.minimum(size, counts[rows] - offsets).astype(np.int32),
         token_slots=np.repeat(batch.slots, batch.num_tokens),
     )

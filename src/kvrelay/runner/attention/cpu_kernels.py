@@ -6,9 +6,9 @@ float32.
 
 Decode: one task per (row, KV head) rotates its new key and query, writes key and value, and attends, the scores of
 ``CHUNK`` keys at a time with a running maximum (online softmax, Milakov and Gimelshein 2018).
-Prefill: first all keys and values are written; then one task per (tile of ``TILE`` queries, KV head) widens ``KEYS``
-keys and values at once and uses them for all of the tile's queries. Chunks of keys begin at multiples of ``KEYS``, so
-a token's result does not depend on how its prompt was cut.
+Prefill: first all keys and values are written; then one task per (tile of queries, KV head) widens ``KEYS`` keys and
+values at once and uses them for all of the tile's queries, ``ROWS`` at a time. Chunks of keys begin at multiples of
+``KEYS``, so a token's result does not depend on how its prompt was cut.
 """
 
 from __future__ import annotations
@@ -18,25 +18,37 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from kvrelay.runner.kernels.numba_math import OPTIONS, constant, exp_negative, largest, narrow, widen
+from kvrelay.runner.kernels.numba_math import (
+    OPTIONS,
+    constant,
+    constant_marker,
+    exp_negative,
+    largest,
+    narrow,
+    widen,
+)
+from kvrelay.runner.kernels.numba_vector import add_weighted, block_scores, prefetch
 
 CHUNK = 256
-TILE = 16
 KEYS = 64
+ROWS = 4
+# Blocks of keys that are asked for before they are read: enough to cover a cache miss.
+_AHEAD = 4
+_KEYS, _ROWS, _ONE_ROW = constant_marker(KEYS), constant_marker(ROWS), constant_marker(1)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _soften(scores: Any, start: int, end: int, state: Any, i: int) -> Any:
-    """scores[start:end] become weights relative to the running maximum state[i, 0]; state[i, 1] is their sum.
+def _soften(scores: Any, count: int, state: Any, i: int) -> Any:
+    """scores[:count] become weights relative to the running maximum state[i, 0]; state[i, 1] is their sum.
 
-    Returns the factor for what was accumulated under the old maximum.
+    Returns the factor for what was accumulated under the old maximum. A score of minus infinity gets a weight of 1e-38.
     """
     old = state[i, 0]
-    new = max(old, largest(scores, start, end))
+    new = max(old, largest(scores, count))
     total = _ZERO
-    for j in range(start, end):
+    for j in range(count):
         weight = exp_negative(scores[j] - new)
         scores[j] = weight
         total += weight
@@ -102,21 +114,17 @@ def _write(
 def _score(
     head: Any, group: Any, q: Any, pool: Any, layer: int, h: int, blocks: Any, start: int, end: int, scores: Any
 ) -> None:
-    D = constant(head)  # noqa: N806
-    G = constant(group)  # noqa: N806
-    block_size = pool.shape[4]
+    """scores [G, CHUNK] of the keys start..end against q [G, D]; both flat."""
+    flat, block_size, width = pool.reshape(-1), pool.shape[4], pool.shape[5]
     at = start
     while at < end:
-        keys = pool[blocks[at // block_size], layer, 0, h]
         first = at % block_size
         count = min(block_size - first, end - at)
-        for i in range(count):
-            key = keys[first + i]
-            for g in range(G):
-                total = _ZERO
-                for d in range(D):
-                    total += q[g, d] * widen(key[d])
-                scores[g, at - start + i] = total
+        place = _offset(pool, layer, 0, h, blocks[at // block_size], first)
+        # Blocks lie anywhere, so the hardware does not foresee the next ones, nor the values of this one.
+        _fetch_keys(pool, layer, h, blocks, at + _AHEAD * block_size, min(end, at + (_AHEAD + 1) * block_size))
+        prefetch(flat, place + pool.shape[3] * block_size * width, count * width)
+        block_scores(head, group, q, flat, place, count, scores, at - start, CHUNK)
         at += count
 
 
@@ -124,33 +132,31 @@ def _score(
 def _gather(
     head: Any, group: Any, weights: Any, pool: Any, layer: int, h: int, blocks: Any, start: int, end: int, sums: Any
 ) -> None:
-    D = constant(head)  # noqa: N806
-    G = constant(group)  # noqa: N806
-    block_size = pool.shape[4]
+    """sums [G, D] += weights [G, CHUNK] @ values start..end; both flat."""
+    flat, block_size = pool.reshape(-1), pool.shape[4]
     at = start
     while at < end:
-        values = pool[blocks[at // block_size], layer, 1, h]
         first = at % block_size
         count = min(block_size - first, end - at)
-        i = 0
-        while i + 4 <= count:
-            v0, v1, v2, v3 = values[first + i], values[first + i + 1], values[first + i + 2], values[first + i + 3]
-            w = at - start + i
-            for g in range(G):
-                w0, w1, w2, w3 = weights[g, w], weights[g, w + 1], weights[g, w + 2], weights[g, w + 3]
-                target = sums[g]
-                for d in range(D):
-                    target[d] += w0 * widen(v0[d]) + w1 * widen(v1[d]) + w2 * widen(v2[d]) + w3 * widen(v3[d])
-            i += 4
-        while i < count:
-            v0 = values[first + i]
-            for g in range(G):
-                w0 = weights[g, at - start + i]
-                target = sums[g]
-                for d in range(D):
-                    target[d] += w0 * widen(v0[d])
-            i += 1
+        place = _offset(pool, layer, 1, h, blocks[at // block_size], first)
+        add_weighted(head, group, weights, at - start, CHUNK, flat, place, count, sums, 0)
         at += count
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _fetch_keys(pool: Any, layer: int, h: int, blocks: Any, start: int, end: int) -> None:
+    """Ask for the blocks of keys that hold start..end."""
+    flat, block_size, width = pool.reshape(-1), pool.shape[4], pool.shape[5]
+    for at in range(start, end, block_size):
+        prefetch(flat, _offset(pool, layer, 0, h, blocks[at // block_size], 0), block_size * width)
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _offset(pool: Any, layer: int, kind: int, h: int, block: int, position: int) -> Any:
+    """Where in the flat pool the vector of a position begins."""
+    _, num_layers, kinds, num_kv_heads, block_size, width = pool.shape
+    row = ((np.int64(block) * num_layers + layer) * kinds + kind) * num_kv_heads + h
+    return (row * block_size + position) * width
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -179,9 +185,9 @@ def _decode_tasks(
     D = constant(head)  # noqa: N806
     G = constant(group)  # noqa: N806
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
-    q = scratch[: G * D].reshape((G, D))
-    sums = scratch[G * D : 2 * G * D].reshape((G, D))
-    scores = scratch[2 * G * D : 2 * G * D + G * CHUNK].reshape((G, CHUNK))
+    flat_q, flat_sums = scratch[: G * D], scratch[G * D : 2 * G * D]
+    flat_scores = scratch[2 * G * D : 2 * G * D + G * CHUNK]
+    q, sums, scores = flat_q.reshape((G, D)), flat_sums.reshape((G, D)), flat_scores.reshape((G, CHUNK))
     for task in range(thread, len(slots) * num_kv_heads, num_threads):
         row, h = task // num_kv_heads, task % num_kv_heads
         position = starts[row]
@@ -209,12 +215,15 @@ def _decode_tasks(
         start = max(0, position + 1 - window) if window > 0 else 0
         while start <= position:
             end = min(start + CHUNK, position + 1)
-            _score(head, group, q, pool, layer, h, blocks, start, end, scores)
+            _score(head, group, flat_q, pool, layer, h, blocks, start, end, flat_scores)
+            count = end - start
+            padded = (count + KEYS - 1) // KEYS * KEYS
             for g in range(G):
-                factor = _soften(scores[g], 0, end - start, state, g)
+                scores[g, count:padded] = _MINUS_INFINITY
+                factor = _soften(scores[g], padded, state, g)
                 for d in range(D):
                     sums[g, d] *= factor
-            _gather(head, group, scores, pool, layer, h, blocks, start, end, sums)
+            _gather(head, group, flat_scores, pool, layer, h, blocks, start, end, flat_sums)
             start = end
         for g in range(G):
             inverse = _ONE / state[g, 1]
@@ -269,54 +278,65 @@ def _write_tasks(
 def _widen_chunk(
     head: Any, group: Any, pool: Any, layer: int, h: int, blocks: Any, start: int, count: int, keys: Any, values: Any
 ) -> None:
-    """keys [D, KEYS] transposed, values [KEYS, D]; keys past ``count`` are 0."""
+    """keys [D, KEYS] transposed, values [KEYS, D], both flat; keys past ``count`` are 0."""
     D = constant(head)  # noqa: N806
-    block_size = pool.shape[4]
+    flat, block_size = pool.reshape(-1), pool.shape[4]
     for i in range(count):
         block, offset = blocks[(start + i) // block_size], (start + i) % block_size
-        key, value = pool[block, layer, 0, h, offset], pool[block, layer, 1, h, offset]
+        key = _offset(pool, layer, 0, h, block, offset)
+        value = _offset(pool, layer, 1, h, block, offset)
         for d in range(D):
-            keys[d, i] = widen(key[d])
-        target = values[i]
+            keys[d * KEYS + i] = widen(flat[key + d])
         for d in range(D):
-            target[d] = widen(value[d])
+            values[i * D + d] = widen(flat[value + d])
     for d in range(D):
         for i in range(count, KEYS):
-            keys[d, i] = _ZERO
+            keys[d * KEYS + i] = _ZERO
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _score_chunk(head: Any, group: Any, q: Any, keys: Any, scores: Any) -> None:
-    """scores [KEYS] = q @ keys; D is even, and a multiple of 4 in all but odd models."""
+def _attend_chunk(
+    head: Any,
+    group: Any,
+    rows: Any,
+    first_row: int,
+    q: Any,
+    keys: Any,
+    values: Any,
+    num_keys: int,
+    before: Any,
+    window: int,
+    scores: Any,
+    state: Any,
+    sums: Any,
+) -> None:
+    """The chunk's keys [D, KEYS] and values [KEYS, D] for as many queries, from ``first_row`` on, as ``rows`` says.
+
+    Row r is of query r // G, which has ``before + r // G`` tokens before it from the chunk's first key on. All flat.
+    """
     D = constant(head)  # noqa: N806
-    for i in range(KEYS):
+    G = constant(group)  # noqa: N806
+    R = constant(rows)  # noqa: N806
+    for i in range(R * KEYS):
         scores[i] = _ZERO
-    for d in range(0, D - D % 4, 4):
-        q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
-        k0, k1, k2, k3 = keys[d], keys[d + 1], keys[d + 2], keys[d + 3]
-        for i in range(KEYS):
-            scores[i] += q0 * k0[i] + q1 * k1[i] + q2 * k2[i] + q3 * k3[i]
-    for d in range(D - D % 4, D):
-        q0, k0 = q[d], keys[d]
-        for i in range(KEYS):
-            scores[i] += q0 * k0[i]
-
-
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _gather_chunk(head: Any, group: Any, weights: Any, values: Any, start: int, end: int, sums: Any) -> None:
-    D = constant(head)  # noqa: N806
-    i = start
-    while i + 4 <= end:
-        w0, w1, w2, w3 = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
-        v0, v1, v2, v3 = values[i], values[i + 1], values[i + 2], values[i + 3]
-        for d in range(D):
-            sums[d] += w0 * v0[d] + w1 * v1[d] + w2 * v2[d] + w3 * v3[d]
-        i += 4
-    while i < end:
-        w0, v0 = weights[i], values[i]
-        for d in range(D):
-            sums[d] += w0 * v0[d]
-        i += 1
+    add_weighted(_KEYS, rows, q, first_row * D, D, keys, 0, D, scores, 0)
+    for r in range(R):
+        row = first_row + r
+        high = min(num_keys, before + row // G + 1)
+        low = max(0, before + row // G + 1 - window) if window > 0 else 0
+        weights = scores[r * KEYS : (r + 1) * KEYS]
+        if low < high:
+            if low > 0 or high < KEYS:
+                for i in range(KEYS):
+                    weights[i] = weights[i] if low <= i < high else _MINUS_INFINITY
+            factor = _soften(weights, KEYS, state, row)
+            if factor != _ONE:
+                for d in range(row * D, (row + 1) * D):
+                    sums[d] *= factor
+        else:
+            for i in range(KEYS):
+                weights[i] = _ZERO
+    add_weighted(head, rows, scores, 0, KEYS, values, 0, num_keys, sums, first_row * D)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -342,47 +362,43 @@ def _prefill_tasks(
     thread: int,
     num_threads: int,
 ) -> None:
-    """``scratch`` [2 * TILE * G * D + 2 * KEYS * D + KEYS]: queries, sums, keys, values, scores."""
+    """``scratch`` [2 * tile rows * D + 2 * KEYS * D + ROWS * KEYS]: queries, sums, keys, values, scores."""
     D = constant(head)  # noqa: N806
     G = constant(group)  # noqa: N806
-    num_kv_heads = pool.shape[3]
-    size = TILE * G * D
-    q = scratch[:size].reshape((TILE * G, D))
-    sums = scratch[size : 2 * size].reshape((TILE * G, D))
-    keys = scratch[2 * size : 2 * size + KEYS * D].reshape((D, KEYS))
-    values = scratch[2 * size + KEYS * D : 2 * size + 2 * KEYS * D].reshape((KEYS, D))
-    scores = scratch[2 * size + 2 * KEYS * D : 2 * size + 2 * KEYS * D + KEYS]
+    num_kv_heads, size = pool.shape[3], state.shape[0] * D
+    q, sums = scratch[:size], scratch[size : 2 * size]
+    keys = scratch[2 * size : 2 * size + KEYS * D]
+    values = scratch[2 * size + KEYS * D : 2 * size + 2 * KEYS * D]
+    scores = scratch[2 * size + 2 * KEYS * D : 2 * size + 2 * KEYS * D + ROWS * KEYS]
     for task in range(thread, len(tile_slots) * num_kv_heads, num_threads):
         tile, h = task // num_kv_heads, task % num_kv_heads
         first, count, blocks = tile_tokens[tile], tile_counts[tile], table[tile_slots[tile]]
-        for i in range(count * G):
+        num_rows = count * G
+        for i in range(num_rows):
             token = first + i // G
-            _rotate(head, group, qkv[token], (h * G + i % G) * D, q_norm, eps, rope[positions[token]], scale, q[i])
+            angles, place = rope[positions[token]], q[i * D : (i + 1) * D]
+            _rotate(head, group, qkv[token], (h * G + i % G) * D, q_norm, eps, angles, scale, place)
             state[i, 0] = _MINUS_INFINITY
             state[i, 1] = _ZERO
-            for d in range(D):
-                sums[i, d] = _ZERO
-        last = positions[first + count - 1]
-        lowest = max(0, positions[first] + 1 - window) if window > 0 else 0
-        for start in range(lowest - lowest % KEYS, last + 1, KEYS):
-            num_keys = min(KEYS, last + 1 - start)
+        sums[: num_rows * D] = _ZERO
+        position = positions[first]
+        lowest = max(0, position + 1 - window) if window > 0 else 0
+        for start in range(lowest - lowest % KEYS, position + count, KEYS):
+            num_keys = min(KEYS, position + count - start)
             _widen_chunk(head, group, pool, layer, h, blocks, start, num_keys, keys, values)
-            for i in range(count * G):
-                position = positions[first + i // G]
-                low = max(0, position + 1 - window - start) if window > 0 else 0
-                high = min(num_keys, position + 1 - start)
-                if low < high:
-                    _score_chunk(head, group, q[i], keys, scores)
-                    factor = _soften(scores, low, high, state, i)
-                    for d in range(D):
-                        sums[i, d] *= factor
-                    _gather_chunk(head, group, scores, values, low, high, sums[i])
-        for i in range(count * G):
+            before, at = position - start, 0
+            while at + ROWS <= num_rows:
+                _attend_chunk(head, group, _ROWS, at, q, keys, values, num_keys, before, window, scores, state, sums)
+                at += ROWS
+            while at < num_rows:
+                _attend_chunk(head, group, _ONE_ROW, at, q, keys, values, num_keys, before, window, scores, state, sums)
+                at += 1
+        for i in range(num_rows):
             inverse = _ONE / state[i, 1]
             q_head = h * G + i % G
             target = out[first + i // G, q_head * D : (q_head + 1) * D]
             for d in range(D):
-                target[d] = narrow(sums[i, d] * inverse, out)
+                target[d] = narrow(sums[i * D + d] * inverse, out)
 
 
 @njit(cache=True, parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
@@ -406,7 +422,8 @@ def decode(
     state: Any,
     num_threads: int,
 ) -> None:
-    for t in prange(num_threads):
+    for index in prange(num_threads):
+        t = np.int64(index)  # the index is unsigned: mixed with signed ones it would make floats
         _decode_tasks(
             head,
             group,
@@ -447,7 +464,8 @@ def write(
     scratch: Any,
     num_threads: int,
 ) -> None:
-    for t in prange(num_threads):
+    for index in prange(num_threads):
+        t = np.int64(index)  # the index is unsigned: mixed with signed ones it would make floats
         _write_tasks(
             head,
             group,
@@ -489,7 +507,8 @@ def prefill(
     state: Any,
     num_threads: int,
 ) -> None:
-    for t in prange(num_threads):
+    for index in prange(num_threads):
+        t = np.int64(index)  # the index is unsigned: mixed with signed ones it would make floats
         _prefill_tasks(
             head,
             group,

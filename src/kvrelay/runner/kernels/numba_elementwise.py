@@ -68,19 +68,22 @@ def embed(table: Any, token_ids: Any, out: Any) -> None:
 @njit(cache=True, parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def norm(residual: Any, weight: Any, eps: Any, out: Any, num_threads: int) -> None:
     rows = residual.shape[0]
-    for t in prange(num_threads):
+    for index in prange(num_threads):
+        t = np.int64(index)  # the index is unsigned: mixed with signed ones it would make floats
         _norm_rows(residual, weight, eps, out, rows * t // num_threads, rows * (t + 1) // num_threads)
 
 
 @njit(cache=True, parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def add_norm(residual: Any, delta: Any, weight: Any, eps: Any, out: Any, num_threads: int) -> None:
     rows = residual.shape[0]
-    for t in prange(num_threads):
+    for index in prange(num_threads):
+        t = np.int64(index)  # the index is unsigned: mixed with signed ones it would make floats
         _add_norm_rows(residual, delta, weight, eps, out, rows * t // num_threads, rows * (t + 1) // num_threads)
 
 
 @njit(cache=True, parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def silu_mul(gate_up: Any, out: Any, num_threads: int) -> None:
     rows = out.shape[0]
-    for t in prange(num_threads):
+    for index in prange(num_threads):
+        t = np.int64(index)  # the index is unsigned: mixed with signed ones it would make floats
         _silu_mul_rows(gate_up, out, rows * t // num_threads, rows * (t + 1) // num_threads)

@@ -95,10 +95,10 @@ def exp_negative(x: Any) -> Any:
 
 
 @njit(fastmath=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def largest(values: Any, start: int, end: int) -> Any:
-    """Maximum of values[start:end], which is not empty; vectorised, hence blind to NaN."""
-    result = values[start]
-    for i in range(start + 1, end):
+def largest(values: Any, count: int) -> Any:
+    """Maximum of values[:count], which is not empty; vectorised, hence blind to NaN."""
+    result = values[0]
+    for i in range(count):
         result = max(result, values[i])
     return result
 

@@ -1,0 +1,251 @@
+"""Vector code for the inner loops of attention, written as LLVM IR where Numba's loops do not vectorise well.
+
+Each intrinsic takes flat arrays with element offsets and keeps its accumulators in registers across a loop. Sizes that
+are constants arrive as ``constant_marker`` types. Elements are float32, or bfloat16 as uint16. LLVM splits the vectors
+on machines with narrower registers. Sums run in a fixed order, so equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_LANES = 16
+# Registers that accumulators may take, of AVX-512's 32.
+_ACCUMULATORS = 24
+_LINE_BYTES = 64
+_FLOAT, _HALF, _WORD = ir.FloatType(), ir.IntType(16), ir.IntType(32)
+
+
+class _Emitter:
+    """Emits loads, products and stores of vectors of ``lanes`` float32."""
+
+    def __init__(self, context: Any, builder: Any, lanes: int) -> None:
+        self._context = context
+        self.builder = builder
+        self._vector = ir.VectorType(_FLOAT, lanes)
+        self._lanes = lanes
+        self._fused = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(self._vector, [self._vector] * 3), f"llvm.fmuladd.v{lanes}f32"
+        )
+
+    def pointer(self, array_type: Any, array: Any, offset: Any) -> Any:
+        data = self._context.make_array(array_type)(self._context, self.builder, array).data
+        return self.builder.gep(data, [offset])
+
+    def at(self, pointer: Any, offset: Any) -> Any:
+        index = offset if isinstance(offset, ir.Value) else ir.Constant(ir.IntType(64), offset)
+        return self.builder.gep(pointer, [index])
+
+    def load(self, pointer: Any, is_half: bool) -> Any:
+        """The vector at ``pointer``, widened if it is bfloat16."""
+        builder = self.builder
+        if not is_half:
+            return builder.load(builder.bitcast(pointer, self._vector.as_pointer()), align=4)
+        halves = builder.load(builder.bitcast(pointer, ir.VectorType(_HALF, self._lanes).as_pointer()), align=2)
+        words = ir.VectorType(_WORD, self._lanes)
+        shift = ir.Constant(words, [16] * self._lanes)
+        return builder.bitcast(builder.shl(builder.zext(halves, words), shift), self._vector)
+
+    def store(self, value: Any, pointer: Any) -> None:
+        self.builder.store(value, self.builder.bitcast(pointer, self._vector.as_pointer()), align=4)
+
+    def broadcast(self, pointer: Any) -> Any:
+        builder = self.builder
+        single = builder.insert_element(
+            ir.Constant(self._vector, ir.Undefined), builder.load(pointer), ir.Constant(_WORD, 0)
+        )
+        mask = ir.Constant(ir.VectorType(_WORD, self._lanes), [0] * self._lanes)
+        return builder.shuffle_vector(single, single, mask)
+
+    def fused(self, a: Any, b: Any, c: Any) -> Any:
+        return self.builder.call(self._fused, [a, b, c])
+
+    def zero(self) -> Any:
+        return ir.Constant(self._vector, [0.0] * self._lanes)
+
+    def variable(self, value: Any) -> Any:
+        """A variable that LLVM keeps in a register."""
+        slot = cgutils.alloca_once(self.builder, self._vector)
+        self.builder.store(value, slot)
+        return slot
+
+    def sums(self, vectors: list[Any]) -> Any:
+        """One lane for each of ``vectors`` (1, 2, 4, ... of them), the sum of its lanes.
+
+        Each vector is added up by halves, whatever the number of vectors, but all in one go: at each step a pair of
+        vectors becomes one that holds both their halves' sums.
+        """
+        share = self._lanes
+        while len(vectors) > 1 or share > 1:
+            share //= 2
+            runs = [range(i, i + share) for i in range(0, _width(vectors[0]) * 2, share)]
+            if len(vectors) > 1:
+                vectors = [self._add_runs(a, b, runs) for a, b in zip(vectors[::2], vectors[1::2])]
+            else:
+                vectors = [self._add_runs(vectors[0], vectors[0], runs[: len(runs) // 2])]
+        return vectors[0]
+
+    def _add_runs(self, a: Any, b: Any, runs: list[range]) -> Any:
+        """The even runs of lanes of a and b one after the other, plus the odd ones."""
+        even, odd = (
+            self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_WORD, len(lanes)), lanes))
+            for lanes in ([i for run in half for i in run] for half in (runs[::2], runs[1::2]))
+        )
+        return self.builder.fadd(even, odd)
+
+
+def _width(vector: Any) -> int:
+    return int(vector.type.count)
+
+
+def _is_half(array_type: Any) -> bool:
+    return bool(array_type.dtype == types.uint16)
+
+
+def _keys_at_once(rows: int, lanes: int) -> int:
+    """How many keys' products of all rows fit into registers: a power of two."""
+    at_once = 8
+    while at_once > 1 and (at_once * rows > _ACCUMULATORS + 4 or at_once > lanes):
+        at_once //= 2
+    return at_once
+
+
+def _number(value: int) -> Any:
+    return ir.Constant(ir.IntType(64), value)
+
+
+def _size(marker: Any) -> int:
+    """The constant that a marker's type carries."""
+    return int(marker.dtype.count)
+
+
+def _lanes(width: int) -> int:
+    return gcd(width, _LANES)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def block_scores(
+    typing_context: Any,
+    head: Any,
+    group: Any,
+    queries: Any,
+    keys: Any,
+    key_offset: Any,
+    count: Any,
+    scores: Any,
+    score_offset: Any,
+    score_stride: Any,
+) -> Any:
+    """scores[offset + g * stride + i] = queries[g] . keys[i], for ``count`` adjacent keys and a group's queries."""
+    width, rows = _size(head), _size(group)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit = _Emitter(context, builder, _lanes(width))
+        columns = range(0, width, _lanes(width))
+        q = emit.pointer(signature.args[2], arguments[2], _number(0))
+        k = emit.pointer(signature.args[3], arguments[3], arguments[4])
+        out = emit.pointer(signature.args[6], arguments[6], arguments[7])
+        held = [[emit.load(emit.at(q, g * width + c), False) for c in columns] for g in range(rows)]
+
+        def dots(first: Any, at_once: int) -> None:
+            """The scores of ``at_once`` keys from ``first`` on."""
+            products = [[emit.zero()] * at_once for _ in range(rows)]
+            for i in range(at_once):
+                key = emit.at(k, builder.mul(builder.add(first, _number(i)), _number(width)))
+                for column, c in enumerate(columns):
+                    part = emit.load(emit.at(key, c), _is_half(signature.args[3]))
+                    for g in range(rows):
+                        products[g][i] = emit.fused(held[g][column], part, products[g][i])
+            for g in range(rows):
+                sums = emit.sums(products[g])
+                place = emit.at(out, builder.add(builder.mul(arguments[8], _number(g)), first))
+                builder.store(sums, builder.bitcast(place, sums.type.as_pointer()), align=4)
+
+        at_once = _keys_at_once(rows, _lanes(width))
+        full = builder.udiv(arguments[5], _number(at_once))
+        with cgutils.for_range(builder, full) as loop:
+            dots(builder.mul(loop.index, _number(at_once)), at_once)
+        done = builder.mul(full, _number(at_once))
+        with cgutils.for_range(builder, builder.sub(arguments[5], done)) as loop:
+            dots(builder.add(done, loop.index), 1)
+        return context.get_dummy_value()
+
+    integer = types.int64
+    return types.void(head, group, queries, keys, integer, integer, scores, integer, integer), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def add_weighted(
+    typing_context: Any,
+    width_marker: Any,
+    rows_marker: Any,
+    weights: Any,
+    weight_offset: Any,
+    weight_stride: Any,
+    values: Any,
+    value_offset: Any,
+    count: Any,
+    sums: Any,
+    sum_offset: Any,
+) -> Any:
+    """sums[r] += sum over i of weights[r, i] * values[i], for ``count`` adjacent values and a constant number of rows.
+
+    Rows of weights lie ``weight_stride`` apart, those of sums and values their width.
+    """
+    width, rows = _size(width_marker), _size(rows_marker)
+    lanes = _lanes(width)
+    at_once = max(1, _ACCUMULATORS // rows) * lanes
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit = _Emitter(context, builder, lanes)
+        w = emit.pointer(signature.args[2], arguments[2], arguments[3])
+        v = emit.pointer(signature.args[5], arguments[5], arguments[6])
+        out = emit.pointer(signature.args[8], arguments[8], arguments[9])
+        for first in range(0, width, at_once):
+            columns = range(first, min(first + at_once, width), lanes)
+            places = {(r, c): emit.at(out, r * width + c) for r in range(rows) for c in columns}
+            held = {key: emit.variable(emit.load(place, False)) for key, place in places.items()}
+            with cgutils.for_range(builder, arguments[7]) as loop:
+                value = emit.at(v, builder.mul(loop.index, _number(width)))
+                parts = {c: emit.load(emit.at(value, c), _is_half(signature.args[5])) for c in columns}
+                for r in range(rows):
+                    row = builder.mul(arguments[4], _number(r))
+                    weight = emit.broadcast(emit.at(w, builder.add(row, loop.index)))
+                    for c in columns:
+                        total = emit.fused(weight, parts[c], builder.load(held[r, c]))
+                        builder.store(total, held[r, c])
+            for key, place in places.items():
+                emit.store(builder.load(held[key]), place)
+        return context.get_dummy_value()
+
+    integer = types.int64
+    arguments = (weights, integer, integer, values, integer, integer, sums, integer)
+    return types.void(width_marker, rows_marker, *arguments), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typing_context: Any, array: Any, offset: Any, count: Any) -> Any:
+    """Ask for ``count`` elements from ``offset`` on to be brought into the cache; never faults."""
+    element_bytes = 2 if _is_half(array) else 4
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        integer, byte_pointer = ir.IntType(64), ir.IntType(8).as_pointer()
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, _WORD, _WORD, _WORD])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, high_locality, data_cache = (ir.Constant(_WORD, number) for number in (0, 3, 1))
+        step = _LINE_BYTES // element_bytes
+        lines = builder.udiv(builder.add(arguments[2], ir.Constant(integer, step - 1)), ir.Constant(integer, step))
+        with cgutils.for_range(builder, lines) as loop:
+            place = builder.add(arguments[1], builder.mul(loop.index, ir.Constant(integer, step)))
+            pointer = builder.bitcast(builder.gep(data, [place]), byte_pointer)
+            builder.call(ask, [pointer, read, high_locality, data_cache])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64), generate
