@@ -76,8 +76,9 @@ def serve(
     worker_flags = ["--engine", engine_kind]
     for settings in (*worker_settings, *([source.build(MockConfig)] if engine_kind == "mock" else [])):
         worker_flags += settings_to_flags(settings)
-    frontend = source.build(FrontendConfig)
-    frontend_flags = settings_to_flags(frontend, skip=("port",)) + settings_to_flags(source.build(RouterConfig))
+    frontend, control = source.build(FrontendConfig), source.build(ControlConfig)
+    frontend_flags = settings_to_flags(frontend, skip=("port", "api_key"))
+    frontend_flags += settings_to_flags(source.build(RouterConfig))
     run_async(
         run_serve(
             ServeOptions(
@@ -87,10 +88,10 @@ def serve(
                 num_decode=num_decode,
                 num_frontends=num_frontends,
                 frontend=frontend,
-                control=source.build(ControlConfig),
+                control=control,
                 worker_flags=worker_flags,
                 frontend_flags=frontend_flags,
-                control_flags=settings_to_flags,
+                control_flags=settings_to_flags(control, skip=("control", "discovery")),
                 nats_dir=nats_dir,
                 start_timeout_s=start_timeout,
                 drain_timeout_s=drain_timeout,

@@ -50,6 +50,11 @@ def load_settings(
     return cls(**values)
 
 
+def environment_with(**values: str) -> dict[str, str]:
+    """Our environment with these settings in it, for a child process: secrets do not belong on a command line."""
+    return {**os.environ, **{ENV_PREFIX + name.upper(): value for name, value in values.items()}}
+
+
 def read_config_file(path: Path, sections: list[type[Settings]]) -> dict[str, dict[str, object]]:
     """The sections of a YAML configuration file. Raises ConfigError for unknown sections and broken files."""
     try:

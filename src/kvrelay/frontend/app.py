@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -14,8 +12,11 @@ import msgspec
 
 from kvrelay import __version__
 from kvrelay.config import FrontendConfig
-from kvrelay.errors import InvalidInputError, KvrelayError, ModelNotFoundError
+from kvrelay.core.addresses import is_loopback
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.errors import InvalidInputError, KvrelayError, ModelNotFoundError, OverloadedError
 from kvrelay.frontend.answers import ClientGoneError
+from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, HttpRequest, Response
 from kvrelay.frontend.metrics import FrontendMetrics
@@ -25,13 +26,14 @@ from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest,
 from kvrelay.frontend.openai.schema import openapi_document
 from kvrelay.frontend.pipeline import BrokenStreamError, Pipeline
 from kvrelay.frontend.prompts import render_chat, tokenize
+from kvrelay.frontend.rate_limit import RateLimit
 from kvrelay.frontend.routing import RoutingEndpoints
 
 _log = logging.getLogger(__name__)
 
 MODEL_PATH = "/v1/models/"
-OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/version", "/openapi.json"})
-"""No key is needed: load balancers and scrapers have none."""
+OPEN_PATHS = frozenset({"/health", "/live", "/version", "/openapi.json"})
+"""No key is needed: load balancers have none. On loopback ``/metrics`` is open too."""
 MAX_REQUEST_ID_CHARS = 128
 
 Handler = Callable[[Exchange, str], Awaitable[None]]
@@ -75,7 +77,10 @@ class FrontendApp:
     """Implements ``HttpApplication``."""
 
     def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
-        self._key_digest = hashlib.sha256(config.api_key.encode()).digest() if config.api_key else None
+        """Raises ConfigError when the API keys cannot be read."""
+        self._keys = ApiKeys.load(config.api_key, config.api_keys_file)
+        self._rate_limit = RateLimit(config.requests_per_minute, MonotonicClock())
+        self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
         self._cluster = cluster
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,7 +114,7 @@ class FrontendApp:
         if method != route.method:
             allow = [(b"allow", route.method.encode())]
             return self._refusal(request, 405, f"{request.path[:200]} takes {route.method}", allow)
-        if request.path not in OPEN_PATHS and not self._is_authorized(request):
+        if request.path not in self._open_paths and self._key_of(request) is None:
             challenge = [(b"www-authenticate", b"Bearer")]
             return self._refusal(request, 401, "a valid API key is needed", challenge, "invalid_api_key")
         return None
@@ -137,13 +142,16 @@ class FrontendApp:
             return self._model_route
         return route
 
-    def _is_authorized(self, request: HttpRequest) -> bool:
-        """Digests are compared, in constant time, so that neither the key nor its length can be guessed by timing."""
-        if self._key_digest is None:
-            return True
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        return scheme.lower() == "bearer" and hmac.compare_digest(digest, self._key_digest)
+    def _key_of(self, request: HttpRequest) -> str | None:
+        """The name of the client's API key, or None if it has none that is admitted."""
+        return self._keys.name_of(request.headers.get("authorization", ""))
+
+    def _check_rate(self, request: HttpRequest) -> None:
+        """Raises OverloadedError for a client that asks for work too often. Not by the head alone: a refusal there
+        ends the connection, and with it what the client still waits for."""
+        wait_s = self._rate_limit.take(self._key_of(request) or "")
+        if wait_s is not None:
+            raise OverloadedError("too many requests per minute with this API key", retry_after_s=wait_s)
 
     def _refusal(
         self,
@@ -165,6 +173,8 @@ class FrontendApp:
         request_id = _request_id(exchange.request, route.id_prefix)
         status = "200"
         try:
+            if route.method == "POST":
+                self._check_rate(exchange.request)
             await route.handler(exchange, request_id)
         except ClientGoneError:
             status = "disconnected"

@@ -14,7 +14,7 @@ from kvrelay.config import FrontendConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.frontend.app import FrontendApp
 from kvrelay.frontend.cluster import Cluster, RouterFactory, RpcClientFactory
-from kvrelay.frontend.http import HttpLimits, HttpServer, open_listener
+from kvrelay.frontend.http import HttpLimits, HttpServer, open_listener, server_tls
 from kvrelay.frontend.metrics import FrontendMetrics
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ class Frontend:
         self._config = config
         self._app = FrontendApp(config, self.cluster, self.metrics)
         limits = HttpLimits(max_body_bytes=config.max_body_bytes)
-        self._server = HttpServer(self._app, listener or open_listener(config.host, config.port), limits)
+        tls = server_tls(config.tls_cert, config.tls_key)
+        self._server = HttpServer(self._app, listener or open_listener(config.host, config.port), limits, tls)
 
     def __repr__(self) -> str:
         return f"Frontend({self.url}, {self._server!r}, {self.cluster!r})"
@@ -53,7 +54,8 @@ class Frontend:
     @property
     def url(self) -> str:
         host = self._config.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        scheme = "https" if self._config.tls_cert else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def start(self) -> None:
         """Learn the workers, then accept requests. Raises ControlUnavailableError."""

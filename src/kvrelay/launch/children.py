@@ -37,6 +37,7 @@ class Child:
     name: str
     command: list[str]
     process: subprocess.Popen[bytes]
+    environment: dict[str, str] | None = None
     crashes_s: list[float] = field(default_factory=list)
 
     @property
@@ -53,17 +54,20 @@ def kvrelay_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvrelay", *arguments]
 
 
-def start_child(name: str, command: list[str], output: IO[bytes] | None = None) -> Child:
-    """Start ``command``; it writes to our stdout and stderr, or both to ``output``."""
+def start_child(
+    name: str, command: list[str], output: IO[bytes] | None = None, environment: dict[str, str] | None = None
+) -> Child:
+    """Start ``command``; it writes to our stdout and stderr, or both to ``output``; ``environment`` None: ours."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
+        env=environment,
         start_new_session=True,
         preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only calls prctl
     )
-    return Child(name, command, process)
+    return Child(name, command, process, environment)
 
 
 def restart_delay_s(child: Child, now_s: float) -> float | None:
@@ -76,7 +80,7 @@ def restart_delay_s(child: Child, now_s: float) -> float | None:
 
 def restart(child: Child) -> None:
     """Start the child's command again, in place."""
-    child.process = start_child(child.name, child.command).process
+    child.process = start_child(child.name, child.command, environment=child.environment).process
 
 
 async def stop_children(children: list[Child], timeout_s: float) -> None:

@@ -11,32 +11,38 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
 
 from kvrelay.config import ControlConfig, FrontendConfig
+from kvrelay.config.loading import environment_with
 from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.errors import AddressInUseError, FatalError, KvrelayError
 from kvrelay.launch.children import Child, kvrelay_command, restart, restart_delay_s, start_child, stop_children
+from kvrelay.launch.security import require_api_key
 from kvrelay.launch.signals import on_terminate
 
 _log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.05
 USAGE_EXIT_CODE = 2
+TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What ``serve`` was told. The command lines of the children come ready made, but for what only ``serve`` knows."""
+    """What ``serve`` was told. The command lines of the children come ready made, but for what only ``serve`` knows.
+
+    ``control_flags`` and ``frontend_flags`` are without secrets: those go through the environment.
+    """
 
     model_path: Path
     model_name: str
@@ -47,7 +53,7 @@ class ServeOptions:
     control: ControlConfig
     worker_flags: list[str]
     frontend_flags: list[str]
-    control_flags: Callable[[ControlConfig], list[str]]
+    control_flags: list[str]
     nats_dir: Path | None
     start_timeout_s: float
     drain_timeout_s: float
@@ -72,10 +78,12 @@ class Cluster:
     @property
     def url(self) -> str:
         host = self._options.frontend.host
-        return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._port}"
+        scheme = "https" if self._options.frontend.tls_cert else "http"
+        return f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._port}"
 
     async def run(self) -> None:
         """Start, announce, supervise until SIGTERM or SIGINT, stop. Raises KvrelayError when it cannot go on."""
+        require_api_key(self._options.frontend, self._options.control)
         on_terminate(self._stop.set)
         self._port = _check_port(self._options.frontend)
         try:
@@ -91,7 +99,7 @@ class Cluster:
     async def _start(self) -> None:
         options = self._options
         if not self._control.control:
-            self._nats = NatsServerProcess(store_dir=options.nats_dir)
+            self._nats = NatsServerProcess(store_dir=options.nats_dir, token=secrets.token_hex(TOKEN_BYTES))
             self._control = replace(self._control, control=self._nats.start())
         for number in range(options.num_prefill):
             self._workers.append(self._start_worker("prefill", number))
@@ -110,14 +118,21 @@ class Cluster:
             "--role",
             role,
             *options.worker_flags,
-            *options.control_flags(self._control),
+            *options.control_flags,
         )
-        return start_child(f"{role} worker {number}", command)
+        return start_child(f"{role} worker {number}", command, environment=self._environment())
 
     def _start_frontend(self, number: int) -> Child:
         options = self._options
-        flags = [*options.frontend_flags, "--port", str(self._port), *options.control_flags(self._control)]
-        return start_child(f"frontend {number}", kvrelay_command("frontend", *flags))
+        command = kvrelay_command(
+            "frontend", *options.frontend_flags, "--port", str(self._port), *options.control_flags
+        )
+        environment = self._environment(api_key=options.frontend.api_key)
+        return start_child(f"frontend {number}", command, environment=environment)
+
+    def _environment(self, **secret: str) -> dict[str, str]:
+        """What may hold passwords; other users of this machine see command lines."""
+        return environment_with(control=self._control.control, discovery=self._control.discovery, **secret)
 
     async def _until_ready(self) -> bool:
         """Wait until every worker is in discovery and the frontend serves the model. False: told to stop meanwhile."""
@@ -143,7 +158,8 @@ class Cluster:
 
     async def _healthy(self, session: aiohttp.ClientSession) -> bool:
         try:
-            async with session.get(f"{self.url}/health") as response:
+            # Nothing secret is said, and the certificate may name another host than this one.
+            async with session.get(f"{self.url}/health", ssl=False) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -165,7 +181,9 @@ class Cluster:
             else f"{options.num_decode} aggregated"
         )
         print(f"kvrelay is ready: {options.model_name} ({shape}) at {self.url}/v1 (control {self._control.control})")
-        print(f"  curl {self.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+        has_keys = options.frontend.api_key or options.frontend.api_keys_file
+        headers = "-H 'Content-Type: application/json'" + (" -H 'Authorization: Bearer KEY'" if has_keys else "")
+        print(f"  curl {self.url}/v1/completions {headers} -d '{body}'", flush=True)
 
     # -- watch --------------------------------------------------------------------------------------------------------
 

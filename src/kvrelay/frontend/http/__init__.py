@@ -7,5 +7,15 @@ from kvrelay.frontend.http.connection import HttpLimits
 from kvrelay.frontend.http.exchange import Exchange
 from kvrelay.frontend.http.messages import HttpRequest, Response
 from kvrelay.frontend.http.server import HttpApplication, HttpServer, open_listener
+from kvrelay.frontend.http.tls import server_tls
 
-__all__ = ["Exchange", "HttpApplication", "HttpLimits", "HttpRequest", "HttpServer", "Response", "open_listener"]
+__all__ = [
+    "Exchange",
+    "HttpApplication",
+    "HttpLimits",
+    "HttpRequest",
+    "HttpServer",
+    "Response",
+    "open_listener",
+    "server_tls",
+]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from typing import Protocol
 
 from kvrelay.errors import AddressInUseError, ConfigError
@@ -21,6 +22,7 @@ _log = logging.getLogger(__name__)
 SWEEP_INTERVAL_S = 1.0
 BACKLOG = 1024
 MAX_CONNECTIONS = 16_384
+TLS_HANDSHAKE_TIMEOUT_S = 10.0
 
 
 class HttpApplication(Protocol):
@@ -60,11 +62,18 @@ def open_listener(host: str, port: int, *, reuse_port: bool = True) -> socket.so
 class HttpServer:
     """Serves an application on a listening socket, which it owns from then on."""
 
-    def __init__(self, application: HttpApplication, listener: socket.socket, limits: HttpLimits) -> None:
+    def __init__(
+        self,
+        application: HttpApplication,
+        listener: socket.socket,
+        limits: HttpLimits,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.limits = limits
         self.is_closing = False
         self._application = application
         self._listener = listener
+        self._tls = tls
         self.port = int(listener.getsockname()[1])
         self._connections: set[HttpConnection] = set()
         self._server: asyncio.Server | None = None
@@ -79,7 +88,12 @@ class HttpServer:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: HttpConnection(self, loop.time), sock=self._listener)
+        self._server = await loop.create_server(
+            lambda: HttpConnection(self, loop.time),
+            sock=self._listener,
+            ssl=self._tls,
+            ssl_handshake_timeout=TLS_HANDSHAKE_TIMEOUT_S if self._tls else None,
+        )
         self._sweep = loop.call_later(SWEEP_INTERVAL_S, self._check_deadlines)
 
     async def close(self, timeout_s: float) -> None:

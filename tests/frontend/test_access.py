@@ -1,0 +1,154 @@
+"""Who may ask, and how often: keys from a file, requests per minute, TLS."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.certificates import make_certificate
+from tests.frontend.doubles import Script, running
+from tests.frontend.raw_http import send
+
+from kvrelay.config import FrontendConfig
+from kvrelay.core.clock import ManualClock
+from kvrelay.errors import ConfigError
+from kvrelay.frontend.api_keys import ApiKeys, new_api_key, read_keys_file
+from kvrelay.frontend.http import server_tls
+from kvrelay.frontend.rate_limit import RateLimit
+
+BODY: dict[str, object] = {"prompt": [5, 6], "max_tokens": 2}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_a_new_key_is_admitted_by_its_line(tmp_path: Path) -> None:
+    alice, alice_line = new_api_key("alice")
+    bob, bob_line = new_api_key("bob@example.org")
+    nameless = new_api_key("x")[1].partition(":")[2].upper()
+    path = tmp_path / "keys"
+    path.write_text(f"# clients\n{alice_line}\n\n{bob_line}\n{nameless}\n")
+    keys = ApiKeys.load("plain", str(path))
+    assert keys
+    assert keys.name_of(f"Bearer {alice}") == "alice"
+    assert keys.name_of(f"bearer  {bob} ") == "bob@example.org"
+    assert keys.name_of("Bearer plain") == "default"
+    for wrong in ("", "Bearer", f"Basic {alice}", f"Bearer {alice}x", alice, f"Bearer {alice_line}", "Bearer "):
+        assert keys.name_of(wrong) is None
+    assert set(read_keys_file(path)) == {"alice", "bob@example.org", "key-5"}
+    assert alice != new_api_key("alice")[0]
+    assert alice not in path.read_text()
+    assert alice not in repr(keys)
+
+
+def test_without_keys_everybody_is_admitted() -> None:
+    keys = ApiKeys.load("", "")
+    assert not keys
+    assert keys.name_of("") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no API key"),
+        ("# nothing\n", "no API key"),
+        ("alice:kvr-secret-pasted-by-mistake\n", "line 1"),
+        ("ok:" + "a" * 64 + "\nbad name:" + "b" * 64, "line 2"),
+        ("a:" + "a" * 64 + "\na:" + "b" * 64, "named a"),
+    ],
+)
+def test_a_bad_keys_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_keys_file(path)
+    assert "secret" not in caught.value.message
+
+
+def test_a_missing_keys_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read API keys"):
+        ApiKeys.load("", str(tmp_path / "none"))
+
+
+def test_a_name_that_fits_no_line() -> None:
+    with pytest.raises(ConfigError, match="no name"):
+        new_api_key("a:b")
+
+
+def test_rate_limit() -> None:
+    clock = ManualClock()
+    limit = RateLimit(3, clock)
+    assert [limit.take("a") for _ in range(3)] == [None] * 3
+    assert limit.take("a") == pytest.approx(20.0)
+    assert limit.take("b") is None
+    clock.advance(5.0)
+    assert limit.take("a") == pytest.approx(15.0)
+    clock.advance(15.0)
+    assert limit.take("a") is None
+    assert limit.take("a") == pytest.approx(20.0)
+    clock.advance(3600.0)
+    assert [limit.take("a") is None for _ in range(4)] == [True, True, True, False]
+    assert all(RateLimit(0, clock).take("a") is None for _ in range(1000))
+
+
+async def test_each_key_has_its_own_rate(model_dir: Path, tmp_path: Path) -> None:
+    made = dict(new_api_key(name) for name in ("alice", "bob"))
+    path = tmp_path / "keys"
+    path.write_text("\n".join(made.values()))
+    alice, bob = made
+    async with running(model_dir, Script((10,)), api_keys_file=str(path), requests_per_minute=2) as cluster:
+        port = cluster.frontend.port
+        for key in (alice, bob):
+            for status in (200, 200, 429):
+                answer = await send(port, "POST", "/v1/completions", BODY, bearer(key))
+                assert answer.status == status
+            assert 1 <= int(answer.headers["retry-after"]) <= 30
+            assert answer.error["type"] == "rate_limit_error"
+            assert answer.headers["connection"] == "keep-alive"
+            assert (await send(port, "GET", "/v1/models", headers=bearer(key))).status == 200
+        assert (await send(port, "POST", "/v1/completions", BODY, bearer("kvr-other"))).status == 401
+        assert len(cluster.workers["w0"].requests) == 4
+
+
+@pytest.mark.parametrize(("host", "status"), [("0.0.0.0", 401), ("127.0.0.1", 200)])
+async def test_metrics_need_the_key_beyond_loopback(model_dir: Path, host: str, status: int) -> None:
+    async with running(model_dir, Script((10,)), host=host, api_key="k") as cluster:
+        port = cluster.frontend.port
+        assert (await send(port, "GET", "/metrics")).status == status
+        assert (await send(port, "GET", "/metrics", headers=bearer("k"))).status == 200
+        assert (await send(port, "GET", "/health")).status == 200
+        assert (await send(port, "GET", "/live")).status == 200
+
+
+async def test_tls(model_dir: Path, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    settings = {"tls_cert": str(certificate), "tls_key": str(key)}
+    async with running(model_dir, Script((10,)), **settings) as cluster:
+        assert cluster.url.startswith("https://")
+        trust = ssl.create_default_context(cafile=str(certificate))
+        async with httpx.AsyncClient(verify=trust) as client:
+            answer = await client.post(f"{cluster.url}/v1/completions", json=BODY)
+            assert answer.json()["usage"]["completion_tokens"] == 2
+            lines = []
+            async with client.stream("POST", f"{cluster.url}/v1/completions", json={**BODY, "stream": True}) as stream:
+                lines = [line async for line in stream.aiter_lines() if line]
+            assert lines[-1] == "data: [DONE]"
+            assert (await client.get(f"{cluster.url}/nothing")).status_code == 404
+        with pytest.raises((ConnectionError, EOFError, TimeoutError)):
+            await send(cluster.frontend.port, "GET", "/live")
+        async with httpx.AsyncClient(verify=trust) as client:
+            assert (await client.get(f"{cluster.url}/live")).status_code == 200
+
+
+def test_tls_files_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="belong together"):
+        FrontendConfig(tls_cert="cert.pem")
+    with pytest.raises(ConfigError, match="cannot load the certificate"):
+        server_tls(str(tmp_path / "none.pem"), str(tmp_path / "none.key"))
+    certificate, key = make_certificate(tmp_path)
+    with pytest.raises(ConfigError, match="cannot load the certificate"):
+        server_tls(str(key), str(certificate))
+    assert server_tls("", "") is None
