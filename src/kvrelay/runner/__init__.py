@@ -15,8 +15,8 @@ from kvrelay.runner.parallel import ParallelRank
 __all__ = ["ParallelRank", "build_executor"]
 
 # OpenMP threads that wait shall sleep, not spin: workers share cores with each other and with the frontend, and
-spinning # ones slow each other down thirtyfold. Torch's and Numba's libraries read this once, when loaded, so it
-stands here. os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# spinning ones slow each other down thirtyfold. Torch's and Numba's libraries read this once, when they are loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def build_executor(
