@@ -16,7 +16,7 @@ from kvrelay.core.events import BlockStored, LoadMetrics
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import ConfigError, WorkerUnavailableError
-from kvrelay.router import PolicyRouter, RouterStage, RoutingRequest, build_router
+from kvrelay.router import IndexState, PolicyRouter, RouterStage, RoutingRequest, build_router
 from kvrelay.router.indexer import KvIndexer
 
 PLAIN = ("round-robin", "random", "least-loaded", "power-of-two")
@@ -293,3 +293,35 @@ def test_only_workers_that_compete_are_indexed() -> None:
     built.add_worker(worker("p", WorkerRole.PREFILL, epoch=2))
     assert isinstance(built.indexer, KvIndexer)
     assert built.indexer.index.worker_ids == ()
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "random", "power-of-two"])
+def test_an_explanation_takes_no_turn_and_no_draw(policy: str) -> None:
+    asked, silent = (router(policy, "a", "b", "c") for _ in range(2))
+    for number in range(30):
+        asked.explain(request("explained", 16))
+        expected = asked.explain(request("explained", 16)).worker_id
+        chosen = [built.choose(request(f"r{number}", 16)).worker_id for built in (asked, silent)]
+        assert chosen == [expected, expected]
+
+
+def test_what_is_known_of_a_workers_prefixes_can_be_seen() -> None:
+    built = router("kv", "a", "b")
+    log = KvEventLog("a", 0)
+    publish(built, log, range(40))
+    blocks = built.indexed_blocks("a")
+    assert len(blocks) == len(set(blocks)) == log.num_blocks
+    assert built.indexed_blocks("b") == []
+    assert built.index_state("a") is IndexState.SYNCED
+    assert built.index_state("nobody") is IndexState.NONE
+    built.configure(dataclasses.replace(built.config, router="random"))
+    assert built.index_state("a") is IndexState.NONE
+    assert built.indexed_blocks("a") == []
+    built.configure(dataclasses.replace(built.config, router="kv", kv_events=False))
+    assert built.index_state("a") is IndexState.APPROXIMATE
+
+
+def test_a_worker_that_has_not_answered_is_catching_up() -> None:
+    built = build_router(RouterConfig(router="kv"), 4, ManualClock(), request_replay=lambda *_: None)
+    built.add_worker(worker("a"))
+    assert built.index_state("a") is IndexState.CATCHING_UP

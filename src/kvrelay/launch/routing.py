@@ -51,15 +51,19 @@ async def _ask(url: str, method: str, path: str, api_key: str | None, body: obje
 
 
 def decision_table(answer: dict[str, Any]) -> None:
-    """Print a decision for a person: every candidate, the chosen one marked."""
+    """Print a decision for a person: every candidate, the chosen one marked. Overlap with the prompt, prefill pending
+    and context in flight are in tokens."""
     decision = answer["decision"]
-    title = (
+    console = Console()
+    console.print(
         f"{decision['policy']}: {answer['num_prompt_tokens']} tokens of {answer['model']} go to "
-        f"{decision['worker_id']}, which holds {decision['hit_rate']:.0%} (frontend {answer['pid']})"
+        f"{decision['worker_id']}, which holds {decision['hit_rate']:.0%} (frontend {answer['pid']})",
+        highlight=False,
+        soft_wrap=True,
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("worker")
-    for column in ("score", "overlap tokens", "pending prefill", "context", "waiting", "KV used"):
+    table = Table()
+    table.add_column("worker", no_wrap=True)
+    for column in ("score", "overlap", "pending", "context", "waiting", "KV used"):
         table.add_column(column, justify="right")
     for candidate in decision["candidates"]:
         chosen = candidate["worker_id"] == decision["worker_id"]
@@ -73,4 +77,4 @@ def decision_table(answer: dict[str, Any]) -> None:
             f"{candidate['cache_usage']:.0%}",
             style="bold" if chosen else "",
         )
-    Console().print(table)
+    console.print(table)

@@ -25,6 +25,8 @@ class RuntimeSettings:
         """``value`` may be text. Raises ConfigError, which leaves everything as it was."""
         if name not in SETTABLE:
             raise ConfigError(f"router.{name} cannot be set at run time{nearest(name, SETTABLE)}", param=name)
+        if value is None:
+            raise ConfigError(f"{name} must have a value", param=name)
         checked = _with(RouterConfig(), {name: value})
         self._values[name] = getattr(checked, name)
 
