@@ -384,6 +384,29 @@ def test_prefix_hits_are_named_and_stay_readable(make_engine: MakeEngine) -> Non
     assert engine.pool.num_free == 64
 
 
+def test_the_connection_of_an_earlier_grant_does_not_matter(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    start = start_remote(engine)
+    claim(engine, start)
+    second = engine.grant(HandoffClaim(start.handoff_id, "q", "same"))
+    assert isinstance(second, HandoffGrant)
+    engine.connection_lost(start.handoff_id, 1)
+    assert engine.remote_prefill_done(HandoffDone(start.handoff_id, 2, 7, None, 0, 0.0))
+
+
+def test_without_prefill_workers_requests_that_wait_for_blocks_are_kept(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=8)
+    engine.add_request(Request("first", list(range(20)), SamplingParams(max_tokens=4)))
+    engine.step()
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=5), mode=PrefillMode.REMOTE))
+    assert not engine.step().remote_prefills
+    assert engine.scheduler.num_waiting == 1
+    engine.take_back_unclaimed()
+    outputs = drain(engine)
+    assert tokens_of([output for output in outputs if output.request_id == "a"]) == reference(PROMPT, 5)
+    assert engine.ledger.counters.num_opened == 0
+
+
 def test_abort_before_the_claim_frees_at_once(make_engine: MakeEngine) -> None:
     engine = make_engine()
     start = start_remote(engine)
@@ -406,7 +429,7 @@ def test_abort_after_the_claim_waits_for_the_writer(make_engine: MakeEngine) -> 
 
 
 @pytest.mark.parametrize("claimed", [False, True])
-@pytest.mark.parametrize("by", ["handoff", "request", "expiry", "release", "peer", "connection", "token"])
+@pytest.mark.parametrize("by", ["handoff", "request", "expiry", "release", "given up", "peer", "connection", "token"])
 def test_whatever_is_lost_is_computed_here(make_engine: MakeEngine, claimed: bool, by: str) -> None:
     clock = ManualClock()
     engine = make_engine(clock=clock)
@@ -424,14 +447,16 @@ def test_whatever_is_lost_is_computed_here(make_engine: MakeEngine, claimed: boo
             assert engine.expire_handoffs() == 1
         case "release":
             engine.handoff_released(HandoffReleased(start.handoff_id, 1, "failed"))
+        case "given up":
+            engine.handoff_released(HandoffReleased(start.handoff_id, 0, "no answer", "p"))
         case "peer":
             engine.peer_gone("p")
         case "connection":
-            engine.claimant_lost("p")
+            engine.connection_lost(start.handoff_id, 1)
         case "token":
             assert not engine.remote_prefill_done(HandoffDone(start.handoff_id, 1, VOCAB_SIZE, None, 0, 0.0))
     assert not engine.remote_prefill_failed(start.handoff_id, "twice")
-    if grant is not None and by not in ("release", "peer", "token"):
+    if grant is not None and by not in ("release", "given up", "peer", "token"):
         # The writer is not known to have stopped, and writes what it likes.
         assert engine.pool.num_quarantined == 5
         assert isinstance(engine.executor, MockExecutor)

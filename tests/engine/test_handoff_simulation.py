@@ -190,7 +190,8 @@ class World:
         late = self.copies.pop(worker_id, [])
         del self.prefill[worker_id]
         if self.rng.random() < 0.5:
-            self.decode.claimant_lost(worker_id)
+            for out in self.outgoing[worker_id].values():
+                self.decode.connection_lost(out.grant.handoff_id, out.grant.generation)
         for _ in range(self.rng.randrange(20)):
             self.step_decode()
             if late and self.rng.random() < 0.5:

@@ -107,6 +107,38 @@ def test_a_release_by_the_claimant_gives_the_request_back(setting: Setting) -> N
     assert setting.states(2, 3, 4) == {BlockState.IN_USE}, "the request still has them"
 
 
+def test_what_the_claimant_gives_up_comes_back_whatever_it_was_granted(setting: Setting) -> None:
+    setting.granted()
+    given_up = HandoffReleased(setting.handoff.handoff_id, 0, "no answer", "p")
+    assert setting.ledger.released(HandoffReleased(setting.handoff.handoff_id, 0, None, "q")) is None
+    assert setting.states(2, 3, 4) == {BlockState.QUARANTINED}, "that was somebody else's"
+    assert setting.ledger.released(given_up) == "r"
+    assert setting.states(2, 3, 4) == {BlockState.IN_USE}
+    assert setting.ledger.released(given_up) is None
+    assert (setting.ledger.counters.num_released, setting.ledger.counters.num_stale) == (1, 1)
+
+
+def test_a_claim_that_was_never_heard_of_can_be_given_up(setting: Setting) -> None:
+    assert setting.ledger.released(HandoffReleased(setting.handoff.handoff_id, 0, None, "p")) == "r"
+    assert isinstance(setting.ledger.grant(claim(setting.handoff), 0.0), HandoffRefused)
+
+
+def test_giving_up_leaves_what_another_computes(setting: Setting) -> None:
+    setting.granted("p1")
+    setting.granted("p2")
+    assert setting.ledger.released(HandoffReleased(setting.handoff.handoff_id, 0, None, "p1")) is None
+    assert setting.states(2, 3, 4) == {BlockState.FREE}
+    assert setting.ledger.done(done(setting.handoff, 2)) is setting.handoff
+
+
+def test_a_claim_that_its_withdrawal_has_overtaken_is_refused(setting: Setting) -> None:
+    setting.granted("p1")
+    assert setting.ledger.released(HandoffReleased(setting.handoff.handoff_id, 0, None, "p2")) is None
+    answer = setting.ledger.grant(claim(setting.handoff, "p2"), 0.0)
+    assert isinstance(answer, HandoffRefused)
+    assert setting.ledger.done(done(setting.handoff, 1)) is setting.handoff
+
+
 def test_a_second_claimant_gets_fresh_blocks_and_the_first_is_told_to_stop(setting: Setting) -> None:
     setting.granted("p1")
     second = setting.granted("p2")

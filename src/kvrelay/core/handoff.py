@@ -10,6 +10,9 @@
       <───── HandoffDone(generation, first token): the notification of the last write, or an rpc behind it
       RUNNING
 
+    When it does not end like that, P says HandoffReleased(generation) as soon as it has stopped, and says it again over
+    a new connection if the old one breaks; with generation 0 if it does not know whether its claim was granted.
+
 Ownership (design, section 4). Before a claim is granted nobody may write, so D frees the blocks at once when the
 request ends. After a grant, P may write until D has heard HandoffDone or HandoffReleased of that generation from P,
 or P's lease has ended and its connection is torn down; until then the blocks are quarantined, whatever becomes of the
@@ -100,11 +103,16 @@ class HandoffAbandon(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandoffReleased(msgspec.Struct, frozen=True, tag=True):
-    """P to D: I have stopped, no write of this generation will follow. ``error`` says why when P gave up itself."""
+    """P to D: I have stopped, no write of this generation will follow. ``error`` says why when P gave up itself.
+
+    Generation 0: of no generation that was or will be granted to ``prefill_worker_id``; it never claims this hand-off
+    again.
+    """
 
     handoff_id: str
     generation: int
     error: str | None = None
+    prefill_worker_id: str = ""
 
 
 class HandoffDone(msgspec.Struct, frozen=True, tag=True):

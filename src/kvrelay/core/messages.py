@@ -25,7 +25,7 @@ PROTOCOL_VERSION = 1
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
-    """Frontend to worker: generate. ``worker_id`` and ``epoch`` fence: another incarnation refuses it.
+    """Frontend to worker: generate. ``worker_id`` fences: another incarnation at this address refuses it.
 
     ``output_token_ids`` is not empty when the request continues elsewhere: the worker prefills prompt + output and
     goes on counting (limits, seeds, penalties) behind them. ``hit_rate`` is the router's estimate, for information.

@@ -60,6 +60,15 @@ class Admission:
         if request in line:
             line.remove(request)
 
+    def keep_here(self) -> None:
+        """Who waits for a remote prefill waits to be computed here instead."""
+        for request in self._elsewhere.members():
+            if request.mode is PrefillMode.REMOTE:
+                self._elsewhere.remove(request)
+                request.mode = PrefillMode.LOCAL
+                self._here.push(request)
+        self._blocked = None
+
     def may_admit(self, load: EngineLoad) -> bool:
         """Whether ``admit`` is worth a try: somebody waits, and is not known not to fit."""
         return self._first(load) is not None and not self._is_blocked(load)

@@ -254,10 +254,11 @@ class EngineCore:
         handoff = self.ledger.find(name)
         return self._compute_here(handoff.request_id if handoff is not None else name)
 
-    def claimant_lost(self, worker_id: str) -> None:
-        """The connection to a prefill worker broke, but its lease may live on, and so may its writes: requests that
-        waited for it are computed here in other blocks; its grants stay until ``peer_gone``."""
-        for handoff in self.ledger.claimed_by(worker_id):
+    def connection_lost(self, handoff_id: str, generation: int) -> None:
+        """The connection that this grant went over broke, but the claimant's lease may live on, and so may its writes:
+        a request that waits for it is computed here in other blocks; the grant stays until it is released or fenced."""
+        handoff = self.ledger.find(handoff_id)
+        if handoff is not None and handoff.generation == generation:
             self._compute_here(handoff.request_id)
 
     def peer_gone(self, worker_id: str) -> None:
@@ -273,7 +274,8 @@ class EngineCore:
         return len(late)
 
     def take_back_unclaimed(self) -> None:
-        """There is no prefill worker left: compute here what none of them has claimed."""
+        """There is no prefill worker left: compute here what none of them has claimed, and what was to be sent away."""
+        self.scheduler.admission.keep_here()
         for handoff in self.ledger.unclaimed():
             self._compute_here(handoff.request_id)
 

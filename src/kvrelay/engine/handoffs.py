@@ -15,7 +15,7 @@ the quarantine of those that it may write.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.core.handoff import (
     HandoffAbandon,
@@ -30,7 +30,8 @@ from kvrelay.engine.block_pool import BlockPool
 
 @dataclass(slots=True)
 class Handoff:
-    """A prefill that is to come from elsewhere. ``generation`` 0: not claimed yet."""
+    """A prefill that is to come from elsewhere. ``generation`` 0: not claimed yet. Who is in ``given_up_by`` has said
+    that it will not compute it: a claim of theirs that comes later was overtaken by that."""
 
     handoff_id: str
     request_id: str
@@ -38,6 +39,7 @@ class Handoff:
     num_hit_blocks: int
     deadline_s: float
     generation: int = 0
+    given_up_by: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,8 @@ class HandoffLedger:
         handoff = self._handoffs.get(claim.handoff_id)
         if handoff is None:
             return self._refuse(claim, "nobody waits for this hand-off")
+        if claim.prefill_worker_id in handoff.given_up_by:
+            return self._refuse(claim, "the claimant has given it up")
         if self.is_exhausted(handoff):
             return self._refuse(claim, f"claimed {handoff.generation} times already")
         if handoff.generation and not self._renew_blocks(handoff):
@@ -168,6 +172,8 @@ class HandoffLedger:
 
     def released(self, message: HandoffReleased) -> str | None:
         """The claimant has stopped. Returns the id of the request that is to be computed here, if one still waits."""
+        if message.generation == 0:
+            return self._given_up(message.handoff_id, message.prefill_worker_id)
         if not self._end_grant(message.handoff_id, message.generation):
             self.counters.num_stale += 1
             return None
@@ -176,6 +182,23 @@ class HandoffLedger:
         if handoff is None or handoff.generation != message.generation:
             return None
         del self._handoffs[message.handoff_id]
+        return handoff.request_id
+
+    def _given_up(self, handoff_id: str, worker_id: str) -> str | None:
+        """``worker_id`` touches nothing of this hand-off any more, whatever it was granted. If nobody else computes it,
+        nobody will: the queue entry went with the claim."""
+        keys = [key for key, grant in self._grants.items() if key[0] == handoff_id and grant.claimant == worker_id]
+        for key in keys:
+            self._end_grant(*key)
+        self.counters.num_released += len(keys)
+        handoff = self._handoffs.get(handoff_id)
+        if handoff is None:
+            self.counters.num_stale += not keys
+            return None
+        handoff.given_up_by.add(worker_id)
+        if handoff.generation and (handoff_id, handoff.generation) not in keys:
+            return None
+        del self._handoffs[handoff_id]
         return handoff.request_id
 
     # -- failures -----------------------------------------------------------------------------------------------------

@@ -23,6 +23,10 @@ class WaitingQueue:
     def __contains__(self, request: Request) -> bool:
         return request in self._members
 
+    def members(self) -> list[Request]:
+        """All who wait, in no order."""
+        return list(self._members)
+
     def push(self, request: Request) -> None:
         self._members.add(request)
         heapq.heappush(self._heap, (*request.key, request))
