@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from random import Random
 
 import pytest
 
 from kvrelay.errors import ConfigError
-from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, judge, keep_stable, make_prompts
+from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, fresh_prompt, judge, keep_stable, make_prompts
 from kvrelay.launch.chaos.plan import KILL_WINDOW_S, MAX_KILLS_PER_WINDOW, ROLES, START_QUIET_S, FaultKind, make_plan
 from kvrelay.launch.chaos.report import (
     FaultRecord,
@@ -17,6 +18,7 @@ from kvrelay.launch.chaos.report import (
     problems_of,
     spread,
     summarise_faults,
+    worst_pauses,
 )
 
 
@@ -92,6 +94,16 @@ def test_prompts_are_mixed_reproducible_and_within_the_vocabulary():
     assert not any(p.temperature for p in make_prompts(60, 3, vocab_size=100, max_len=400, with_sampling=False))
 
 
+def test_a_fresh_prompt_shares_half_of_a_known_one():
+    prompts = make_prompts(30, 3, vocab_size=1000, max_len=400, with_sampling=False)
+    fresh = fresh_prompt(Random(1), prompts, vocab_size=1000)
+    (like,) = {p for p in prompts if p.token_ids[: len(p.token_ids) // 2] == fresh.token_ids[: len(p.token_ids) // 2]}
+    assert len(fresh.token_ids) == len(like.token_ids)
+    assert fresh.token_ids != like.token_ids
+    assert fresh.answer == ()
+    assert fresh_prompt(Random(1), prompts, vocab_size=1000) == fresh
+
+
 def request(begin_s: float, arrivals_s: list[float], end_s: float, verdict: Verdict = Verdict.RIGHT) -> RequestRecord:
     return RequestRecord(begin_s, True, array("d", arrivals_s), end_s, verdict, "what it was")
 
@@ -128,6 +140,16 @@ def test_faults_are_summed_up_by_name():
         (0, None),
         (0, None),
     ]
+
+
+def test_the_worst_pauses_name_their_faults():
+    requests = [request(10.0, [11.0, 12.0, 16.0], 16.5), request(11.5, [11.7, 12.1], 12.2)]
+    faults = [FaultRecord("kill decode", 12.5, 14.0, 1.5), FaultRecord("freeze prefill", 2.0, 10.0, 1.0)]
+    assert worst_pauses(requests, faults) == (
+        "4.00 s before chunk 3; kill decode (+0.5 s)",
+        "0.40 s before chunk 2; no fault",
+    )
+    assert worst_pauses(requests, faults, 1) == ("4.00 s before chunk 3; kill decode (+0.5 s)",)
 
 
 def test_nothing_has_no_spread():

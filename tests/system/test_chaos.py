@@ -35,6 +35,7 @@ def test_nothing_is_lost_in_a_minute_of_chaos():
     assert report["problems"] == []
     assert report["right"] > 50
     assert report["cancelled"] > 0
+    assert report["remote_prefills"] > 20
     planned = [fault.name for fault in make_plan(DURATION_S, SEED)]
     assert {name: summary["count"] for name, summary in report["faults"].items()} == {
         name: planned.count(name) for name in planned

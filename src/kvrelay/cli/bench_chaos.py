@@ -92,8 +92,9 @@ def _print(report: ChaosReport) -> None:
         )
     console.print(table)
     for item in dataclasses.fields(report):
-        if item.name not in ("faults", "problems"):
+        if item.name not in ("faults", "problems", "worst_pauses"):
             console.print(f"{item.name.replace('_', ' ')}: {_shown(getattr(report, item.name))}", highlight=False)
+    console.print("worst pauses:", *report.worst_pauses, sep="\n  ", highlight=False, markup=False)
     for problem in report.problems:
         console.print(problem, style="red", highlight=False, markup=False)
 

@@ -63,6 +63,15 @@ def make_prompts(count: int, seed: int, *, vocab_size: int, max_len: int, with_s
     return prompts
 
 
+def fresh_prompt(rng: random.Random, prompts: Sequence[KnownPrompt], *, vocab_size: int) -> KnownPrompt:
+    """One of ``prompts`` with a second half that nobody has seen: half a prefix hit, half to be computed. Its answer is
+    not known yet."""
+    like = rng.choice(prompts)
+    half = len(like.token_ids) // 2
+    tokens = like.token_ids[:half] + _tokens(rng, len(like.token_ids) - half, vocab_size)
+    return replace(like, token_ids=tokens, answer=())
+
+
 def _tokens(rng: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:
     return tuple(rng.randrange(FIRST_PLAIN_TOKEN, vocab_size) for _ in range(count))
 

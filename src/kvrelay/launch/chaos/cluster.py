@@ -60,6 +60,7 @@ class ClusterUnderTest:
         self.start_s = 0.0
         self.control = ControlConfig()
         self._extras: list[Child] = []
+        self._num_prefills: dict[str, int] = {}
 
     async def __aenter__(self) -> ClusterUnderTest:
         shape = [f"--{role}={count}" for role, count in self.num_workers.items()]
@@ -106,6 +107,11 @@ class ClusterUnderTest:
         ended = CHILD_ENDED.findall(self.log)
         return [f"{name} ended with exit code {code}" for name, code in ended if int(code) != -signal.SIGKILL]
 
+    @property
+    def num_remote_prefills(self) -> int:
+        """At least so many prompts were prefilled for another worker; a killed worker counts as last seen."""
+        return sum(self._num_prefills.values())
+
     # -- who is there -------------------------------------------------------------------------------------------------
 
     async def members(self, *, check: bool = False) -> list[Member] | None:
@@ -115,6 +121,9 @@ class ClusterUnderTest:
         except KvrelayError:
             return None
         extras = {child.pid for child in self._extras}
+        for status in report["workers"]:
+            if "error" not in status:
+                self._num_prefills[status["worker_id"]] = status["prefill"]["num_prefills"]
         return [_member(status, extras) for status in report["workers"] if "error" not in status]
 
     async def until_whole(self, roles: Sequence[str], timeout_s: float, num_away: int = 0) -> float | None:

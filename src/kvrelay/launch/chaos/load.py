@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -19,6 +19,8 @@ from kvrelay.errors import KvrelayError, RetryElsewhereError
 from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, judge
 from kvrelay.launch.chaos.report import RequestRecord
 
+DrawPrompt = Callable[[random.Random], KnownPrompt]
+"""The next prompt to ask."""
 SILENCE_LIMIT_S = 30.0
 """A request without a byte for so long is hung."""
 REFUSED_STATUSES = (429, 503)
@@ -87,11 +89,11 @@ class ChaosClient:
 
     # -- whole requests -----------------------------------------------------------------------------------------------
 
-    async def keep_asking(self, prompts: Sequence[KnownPrompt], seed: int, stop: asyncio.Event) -> None:
-        """One request after the other, prompts drawn at random, until ``stop``."""
+    async def keep_asking(self, draw: DrawPrompt, seed: int, stop: asyncio.Event) -> None:
+        """One request after the other, until ``stop``."""
         rng = random.Random(seed)
         while not stop.is_set():
-            await self.ask(rng.choice(prompts))
+            await self.ask(draw(rng))
 
     async def ask(self, prompt: KnownPrompt, *, patient: bool = True) -> RequestRecord:
         """Send it and judge the answer; a patient client that is refused comes again when it was told to."""

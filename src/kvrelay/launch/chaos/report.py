@@ -14,6 +14,9 @@ from kvrelay.launch.chaos.answers import Verdict
 
 BAD = (Verdict.WRONG, Verdict.MISSING, Verdict.REPEATED, Verdict.FAILED, Verdict.HUNG)
 MAX_EXAMPLES = 20
+NUM_WORST = 8
+BEFORE_S = 1.0
+"""A fault that ended so shortly before a pause may still have caused it."""
 
 
 @dataclass(slots=True)
@@ -73,7 +76,8 @@ class FaultSummary:
 
 @dataclass(frozen=True, slots=True)
 class ChaosReport:
-    """The whole run. ``refused`` requests got 429 or 503 with Retry-After and were sent again. The two pauses are each
+    """The whole run. ``refused`` requests got 429 or 503 with Retry-After and were sent again.
+    ``remote_prefills`` is a lower bound: what killed workers did last is not known. The two pauses are each
     stream's longest silence, the wait for the first token included: before the faults, and during them."""
 
     engine: str
@@ -92,10 +96,12 @@ class ChaosReport:
     refused: int
     refusal_max_s: float
     cancelled: int
+    remote_prefills: int
     leaked_blocks: int
     skipped_faults: int
     undisturbed_pause: Spread | None
     longest_pause: Spread | None
+    worst_pauses: tuple[str, ...]
     faults: dict[str, FaultSummary]
     problems: tuple[str, ...]
 
@@ -132,6 +138,25 @@ def summarise_faults(
             pause=spread(pause for pause in pauses if pause is not None),
         )
     return summaries
+
+
+def worst_pauses(
+    requests: Sequence[RequestRecord], faults: Sequence[FaultRecord], count: int = NUM_WORST
+) -> tuple[str, ...]:
+    """The longest silences of all streams, each with where it was and the faults that lasted meanwhile."""
+    pauses = []
+    for record in requests:
+        if record.is_stream:
+            times = [record.begin_s, *record.arrivals_s, record.end_s]
+            pauses.append(max((b - a, a, number) for number, (a, b) in enumerate(pairwise(times))))
+    lines = []
+    for length_s, begin_s, number in sorted(pauses, reverse=True)[:count]:
+        end_s = begin_s + length_s
+        names = [
+            f"{f.name} ({f.at_s - begin_s:+.1f} s)" for f in faults if f.at_s < end_s and f.end_s > begin_s - BEFORE_S
+        ]
+        lines.append(f"{length_s:.2f} s before chunk {number + 1}; {', '.join(names) or 'no fault'}")
+    return tuple(lines)
 
 
 def _meet(fault: FaultRecord, other: FaultRecord, window_s: float) -> bool:

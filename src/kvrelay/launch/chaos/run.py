@@ -1,7 +1,7 @@
 """A chaos run from start to stop: start a cluster, learn the answers undisturbed, load it, break it, count.
 
-With the mock engine the answers are computed, and a single wrong block shows as a wrong token. With the torch engine
-they are what it answered three times: several at once, one at a time, and several at once in another order.
+With the mock engine the answers are computed, so that prompts can be new; one wrong block shows as a wrong token.
+With the torch engine they are what it answered three times: several at once, one at a time, and in another order.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import aiohttp
 
 from kvrelay.engine.mock import mock_generate
 from kvrelay.errors import FatalError
-from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, keep_stable, make_prompts
+from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, fresh_prompt, keep_stable, make_prompts
 from kvrelay.launch.chaos.cluster import ClusterUnderTest
 from kvrelay.launch.chaos.faults import FaultInjector
-from kvrelay.launch.chaos.load import ChaosClient, RequestFailedError, RequestRefusedError
+from kvrelay.launch.chaos.load import ChaosClient, DrawPrompt, RequestFailedError, RequestRefusedError
 from kvrelay.launch.chaos.plan import Fault, make_plan
 from kvrelay.launch.chaos.report import (
     ChaosReport,
@@ -33,6 +33,7 @@ from kvrelay.launch.chaos.report import (
     problems_of,
     spread,
     summarise_faults,
+    worst_pauses,
 )
 
 MAX_PROMPT_LEN = 600
@@ -53,7 +54,9 @@ class ChaosOptions:
     num_prefill: int = 2
     num_decode: int = 2
     num_clients: int = 8
-    num_prompts: int = 60
+    num_prompts: int = 120
+    num_blocks: int = 512
+    """Of a worker's KV pool: few, so that cached prefixes are evicted and prompts have to be computed again."""
     max_waiting_requests: int = 64
     lease_ttl_s: float = 2.0
     fault_interval_s: float = 3.0
@@ -68,9 +71,10 @@ class ChaosOptions:
     def worker_flags(self) -> list[str]:
         """Flags of a worker; those of ``serve`` besides its own."""
         flags = ["--engine", self.engine, "--lease-ttl-s", f"{self.lease_ttl_s:g}", "--max-local-prefill-length", "64"]
+        flags += ["--num-blocks", str(self.num_blocks)]
         if self.engine == "mock":
             return [*flags, "--decode-base-s", f"{self.decode_step_s:g}"]
-        return [*flags, "--dtype", "float32", "--num-threads", "1", "--kv-cache-memory", "64MiB"]
+        return [*flags, "--dtype", "float32", "--num-threads", "1"]
 
 
 Progress = Callable[[str], None]
@@ -104,40 +108,61 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         problems = [problem] if problem else []
         problems += cluster.unclean_exits()
         problems += await cluster.stop()
-    return _report(options, client, injector.records, prompts, calm, leaked, skipped, problems)
+    remote = cluster.num_remote_prefills
+    return _report(options, client, injector.records, prompts, calm, remote, leaked, skipped, problems)
 
 
 async def _learn(
     options: ChaosOptions, client: ChaosClient, progress: Progress
 ) -> tuple[list[KnownPrompt], list[RequestRecord]]:
-    """The prompts with their answers, and the records of asking them undisturbed."""
-    config = json.loads((options.model_path / "config.json").read_text(encoding="utf-8"))
-    vocab_size, eos = config["vocab_size"], config["eos_token_id"]
+    """The prompts with their answers, and the records of asking them undisturbed. Raises FatalError."""
+    is_mock = options.engine == "mock"
     prompts = make_prompts(
         options.num_prompts,
         options.seed,
-        vocab_size=vocab_size,
+        vocab_size=_vocabulary(options)[0],
         max_len=MAX_PROMPT_LEN,
-        with_sampling=options.engine != "mock",
+        with_sampling=not is_mock,
     )
     progress(f"asking {len(prompts)} prompts undisturbed")
-    runs, calm = await _ask_all(client, prompts, range(len(prompts)), at_once=NUM_LEARNERS)
-    answers = [runs]
-    if options.engine == "mock":
-        eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
+    first, calm = await _ask_all(client, prompts, range(len(prompts)), at_once=NUM_LEARNERS)
+    answers = [first]
+    if is_mock:
+        vocab_size, eos = _vocabulary(options)
         answers.append(
-            [mock_generate(p.token_ids, p.max_tokens, vocab_size=vocab_size, eos_token_ids=eos_ids) for p in prompts]
+            [mock_generate(p.token_ids, p.max_tokens, vocab_size=vocab_size, eos_token_ids=eos) for p in prompts]
         )
     else:
         shuffled = random.Random(options.seed).sample(range(len(prompts)), len(prompts))
         for order, at_once in ((range(len(prompts)), 1), (shuffled, NUM_LEARNERS)):
-            runs, records = await _ask_all(client, prompts, order, at_once=at_once)
-            answers.append(runs)
+            more, records = await _ask_all(client, prompts, order, at_once=at_once)
+            answers.append(more)
             calm += records
     known = keep_stable(prompts, answers)
-    if len(known) < len(prompts) * (1.0 if options.engine == "mock" else MIN_STABLE_SHARE):
+    if len(known) < len(prompts) * (1.0 if is_mock else MIN_STABLE_SHARE):
         raise FatalError(f"only {len(known)} of {len(prompts)} answers were right while nothing was disturbed")
     return known, calm
+
+
+def _vocabulary(options: ChaosOptions) -> tuple[int, tuple[int, ...]]:
+    """Its size, and the tokens that end an answer."""
+    config = json.loads((options.model_path / "config.json").read_text(encoding="utf-8"))
+    eos = config.get("eos_token_id")
+    return config["vocab_size"], tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+
+
+def _drawer(options: ChaosOptions, prompts: Sequence[KnownPrompt]) -> DrawPrompt:
+    """Known prompts at random; with the mock engine, whose answers can be computed, every other one is new."""
+    vocab_size, eos_ids = _vocabulary(options)
+
+    def draw(rng: random.Random) -> KnownPrompt:
+        if options.engine != "mock" or rng.random() < 0.5:
+            return rng.choice(prompts)
+        prompt = fresh_prompt(rng, prompts, vocab_size=vocab_size)
+        answer = mock_generate(prompt.token_ids, prompt.max_tokens, vocab_size=vocab_size, eos_token_ids=eos_ids)
+        return replace(prompt, answer=tuple(answer))
+
+    return draw
 
 
 async def _ask_all(
@@ -174,9 +199,10 @@ async def _disturb(
 ) -> int:
     """Load and faults for the whole duration, and until the last fault has healed; gives how many did not."""
     stop = asyncio.Event()
+    draw = _drawer(options, prompts)
     start_s = time.monotonic()
     asking = [
-        asyncio.ensure_future(client.keep_asking(prompts, options.seed * 1000 + number, stop))
+        asyncio.ensure_future(client.keep_asking(draw, options.seed * 1000 + number, stop))
         for number in range(options.num_clients)
     ]
     running: list[asyncio.Future[None]] = []
@@ -202,6 +228,7 @@ def _report(
     faults: Sequence[FaultRecord],
     prompts: Sequence[KnownPrompt],
     calm: Sequence[RequestRecord],
+    remote_prefills: int,
     leaked: int,
     skipped: int,
     problems: Sequence[str],
@@ -224,10 +251,12 @@ def _report(
         refused=client.refusals.count,
         refusal_max_s=round(client.refusals.max_s, 4),
         cancelled=client.num_cancelled,
+        remote_prefills=remote_prefills,
         leaked_blocks=leaked,
         skipped_faults=skipped,
         undisturbed_pause=_pauses(calm),
         longest_pause=_pauses(client.records),
+        worst_pauses=worst_pauses(client.records, faults),
         faults=summarise_faults(faults, client.records, options.lease_ttl_s),
         problems=(*problems, *problems_of(client.records, faults)),
     )
