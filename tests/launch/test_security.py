@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.config import ControlConfig, FrontendConfig
+from kvrelay.config import ControlConfig, FrontendConfig, TransferConfig
 from kvrelay.errors import ConfigError
-from kvrelay.launch.security import request_plane_keys, require_api_key
+from kvrelay.launch.security import request_plane_keys, require_api_key, transfer_settings
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,12 @@ def test_every_worker_has_keys_of_its_own() -> None:
 def test_an_open_request_plane_is_refused() -> None:
     with pytest.raises(ConfigError, match="--insecure"):
         request_plane_keys("10.0.0.1", ControlConfig(request_plane_security="none"))
+
+
+def test_kv_stays_on_loopback_with_a_worker_on_loopback() -> None:
+    assert transfer_settings("127.0.0.1", TransferConfig()).ucx_net_devices == "lo"
+    assert transfer_settings("127.0.0.1", TransferConfig(ucx_net_devices="eth0")).ucx_net_devices == "eth0"
+    assert transfer_settings("10.0.0.1", TransferConfig()).ucx_net_devices == "auto"
 
 
 def test_an_open_http_service_is_refused() -> None:

@@ -75,6 +75,9 @@ class TransferConfig(Settings):
 
     transport: Literal["nixl", "loopback"] = setting("nixl", "How KV moves (loopback: within one process, for tests).")
     ucx_tls: str = setting("auto", "UCX transports; auto: shared memory, cross-memory attach and TCP.")
+    ucx_net_devices: str = setting(
+        "auto", "Network devices of UCX, e.g. eth0 or mlx5_0:1; auto: all, or loopback alone for a worker on loopback."
+    )
     transfer_timeout_s: float = setting(30.0, "Longest time that one read or write may take.", low=0.01)
     poll_interval_s: float = setting(0.0005, "Pause between polls while a hand-off is open.", low=0.00005, high=0.1)
 

@@ -7,10 +7,14 @@ unless ``--insecure`` says otherwise.
 
 from __future__ import annotations
 
-from kvrelay.config import ControlConfig, FrontendConfig
+from dataclasses import replace
+
+from kvrelay.config import ControlConfig, FrontendConfig, TransferConfig
 from kvrelay.core.addresses import is_loopback
 from kvrelay.errors import ConfigError
 from kvrelay.rpc import CurveKeys, new_curve_keys
+
+LOOPBACK_DEVICE = "lo"
 
 
 def request_plane_keys(host: str, control: ControlConfig) -> CurveKeys | None:
@@ -28,6 +32,13 @@ def request_plane_keys(host: str, control: ControlConfig) -> CurveKeys | None:
             param="request_plane_security",
         )
     return None
+
+
+def transfer_settings(host: str, transfer: TransferConfig) -> TransferConfig:
+    """A worker on loopback exchanges KV on loopback too; UCX would listen on every network device."""
+    if transfer.ucx_net_devices != "auto" or not is_loopback(host):
+        return transfer
+    return replace(transfer, ucx_net_devices=LOOPBACK_DEVICE)
 
 
 def require_api_key(frontend: FrontendConfig, control: ControlConfig) -> None:

@@ -16,7 +16,7 @@ from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.base import Executor
 from kvrelay.engine.core import EngineCore
 from kvrelay.errors import ConfigError
-from kvrelay.launch.security import request_plane_keys
+from kvrelay.launch.security import request_plane_keys, transfer_settings
 from kvrelay.launch.signals import on_terminate
 from kvrelay.rpc import ZmqRpcClient, ZmqRpcServer
 from kvrelay.rpc.base import RpcClient
@@ -72,7 +72,7 @@ async def run_worker(options: WorkerOptions) -> None:
             settings,
             executor,
             _engine_core(executor, settings, options.runner.seed),
-            build_transport(options.transfer, settings.worker_id),
+            build_transport(settings.transfer, settings.worker_id),
             control,
             ZmqRpcServer(options.host, options.port, curve_keys=curve_keys),
             _connect,
@@ -110,7 +110,7 @@ def _settings(options: WorkerOptions, executor: Executor, public_key: str) -> Wo
         role=options.role,
         engine_kind=options.engine_kind,
         engine=replace(options.engine, num_blocks=executor.num_blocks, max_model_len=executor.max_model_len),
-        transfer=options.transfer,
+        transfer=transfer_settings(options.host, options.transfer),
         control=options.control,
         disagg=options.disagg,
         worker_id=new_worker_id(options.role),

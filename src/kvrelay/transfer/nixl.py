@@ -50,6 +50,7 @@ class NixlTransport:
     def __init__(self, config: TransferConfig, worker_id: str) -> None:
         self._worker_id = worker_id
         self._ucx_tls = config.ucx_tls
+        self._ucx_net_devices = config.ucx_net_devices
         self._nixl: Any = None
         self._agent: Any = None
         self._backend: list[int] = []
@@ -186,6 +187,8 @@ class NixlTransport:
             os.environ["UCX_TLS"] = self._ucx_tls
         elif device == "cpu":
             os.environ["UCX_TLS"] = CPU_TRANSPORTS
+        if self._ucx_net_devices != "auto":
+            os.environ["UCX_NET_DEVICES"] = self._ucx_net_devices
         # Every failure reaches us as a status or an exception; their own lines on stderr would say it twice.
         os.environ["UCX_LOG_LEVEL"] = "fatal"
         os.environ["NIXL_LOG_LEVEL"] = "FATAL"
