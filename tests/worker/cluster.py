@@ -193,7 +193,7 @@ async def cluster(**settings: float) -> AsyncIterator[Cluster]:
     """A cluster on a NATS server of its own; checked and taken down at the end."""
     nats = NatsServerProcess()
     disagg = replace(DisaggConfig(max_local_prefill_length=64), **settings)
-    shared = Cluster(ControlConfig(control=nats.start(), lease_ttl_s=1.0), disagg, MockConfig(speedup_ratio=0))
+    shared = Cluster(ControlConfig(control=nats.start(), lease_ttl_s=2.0), disagg, MockConfig(speedup_ratio=0))
     try:
         yield shared
         await shared.check_idle()

@@ -2,12 +2,13 @@
 
     GenerateRequest ──> admit (engine thread): prefix hit, remote or local? ──> engine
     RemotePrefillStart ──> push to the prefill queue
-    HandoffClaim ──> grant ──> HandoffGrant            (the claimant's connection is remembered)
+    HandoffClaim ──> grant ──> HandoffGrant            (the connection that it went over is remembered with it)
     HandoffDone (notification of the last write) ──> engine: RUNNING
-    HandoffReleased, connection lost, lease ended ──> engine: quarantined blocks return, the request goes on locally
+    HandoffReleased, lease ended ──> engine: quarantined blocks return, the request goes on locally
+    connection lost ──> engine: the request goes on locally, in other blocks
 
-It owns who asked for what (peer of each request, connection of each claimant). It does not own blocks: the engine's
-hand-off ledger does, and every rule about them is there.
+It owns who asked for what (peer of each request, connection of each grant and of each claimant). It does not own
+blocks: the engine's hand-off ledger does, and every rule about them is there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from kvrelay.core.handoff import (
     HandoffAbandon,
     HandoffClaim,
     HandoffDone,
-    HandoffGrant,
     HandoffRefused,
     HandoffReleased,
     RemotePrefillRequest,
@@ -75,6 +75,22 @@ class DecodeStats:
     places: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(eq=False, slots=True)
+class _Claim:
+    """A claim that the engine has not answered yet. ``is_fenced``: meanwhile the claimant's lease has ended."""
+
+    worker_id: str
+    is_fenced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenGrant:
+    """Who holds a grant, and over which connection it went."""
+
+    worker_id: str
+    peer: Peer
+
+
 class DecodeSide:
     """Serves frontends, and grants hand-offs to prefill workers."""
 
@@ -90,7 +106,8 @@ class DecodeSide:
         queue: PrefillQueue,
         server: RpcServer,
         policy: DisaggPolicy,
-        fleet: Callable[[], int],
+        num_prefill_workers: Callable[[], int],
+        has_ended: Callable[[str], bool],
     ) -> None:
         self.stats = DecodeStats()
         self.accepting = True
@@ -103,13 +120,16 @@ class DecodeSide:
         self._queue = queue
         self._server = server
         self._policy = policy
-        self._num_prefill_workers = fleet
+        self._num_prefill_workers = num_prefill_workers
+        self._has_ended = has_ended
         self._queue_size = 0
         self._loop = asyncio.get_running_loop()
         self._peer_of: dict[str, Peer] = {}
         self._requests_of: defaultdict[Peer, set[str]] = defaultdict(set)
         self._claimants: dict[str, Peer] = {}
-        self._open_grants: dict[tuple[str, int], str] = {}
+        self._unsent_abandons: defaultdict[str, list[HandoffAbandon]] = defaultdict(list)
+        self._claims: set[_Claim] = set()
+        self._open_grants: dict[tuple[str, int], _OpenGrant] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_request_s = 0.0
         self._queue_watch: asyncio.Task[None] | None = None
@@ -156,8 +176,10 @@ class DecodeSide:
         for worker_id, claimant in list(self._claimants.items()):
             if claimant == peer:
                 del self._claimants[worker_id]
-                # Its lease may live on, and so may its writes: the request goes on, the blocks stay quarantined.
-                self._engine.post(partial(EngineCore.claimant_lost, worker_id=worker_id))
+        for (handoff_id, generation), grant in self._open_grants.items():
+            if grant.peer == peer:
+                # The lease may live on, and so may the writes: the request goes on, the blocks stay quarantined.
+                self._engine.post(partial(EngineCore.connection_lost, handoff_id=handoff_id, generation=generation))
 
     def _abort(self, request_id: str) -> None:
         self.stats.num_aborted += 1
@@ -165,6 +187,18 @@ class DecodeSide:
 
     def _admit(self, core: EngineCore, peer: Peer, message: GenerateRequest) -> None:
         """On the engine thread: decide where the prefill runs and enqueue."""
+        try:
+            place = self._enqueue(core, message)
+        except KvrelayError as exc:
+            self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, exc)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the client waits for an answer
+            _log.exception("request %s could not be admitted", message.request_id)
+            error = KvrelayError(f"the worker failed to admit the request: {exc!r}")
+            self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, error)
+        else:
+            self.stats.places[place] = self.stats.places.get(place, 0) + 1
+
+    def _enqueue(self, core: EngineCore, message: GenerateRequest) -> PrefillPlace:
         tokens = message.prompt_token_ids + message.output_token_ids
         place = self._policy.decide(
             prompt_length=len(tokens),
@@ -172,21 +206,17 @@ class DecodeSide:
             prefill_fleet=PrefillFleet(self._num_prefill_workers(), self._queue_size),
             must_be_local=message.sampling.prompt_logprobs is not None or message.sampling.max_tokens == 0,
         )
-        try:
-            core.add_request(
-                Request(
-                    request_id=message.request_id,
-                    prompt_token_ids=message.prompt_token_ids,
-                    output_token_ids=message.output_token_ids,
-                    sampling=message.sampling,
-                    mode=PrefillMode.REMOTE if place is PrefillPlace.REMOTE else PrefillMode.LOCAL,
-                    priority=message.priority,
-                )
+        core.add_request(
+            Request(
+                request_id=message.request_id,
+                prompt_token_ids=message.prompt_token_ids,
+                output_token_ids=message.output_token_ids,
+                sampling=message.sampling,
+                mode=PrefillMode.REMOTE if place is PrefillPlace.REMOTE else PrefillMode.LOCAL,
+                priority=message.priority,
             )
-        except KvrelayError as exc:
-            self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, exc)
-        else:
-            self.stats.places[place] = self.stats.places.get(place, 0) + 1
+        )
+        return place
 
     def _refuse_error(self, peer: Peer, request_id: str, error: KvrelayError) -> None:
         self._forget(request_id)
@@ -220,9 +250,13 @@ class DecodeSide:
         for start in step.remote_prefills:
             self._spawn(self._push(start))
         for claimant, abandon in abandons:
-            peer = self._claimants.get(claimant)
-            if peer is not None:
-                self._server.send(peer, abandon)
+            self._send_abandon(claimant, abandon)
+
+    def _send_abandon(self, claimant: str, abandon: HandoffAbandon) -> None:
+        """Tell the claimant, or keep it until that one connects again."""
+        peer = self._claimants.get(claimant)
+        if peer is None or not self._server.send(peer, abandon):
+            self._unsent_abandons[claimant].append(abandon)
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         by_peer: defaultdict[Peer, list[TokenOutput]] = defaultdict(list)
@@ -256,34 +290,61 @@ class DecodeSide:
         )
         try:
             await self._queue.push(request)
-        except ControlUnavailableError as exc:
+        except KvrelayError as exc:
             _log.warning("cannot queue prefill %s, computing it here: %s", start.handoff_id, exc)
-            self._engine.post(lambda core: core.remote_prefill_failed(start.handoff_id, "queue not reachable"))
+            self._engine.post(lambda core: core.remote_prefill_failed(start.handoff_id, "it could not be queued"))
 
     # -- prefill workers ----------------------------------------------------------------------------------------------
 
     def claim(self, peer: Peer, message: HandoffClaim) -> None:
         """A prefill worker asks for a hand-off."""
-        self._claimants[message.prefill_worker_id] = peer
-        self._spawn(self._grant(peer, message))
-
-    async def _grant(self, peer: Peer, message: HandoffClaim) -> None:
-        answer: HandoffGrant | HandoffRefused
+        claimant = message.prefill_worker_id
         if message.kv_compatibility != self._kv_compatibility:
-            answer = HandoffRefused(message.handoff_id, f"KV is not compatible with {self._kv_compatibility}")
+            self._turn_down(peer, message, f"KV is not compatible with {self._kv_compatibility}")
+            return
+        if self._has_ended(claimant):
+            self._turn_down(peer, message, f"the lease of {claimant} has ended")
+            return
+        self._claimants[claimant] = peer
+        for abandon in self._unsent_abandons.pop(claimant, ()):
+            self._send_abandon(claimant, abandon)
+        claim = _Claim(claimant)
+        self._claims.add(claim)
+        self._spawn(self._grant(peer, message, claim))
+
+    def _turn_down(self, peer: Peer, message: HandoffClaim, reason: str) -> None:
+        """This claimant cannot have it, and has taken it from the queue: unless another one computes it we do."""
+        self._server.send(peer, HandoffRefused(message.handoff_id, reason))
+        given_up = HandoffReleased(message.handoff_id, 0, reason, message.prefill_worker_id)
+        self._engine.post(lambda core: core.handoff_released(given_up))
+
+    async def _grant(self, peer: Peer, message: HandoffClaim, claim: _Claim) -> None:
+        try:
+            answer = await self._engine.call(lambda core: core.grant(message))
+        except EngineDeadError as exc:
+            answer = HandoffRefused(message.handoff_id, exc.message)
+        finally:
+            self._claims.discard(claim)
+        if isinstance(answer, HandoffRefused):
+            self._server.send(peer, answer)
+        elif not claim.is_fenced and self._server.send(peer, answer):
+            self._open_grants[(answer.handoff_id, answer.generation)] = _OpenGrant(claim.worker_id, peer)
+            self._transfer.open_handoff()
         else:
-            try:
-                answer = await self._engine.call(lambda core: core.grant(message))
-            except EngineDeadError as exc:
-                answer = HandoffRefused(message.handoff_id, exc.message)
-        if isinstance(answer, HandoffGrant):
-            self._open(answer, message.prefill_worker_id)
-        self._server.send(peer, answer)
+            # Nobody knows of this grant, so nobody writes.
+            unheard = HandoffReleased(answer.handoff_id, answer.generation, "the grant was not sent")
+            self._engine.post(lambda core: core.handoff_released(unheard))
+            self._server.send(peer, HandoffRefused(message.handoff_id, f"the lease of {claim.worker_id} has ended"))
 
     def released(self, message: HandoffReleased) -> None:
         """The claimant has stopped writing."""
         self._engine.post(lambda core: core.handoff_released(message))
-        self._close(message.handoff_id, message.generation)
+        if message.generation:
+            self._close(message.handoff_id, message.generation)
+            return
+        for key, grant in list(self._open_grants.items()):
+            if key[0] == message.handoff_id and grant.worker_id == message.prefill_worker_id:
+                self._close(*key)
 
     def notified(self, payload: bytes) -> None:
         """On the transfer thread: the last write's notification has arrived."""
@@ -308,14 +369,13 @@ class DecodeSide:
     def worker_fenced(self, worker_id: str) -> None:
         """A prefill worker's lease has ended: nothing of it can write any more."""
         self._claimants.pop(worker_id, None)
+        self._unsent_abandons.pop(worker_id, None)
         self._engine.post(lambda core: core.peer_gone(worker_id))
-        for key, claimant in list(self._open_grants.items()):
-            if claimant == worker_id:
+        for claim in self._claims:
+            claim.is_fenced |= claim.worker_id == worker_id
+        for key, grant in list(self._open_grants.items()):
+            if grant.worker_id == worker_id:
                 self._close(*key)
-
-    def _open(self, grant: HandoffGrant, claimant: str) -> None:
-        self._open_grants[(grant.handoff_id, grant.generation)] = claimant
-        self._transfer.open_handoff()
 
     def _close(self, handoff_id: str, generation: int) -> None:
         if self._open_grants.pop((handoff_id, generation), None) is not None:
@@ -352,7 +412,7 @@ class DecodeSide:
     async def drain(self) -> None:
         """Take nothing new; return when every request and every hand-off has ended."""
         self.accepting = False
-        while self._peer_of or self._open_grants:
+        while self._peer_of or self._claims or self._open_grants:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:

@@ -2,7 +2,7 @@
 
 It owns the loop "drain the inbox, step, deliver". It does not know what the orders in the inbox do: they are functions
 of the EngineCore, run between two steps, so that nothing else ever touches the engine and it needs no locks.
-When there is nothing to step the thread sleeps on its inbox.
+When there is nothing to step the thread sleeps on its inbox. When it ends, who waits for an order's result hears so.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvrelay.engine.base import StepOutput
@@ -22,6 +23,18 @@ T = TypeVar("T")
 Order = Callable[[EngineCore], object]
 
 _log = logging.getLogger(__name__)
+
+
+def _ignore(error: EngineDeadError) -> None:
+    """Nobody waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An order in the inbox; ``fail`` is called instead when the thread has ended before it."""
+
+    order: Order
+    fail: Callable[[EngineDeadError], None] = _ignore
 
 
 class EngineThread:
@@ -39,7 +52,7 @@ class EngineThread:
         self._on_step = on_step
         self._on_dead = on_dead
         self._idle_wait_s = idle_wait_s
-        self._inbox: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead: EngineDeadError | None = None
 
@@ -54,12 +67,14 @@ class EngineThread:
 
     def post(self, order: Order) -> None:
         """Run ``order`` before the next step; from any thread. Its exceptions are logged."""
-        self._inbox.put(order)
+        self._inbox.put(_Entry(order))
 
     async def call(self, order: Callable[[EngineCore], T]) -> T:
-        """Run ``order`` before the next step and give its result, or raise what it raised."""
-        if self._dead is not None:
-            raise self._dead
+        """Run ``order`` before the next step and give its result, or raise what it raised; EngineDeadError when the
+        thread ends first."""
+        dead = self._dead
+        if dead is not None:
+            raise dead
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -71,7 +86,12 @@ class EngineThread:
             else:
                 loop.call_soon_threadsafe(_resolve, future, result)
 
-        self._inbox.put(run)
+        def fail(error: EngineDeadError) -> None:
+            loop.call_soon_threadsafe(_fail, future, error)
+
+        self._inbox.put(_Entry(run, fail))
+        if self._dead is not None:
+            self._fail_waiting(self._dead)
         return await future
 
     def _run(self) -> None:
@@ -86,22 +106,36 @@ class EngineThread:
             error = EngineDeadError(f"the engine failed: {exc}")
             error.__cause__ = exc
             self._die(error)
+        else:
+            self._dead = EngineDeadError("the engine is closed")
+            self._fail_waiting(self._dead)
 
     def _die(self, error: EngineDeadError) -> None:
         self._dead = error
+        self._fail_waiting(error)
         self._on_dead(error)
+
+    def _fail_waiting(self, error: EngineDeadError) -> None:
+        """The thread has ended: nobody runs what is in the inbox."""
+        while True:
+            try:
+                entry = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if entry is not None:
+                entry.fail(error)
 
     def _take_orders(self) -> bool:
         """Run what is in the inbox; wait for an order only when the engine has nothing to step. False: closed."""
         wait = not self._core.has_work()
         while True:
             try:
-                order = self._inbox.get(wait, self._idle_wait_s) if wait else self._inbox.get_nowait()
+                entry = self._inbox.get(wait, self._idle_wait_s) if wait else self._inbox.get_nowait()
             except queue.Empty:
                 return True
-            if order is None:
+            if entry is None:
                 return False
-            self._perform(order)
+            self._perform(entry.order)
             wait = False
 
     def _perform(self, order: Order) -> None:

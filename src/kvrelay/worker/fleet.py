@@ -2,7 +2,7 @@
 
 Two different ends, since a draining worker leaves ``workers/`` first and goes on writing KV until it is done:
   - its entry under ``workers/`` disappears: it takes no more work;
-  - its entry under ``kv_metadata/`` disappears: its lease has ended, it is fenced.
+  - its entry under ``kv_metadata/`` disappears: its lease has ended, it is fenced, until it registers again.
 When the control plane is away the last known workers stay.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
@@ -18,6 +19,9 @@ from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
+
+
+MAX_REMEMBERED = 4096
 
 
 class Fleet:
@@ -38,12 +42,17 @@ class Fleet:
         self._on_fenced = on_fenced
         self._on_no_prefill = on_no_prefill
         self._prefill_workers: set[str] = set()
+        self._ended: OrderedDict[str, None] = OrderedDict()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def num_prefill_workers(self) -> int:
         """Workers that pull from the prefill queue."""
         return len(self._prefill_workers)
+
+    def has_ended(self, worker_id: str) -> bool:
+        """Whether its lease has ended, and it has not registered again."""
+        return worker_id in self._ended
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -60,8 +69,14 @@ class Fleet:
 
     async def _watch_leases(self) -> None:
         async for event in self._discovery.watch(self._keys.kv_metadata):
-            if event.kind is WatchKind.DELETE:
-                self._on_fenced(event.key.removeprefix(self._keys.kv_metadata).split("/")[0])
+            worker_id = event.key.removeprefix(self._keys.kv_metadata).split("/")[0]
+            if event.kind is WatchKind.PUT:
+                self._ended.pop(worker_id, None)
+            elif event.kind is WatchKind.DELETE:
+                self._ended[worker_id] = None
+                if len(self._ended) > MAX_REMEMBERED:
+                    self._ended.popitem(last=False)
+                self._on_fenced(worker_id)
 
     def _apply(self, event: WatchEvent) -> None:
         if event.kind is WatchKind.SYNCED:

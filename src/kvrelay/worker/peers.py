@@ -1,22 +1,25 @@
 """Connections of a prefill worker to the decode workers whose prefills it computes, made at first use and kept.
 
-It owns the RPC clients, the claims that wait for an answer, and the KV metadata that was loaded from discovery.
+It owns the RPC clients and what waits for an answer over them: claims, and pings behind releases. What was said over a
+connection that ends may or may not have been heard; whoever said it decides what follows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from kvrelay.control.base import Discovery, Keys
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffGrant, HandoffRefused, HandoffReleased
-from kvrelay.core.messages import Message
+from kvrelay.core.messages import Message, Ping, Pong
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import IncompatiblePeerError, WorkerUnavailableError
+from kvrelay.errors import ControlUnavailableError, IncompatiblePeerError, WorkerUnavailableError
 from kvrelay.rpc.base import RpcClient
+from kvrelay.worker.locks import KeyedLocks
 
 _log = logging.getLogger(__name__)
 
@@ -27,11 +30,14 @@ Connect = Callable[[str, str], Awaitable[RpcClient]]
 class DecodePeer:
     """One decode worker, as a prefill worker sees it."""
 
-    def __init__(self, worker_id: str, client: RpcClient, on_abandon: Callable[[HandoffAbandon], None]) -> None:
+    def __init__(self, worker_id: str, address: str, client: RpcClient, on_abandon: OnAbandon) -> None:
         self.worker_id = worker_id
+        self.address = address
         self.client = client
         self._on_abandon = on_abandon
         self._claims: dict[str, asyncio.Future[HandoffGrant | HandoffRefused]] = {}
+        self._pings: dict[int, asyncio.Future[None]] = {}
+        self._nonces = itertools.count(1)
         client.on_message(self._receive)
 
     async def claim(self, claim: HandoffClaim, timeout_s: float) -> HandoffGrant | HandoffRefused:
@@ -47,9 +53,27 @@ class DecodePeer:
         finally:
             self._claims.pop(claim.handoff_id, None)
 
+    async def tell(self, messages: Sequence[HandoffReleased], timeout_s: float) -> None:
+        """Return when all of them have been heard. Raises WorkerUnavailableError when that is not known in time."""
+        nonce = next(self._nonces)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pings[nonce] = future
+        try:
+            for message in messages:
+                self.client.send(message)
+            self.client.send(Ping(nonce))
+            async with asyncio.timeout(timeout_s):
+                await future
+        except TimeoutError as exc:
+            raise WorkerUnavailableError(f"{self.worker_id} did not answer a ping in {timeout_s:g} s") from exc
+        finally:
+            del self._pings[nonce]
+
     def lost(self) -> None:
-        """The connection has ended: nobody will answer the claims."""
-        for future in self._claims.values():
+        """The connection has ended: nobody will answer."""
+        futures: list[asyncio.Future[HandoffGrant | HandoffRefused] | asyncio.Future[None]]
+        futures = [*self._claims.values(), *self._pings.values()]
+        for future in futures:
             if not future.done():
                 future.set_exception(WorkerUnavailableError(f"connection to {self.worker_id} lost"))
 
@@ -58,7 +82,11 @@ class DecodePeer:
             case HandoffGrant() | HandoffRefused():
                 self._answer(message)
             case HandoffAbandon():
-                self._on_abandon(message)
+                self._on_abandon(self, message)
+            case Pong():
+                ping = self._pings.get(message.nonce)
+                if ping is not None and not ping.done():
+                    ping.set_result(None)
             case _:
                 _log.warning("%s sent an unexpected %s", self.worker_id, type(message).__name__)
 
@@ -66,9 +94,12 @@ class DecodePeer:
         future = self._claims.get(message.handoff_id)
         if future is not None and not future.done():
             future.set_result(message)
-        elif isinstance(message, HandoffGrant) and self.client.is_connected:
-            # The claim was given up: the blocks set aside for us would stay quarantined until we leave.
-            self.client.send(HandoffReleased(message.handoff_id, message.generation, "claim given up"))
+        else:
+            # Whoever gave up waiting says so to the decode worker, with generation 0.
+            _log.debug("%s answered a claim that was given up", self.worker_id)
+
+
+OnAbandon = Callable[[DecodePeer, HandoffAbandon], None]
 
 
 class DecodePeers:
@@ -80,7 +111,7 @@ class DecodePeers:
         discovery: Discovery,
         keys: Keys,
         *,
-        on_abandon: Callable[[HandoffAbandon], None],
+        on_abandon: OnAbandon,
         on_lost: Callable[[str], None],
     ) -> None:
         self._connect = connect
@@ -89,20 +120,30 @@ class DecodePeers:
         self._on_abandon = on_abandon
         self._on_lost = on_lost
         self._peers: dict[str, DecodePeer] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
+        self._opening = KeyedLocks()
         self._closing: set[asyncio.Task[None]] = set()
 
     async def get(self, worker_id: str, address: str) -> DecodePeer:
         """The connection to ``worker_id``. Raises WorkerUnavailableError or IncompatiblePeerError."""
-        async with self._opening.setdefault(worker_id, asyncio.Lock()):
-            peer = self._peers.get(worker_id)
-            if peer is not None and peer.client.is_connected:
-                return peer
+        async with self._opening.hold(worker_id):
+            old = self._peers.get(worker_id)
+            if old is not None:
+                if old.client.is_connected:
+                    return old
+                # What hangs on the old connection ends before anything begins on a new one.
+                self._lost(old)
             key = (await self._load(worker_id, 0)).public_key
-            peer = DecodePeer(worker_id, await self._connect(address, key), self._on_abandon)
-            peer.client.on_disconnect(lambda: self._lost(worker_id))
+            peer = DecodePeer(worker_id, address, await self._connect(address, key), self._on_abandon)
+            peer.client.on_disconnect(lambda: self._lost(peer))
             self._peers[worker_id] = peer
             return peer
+
+    async def is_gone(self, worker_id: str) -> bool:
+        """Whether its lease has ended. False while discovery cannot be asked."""
+        try:
+            return await self._discovery.get(self._keys.worker_kv_metadata(worker_id, 0)) is None
+        except ControlUnavailableError:
+            return False
 
     async def kv_metadata(self, worker_id: str, rank: int, compatibility: str) -> KvMetadata:
         """The worker's memory, from discovery. Raises WorkerUnavailableError or IncompatiblePeerError."""
@@ -122,16 +163,15 @@ class DecodePeers:
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise IncompatiblePeerError(f"KV metadata of {worker_id} is malformed: {exc}") from exc
 
-    def _lost(self, worker_id: str) -> None:
-        peer = self._peers.pop(worker_id, None)
-        self._opening.pop(worker_id, None)
-        if peer is None:
+    def _lost(self, peer: DecodePeer) -> None:
+        if self._peers.get(peer.worker_id) is not peer:
             return
+        del self._peers[peer.worker_id]
         peer.lost()
         task = asyncio.get_running_loop().create_task(peer.client.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-        self._on_lost(worker_id)
+        self._on_lost(peer.worker_id)
 
     async def close(self) -> None:
         for peer in list(self._peers.values()):

@@ -3,6 +3,9 @@
 It owns the pull loop and the hand-offs in progress. It does not decide what runs next to what: that is the engine's.
 One prefill computes while the next one is pulled and claimed and the previous one's last writes are under way, so the
 engine never waits for the queue.
+
+Whatever happens to a hand-off, its decode worker hears how it ended: HandoffDone, or a release (``Releases``), which
+also undoes a claim whose answer never came. A hand-off is claimed here at most once, so that "I gave it up" stays true.
 """
 
 from __future__ import annotations
@@ -10,26 +13,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from kvrelay.control.base import PrefillDelivery, PrefillQueue
-from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffGrant, HandoffRefused, HandoffReleased
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffGrant,
+    HandoffRefused,
+    HandoffReleased,
+    RemotePrefillRequest,
+)
 from kvrelay.core.layout import KVLayout
 from kvrelay.engine.base import StepOutput
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.errors import ControlUnavailableError, IncompatiblePeerError, KvrelayError, WorkerUnavailableError
+from kvrelay.errors import (
+    IncompatiblePeerError,
+    KvrelayError,
+    LeaseLostError,
+    StaleHandoffError,
+    WorkerUnavailableError,
+)
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.engine_thread import EngineThread
+from kvrelay.worker.locks import KeyedLocks
 from kvrelay.worker.outgoing import OutgoingHandoff
 from kvrelay.worker.peers import DecodePeer, DecodePeers
+from kvrelay.worker.releases import Releases
 
 _log = logging.getLogger(__name__)
 
 PULL_TIMEOUT_S = 1.0
 BEAT_INTERVAL_S = 1.0
 CLAIM_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 2.0
+MAX_REMEMBERED = 4096
 MAX_COMPUTING = 2
 """Hand-offs pulled and not yet computed: one in the engine, one behind it."""
 
@@ -69,6 +90,13 @@ class PrefillSide:
         self._transfer = transfer
         self._queue = queue
         self._peers = peers
+        self._releases = Releases(peers)
+        self._term = 0
+        """Raised by ``abandon_all``: what was claimed in an earlier term must not begin to write."""
+        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._claiming: dict[str, set[int]] = {}
+        """Claims that wait for an answer, and the generations of each that were abandoned before their grant came."""
+        self._meeting = KeyedLocks()
         self._outgoing: dict[str, OutgoingHandoff] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(MAX_COMPUTING)
@@ -83,14 +111,32 @@ class PrefillSide:
         if self._pulling is None:
             self._pulling = asyncio.get_running_loop().create_task(self._pull_forever())
 
-    async def drain(self) -> None:
-        """Stop pulling; return when every hand-off, with all its reads and writes, has ended."""
+    def stop(self) -> None:
+        """Pull nothing more."""
         if self._pulling is not None:
             self._pulling.cancel()
-            await asyncio.wait([self._pulling])
             self._pulling = None
+
+    async def drain(self) -> None:
+        """Stop pulling; return when every hand-off, with all its reads and writes, has ended."""
+        pulling = self._pulling
+        self.stop()
+        if pulling is not None:
+            await asyncio.wait([pulling])
         if self._serving:
             await asyncio.wait(self._serving)
+
+    async def close(self) -> None:
+        """Stop at once. Begins no transfer any more; those under way are the transfer thread's to end."""
+        self.stop()
+        self.abandon_all("the worker leaves")
+        serving = list(self._serving)
+        if serving:
+            await asyncio.wait(serving, timeout=CLOSE_TIMEOUT_S)
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+        await self._releases.close()
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
@@ -107,12 +153,21 @@ class PrefillSide:
 
     # -- event loop ---------------------------------------------------------------------------------------------------
 
-    def on_abandon(self, message: HandoffAbandon) -> None:
-        """The decode worker no longer waits."""
-        for handoff in list(self._outgoing.values()):
-            grant = handoff.grant
-            if grant.handoff_id == message.handoff_id and grant.generation == message.generation:
-                handoff.abandon("abandoned by the decode worker")
+    def on_abandon(self, peer: DecodePeer, message: HandoffAbandon) -> None:
+        """The decode worker no longer waits. It hears a release in any case: it may have missed an earlier one."""
+        if message.handoff_id in self._claiming:
+            # It came before the grant that it takes back.
+            self._claiming[message.handoff_id].add(message.generation)
+            return
+        handoff = self._outgoing.get(_engine_request_id(message.handoff_id, message.generation))
+        if handoff is not None:
+            handoff.abandon("abandoned by the decode worker")
+            return
+        self._releases.say(
+            peer.worker_id,
+            peer.address,
+            HandoffReleased(message.handoff_id, message.generation, "not in progress", self._worker_id),
+        )
 
     def on_peer_lost(self, worker_id: str) -> None:
         """A decode worker's connection ended: its hand-offs are of no use to anybody."""
@@ -121,7 +176,11 @@ class PrefillSide:
                 handoff.abandon("connection to the decode worker lost")
 
     def abandon_all(self, reason: str) -> None:
-        """Our own lease is lost: others may believe us dead and reuse their blocks, so nothing more may be written."""
+        """Our own lease is lost: others may believe us dead and reuse their blocks, so nothing more may be written.
+
+        Submits nothing from now on, also of what is being claimed; what is submitted is the caller's to withdraw.
+        """
+        self._term += 1
         for handoff in list(self._outgoing.values()):
             handoff.abandon(reason)
 
@@ -131,7 +190,7 @@ class PrefillSide:
             delivery = None
             try:
                 delivery = await self._queue.pull(PULL_TIMEOUT_S)
-            except ControlUnavailableError as exc:
+            except KvrelayError as exc:
                 _log.warning("cannot pull prefills: %s", exc)
                 await asyncio.sleep(PULL_TIMEOUT_S)
             finally:
@@ -144,49 +203,85 @@ class PrefillSide:
 
     async def _serve(self, delivery: PrefillDelivery) -> None:
         """One queue entry from pull to acknowledgement."""
+        request = delivery.request
         slot = _Slot(self._slots)
         beats = asyncio.get_running_loop().create_task(_beat(delivery))
         try:
             error = await self._hand_off(delivery, slot)
-            if error is not None:
-                _log.warning("hand-off %s: %s", delivery.request.handoff_id, error)
-        except ControlUnavailableError as exc:
-            _log.warning("hand-off %s: %s", delivery.request.handoff_id, exc)
-            self.stats.num_failed += 1
-        except (WorkerUnavailableError, IncompatiblePeerError) as exc:
-            # Nobody waits behind a lost connection, and the decode worker takes an unclaimed prefill back by itself.
-            _log.warning("hand-off %s dropped: %s", delivery.request.handoff_id, exc)
-            self.stats.num_failed += 1
+        except KvrelayError as exc:
+            self._give_up(request, exc)
+            error = str(exc)
+        except Exception as exc:  # noqa: BLE001 - the outermost frame of a hand-off: somebody waits for its end
+            _log.exception("hand-off %s failed", request.handoff_id)
+            self._give_up(request, exc)
+            error = repr(exc)
         finally:
             slot.release()
             beats.cancel()
-            await _settle(delivery)
+        if error is not None:
+            _log.warning("hand-off %s: %s", request.handoff_id, error)
+        await _settle(delivery)
+
+    def _give_up(self, request: RemotePrefillRequest, error: Exception) -> None:
+        """We do not compute it, whether or not our claim was heard and granted: nobody will, except its owner."""
+        if isinstance(error, StaleHandoffError):
+            self.stats.num_abandoned += 1
+        else:
+            self.stats.num_failed += 1
+        release = HandoffReleased(request.handoff_id, 0, str(error), self._worker_id)
+        self._releases.say(request.decode_worker_id, request.decode_address, release)
 
     async def _hand_off(self, delivery: PrefillDelivery, slot: _Slot) -> str | None:
-        """Claim, compute and send. Returns None, or why the hand-off ended early."""
+        """Claim, compute and send. Returns None, or why the hand-off ended early and its owner knows. Raises
+        KvrelayError when it has to be given up."""
         request = delivery.request
         if request.deadline_unix_s and request.deadline_unix_s < time.time():
             return "past its deadline"
+        if request.handoff_id in self._seen:
+            return "delivered again, and dealt with here before"
+        self._remember(request.handoff_id)
         if request.model != self._model:
             raise IncompatiblePeerError(f"the queue entry is for model {request.model}, this worker has {self._model}")
+        term = self._term
         peer = await self._peers.get(request.decode_worker_id, request.decode_address)
-        claim = HandoffClaim(request.handoff_id, self._worker_id, self._kv_compatibility)
         await self._meet(request.decode_worker_id)
-        answer = await peer.claim(claim, CLAIM_TIMEOUT_S)
+        answer = await self._claim(peer, request.handoff_id)
         if isinstance(answer, HandoffRefused):
             self.stats.num_refused += 1
             return f"refused: {answer.reason}"
-        return await self._compute_and_send(delivery, answer, peer, slot)
+        if term != self._term:
+            raise LeaseLostError("the lease was lost while it was claimed")
+        if not peer.client.is_connected:
+            raise WorkerUnavailableError(f"connection to {peer.worker_id} lost")
+        return await self._compute_and_send(delivery, answer, slot)
+
+    async def _claim(self, peer: DecodePeer, handoff_id: str) -> HandoffGrant | HandoffRefused:
+        """Ask for it. Raises StaleHandoffError for a grant that was taken back before it came."""
+        abandoned = self._claiming[handoff_id] = set()
+        try:
+            answer = await peer.claim(
+                HandoffClaim(handoff_id, self._worker_id, self._kv_compatibility), CLAIM_TIMEOUT_S
+            )
+        finally:
+            del self._claiming[handoff_id]
+        if isinstance(answer, HandoffGrant) and answer.generation in abandoned:
+            raise StaleHandoffError("abandoned by the decode worker")
+        return answer
 
     async def _meet(self, worker_id: str) -> None:
         """Load and cache the peer's memory metadata, at first use."""
-        if not self._transfer.has_peer(worker_id):
-            metadata = await self._peers.kv_metadata(worker_id, 0, self._kv_compatibility)
-            await asyncio.wrap_future(self._transfer.add_peer(metadata))
+        async with self._meeting.hold(worker_id):
+            if not self._transfer.has_peer(worker_id):
+                metadata = await self._peers.kv_metadata(worker_id, 0, self._kv_compatibility)
+                await asyncio.wrap_future(self._transfer.add_peer(metadata))
 
-    async def _compute_and_send(
-        self, delivery: PrefillDelivery, grant: HandoffGrant, peer: DecodePeer, slot: _Slot
-    ) -> str | None:
+    def _remember(self, handoff_id: str) -> None:
+        self._seen[handoff_id] = None
+        if len(self._seen) > MAX_REMEMBERED:
+            self._seen.popitem(last=False)
+
+    async def _compute_and_send(self, delivery: PrefillDelivery, grant: HandoffGrant, slot: _Slot) -> str | None:
+        """From the grant to the last transfer's end. Awaits nothing before ``abandon_all`` can find the hand-off."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[str | None] = loop.create_future()
         engine_request = _engine_request(delivery, grant)
@@ -204,16 +299,14 @@ class PrefillSide:
         self._transfer.open_handoff()
         try:
             await self._engine.call(lambda core: core.add_request(engine_request))
-        except KvrelayError as exc:
-            handoff.abandon(str(exc))
-        try:
             error = await ended
         finally:
             self._transfer.close_handoff()
             del self._outgoing[engine_request.request_id]
         self._count(handoff, error)
-        if error is not None and peer.client.is_connected:
-            peer.client.send(HandoffReleased(grant.handoff_id, grant.generation, error))
+        if error is not None:
+            release = HandoffReleased(grant.handoff_id, grant.generation, error, self._worker_id)
+            self._releases.say(delivery.request.decode_worker_id, delivery.request.decode_address, release)
         return error
 
     def _count(self, handoff: OutgoingHandoff, error: str | None) -> None:
@@ -245,11 +338,15 @@ def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *ar
         loop.call_soon_threadsafe(function, *arguments)
 
 
+def _engine_request_id(handoff_id: str, generation: int) -> str:
+    return f"{handoff_id}/{generation}"
+
+
 def _engine_request(delivery: PrefillDelivery, grant: HandoffGrant) -> Request:
     request = delivery.request
     num_prompt = len(request.token_ids) - request.num_output_tokens
     return Request(
-        request_id=f"{grant.handoff_id}/{grant.generation}",
+        request_id=_engine_request_id(grant.handoff_id, grant.generation),
         prompt_token_ids=request.token_ids[:num_prompt],
         output_token_ids=request.token_ids[num_prompt:],
         sampling=request.sampling,
@@ -264,7 +361,7 @@ async def _beat(delivery: PrefillDelivery) -> None:
         await asyncio.sleep(BEAT_INTERVAL_S)
         try:
             await delivery.in_progress()
-        except ControlUnavailableError as exc:
+        except KvrelayError as exc:
             _log.warning("cannot beat for %s: %s", delivery.request.handoff_id, exc)
 
 
@@ -272,5 +369,5 @@ async def _settle(delivery: PrefillDelivery) -> None:
     """Acknowledge. If that fails the entry is delivered again, and the decode worker refuses its claim as stale."""
     try:
         await delivery.ack()
-    except ControlUnavailableError as exc:
+    except KvrelayError as exc:
         _log.warning("cannot acknowledge %s: %s", delivery.request.handoff_id, exc)

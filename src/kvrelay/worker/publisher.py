@@ -1,7 +1,8 @@
 """Publishes what routers need to know: the prefix cache's events, numbered and replayable, and the load.
 
 A first load sample goes out at start, before any forward pass; then one on change, at most 20 a second, and at least
-one a second.
+one a second. Events and load carry the epoch that the worker was born with: a change of role keeps the prefix cache, so
+indexes have nothing to forget.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from kvrelay.control.base import EventBus, Keys, Subscription
 from kvrelay.core.event_codec import encode_events, encode_load
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import KvEvent, LoadMetrics
-from kvrelay.errors import ControlUnavailableError
+from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics
+from kvrelay.errors import KvrelayError
 
 _log = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 0.05
 MAX_INTERVAL_S = 1.0
+MAX_BATCH_BLOCKS = 20_000
+"""At about 19 bytes each well within the megabyte that a message of the bus may have."""
 
 
 class Publisher:
@@ -62,7 +66,7 @@ class Publisher:
         if self._replay is not None:
             try:
                 await self._replay.unsubscribe()
-            except ControlUnavailableError as exc:
+            except KvrelayError as exc:
                 _log.debug("replay service ends with the connection: %s", exc)
 
     async def _run(self) -> None:
@@ -78,15 +82,14 @@ class Publisher:
             await asyncio.sleep(MIN_INTERVAL_S)
 
     async def _publish_events(self) -> None:
-        if not self._pending:
-            return
         events, self._pending = self._pending, []
-        batch = self._log.append(tuple(events))
-        try:
-            await self._bus.publish(self._keys.worker_kv_events(self._worker_id), encode_events(batch))
-        except ControlUnavailableError as exc:
-            # The log has them: indexes see the gap in the numbers and ask for a replay.
-            _log.debug("events %d.. not published: %s", batch.first_seq, exc)
+        for some in split_events(events):
+            batch = self._log.append(some)
+            try:
+                await self._bus.publish(self._keys.worker_kv_events(self._worker_id), encode_events(batch))
+            except KvrelayError as exc:
+                # The log has them: indexes see the gap in the numbers and ask for a replay.
+                _log.debug("events %d.. not published: %s", batch.first_seq, exc)
 
     async def _publish_load(self) -> None:
         load, now = self._load, time.monotonic()
@@ -97,8 +100,23 @@ class Publisher:
         try:
             sample = msgspec.structs.replace(load, seq=self._seq)
             await self._bus.publish(self._keys.worker_load(self._worker_id), encode_load(sample))
-        except ControlUnavailableError as exc:
+        except KvrelayError as exc:
             _log.debug("load not published: %s", exc)
 
     async def _serve_replay(self, data: bytes) -> bytes:
         return self._log.serve_replay(data)
+
+
+def split_events(events: Sequence[KvEvent], max_blocks: int = MAX_BATCH_BLOCKS) -> Iterator[tuple[KvEvent, ...]]:
+    """Runs of ``events`` with at most ``max_blocks`` blocks; an event is not split."""
+    some: list[KvEvent] = []
+    num_blocks = 0
+    for event in events:
+        count = len(event.block_hashes) if isinstance(event, BlockStored | BlockRemoved) else 1
+        if some and num_blocks + count > max_blocks:
+            yield tuple(some)
+            some, num_blocks = [], 0
+        some.append(event)
+        num_blocks += count
+    if some:
+        yield tuple(some)

@@ -3,6 +3,9 @@
 Life: build the engine -> bind the request plane -> register KV memory -> put itself into discovery under a lease ->
 serve -> drain -> leave. The role is state: ``set_role`` drains, registers again under a new epoch and goes on without
 reloading weights.
+
+Leaving, and losing the lease, are in this order for a reason: first no transfer of ours moves any more, then others may
+see us as gone, for from then on they reuse the blocks that we were allowed to write.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import socket
 import uuid
@@ -21,6 +25,7 @@ import msgspec
 from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, TransferConfig
 from kvrelay.control.base import ControlPlane, Keys, Lease, WatchKind
 from kvrelay.core.event_log import KvEventLog
+from kvrelay.core.events import LoadMetrics
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffReleased
 from kvrelay.core.hashing import HASH_SEED
 from kvrelay.core.layout import Compatibility
@@ -37,7 +42,13 @@ from kvrelay.core.messages import (
 from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
 from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.core import EngineCore
-from kvrelay.errors import ConfigError, ControlUnavailableError, EngineDeadError, KvrelayError
+from kvrelay.errors import (
+    ConfigError,
+    ControlUnavailableError,
+    FatalError,
+    KvrelayError,
+    WorkerUnavailableError,
+)
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.thread import TransferThread
@@ -45,11 +56,16 @@ from kvrelay.worker.decode_side import DecodeSide
 from kvrelay.worker.disagg import DisaggPolicy
 from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.fleet import Fleet
-from kvrelay.worker.peers import Connect, DecodePeers
+from kvrelay.worker.peers import Connect, DecodePeer, DecodePeers
 from kvrelay.worker.prefill_side import PrefillSide
 from kvrelay.worker.publisher import Publisher
 
 _log = logging.getLogger(__name__)
+
+REGISTER_INTERVAL_S = 0.5
+FENCE_MARGIN_SHARE = 0.1
+"""Of a lease's time to live: so much before its end the last byte is to be posted. Covers a post that blocks for its
+copy, and clocks that do not run alike."""
 
 ORDERS = ("status", "drain", "role", "check_integrity", "cache", "clear_cache")
 
@@ -99,8 +115,10 @@ class Worker:
         self._keys = Keys(settings.control.namespace)
         self._loop = asyncio.get_running_loop()
         self._lease: Lease | None = None
+        self._role_lock = asyncio.Lock()
         self._draining = asyncio.Event()
-        self._dead: EngineDeadError | None = None
+        self._failed = asyncio.Event()
+        self._failure: FatalError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._compatibility = Compatibility(
             model=settings.model,
@@ -110,8 +128,11 @@ class Worker:
             protocol=PROTOCOL_VERSION,
         ).digest()
         self._transport = transport
-        self._transfer = TransferThread(transport, settings.transfer)
-        self._engine = EngineThread(core, self._on_step, self._on_engine_dead)
+        self._transfer = TransferThread(
+            transport, settings.transfer, fence=self._fence_s, on_failed=self._on_transfer_failed
+        )
+        self._engine = EngineThread(core, self._on_step, self._on_failure)
+        self._load: LoadMetrics | None = None
         self._events = KvEventLog(settings.worker_id, self.epoch)
         self._publisher = Publisher(settings.worker_id, self.epoch, control.events, self._keys, self._events)
         self._policy = DisaggPolicy(settings.disagg)
@@ -145,9 +166,9 @@ class Worker:
             queue=control.prefill_queue,
             server=server,
             policy=self._policy,
-            fleet=lambda: self._fleet.num_prefill_workers if self.role is not WorkerRole.PREFILL else 0,
+            num_prefill_workers=lambda: self._fleet.num_prefill_workers if self.role is not WorkerRole.PREFILL else 0,
+            has_ended=self._fleet.has_ended,
         )
-
         self._transfer.on_notification(lambda notification: self._decode.notified(notification.payload))
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -170,13 +191,35 @@ class Worker:
         await self._enter_role(self.role)
 
     async def run(self) -> None:
-        """Serve until ``request_drain``; then drain and leave. Raises EngineDeadError when the engine has failed."""
+        """Serve until ``request_drain``; then drain and leave. Raises FatalError, EngineDeadError for instance, when
+        something has failed that cannot go on, whether before or while draining."""
         await self._draining.wait()
-        if self._dead is None:
-            await self._leave_role()
-        await self.close()
-        if self._dead is not None:
-            raise self._dead
+        try:
+            await self._drain_unless_failed()
+        finally:
+            await self.close()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _drain_unless_failed(self) -> None:
+        """What has failed does not finish what is in flight."""
+        drained, failed = self._loop.create_task(self._drain()), self._loop.create_task(self._failed.wait())
+        try:
+            await asyncio.wait((drained, failed), return_when=asyncio.FIRST_COMPLETED)
+            if drained.done():
+                drained.result()
+        finally:
+            for task in (drained, failed):
+                task.cancel()
+            await asyncio.gather(drained, failed, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        async with self._role_lock:
+            try:
+                await self._control.discovery.delete(self._keys.worker(self.settings.worker_id))
+            except ControlUnavailableError as exc:
+                _log.warning("cannot leave discovery: %s", exc)
+            await self._finish()
 
     def request_drain(self) -> None:
         """Begin to leave; ``run`` returns when everything in flight has ended."""
@@ -187,6 +230,10 @@ class Worker:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._decode.accepting = False
+        self._transfer.fail_all("the worker leaves")
+        await self._prefill.close()
+        await asyncio.to_thread(self._transfer.close)
         try:
             if self._lease is not None:
                 await self._lease.revoke()
@@ -198,37 +245,67 @@ class Worker:
         await self._peers.close()
         await self._server.close()
         await asyncio.to_thread(self._engine.close)
-        await asyncio.to_thread(self._transfer.close)
         self._executor.shutdown()
 
     # -- role ---------------------------------------------------------------------------------------------------------
 
     async def set_role(self, role: WorkerRole) -> None:
-        """Drain, register again under a new epoch, go on. The weights and the KV pool stay."""
-        if role is self.role:
-            return
-        await self._leave_role()
-        self.epoch += 1
-        await self._enter_role(role)
+        """Drain, register again under a new epoch, go on. The weights and the KV pool stay.
+
+        Raises ControlUnavailableError when discovery cannot be told: then the worker goes on as it was, and is listed
+        again as soon as that is possible; WorkerUnavailableError when it is leaving.
+        """
+        async with self._role_lock:
+            if role is self.role:
+                return
+            before = self.role
+            try:
+                await self._control.discovery.delete(self._keys.worker(self.settings.worker_id))
+                await self._finish()
+                if self._draining.is_set():
+                    raise WorkerUnavailableError("the worker is leaving")
+                self.epoch += 1
+                await self._enter_role(role)
+            except ControlUnavailableError:
+                self._assume(before)
+                self._spawn(self._register_again())
+                raise
 
     async def _enter_role(self, role: WorkerRole) -> None:
+        self._assume(role)
+        await self._register()
+
+    def _assume(self, role: WorkerRole) -> None:
+        """Work in ``role``, whoever knows of it."""
         self.role = role
         self._engine.post(lambda core: core.set_exclusive_prefill(role is WorkerRole.PREFILL))
         self._decode.accepting = role.takes_requests
-        if role is WorkerRole.PREFILL:
+        if role.pulls_prefills:
             self._prefill.start()
-        await self._control.discovery.put(
-            self._keys.worker(self.settings.worker_id), msgspec.json.encode(self._info()), self._lease
-        )
+        else:
+            self._prefill.stop()
 
-    async def _leave_role(self) -> None:
-        """Out of discovery first; then finish what is in flight."""
-        try:
-            await self._control.discovery.delete(self._keys.worker(self.settings.worker_id))
-        except ControlUnavailableError as exc:
-            _log.warning("cannot leave discovery: %s", exc)
+    async def _finish(self) -> None:
+        """Begin nothing; return when what is in flight has ended."""
         await self._prefill.drain()
         await self._decode.drain()
+
+    async def _register(self) -> None:
+        key = self._keys.worker(self.settings.worker_id)
+        await self._control.discovery.put(key, msgspec.json.encode(self._info()), self._lease)
+
+    async def _register_again(self) -> None:
+        """After a change of role that failed: until it succeeds, or somebody else changes the role."""
+        epoch, role = self.epoch, self.role
+        while True:
+            async with self._role_lock:
+                if self._draining.is_set() or (self.epoch, self.role) != (epoch, role):
+                    return
+                try:
+                    return await self._register()
+                except ControlUnavailableError as exc:
+                    _log.debug("cannot register: %s", exc)
+            await asyncio.sleep(REGISTER_INTERVAL_S)
 
     def _info(self) -> WorkerInfo:
         settings = self.settings
@@ -294,11 +371,14 @@ class Worker:
         abandons = self._core.drain_abandons()
         if step.outputs or step.remote_prefills or abandons:
             self._loop.call_soon_threadsafe(self._decode.deliver, step, abandons)
-        if step.kv_events or step.num_scheduled_tokens or step.outputs:
-            self._loop.call_soon_threadsafe(self._publisher.update, step.kv_events, self._core.metrics())
+        load = self._core.metrics()
+        # Orders change the load as well: what a release frees, for instance.
+        if step.kv_events or self._load is None or load != msgspec.structs.replace(self._load, seq=load.seq):
+            self._load = load
+            self._loop.call_soon_threadsafe(self._publisher.update, step.kv_events, load)
 
-    def _on_abandon(self, message: HandoffAbandon) -> None:
-        self._prefill.on_abandon(message)
+    def _on_abandon(self, peer: DecodePeer, message: HandoffAbandon) -> None:
+        self._prefill.on_abandon(peer, message)
 
     def _on_worker_fenced(self, worker_id: str) -> None:
         self._decode.worker_fenced(worker_id)
@@ -312,13 +392,31 @@ class Worker:
         self._transfer.remove_peer(worker_id)
 
     def _on_lease_lost(self) -> None:
-        """Others may count us as dead: what we still write could land in reused blocks."""
-        _log.warning("lease lost: abandoning hand-offs in progress")
-        self._prefill.abandon_all("lease lost")
+        """Others may count us as dead: what we still write could land in reused blocks.
 
-    def _on_engine_dead(self, error: EngineDeadError) -> None:
+        Behind the fence nothing is posted anyway; this is for a lease that was ended before its time, and so that
+        nothing goes on under the next one."""
+        _log.warning("lease lost: abandoning hand-offs in progress")
+        # In this order: the first submits nothing more, the second withdraws what was submitted.
+        self._prefill.abandon_all("lease lost")
+        self._transfer.fail_all("lease lost")
+
+    def _fence_s(self) -> float:
+        """On the transfer thread: until when it may post."""
+        lease = self._lease
+        return -math.inf if lease is None else lease.alive_until_s - lease.ttl_s * FENCE_MARGIN_SHARE
+
+    def _on_transfer_failed(self, error: Exception) -> None:
+        failure = FatalError(f"the KV transfer failed: {error!r}")
+        failure.__cause__ = error
+        self._on_failure(failure)
+
+    def _on_failure(self, error: FatalError) -> None:
+        """On the thread that has failed: nothing can be finished, leave."""
+
         def leave() -> None:
-            self._dead = error
+            self._failure = self._failure or error
+            self._failed.set()
             self._draining.set()
 
         self._loop.call_soon_threadsafe(leave)

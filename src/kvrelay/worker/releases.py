@@ -1,0 +1,76 @@
+"""What a prefill worker has to say about hand-offs that did not end with HandoffDone, until it has been heard.
+
+    release ──> HandoffReleased ..., Ping ──> decode worker          over the connection that is there, or a new one
+                     ^                │
+                     │               Pong: everything before it was heard
+                     └── connection lost, no answer: again, later; until the decode worker's lease has ended
+
+A release that got lost would keep the decode worker's blocks quarantined for as long as we live. Saying one twice does
+no harm. It does not know why hand-offs end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvrelay.core.handoff import HandoffReleased
+from kvrelay.errors import KvrelayError
+from kvrelay.worker.peers import DecodePeers
+
+_log = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 5.0
+MIN_DELAY_S = 0.05
+MAX_DELAY_S = 2.0
+
+
+class Releases:
+    """One queue and one task per decode worker that has not heard everything yet. For the event loop."""
+
+    def __init__(self, peers: DecodePeers) -> None:
+        self._peers = peers
+        self._unheard: dict[str, list[HandoffReleased]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_unheard(self) -> int:
+        return sum(len(messages) for messages in self._unheard.values())
+
+    def say(self, worker_id: str, address: str, message: HandoffReleased) -> None:
+        """Tell the decode worker at ``address``, now or as soon as it can be reached."""
+        if worker_id in self._unheard:
+            self._unheard[worker_id].append(message)
+            return
+        self._unheard[worker_id] = [message]
+        task = asyncio.get_running_loop().create_task(self._tell(worker_id, address))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """What is unheard does not matter any more: the end of our lease will say the same."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tell(self, worker_id: str, address: str) -> None:
+        unheard = self._unheard[worker_id]
+        delay_s = MIN_DELAY_S
+        try:
+            while unheard:
+                num_said = len(unheard)
+                try:
+                    peer = await self._peers.get(worker_id, address)
+                    await peer.tell(tuple(unheard), ANSWER_TIMEOUT_S)
+                except KvrelayError as exc:
+                    _log.debug("%s has not heard of %d ended hand-offs: %s", worker_id, num_said, exc)
+                    if await self._peers.is_gone(worker_id):
+                        return
+                    await asyncio.sleep(delay_s)
+                    delay_s = min(2 * delay_s, MAX_DELAY_S)
+                else:
+                    del unheard[:num_said]
+                    delay_s = MIN_DELAY_S
+        finally:
+            del self._unheard[worker_id]
