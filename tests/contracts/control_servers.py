@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from tests.contracts.prefill_queue_contract import LINE
+
 from kvrelay.control.base import Discovery, EventBus, Lease, PrefillQueue
 from kvrelay.control.memory import MemoryBroker, MemoryControlPlane
 from kvrelay.control.nats.connection import NatsConnection
@@ -41,7 +43,7 @@ class MemoryServer:
         self.broker.end_lease(lease.lease_id)
 
     async def push_raw(self, data: bytes) -> None:
-        self.broker.queue.push_raw(data)
+        self.broker.queue.push_raw(LINE, data)
 
     async def num_dead_letters(self) -> int:
         return len(self.broker.queue.dead_letters)
@@ -139,7 +141,7 @@ class NatsQueueServer(NatsServer):
         return queue
 
     async def push_raw(self, data: bytes) -> None:
-        await JetStream(await self.open()).publish("kvrelay.test.prefill.queue", data)
+        await JetStream(await self.open()).publish(f"kvrelay.test.prefill.queue.{LINE}", data)
 
     async def num_dead_letters(self) -> int:
         return (await JetStream(await self.open()).stream_info("kvrelay_test_prefill_dead")).state.messages

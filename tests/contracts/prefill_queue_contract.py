@@ -15,6 +15,8 @@ from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import ControlUnavailableError
 
+LINE = "0123456789abcdef"
+
 
 class QueueServer(Protocol):
     """A server whose queue redelivers after ``ack_wait_s`` and gives up after two deliveries."""
@@ -25,7 +27,7 @@ class QueueServer(Protocol):
         """As another process."""
 
     async def push_raw(self, data: bytes) -> None:
-        """Garbage into the queue."""
+        """Garbage into the queue's line LINE."""
 
     async def num_dead_letters(self) -> int: ...
 
@@ -37,7 +39,7 @@ class QueueServer(Protocol):
 OpenServer = Callable[[], AbstractAsyncContextManager[QueueServer]]
 
 
-def prefill(name: str, deadline_unix_s: float = 0.0) -> RemotePrefillRequest:
+def prefill(name: str, deadline_unix_s: float = 0.0, line: str = LINE) -> RemotePrefillRequest:
     return RemotePrefillRequest(
         handoff_id=name,
         decode_worker_id="decode-1",
@@ -49,13 +51,13 @@ def prefill(name: str, deadline_unix_s: float = 0.0) -> RemotePrefillRequest:
         sampling=SamplingParams(),
         block_ids=(3, 4, 5),
         num_cached_tokens=16,
-        kv_compatibility="abc",
+        kv_compatibility=line,
         deadline_unix_s=deadline_unix_s,
     )
 
 
 async def pulled(queue: PrefillQueue, timeout_s: float = 5.0) -> PrefillDelivery:
-    delivery = await queue.pull(timeout_s)
+    delivery = await queue.pull(LINE, timeout_s)
     assert delivery is not None
     return delivery
 
@@ -73,15 +75,34 @@ class PrefillQueueContract:
             assert [item.num_deliveries for item in deliveries] == [1] * 4
             for delivery in deliveries:
                 await delivery.ack()
-            assert await one.pull(2 * server.ack_wait_s) is None
+            assert await one.pull(LINE, 2 * server.ack_wait_s) is None
+
+        run(open_server, scenario)
+
+    @pytest.mark.parametrize("other", ["fedcba9876543210", "", "a.b c/*>", "ü"])
+    def test_nobody_gets_what_is_of_another_kind(self, open_server: OpenServer, other: str) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one = await server.connect(), await server.connect()
+            await decode.push(prefill("theirs", line=other))
+            await decode.push(prefill("ours"))
+            assert (await decode.size(other), await decode.size(LINE), await decode.size()) == (1, 1, 2)
+            delivery = await pulled(one)
+            assert delivery.request.handoff_id == "ours"
+            await delivery.ack()
+            assert await one.pull(LINE, 0.0) is None
+            delivery = await one.pull(other, 5.0)
+            assert delivery is not None
+            assert delivery.request == prefill("theirs", line=other)
+            await delivery.ack()
+            assert await one.size() == 0
 
         run(open_server, scenario)
 
     def test_a_waiting_pull_gets_the_next_push(self, open_server: OpenServer) -> None:
         async def scenario(server: QueueServer) -> None:
             decode, one = await server.connect(), await server.connect()
-            assert await one.pull(0.0) is None
-            waiting = asyncio.create_task(one.pull(5.0))
+            assert await one.pull(LINE, 0.0) is None
+            waiting = asyncio.create_task(one.pull(LINE, 5.0))
             await asyncio.sleep(0.05)
             await decode.push(prefill("a"))
             delivery = await waiting
@@ -110,7 +131,7 @@ class PrefillQueueContract:
             decode, one, two = await server.connect(), await server.connect(), await server.connect()
             await decode.push(prefill("a"))
             await (await pulled(one)).nak(0.3)
-            assert await two.pull(0.1) is None
+            assert await two.pull(LINE, 0.1) is None
             again = await pulled(two)
             assert (again.request.handoff_id, again.num_deliveries) == ("a", 2)
             await again.ack()
@@ -125,7 +146,7 @@ class PrefillQueueContract:
             for _ in range(6):
                 await asyncio.sleep(server.ack_wait_s / 3)
                 await kept.in_progress()
-            assert await two.pull(0.0) is None
+            assert await two.pull(LINE, 0.0) is None
             again = await pulled(two)
             assert (again.request.handoff_id, again.num_deliveries) == ("a", 2)
             await again.ack()
@@ -142,7 +163,7 @@ class PrefillQueueContract:
             delivery = await pulled(one)
             assert delivery.request.handoff_id == "in time"
             await delivery.ack()
-            assert await one.pull(2 * server.ack_wait_s) is None
+            assert await one.pull(LINE, 2 * server.ack_wait_s) is None
 
         run(open_server, scenario)
 
@@ -152,7 +173,7 @@ class PrefillQueueContract:
             await decode.push(prefill("poison"))
             for _ in range(2):
                 await (await pulled(one)).nak()
-            assert await one.pull(0.2) is None
+            assert await one.pull(LINE, 0.2) is None
             assert await server.num_dead_letters() == 1
             assert await decode.size() == 0
 
@@ -162,7 +183,7 @@ class PrefillQueueContract:
         async def scenario(server: QueueServer) -> None:
             decode, one, two = await server.connect(), await server.connect(), await server.connect()
             for delay_s in (0.0, 0.001, 0.002, 0.004):
-                waiting = asyncio.create_task(one.pull(5.0))
+                waiting = asyncio.create_task(one.pull(LINE, 5.0))
                 await asyncio.sleep(0.02)
                 await decode.push(prefill(f"after {delay_s}"))
                 await asyncio.sleep(delay_s)
@@ -184,7 +205,7 @@ class PrefillQueueContract:
             await decode.push(prefill("a"))
             await server.go_away()
             await asyncio.sleep(0.1)
-            for call in (decode.push(prefill("b")), decode.size(), one.pull(0.1)):
+            for call in (decode.push(prefill("b")), decode.size(), one.pull(LINE, 0.1)):
                 with pytest.raises(ControlUnavailableError):
                     await asyncio.wait_for(call, 6.0)
             await server.come_back(is_wiped=False)
@@ -217,7 +238,7 @@ class PrefillQueueContract:
 async def eventually_pulled(queue: PrefillQueue) -> PrefillDelivery:
     for _ in range(200):
         try:
-            delivery = await queue.pull(0.2)
+            delivery = await queue.pull(LINE, 0.2)
             if delivery is not None:
                 return delivery
         except ControlUnavailableError:

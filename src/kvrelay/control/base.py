@@ -102,16 +102,21 @@ class PrefillDelivery(Protocol):
 
 
 class PrefillQueue(Protocol):
-    """The global queue: decode workers push, prefill workers pull, one by one. Entries survive a restart of both."""
+    """The global queue: decode workers push, prefill workers pull, one by one. Entries survive a restart of both.
 
-    async def push(self, request: RemotePrefillRequest) -> None: ...
+    It has a line for each ``kv_compatibility`` (model, weights, layout), so that a worker never pulls what it cannot
+    compute.
+    """
 
-    async def pull(self, timeout_s: float) -> PrefillDelivery | None:
-        """The next entry, or None after ``timeout_s``. Malformed entries are logged, counted and dropped; entries past
-        their deadline are dropped; those delivered too often go to the dead-letter subject."""
+    async def push(self, request: RemotePrefillRequest) -> None:
+        """Into the line of ``request.kv_compatibility``."""
 
-    async def size(self) -> int:
-        """Entries that nobody has pulled yet."""
+    async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
+        """The line's next entry, or None after ``timeout_s``. Malformed entries are logged, counted and dropped;
+        entries past their deadline are dropped; those delivered too often go to the dead-letter subject."""
+
+    async def size(self, kv_compatibility: str | None = None) -> int:
+        """Entries that nobody has pulled yet, in one line or in all."""
 
 
 class Subscription(Protocol):

@@ -30,6 +30,7 @@ class Connected(Protocol):
 
 @dataclass(slots=True)
 class _QueueEntry:
+    line: str
     data: bytes
     ready_s: float = 0.0
     num_deliveries: int = 0
@@ -53,10 +54,9 @@ class MemoryQueue:
     def __repr__(self) -> str:
         return f"MemoryQueue(queued={len(self._entries)}, pulled={len(self.pulled)}, dead={len(self.dead_letters)})"
 
-    @property
-    def num_waiting(self) -> int:
-        """Entries that nobody has pulled yet."""
-        return sum(entry.num_deliveries == 0 for entry in self._entries)
+    def num_waiting(self, line: str | None) -> int:
+        """Entries that nobody has pulled yet, of one line or of all."""
+        return sum(entry.num_deliveries == 0 and line in (None, entry.line) for entry in self._entries)
 
     def wipe(self) -> None:
         self._entries.clear()
@@ -73,16 +73,16 @@ class MemoryQueue:
         """Until when a consumer may be silent from now on."""
         return self._clock.now() + self.ack_wait_s
 
-    def push_raw(self, data: bytes) -> None:
+    def push_raw(self, line: str, data: bytes) -> None:
         """An entry in its wire form; also garbage, to see what becomes of it."""
-        self._entries.append(_QueueEntry(data))
+        self._entries.append(_QueueEntry(line, data))
         self.changed.set()
 
-    def pop(self) -> MemoryPrefillDelivery | None:
-        """The first entry that may be delivered now."""
+    def pop(self, line: str) -> MemoryPrefillDelivery | None:
+        """The line's first entry that may be delivered now."""
         now = self._clock.now()
         for entry in list(self._entries):
-            if entry.ready_s > now:
+            if entry.line != line or entry.ready_s > now:
                 continue
             self._entries.remove(entry)
             entry.num_deliveries += 1
@@ -160,13 +160,13 @@ class MemoryPrefillQueue:
 
     async def push(self, request: RemotePrefillRequest) -> None:
         self._plane.check_connected()
-        self._queue.push_raw(msgspec.msgpack.encode(request))
+        self._queue.push_raw(request.kv_compatibility, msgspec.msgpack.encode(request))
 
-    async def pull(self, timeout_s: float) -> PrefillDelivery | None:
+    async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             self._plane.check_connected()
-            delivery = self._queue.pop()
+            delivery = self._queue.pop(kv_compatibility)
             if delivery is not None:
                 delivery.plane = self._plane
             remaining_s = deadline_s - asyncio.get_running_loop().time()
@@ -179,6 +179,6 @@ class MemoryPrefillQueue:
             except TimeoutError:
                 continue
 
-    async def size(self) -> int:
+    async def size(self, kv_compatibility: str | None = None) -> int:
         self._plane.check_connected()
-        return self._queue.num_waiting
+        return self._queue.num_waiting(kv_compatibility)

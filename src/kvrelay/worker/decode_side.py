@@ -392,7 +392,7 @@ class DecodeSide:
     async def _refresh_queue_size(self) -> None:
         while time.monotonic() - self._last_request_s < 1.0:
             try:
-                self._queue_size = await self._queue.size()
+                self._queue_size = await self._queue.size(self._kv_compatibility)
             except ControlUnavailableError:
                 self._queue_size = self._policy.config.max_prefill_queue_size
             await asyncio.sleep(QUEUE_SIZE_INTERVAL_S)

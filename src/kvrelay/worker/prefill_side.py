@@ -189,7 +189,7 @@ class PrefillSide:
             await self._slots.acquire()
             delivery = None
             try:
-                delivery = await self._queue.pull(PULL_TIMEOUT_S)
+                delivery = await self._queue.pull(self._kv_compatibility, PULL_TIMEOUT_S)
             except KvrelayError as exc:
                 _log.warning("cannot pull prefills: %s", exc)
                 await asyncio.sleep(PULL_TIMEOUT_S)

@@ -79,6 +79,12 @@ class ConsumerInfo(msgspec.Struct):
     delivered: _Delivered
 
 
+class _ConsumerPage(msgspec.Struct):
+    total: int
+    offset: int
+    consumers: list[ConsumerInfo] | None = None
+
+
 class _RawMessage(msgspec.Struct):
     seq: int
     subject: str
@@ -140,6 +146,15 @@ class JetStream:
 
     async def consumer_info(self, stream: str, name: str) -> ConsumerInfo:
         return await self._api(f"CONSUMER.INFO.{stream}.{name}", None, ConsumerInfo)
+
+    async def consumers(self, stream: str) -> list[ConsumerInfo]:
+        """All of the stream's."""
+        found: list[ConsumerInfo] = []
+        while True:
+            page = await self._api(f"CONSUMER.LIST.{stream}", {"offset": len(found)}, _ConsumerPage)
+            found += page.consumers or []
+            if not page.consumers or len(found) >= page.total:
+                return found
 
     async def delete_consumer(self, stream: str, name: str) -> None:
         await self._api(f"CONSUMER.DELETE.{stream}.{name}", None, msgspec.Raw)

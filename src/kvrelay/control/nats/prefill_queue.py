@@ -1,13 +1,13 @@
 """The global prefill queue on a JetStream work-queue stream.
 
-It owns the stream, its one durable consumer that all prefill workers share, and the dead-letter stream. Delivery is at
-least once: an entry whose consumer falls silent for ``ack_wait_s`` goes to the next one, so consumers beat while they
-work. It does not know what a prefill is beyond the deadline in its envelope.
+It owns the stream, a durable consumer per line that all prefill workers of that line share, and the dead-letter stream.
+Delivery is at least once: an entry whose consumer falls silent for ``ack_wait_s`` goes to the next one, so consumers
+beat while they work. It does not know what a prefill is beyond its line and the deadline in its envelope.
 
-    kvrelay.NS.prefill.queue ──> stream kvrelay_NS_prefill ──> consumer prefill_workers ──pull──> workers
-                                                                      │ delivered too often
-                                                                      v
-                                 kvrelay.NS.prefill.dead (stream kvrelay_NS_prefill_dead, kept for a day)
+    kvrelay.NS.prefill.queue.LINE ──> stream kvrelay_NS_prefill ──> consumer prefill_LINE ──pull──> workers
+                                                                          │ delivered too often
+                                                                          v
+                                      kvrelay.NS.prefill.dead (stream kvrelay_NS_prefill_dead, kept for a day)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,12 +24,12 @@ import msgspec
 from kvrelay.control.base import Keys, PrefillDelivery
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage, NatsSubscription, NoRespondersError
 from kvrelay.control.nats.jetstream import JetStream, parse_ack_subject
+from kvrelay.control.nats.kv_keys import encode_key
 from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError
 
 _log = logging.getLogger(__name__)
 
-CONSUMER = "prefill_workers"
 ACK_WAIT_S = 5.0
 MAX_DELIVERIES = 5
 MAX_ENTRIES = 100_000
@@ -74,6 +75,18 @@ class NatsPrefillDelivery:
         await self._connection.publish(self._reply, b"+WPI")
 
 
+@dataclass(slots=True)
+class _Line:
+    """One ``kv_compatibility``. ``size`` is valid until ``size_until_s``."""
+
+    subject: str
+    consumer: str
+    is_ready: bool = False
+    size: int = 0
+    size_until_s: float = 0.0
+    size_task: asyncio.Task[int] | None = None
+
+
 class NatsPrefillQueue:
     """PrefillQueue of one namespace. ``num_malformed``, ``num_expired``, ``num_dead`` count what ``pull`` dropped."""
 
@@ -89,14 +102,11 @@ class NatsPrefillQueue:
         self._jetstream = JetStream(connection)
         self._stream = f"kvrelay_{namespace}_prefill"
         root = Keys(namespace).subject_root
-        self._subject = f"{root}prefill.queue"
+        self._subject = f"{root}prefill.queue."
         self._dead_subject = f"{root}prefill.dead"
         self._ack_wait_s = ack_wait_s
         self._max_deliveries = max_deliveries
-        self._is_ready = False
-        self._size = 0
-        self._size_until_s = 0.0
-        self._size_task: asyncio.Task[int] | None = None
+        self._lines: dict[str, _Line] = {}
         self._background: set[asyncio.Task[None]] = set()
         self.num_malformed = 0
         self.num_expired = 0
@@ -110,91 +120,112 @@ class NatsPrefillQueue:
         )
 
     async def start(self) -> None:
-        """Create streams and consumer where there are none."""
-        await self._jetstream.ensure_stream(_queue_stream(self._stream, self._subject))
+        """Create the streams where there are none."""
+        await self._jetstream.ensure_stream(_queue_stream(self._stream, f"{self._subject}*"))
         await self._jetstream.ensure_stream(_dead_stream(f"{self._stream}_dead", self._dead_subject))
-        await self._jetstream.create_consumer(
-            self._stream,
-            {
-                "name": CONSUMER,
-                "durable_name": CONSUMER,
-                "ack_policy": "explicit",
-                "ack_wait": int(self._ack_wait_s * 1e9),
-                "max_ack_pending": MAX_ENTRIES,
-                "deliver_policy": "all",
-                "max_deliver": -1,
-            },
-        )
-        self._is_ready = True
 
     async def close(self) -> None:
-        if self._size_task is not None:
-            self._size_task.cancel()
+        for line in self._lines.values():
+            if line.size_task is not None:
+                line.size_task.cancel()
         while self._background:
             await asyncio.wait(self._background)
 
     async def push(self, request: RemotePrefillRequest) -> None:
         data = msgspec.msgpack.encode(request)
-        await self._ensure_ready()
+        line = await self._ready_line(request.kv_compatibility)
         try:
-            await self._publish(data)
+            await self._publish(line, data)
         except PayloadTooLargeError as exc:
             # Not the client's fault: this prefill is for the decode worker itself.
             raise ControlUnavailableError(f"prefill {request.handoff_id} does not fit into the queue: {exc}") from exc
-        self._size_until_s = 0.0
+        line.size_until_s = 0.0
 
-    async def _publish(self, data: bytes) -> None:
+    async def _publish(self, line: _Line, data: bytes) -> None:
         try:
-            await self._jetstream.publish(self._subject, data)
+            await self._jetstream.publish(line.subject, data)
         except NoRespondersError:
-            await self.start()
-            await self._jetstream.publish(self._subject, data)
+            await self._create(line)
+            await self._jetstream.publish(line.subject, data)
 
-    async def pull(self, timeout_s: float) -> PrefillDelivery | None:
+    async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         while True:
-            await self._ensure_ready()
-            message = await self._next(max(deadline_s - loop.time(), 0.0))
+            line = await self._ready_line(kv_compatibility)
+            message = await self._next(line, max(deadline_s - loop.time(), 0.0))
             if message is None:
                 return None
             delivery = await self._accept(message)
             if delivery is not None:
-                self._size_until_s = 0.0
+                line.size_until_s = 0.0
                 return delivery
 
-    async def size(self) -> int:
+    async def size(self, kv_compatibility: str | None = None) -> int:
+        self._connection.check_connected()
+        if kv_compatibility is None:
+            return sum(consumer.num_pending for consumer in await self._jetstream.consumers(self._stream))
         loop = asyncio.get_running_loop()
-        if loop.time() < self._size_until_s:
-            return self._size
-        self._connection.check_connected()
-        if self._size_task is None or self._size_task.done():
-            self._size_task = loop.create_task(self._ask_size())
-        return await asyncio.shield(self._size_task)
+        line = self._line(kv_compatibility)
+        if loop.time() < line.size_until_s:
+            return line.size
+        if line.size_task is None or line.size_task.done():
+            line.size_task = loop.create_task(self._ask_size(kv_compatibility))
+        return await asyncio.shield(line.size_task)
 
-    async def _ask_size(self) -> int:
-        await self._ensure_ready()
+    async def _ask_size(self, kv_compatibility: str) -> int:
+        line = await self._ready_line(kv_compatibility)
         try:
-            info = await self._jetstream.consumer_info(self._stream, CONSUMER)
+            info = await self._jetstream.consumer_info(self._stream, line.consumer)
         except ControlUnavailableError:
-            self._is_ready = False
+            line.is_ready = False
             raise
-        self._size = info.num_pending
-        self._size_until_s = asyncio.get_running_loop().time() + SIZE_CACHE_S
-        return self._size
+        line.size = info.num_pending
+        line.size_until_s = asyncio.get_running_loop().time() + SIZE_CACHE_S
+        return line.size
 
-    async def _ensure_ready(self) -> None:
+    def _line(self, kv_compatibility: str) -> _Line:
+        line = self._lines.get(kv_compatibility)
+        if line is None:
+            token = _token(kv_compatibility)
+            line = self._lines[kv_compatibility] = _Line(f"{self._subject}{token}", f"prefill_{token}")
+        return line
+
+    async def _ready_line(self, kv_compatibility: str) -> _Line:
         self._connection.check_connected()
-        if not self._is_ready:
-            await self.start()
+        line = self._line(kv_compatibility)
+        if not line.is_ready:
+            await self._create(line)
+        return line
+
+    async def _create(self, line: _Line) -> None:
+        """The line's consumer, and the streams, where there are none."""
+        await self.start()
+        await self._jetstream.create_consumer(
+            self._stream,
+            {
+                "name": line.consumer,
+                "durable_name": line.consumer,
+                "filter_subject": line.subject,
+                "ack_policy": "explicit",
+                "ack_wait": int(self._ack_wait_s * 1e9),
+                "max_ack_pending": MAX_ENTRIES,
+                "deliver_policy": "all",
+                "max_deliver": -1,
+                # Of a model that is served no longer.
+                "inactive_threshold": 2 * MAX_AGE_S * 1_000_000_000,
+            },
+        )
+        line.is_ready = True
 
     def _distrust(self) -> None:
         """After a gap: the server may have lost its data."""
-        self._is_ready = False
+        for line in self._lines.values():
+            line.is_ready = False
 
     # -- pulling ------------------------------------------------------------------------------------------------------
 
-    async def _next(self, timeout_s: float) -> NatsMessage | None:
+    async def _next(self, line: _Line, timeout_s: float) -> NatsMessage | None:
         """One message from the consumer, or None. Safe to cancel: what arrives too late is given back at once."""
         inbox = self._connection.new_inbox()
         arrived: asyncio.Future[NatsMessage] = asyncio.get_running_loop().create_future()
@@ -207,7 +238,7 @@ class NatsPrefillQueue:
         message = None
         try:
             await self._connection.publish(
-                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{CONSUMER}", _next_request(timeout_s), reply=inbox
+                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{line.consumer}", _next_request(timeout_s), reply=inbox
             )
             async with asyncio.timeout(timeout_s + ANSWER_MARGIN_S):
                 message = await arrived
@@ -215,27 +246,29 @@ class NatsPrefillQueue:
             self._connection.check_connected()
         finally:
             if message is None:
-                self._spawn(self._give_back(subscription, arrived))
+                self._spawn(self._give_back(line, subscription, arrived))
             else:
                 await self._connection.unsubscribe(subscription)
-        return self._without_status(message)
+        return self._without_status(line, message)
 
-    def _without_status(self, message: NatsMessage | None) -> NatsMessage | None:
+    def _without_status(self, line: _Line, message: NatsMessage | None) -> NatsMessage | None:
         status = message.headers.get("Status") if message is not None and message.headers else None
         if message is None or status is None:
             return message
         if status not in NO_MESSAGES:
             # 503: no such consumer; 409: it was deleted, or the server is leaving.
-            self._is_ready = False
+            line.is_ready = False
         return None
 
-    async def _give_back(self, subscription: NatsSubscription, arrived: asyncio.Future[NatsMessage]) -> None:
+    async def _give_back(
+        self, line: _Line, subscription: NatsSubscription, arrived: asyncio.Future[NatsMessage]
+    ) -> None:
         try:
             # Ends with a round trip, behind which nothing can arrive any more.
             await self._connection.drain(subscription)
             if arrived.done() and not arrived.cancelled():
                 message = arrived.result()
-                if self._without_status(message) is not None:
+                if self._without_status(line, message) is not None:
                     await self._connection.publish(message.reply, _nak(0.0))
         except ControlUnavailableError as exc:
             _log.debug("a pull was not taken back, its entry will be delivered again: %s", exc)
@@ -266,6 +299,12 @@ class NatsPrefillQueue:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+def _token(kv_compatibility: str) -> str:
+    """As a part of a subject and of a consumer's name: digests as they are."""
+    encoded = encode_key(kv_compatibility).replace("/", "=2F").replace(".", "=2E")
+    return encoded or "="
 
 
 def _next_request(timeout_s: float) -> bytes:
