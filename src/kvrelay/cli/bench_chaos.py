@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 @click.option("--clients", "num_clients", default=8, type=click.IntRange(1, 256), help="Clients that ask all the time.")
 @click.option("--fault-interval", default=3.0, type=click.FloatRange(0.2, 600.0), help="Mean seconds between faults.")
 @click.option("--lease-ttl", "lease_ttl_s", default=2.0, type=click.FloatRange(0.5, 60.0), help="Lease time, seconds.")
+@click.option(
+    "--log", "log_path", type=click.Path(dir_okay=False, path_type=Path), help="Keep the cluster's log there."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def bench_chaos(
     model: str | None,
@@ -38,6 +42,7 @@ def bench_chaos(
     num_clients: int,
     fault_interval: float,
     lease_ttl_s: float,
+    log_path: Path | None,
     as_json: bool,
 ) -> None:
     """Kill, stop, drain and switch workers, restart NATS, let clients leave, all at random, and compare every answer.
@@ -59,6 +64,7 @@ def bench_chaos(
         num_clients=num_clients,
         lease_ttl_s=lease_ttl_s,
         fault_interval_s=fault_interval,
+        log_path=log_path,
     )
     reports: list[ChaosReport] = []
 

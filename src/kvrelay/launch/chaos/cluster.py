@@ -6,6 +6,7 @@ Owns these processes, and ends them. Who the workers are is asked of the cluster
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import tempfile
@@ -51,6 +52,7 @@ class ClusterUnderTest:
         worker_flags: Sequence[str],
         num_workers: dict[str, int],
         start_timeout_s: float,
+        log_path: Path | None = None,
     ) -> None:
         self._serve_flags = serve_flags
         self._worker_flags = worker_flags
@@ -59,13 +61,14 @@ class ClusterUnderTest:
         self.model = self.url = ""
         self.start_s = 0.0
         self.control = ControlConfig()
+        self._log_path = log_path
         self._extras: list[Child] = []
         self._num_prefills: dict[str, int] = {}
 
     async def __aenter__(self) -> ClusterUnderTest:
         shape = [f"--{role}={count}" for role, count in self.num_workers.items()]
         command = kvrelay_command("serve", "--port", "0", *shape, *self._serve_flags)
-        self._log = tempfile.NamedTemporaryFile(prefix="kvrelay-chaos-", suffix=".log")  # noqa: SIM115
+        self._log = tempfile.TemporaryFile() if self._log_path is None else self._log_path.open("w+b")  # noqa: SIM115
         self._serve = start_child("serve", command, output=self._log)
         try:
             await self._until_ready()
@@ -96,7 +99,9 @@ class ClusterUnderTest:
     @property
     def log(self) -> str:
         """What ``serve`` and its children have written so far."""
-        return Path(self._log.name).read_text(encoding="utf-8", errors="replace")
+        size = os.fstat(self._log.fileno()).st_size
+        # Not seek and read: the children share this file's position.
+        return os.pread(self._log.fileno(), size, 0).decode("utf-8", errors="replace")
 
     @property
     def is_running(self) -> bool:

@@ -22,7 +22,7 @@ from kvrelay.errors import FatalError
 from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, fresh_prompt, keep_stable, make_prompts
 from kvrelay.launch.chaos.cluster import ClusterUnderTest
 from kvrelay.launch.chaos.faults import FaultInjector
-from kvrelay.launch.chaos.load import ChaosClient, DrawPrompt, RequestFailedError, RequestRefusedError
+from kvrelay.launch.chaos.load import SILENCE_LIMIT_S, ChaosClient, DrawPrompt, RequestFailedError, RequestRefusedError
 from kvrelay.launch.chaos.plan import Fault, make_plan
 from kvrelay.launch.chaos.report import (
     ChaosReport,
@@ -62,6 +62,8 @@ class ChaosOptions:
     fault_interval_s: float = 3.0
     decode_step_s: float = 0.02
     """Of the mock engine: streams live long enough to meet a fault."""
+    log_path: Path | None = None
+    """What the cluster writes goes there; None: to a temporary file."""
 
     def __post_init__(self) -> None:
         if min(self.num_prefill, self.num_decode) < 2:
@@ -72,6 +74,8 @@ class ChaosOptions:
         """Flags of a worker; those of ``serve`` besides its own."""
         flags = ["--engine", self.engine, "--lease-ttl-s", f"{self.lease_ttl_s:g}", "--max-local-prefill-length", "64"]
         flags += ["--num-blocks", str(self.num_blocks)]
+        # A lost prefill must not be rescued by its deadline before its client counts it as hung.
+        flags += ["--remote-prefill-timeout-s", f"{4 * SILENCE_LIMIT_S:g}"]
         if self.engine == "mock":
             return [*flags, "--decode-base-s", f"{self.decode_step_s:g}"]
         return [*flags, "--dtype", "float32", "--num-threads", "1"]
@@ -91,7 +95,7 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         str(options.max_waiting_requests),
     ]
     worker_flags = [str(options.model_path), *options.worker_flags]
-    cluster = ClusterUnderTest(flags, worker_flags, num_workers, START_TIMEOUT_S)
+    cluster = ClusterUnderTest(flags, worker_flags, num_workers, START_TIMEOUT_S, options.log_path)
     progress("starting the cluster")
     async with cluster, ChaosClient(cluster.url, cluster.model) as client:
         prompts, calm = await _learn(options, client, progress)
