@@ -268,7 +268,8 @@ def _moe(family: Family, fields: _Fields) -> MoeConfig | None:
         )
     elif family == "qwen3_moe":
         moe = MoeConfig(
-            fields.integer("num_experts", 128),
+            # transformers 5 writes it under Mixtral's name.
+            fields.integer("num_experts", fields.integer("num_local_experts", 128)),
             fields.integer("num_experts_per_tok", 8),
             fields.integer("moe_intermediate_size", 768),
             normalize=fields.flag("norm_topk_prob"),

@@ -1,0 +1,85 @@
+"""The CUDA path against the CPU's: torch's attention and FlashInfer's, with graphs and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvrelay.config.settings import EngineConfig, RunnerConfig  # noqa: E402
+from kvrelay.core.sampling import SamplingParams  # noqa: E402
+from kvrelay.engine.base import Executor, NewSequence, SchedulerOutput  # noqa: E402
+from kvrelay.runner import build_executor  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+NOTHING = np.zeros(0, dtype=np.int32)
+BLOCKS_PER_SEQUENCE = 8
+
+
+def generate(executor: Executor, prompts: list[list[int]], num_outputs: int) -> list[list[int]]:
+    """Greedy: all prompts in one step, then decode steps."""
+    count = len(prompts)
+    new = tuple(
+        NewSequence(
+            slot,
+            f"r{slot}",
+            prompt,
+            len(prompt),
+            0,
+            range(slot * BLOCKS_PER_SEQUENCE, (slot + 1) * BLOCKS_PER_SEQUENCE),
+            SamplingParams(temperature=0.0),
+            0,
+        )
+        for slot, prompt in enumerate(prompts)
+    )
+    slots, samples = np.arange(count, dtype=np.int32), np.ones(count, dtype=np.bool_)
+    lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for step in range(num_outputs):
+        counts = np.ones(count, dtype=np.int32) if step else lengths
+        work = SchedulerOutput(step, () if step else new, (), slots, counts, samples, NOTHING, NOTHING, NOTHING)
+        for output, token in zip(outputs, executor.execute(work).token_ids):
+            output.append(token)
+    executor.shutdown()
+    return outputs
+
+
+def build(model: Path, device: str, dtype: str = "float32", attention: str = "auto", eager: bool = False) -> Executor:
+    runner = RunnerConfig(device=device, dtype=dtype, attention_backend=attention, enforce_eager=eager)
+    return build_executor(model, runner, EngineConfig(num_blocks=64, max_model_len=128, max_num_seqs=8))
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3-moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from kvrelay.runner.checkpoints import make_model
+
+    path = tmp_path_factory.mktemp("models") / request.param
+    make_model(path, request.param, "tiny", dtype="float32")
+    return path
+
+
+def make_prompts() -> list[list[int]]:
+    rng = Random(0)
+    return [[rng.randrange(1000) for _ in range(length)] for length in (3, 20, 90)]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_float32_equals_the_cpu(model: Path, eager: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    executor = build(model, "cuda", attention="torch", eager=eager)
+    executor.warm_up()
+    assert generate(executor, make_prompts(), 8) == generate(build(model, "cpu"), make_prompts(), 8)
+
+
+def test_flashinfer_equals_torch_in_bfloat16(model: Path) -> None:
+    pytest.importorskip("flashinfer")
+    ours = generate(build(model, "cuda", "bfloat16", "flashinfer"), make_prompts(), 1)
+    assert ours == generate(build(model, "cuda", "bfloat16", "torch", eager=True), make_prompts(), 1)
