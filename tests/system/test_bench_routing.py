@@ -41,8 +41,8 @@ def test_bad_usage_is_refused_at_once(flags: tuple[str, str]) -> None:
 
 def test_a_pool_holds_its_share_and_one_request_at_the_least() -> None:
     load = RoutingLoad(groups=16, per_group=64, system=2000, question=64, output=16, rate=1.0)
-    assert load.pool_blocks(0.5) == 16 * 125 / 2
-    assert load.pool_blocks(0.001) == 131
+    assert load.pool_blocks(2, num_workers=4) == 16 * 125 / 2
+    assert load.pool_blocks(0.001, num_workers=4) == 131
 
 
 def test_policies_change_places_every_round() -> None:

@@ -39,10 +39,11 @@ class RoutingLoad:
     output: int
     rate: float
 
-    def pool_blocks(self, share: float) -> int:
-        """Blocks of a worker's pool that holds ``share`` of all system prompts, and one request at the least."""
+    def pool_blocks(self, pool: float, num_workers: int) -> int:
+        """Blocks of one worker's pool, when all pools together hold all system prompts ``pool`` times; each holds one
+        request at the least."""
         one_request = math.ceil((self.system + self.question + self.output) / BLOCK_SIZE) + 1
-        return max(one_request, math.ceil(share * self.groups * self.system / BLOCK_SIZE))
+        return max(one_request, math.ceil(pool * self.groups * self.system / BLOCK_SIZE / num_workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ DEFAULTS = {
 @click.option("--engine", default="mock", type=click.Choice(list(DEFAULTS)), help="Engine; the defaults follow it.")
 @click.option("--workers", type=click.IntRange(1, 64), help="Aggregated workers; default: 4 (torch: 2).")
 @click.option("--policies", default="kv,round-robin", show_default=True, help="Policies, the first one is compared.")
-@click.option("--pools", default="0.4,1.5", show_default=True, help="A worker's KV pool as a share of all prefixes.")
+@click.option("--pools", default="1.6,6", show_default=True, help="All KV pools over what all system prompts take.")
 @click.option("--groups", type=click.IntRange(1), help="System prompts; default: 16 (torch: 8).")
 @click.option("--per-group", type=click.IntRange(1), help="Prompts that share one; default: 64 (torch: 24).")
 @click.option("--system", type=click.IntRange(1), help="Tokens of a system prompt; default: 2000 (torch: 1024).")
@@ -100,25 +101,25 @@ def bench_routing(
 
     default_workers, default_load = DEFAULTS[engine]
     load = RoutingLoad(**{**asdict(default_load), **{name: size for name, size in sizes.items() if size is not None}})
-    names, shares = _policies(policies), _shares(pools)
+    names, factors = _policies(policies), _pools(pools)
     count = workers or default_workers
-    pool_flags = {share: _serve_flags(engine, count, load.pool_blocks(share)) for share in shares}
+    pool_flags = {pool: _serve_flags(engine, count, load.pool_blocks(pool, count)) for pool in factors}
     turns = []
-    for seed, share, name in _schedule(rounds, shares, names):
+    for seed, pool, name in _schedule(rounds, factors, names):
         command = (
-            f"{sys.executable} -m kvrelay serve {model or ''} {pool_flags[share]} --router {name} --port {{port}} "
+            f"{sys.executable} -m kvrelay serve {model or ''} {pool_flags[pool]} --router {name} --port {{port}} "
             f"{serve_args}"
         )
         figures = run_on_loop(_turn(name, command, load, seed))
-        turns.append({"policy": name, "pool": share, "round": seed, **asdict(figures)})
+        turns.append({"policy": name, "pool": pool, "round": seed, **asdict(figures)})
         mean_ms = figures.ttft_mean_s * 1e3
-        click.echo(f"round {seed + 1}, pool {share:g}, {name}: TTFT {mean_ms:.1f} ms", err=True)
+        click.echo(f"round {seed + 1}, pool {pool:g}, {name}: TTFT {mean_ms:.1f} ms", err=True)
     report = {
         "engine": engine,
         "workers": count,
         "rounds": rounds,
         "load": asdict(load),
-        "results": _summarise(turns, names, shares),
+        "results": _summarise(turns, names, factors),
         "turns": turns,
     }
     if as_json:
@@ -132,12 +133,12 @@ def _serve_flags(engine: str, num_workers: int, num_blocks: int) -> str:
     return f"{flags} --prefill-token-s {1 / MOCK_PREFILL_TOKENS_PER_S}" if engine == "mock" else flags
 
 
-def _schedule(rounds: int, shares: list[float], names: list[str]) -> Iterator[tuple[int, float, str]]:
+def _schedule(rounds: int, pools: list[float], names: list[str]) -> Iterator[tuple[int, float, str]]:
     """Round, pool and policy of each turn; every other round goes backwards, so that nobody is always first."""
     for number in range(rounds):
-        for share in shares:
+        for pool in pools:
             for name in names[:: -1 if number % 2 else 1]:
-                yield number, share, name
+                yield number, pool, name
 
 
 def _policies(text: str) -> list[str]:
@@ -150,15 +151,15 @@ def _policies(text: str) -> list[str]:
     return names
 
 
-def _shares(text: str) -> list[float]:
+def _pools(text: str) -> list[float]:
     """Raises UsageError."""
     try:
-        shares = [float(part) for part in text.split(",")]
+        pools = [float(part) for part in text.split(",")]
     except ValueError as exc:
         raise click.UsageError(f"--pools {text!r} is not a list of numbers") from exc
-    if not all(0 < share < math.inf for share in shares):
+    if not all(0 < pool < math.inf for pool in pools):
         raise click.UsageError("--pools must be above zero")
-    return shares
+    return pools
 
 
 async def _turn(name: str, command: str, load: RoutingLoad, seed: int) -> TurnFigures:
@@ -236,19 +237,19 @@ def _infinite_hit_ratio(spec: Any, seed: int) -> float:
     return hits / total
 
 
-def _summarise(turns: list[dict[str, Any]], names: list[str], shares: list[float]) -> list[dict[str, Any]]:
+def _summarise(turns: list[dict[str, Any]], names: list[str], pools: list[float]) -> list[dict[str, Any]]:
     """Medians over the rounds of each pool and policy (``failed``: the sum), and the mean TTFT over the first's."""
     results = []
-    for share in shares:
+    for pool in pools:
         rows = []
         for name in names:
-            own = [turn for turn in turns if turn["pool"] == share and turn["policy"] == name]
+            own = [turn for turn in turns if turn["pool"] == pool and turn["policy"] == name]
             figures = {
                 figure: (sum if figure == "failed" else statistics.median)([turn[figure] for turn in own])
                 for figure in own[0]
                 if figure not in ("policy", "pool", "round")
             }
-            rows.append({"pool": share, "policy": name, **figures})
+            rows.append({"pool": pool, "policy": name, **figures})
         results += [{**row, "ttft_over_first": row["ttft_mean_s"] / rows[0]["ttft_mean_s"]} for row in rows]
     return results
 
@@ -263,7 +264,7 @@ def _print(report: dict[str, Any]) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    table = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     columns = ("pool", "policy", "TTFT", "p50", "p99", "ratio", "hits", "imbal.", "work", "failed")
     for column in columns:
         table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
