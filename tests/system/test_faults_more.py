@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import aiohttp
@@ -29,7 +30,9 @@ MAX_WAITING = 32
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serve]:
-    flags = ["--decode-base-s", "0.02", "--max-local-prefill-length", "64", "--lease-ttl-s", "2"]
+    # A prefill that is lost must not be rescued by its deadline: it would look like a slow one.
+    flags = ["--max-local-prefill-length", "64", "--remote-prefill-timeout-s", "600", "--lease-ttl-s", "2"]
+    flags += ["--decode-base-s", "0.02"]
     arguments = ("--engine", "mock", "--prefill", "2", "--decode", "2", "--max-waiting-requests", str(MAX_WAITING))
     with Serve((*arguments, *flags)) as running:
         yield running
@@ -57,21 +60,25 @@ def child_of(server: Serve, word: str) -> psutil.Process:
 _salts = itertools.count(100)
 
 
+def ask_something_new(server: Serve) -> None:
+    """A long prompt that no cache knows; the answer is checked."""
+    salt, vocab_size = next(_salts), CONFIG["vocab_size"]
+    tokens = [(salt * position) % (vocab_size - 20) + 16 for position in range(1, 200)]
+    body = {"model": server.model, "prompt": tokens, "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    known = mock_generate(tokens, 5, vocab_size=vocab_size, eos_token_ids=EOS_IDS)
+    assert answer.json()["choices"][0]["token_ids"] == known
+
+
 def num_prefilled_remotely(server: Serve, num_prompts: int = 6) -> int:
-    """Ask long prompts that no cache knows, check the answers; gives how many were prefilled by a prefill worker."""
+    """Ask so many new prompts; gives how many were prefilled by a prefill worker."""
 
     def num_done() -> int:
         return sum(worker["decode"]["num_remote_done"] for worker in server.workers("decode"))
 
     before = num_done()
-    vocab_size = CONFIG["vocab_size"]
-    with httpx.Client(timeout=60) as client:
-        for salt in itertools.islice(_salts, num_prompts):
-            tokens = [(salt * position) % (vocab_size - 20) + 16 for position in range(1, 200)]
-            body = {"model": server.model, "prompt": tokens, "max_tokens": 5, "return_token_ids": True}
-            answer = client.post(f"{server.url}/v1/completions", json={**body, "temperature": 0})
-            known = mock_generate(tokens, 5, vocab_size=vocab_size, eos_token_ids=EOS_IDS)
-            assert answer.json()["choices"][0]["token_ids"] == known
+    for _ in range(num_prompts):
+        ask_something_new(server)
     return num_done() - before
 
 
@@ -85,6 +92,23 @@ def test_streams_leave_a_decode_worker_that_stands_still(server):
     wait_until_whole(server)
     with Streams(server) as streams:
         streams.check()
+
+
+def test_a_claim_that_a_sleeping_decode_worker_missed(server):
+    """It is asked for a hand-off while it stands still, and nobody asks again: it has to learn that nobody will."""
+    wait_until_whole(server)
+    decoders = [worker["pid"] for worker in server.workers("decode")]
+    with ThreadPoolExecutor(1) as pool:
+        with frozen(*(worker["pid"] for worker in server.workers("prefill"))):
+            asked = pool.submit(ask_something_new, server)
+            time.sleep(0.5)
+            for pid in decoders:
+                os.kill(pid, signal.SIGSTOP)
+        time.sleep(5.5)
+        for pid in decoders:
+            os.kill(pid, signal.SIGCONT)
+        asked.result(60)
+    wait_until_whole(server)
 
 
 def test_without_a_prefill_worker_the_decode_workers_prefill(server):

@@ -3,16 +3,19 @@
     release ──> HandoffReleased ..., Ping ──> decode worker          over the connection that is there, or a new one
                      ^                │
                      │               Pong: everything before it was heard
-                     └── connection lost, no answer: again, later; until the decode worker's lease has ended
+                     └── connection lost, no answer: again, later; until the decode worker has been gone for a while
 
-A release that got lost would keep the decode worker's blocks quarantined for as long as we live. Saying one twice does
-no harm. It does not know why hand-offs end.
+A decode worker that stood still for longer than its lease comes back under its old id, with the requests that it had
+then, and would wait for hand-offs that nobody computes: that its lease has ended is no reason to stop at once. And a
+release that got lost would keep its blocks quarantined for as long as we live. Saying one twice does no harm. It does
+not know why hand-offs end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from kvrelay.core.handoff import HandoffReleased
 from kvrelay.errors import KvrelayError
@@ -23,13 +26,16 @@ _log = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 5.0
 MIN_DELAY_S = 0.05
 MAX_DELAY_S = 2.0
+GONE_FOR_S = 30.0
+"""Longer than a connection outlives a silent peer: after that its requests have gone elsewhere, too."""
 
 
 class Releases:
     """One queue and one task per decode worker that has not heard everything yet. For the event loop."""
 
-    def __init__(self, peers: DecodePeers) -> None:
+    def __init__(self, peers: DecodePeers, gone_for_s: float = GONE_FOR_S) -> None:
         self._peers = peers
+        self._gone_for_s = gone_for_s
         self._unheard: dict[str, list[HandoffReleased]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -57,6 +63,7 @@ class Releases:
     async def _tell(self, worker_id: str, address: str) -> None:
         unheard = self._unheard[worker_id]
         delay_s = MIN_DELAY_S
+        gone_since_s: float | None = None
         try:
             while unheard:
                 num_said = len(unheard)
@@ -65,7 +72,12 @@ class Releases:
                     await peer.tell(tuple(unheard), ANSWER_TIMEOUT_S)
                 except KvrelayError as exc:
                     _log.debug("%s has not heard of %d ended hand-offs: %s", worker_id, num_said, exc)
-                    if await self._peers.is_gone(worker_id):
+                    now_s = time.monotonic()
+                    if not await self._peers.is_gone(worker_id):
+                        gone_since_s = None
+                    elif gone_since_s is None:
+                        gone_since_s = now_s
+                    elif now_s - gone_since_s > self._gone_for_s:
                         return
                     await asyncio.sleep(delay_s)
                     delay_s = min(2 * delay_s, MAX_DELAY_S)
