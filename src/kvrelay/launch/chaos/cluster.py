@@ -180,6 +180,15 @@ class ClusterUnderTest:
         self._extras.append(child)
         return child.pid
 
+    def start_again(self, pid: int) -> int:
+        """The pid of that worker; of a new one, if it has failed. A worker that cannot reach the control server while
+        it starts ends with an error, and whoever supervises it tries again."""
+        child = next(child for child in self._extras if child.pid == pid)
+        if not child.exit_code:
+            return pid
+        child.process = start_child(child.name, child.command, output=self._log).process
+        return child.pid
+
     async def until_exit(self, member: Member, timeout_s: float) -> int | None:
         """Wait for the process to end; gives its exit code, 0 for a child of ``serve`` (see ``unclean_exits``).
 

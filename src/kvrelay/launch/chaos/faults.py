@@ -139,6 +139,7 @@ class FaultInjector:
         """A member other than the new one, once that has joined. ``serve`` keeps one child of each role: its last."""
         deadline = time.monotonic() + self._cluster.heal_timeout_s
         while time.monotonic() < deadline:
+            new_pid = self._cluster.start_again(new_pid)
             members = [member for member in await self._cluster.members() or () if member.role == fault.role]
             old = [member for member in members if member.pid != new_pid]
             if len(members) > self._cluster.num_workers[fault.role]:
