@@ -44,6 +44,7 @@ def refused(*arguments: str, code: int = 2) -> str:
         (["worker"], "--control"),
         (["frontend"], "--control"),
         (["serve", "--host", "0.0.0.0"], "--api-keys-file"),
+        (["serve", "--control", "nats://10.0.0.1:4222"], "without credentials"),
         (["serve", "--tls-cert", "cert.pem"], "give both or none"),
         (["frontend", "--host", "10.0.0.1", "--control", "nats://127.0.0.1:4222"], "--insecure"),
         (["frontend", "--port", "0", "--control", "nats://10.0.0.1:4222"], "without credentials"),

@@ -24,6 +24,7 @@ from kvrelay.config import ControlConfig, FrontendConfig
 from kvrelay.config.loading import environment_with
 from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
+from kvrelay.control.credentials import require_credentials
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.errors import AddressInUseError, FatalError, KvrelayError
 from kvrelay.launch.children import Child, kvrelay_command, restart, restart_delay_s, start_child, stop_children
@@ -84,6 +85,7 @@ class Cluster:
     async def run(self) -> None:
         """Start, announce, supervise until SIGTERM or SIGINT, stop. Raises KvrelayError when it cannot go on."""
         require_api_key(self._options.frontend, self._options.control)
+        require_credentials(self._options.control)
         on_terminate(self._stop.set)
         self._port = _check_port(self._options.frontend)
         try:
