@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import LoadMetrics
-from kvrelay.router.load import LoadTable, OwnLoad
+from kvrelay.router.load import RECENT_S, LoadTable, OwnLoad
 
 
 def sample(worker_id: str, *, active: int = 0, usage: float = 0.0, waiting: int = 0, seq: int = 0) -> LoadMetrics:
@@ -109,3 +113,34 @@ def test_nothing_is_kept_of_a_worker_that_left_with_nothing() -> None:
     load.add_worker("b")
     assert load.own("b") == OwnLoad(0, 0, 0)
     assert repr(load) == "LoadTable(workers=2, requests=0, prefill_tokens=0, context_tokens=0)"
+
+
+def test_recent_shares_are_of_what_was_placed_and_fade() -> None:
+    clock = ManualClock()
+    load = LoadTable(16, clock)
+    for name in ("a", "b", "c"):
+        load.add_worker(name)
+    assert load.columns().recent_share.tolist() == [0, 0, 0]
+    load.place("r1", "a", 100, 400)
+    load.place("r2", "b", 0, 100)
+    load.finish("r1")
+    assert load.columns().recent_share.tolist() == [1.0, 0.25, 0.0]
+    clock.advance(RECENT_S * math.log(4))  # what is older counts a quarter
+    load.place("r3", "b", 0, 175)
+    assert load.columns().recent_share.tolist() == pytest.approx([0.5, 1.0, 0.0])
+    load.remove_worker("b")
+    assert load.columns().recent_share.tolist() == [1.0, 0.0]
+
+
+def test_recent_shares_stay_finite_for_ever() -> None:
+    clock = ManualClock()
+    load = LoadTable(16, clock)
+    load.add_worker("a")
+    load.add_worker("b")
+    for number in range(400):
+        clock.advance(RECENT_S * 3 if number % 40 else RECENT_S * 1e6)
+        load.place(f"r{number}", "ab"[number % 2], 0, 100)
+        newest = number % 2
+        shares = load.columns().recent_share.tolist()
+        assert shares[newest] == 1.0
+        assert 0 <= shares[1 - newest] <= 0.05 + 1e-9

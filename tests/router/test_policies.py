@@ -24,6 +24,7 @@ def candidates(**columns: list[float]) -> Candidates:
         prefill_tokens=column("prefill_tokens"),
         context_tokens=column("context_tokens"),
         num_requests=column("num_requests"),
+        recent_share=np.array(columns.get("recent_share", [0.0] * size)),
         cache_usage=np.array(columns.get("cache_usage", [0.0] * size)),
         num_waiting=column("num_waiting"),
     )
@@ -115,3 +116,11 @@ def test_power_of_two_with_one_candidate_left() -> None:
 def test_ties_are_drawn_at_random() -> None:
     rng = random.Random(5)
     assert {pick_best(np.array([1.0, 2.0, 2.0]), rng) for _ in range(50)} == {1, 2}
+
+
+def test_kv_gives_a_new_prefix_to_the_worker_that_has_had_the_least() -> None:
+    recent = [1.0, 0.5, 0.2, 0.6]
+    scores = build_policy(RouterConfig(router="kv")).scores(candidates(recent_share=recent))
+    assert int(scores.argmax()) == 2
+    held = candidates(recent_share=recent, overlap_blocks=[5, 0, 0, 0])
+    assert int(build_policy(RouterConfig(router="kv")).scores(held).argmax()) == 0

@@ -13,6 +13,7 @@ counts what other frontends have placed. A sample older than ``stale_after_s`` i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,10 @@ FloatColumn = npt.NDArray[np.float64]
 IntColumn = npt.NDArray[np.int64]
 
 STALE_AFTER_S = 5.0
+RECENT_S = 60.0
+"""After so long a placed token counts 1/e in what a worker has had of late."""
+MAX_RECENT_GROWTH = 1e9
+MAX_RECENT_EXPONENT = 500.0
 
 
 @dataclass(slots=True)
@@ -50,13 +55,15 @@ class LoadColumns:
     """One entry a worker, in row order.
 
     ``prefill_tokens``: placed by this router and not yet prefilled; ``context_tokens``: the module's effective load;
-    ``num_requests``: placed by this router and not finished; ``cache_usage`` (share of the KV pool, 0 to 1) and
+    ``num_requests``: placed by this router and not finished; ``recent_share``: tokens placed by this router in the last
+    minutes, over those of the worker that has had the most (0 to 1); ``cache_usage`` (share of the KV pool, 0 to 1) and
     ``num_waiting`` as published, 0 while nothing fresh is known.
     """
 
     prefill_tokens: IntColumn
     context_tokens: IntColumn
     num_requests: IntColumn
+    recent_share: FloatColumn
     cache_usage: FloatColumn
     num_waiting: IntColumn
 
@@ -79,6 +86,8 @@ class LoadTable:
         self._usage = np.zeros(0)
         self._heard_at = np.zeros(0)
         self._context_at_sample = np.zeros(0, dtype=np.int64)
+        self._recent = np.zeros(0)
+        self._recent_since = clock.now()
         self._placements: dict[str, Placement] = {}
         self._parked: dict[str, list[int]] = {}
         self._last_seq: dict[str, int] = {}
@@ -104,6 +113,7 @@ class LoadTable:
         own = np.array(self._parked.pop(worker_id, [0, 0, 0]), dtype=np.int64).reshape(3, 1)
         self._own = np.concatenate([self._own, own], axis=1)
         self._published = np.concatenate([self._published, np.zeros((2, 1), dtype=np.int64)], axis=1)
+        self._recent = np.append(self._recent, 0.0)
         self._usage = np.append(self._usage, 0.0)
         self._heard_at = np.append(self._heard_at, -np.inf)
         self._context_at_sample = np.append(self._context_at_sample, 0)
@@ -120,6 +130,7 @@ class LoadTable:
         self._row = {name: row for row, name in enumerate(self._ids)}
         self._own = np.delete(self._own, at, axis=1)
         self._published = np.delete(self._published, at, axis=1)
+        self._recent = np.delete(self._recent, at)
         self._usage = np.delete(self._usage, at)
         self._heard_at = np.delete(self._heard_at, at)
         self._context_at_sample = np.delete(self._context_at_sample, at)
@@ -132,6 +143,7 @@ class LoadTable:
         self.finish(request_id)
         self._placements[request_id] = Placement(worker_id, prefill_tokens, context_tokens)
         self._shift(worker_id, prefill_tokens, context_tokens, 1)
+        self._remember(worker_id, context_tokens)
 
     def prefilled(self, request_id: str) -> None:
         """The request's prefill is done. Unknown ids are ignored."""
@@ -167,6 +179,17 @@ class LoadTable:
         if parked[_REQUESTS] <= 0:
             del self._parked[worker_id]
 
+    def _remember(self, worker_id: str, num_tokens: int) -> None:
+        """Instead of letting what was placed fade, let what is placed count more and more: only shares matter."""
+        at = self._row.get(worker_id)
+        if at is None:
+            return
+        growth = math.exp(min((self._clock.now() - self._recent_since) / RECENT_S, MAX_RECENT_EXPONENT))
+        if growth > MAX_RECENT_GROWTH:
+            self._recent /= growth
+            self._recent_since, growth = self._clock.now(), 1.0
+        self._recent[at] += num_tokens * growth
+
     # -- published ----------------------------------------------------------------------------------------------------
 
     def apply_metrics(self, metrics: LoadMetrics) -> bool:
@@ -199,6 +222,7 @@ class LoadTable:
             prefill_tokens=own[_PREFILL],
             context_tokens=np.maximum(context, others),
             num_requests=own[_REQUESTS],
+            recent_share=self._recent / max(float(self._recent.max(initial=0.0)), 1.0),
             cache_usage=usage,
             num_waiting=waiting,
         )

@@ -17,6 +17,7 @@ from kvrelay.config import RouterConfig
 from kvrelay.router.load import FloatColumn, IntColumn, LoadColumns
 
 PENDING_WEIGHT = 0.7
+BALANCE_WEIGHT = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,15 @@ def pick_softmax(scores: FloatColumn, temperature: float, rng: random.Random) ->
 class KvPolicy:
     """The default: the work that a worker would have before this request's first token, and while decoding it.
 
-        cost = 0.7 * pending prefill + (prompt - overlap_weight * overlap) + decode_weight * context in flight
+        cost = 0.7 * pending prefill + own * (1 + 0.02 * recent) + decode_weight * context in flight
+        own = prompt - overlap_weight * overlap
 
     all in tokens; the score is the negative cost. Pending prefill counts less than own, because waiting delays this
     request, but computing a prefix twice takes capacity from all; the weights were found by replaying traces.
+
+    ``recent`` (0 to 1) is what was placed there in the last minutes, over what the worker with the most has had. It
+    decides near-ties: while load is low, a prefix that nobody holds goes to the worker that has had the least; or else
+    chance would deal out the prefixes, unevenly and for good.
 
     Affinity is gated by the request itself: a prefix draws exactly as strongly as the prefill that it saves, against
     load in the same unit, so a hot one spreads to a second worker as soon as the first is busier by more than that.
@@ -99,6 +105,7 @@ class KvPolicy:
         cost += candidates.prompt_tokens
         if self._overlap_weight > 1.0:
             np.maximum(cost, 0.0, out=cost)
+        cost *= 1.0 + BALANCE_WEIGHT * load.recent_share
         cost += PENDING_WEIGHT * load.prefill_tokens
         cost += self._decode_weight * load.context_tokens
         return np.negative(cost, out=cost)
