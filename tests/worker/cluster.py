@@ -1,12 +1,15 @@
 """A cluster in one process: mock engines, loopback RPC and KV transfer with faults on request, a real NATS server.
 
-Each worker is the production ``Worker``, wired as ``launch`` does it.
+Each worker is the production ``Worker``, wired as ``launch`` does it. Whatever a test does, at its end no write may
+have landed in blocks that were not granted at that moment: that is the hazard all of this is about.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +27,8 @@ from kvrelay.engine.mock import MockExecutor, mock_generate
 from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcServer
 from kvrelay.transfer import build_transport
-from kvrelay.transfer.loopback import LoopbackFabric
+from kvrelay.transfer.base import TransferOp
+from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.worker.worker import Worker, WorkerSettings, new_worker_id
 
 VOCAB_SIZE = 1000
@@ -69,10 +73,50 @@ class Node:
         pulling = [worker._prefill._pulling] if worker._prefill._pulling else []
         for task in (*worker._tasks, *worker._prefill._serving, *pulling, self.running):
             task.cancel()
+        await worker._prefill._releases.close()
         worker._engine.close()
         worker._transfer.close()
         await self.control.close()
         cluster.nodes.remove(self)
+
+    def cut_from_nats(self) -> Callable[[], None]:
+        """As a partition does; other connections stay. Returns what mends it."""
+        connection = self.control.discovery._connection
+        client = connection._client
+
+        class Cut:
+            is_connected = False
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(client, name)
+
+        def mend() -> None:
+            connection._client = client
+
+        connection._client = Cut()
+        return mend
+
+    def slow_down(self, step_s: float) -> None:
+        """Every step takes so long."""
+        execute = self.worker._executor.execute
+
+        def slow(work: object) -> object:
+            time.sleep(step_s)
+            return execute(work)
+
+        self.worker._executor.execute = slow
+
+    def fail_at_step(self, number: int) -> None:
+        """The device breaks."""
+        execute = self.worker._executor.execute
+        steps = itertools.count(1)
+
+        def failing(work: object) -> object:
+            if next(steps) == number:
+                raise RuntimeError("device lost")
+            return execute(work)
+
+        self.worker._executor.execute = failing
 
 
 @dataclass
@@ -126,6 +170,7 @@ class Cluster:
     fabric: LoopbackFabric = field(default_factory=LoopbackFabric)
     network: LoopbackNetwork = field(default_factory=LoopbackNetwork)
     nodes: list[Node] = field(default_factory=list)
+    late_writes: list[str] = field(default_factory=list)
 
     async def join(self, role: WorkerRole, **engine: int) -> Node:
         config = EngineConfig(**{"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256, **engine})
@@ -143,11 +188,30 @@ class Cluster:
         control = await connect_control(self.control)
         server = self.network.server()
         transport = build_transport(transfer, worker_id, self.fabric)
+        self._watch_writes(transport)
         worker = Worker(settings, executor, core, transport, control, server, self._connect)
         await worker.start()
         node = Node(worker, core, server, control, asyncio.create_task(worker.run()))
         self.nodes.append(node)
         return node
+
+    def _watch_writes(self, transport: LoopbackTransport) -> None:
+        perform = transport._perform
+
+        def checked(post: object) -> str | None:
+            owner = next((node for node in self.nodes if node.id == post.worker_id), None)
+            if owner is not None and post.op is TransferOp.WRITE:
+                block_bytes = owner.core.executor.kv_layout.block_bytes
+                pieces = zip(post.plan.remote_offsets.tolist(), post.plan.lengths.tolist(), strict=True)
+                blocks = {
+                    block for at, size in pieces for block in range(at // block_bytes, (at + size) // block_bytes)
+                }
+                granted = {block for grant in owner.core.ledger.grants() for block in grant.quarantined}
+                if not blocks <= granted:
+                    self.late_writes.append(f"{transport!r} wrote {blocks - granted} of {owner.id}")
+            return perform(post)
+
+        transport._perform = checked
 
     async def _connect(self, address: str, public_key: str) -> RpcClient:
         client = self.network.client(address)
@@ -180,23 +244,32 @@ class Cluster:
             await node.worker._engine.call(lambda core: core.check_integrity())
             assert node.core.metrics().kv_active_blocks == 0
 
+    async def gone(self, node: Node) -> BaseException | None:
+        """Wait until the worker has left by itself; what it ended with."""
+        await asyncio.wait([node.running], timeout=WAIT_S)
+        await node.control.close()
+        self.nodes.remove(node)
+        return node.running.exception()
+
     async def leave(self) -> None:
         for node in self.nodes:
             node.worker.request_drain()
-        await asyncio.gather(*(node.running for node in self.nodes))
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*(node.running for node in self.nodes))
         for node in self.nodes:
             await node.control.close()
 
 
 @asynccontextmanager
-async def cluster(**settings: float) -> AsyncIterator[Cluster]:
+async def cluster(*, lease_ttl_s: float = 2.0, **settings: float) -> AsyncIterator[Cluster]:
     """A cluster on a NATS server of its own; checked and taken down at the end."""
     nats = NatsServerProcess()
     disagg = replace(DisaggConfig(max_local_prefill_length=64), **settings)
-    shared = Cluster(ControlConfig(control=nats.start(), lease_ttl_s=2.0), disagg, MockConfig(speedup_ratio=0))
+    shared = Cluster(ControlConfig(control=nats.start(), lease_ttl_s=lease_ttl_s), disagg, MockConfig(speedup_ratio=0))
     try:
         yield shared
         await shared.check_idle()
         await shared.leave()
+        assert shared.late_writes == []
     finally:
         nats.stop()

@@ -193,7 +193,14 @@ async def test_stale_and_forged_notifications_are_dropped():
 
 @pytest.mark.parametrize(
     ("tokens", "settings", "status"),
-    [((), {}, 400), ((5000,), {}, 400), (prompt(5000), {}, 400), ((1,), {"stop_token_ids": (2000,)}, 400)],
+    [
+        ((), {}, 400),
+        ((5000,), {}, 400),
+        ((-1,) * 20, {}, 400),
+        ((2**40,) * 20, {}, 400),
+        (prompt(5000), {}, 400),
+        ((1,), {"stop_token_ids": (2000,)}, 400),
+    ],
 )
 async def test_what_the_engine_refuses_reaches_the_client(tokens, settings, status):
     async with cluster() as shared:

@@ -1,0 +1,177 @@
+"""A worker that others may count as dead writes nothing; the fixture checks every write against the grants."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from tests.worker.cluster import Cluster, Node, cluster, expected, prompt
+
+from kvrelay.core.handoff import HandoffGrant
+from kvrelay.errors import EngineDeadError
+
+STUCK = 1_000_000_000
+
+
+async def granted(shared: Cluster, decode: Node) -> None:
+    await shared.until(lambda: decode.core.ledger.num_grants > 0)
+
+
+async def end_lease(node: Node) -> str:
+    """As an operator does, or another worker's watch after a pause: at once, whatever is in flight."""
+    lease = node.worker._lease
+    old = lease.lease_id
+    await lease._bucket.end_lease(old)
+    return old
+
+
+async def test_a_prefill_worker_cut_off_from_the_control_plane_stops_in_time():
+    """It computes on, and its way to the decode worker is open, but its lease ends and its blocks are given away."""
+    async with cluster(lease_ttl_s=1.0) as shared:
+        prefill, decode, client = await shared.pair()
+        prefill.slow_down(0.15)
+        client.send("r", prompt(3000))
+        await granted(shared, decode)
+        mend = prefill.cut_from_nats()
+        assert await client.answer("r") == expected(prompt(3000), 8)
+        await shared.until(lambda: prefill.worker._prefill.num_handoffs == 0)
+        assert prefill.worker._prefill.stats.num_prefills == 0
+        mend()
+        await shared.until(lambda: prefill.worker._lease.alive_until_s > time.monotonic())
+        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        await shared.until(lambda: not decode.worker._fleet.has_ended(prefill.id))
+        client.send("again", prompt(300, 5))
+        assert await client.answer("again") == expected(prompt(300, 5), 8)
+
+
+async def test_a_lost_lease_withdraws_what_is_queued_and_what_moves():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        shared.fabric.faults.delay_polls = STUCK
+        client.send("r", prompt(3000))
+        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished >= 5)
+        await end_lease(prefill)
+        assert await client.answer("r") == expected(prompt(3000), 8)
+        await shared.until(lambda: decode.core.ledger.num_grants == 0)
+        assert prefill.worker._transfer.stats().num_unfinished == 0
+        assert not prefill.worker._transport._posts
+
+
+async def test_a_grant_that_comes_after_the_lease_was_lost_is_not_used():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        held = []
+        send = decode.server.send
+
+        def hold_grants(peer, message):
+            if isinstance(message, HandoffGrant):
+                held.append((peer, message))
+                return True
+            return send(peer, message)
+
+        decode.server.send = hold_grants
+        client.send("r", prompt(3000))
+        await shared.until(lambda: bool(held))
+        lease = prefill.worker._lease
+        old = await end_lease(prefill)
+        await shared.until(lambda: lease.lease_id not in ("", old))
+        await shared.until(lambda: decode.core.ledger.num_grants == 0)
+        assert await client.answer("r") == expected(prompt(3000), 8)
+        for peer, message in held:
+            send(peer, message)
+        await shared.until(lambda: prefill.worker._prefill.stats.num_failed == 1)
+        assert prefill.worker._prefill.stats.num_sent_bytes == 0
+        assert decode.worker._decode.num_open_grants == 0
+
+
+async def test_a_claim_by_a_worker_whose_lease_has_ended_is_turned_down():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        decode.worker._fleet._ended[prefill.id] = None
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        await shared.until(lambda: prefill.worker._prefill.stats.num_refused == 1)
+        assert decode.core.ledger.counters.num_granted == 0
+
+
+async def test_a_claimant_that_is_fenced_before_the_engine_answers_gets_nothing():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        claim = decode.worker._decode.claim
+
+        def claim_and_fence(peer, message):
+            claim(peer, message)
+            decode.worker._decode.worker_fenced(prefill.id)
+
+        decode.worker._decode.claim = claim_and_fence
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        await shared.until(lambda: prefill.worker._prefill.stats.num_refused == 1)
+        assert decode.worker._decode.num_open_grants == 0
+
+
+async def test_transfers_stop_before_the_lease_is_given_back():
+    """The engine dies with writes queued: the worker leaves at once, and its blocks are reused at once."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        order = []
+        revoke, close = prefill.worker._lease.revoke, prefill.worker._transport.close
+
+        async def revoking():
+            order.append("lease")
+            await revoke()
+
+        def closing():
+            order.append("transfers")
+            close()
+
+        prefill.worker._lease.revoke, prefill.worker._transport.close = revoking, closing
+        shared.fabric.faults.delay_polls = STUCK
+        prefill.fail_at_step(6)
+        client.send("r", prompt(3000))
+        assert await client.answer("r") == expected(prompt(3000), 8)
+        assert isinstance(await shared.gone(prefill), EngineDeadError)
+        assert order == ["transfers", "lease"]
+        assert prefill.worker._prefill.num_handoffs == 0
+        await shared.until(lambda: decode.core.ledger.num_grants == 0)
+
+
+async def test_an_engine_that_dies_while_the_worker_drains_does_not_keep_it():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        prefill.slow_down(0.05)
+        prefill.fail_at_step(5)
+        client.send("r", prompt(3000))
+        await granted(shared, decode)
+        prefill.worker.request_drain()
+        assert isinstance(await shared.gone(prefill), EngineDeadError)
+        assert await client.answer("r") == expected(prompt(3000), 8)
+
+
+async def test_a_worker_whose_transfer_thread_fails_leaves():
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+
+        def broken():
+            raise RuntimeError("no such device")
+
+        decode.worker._transport.poll = broken
+        decode.worker._transfer.open_handoff()
+        assert "no such device" in str(await shared.gone(decode))
+
+
+async def test_a_role_change_and_a_drain_at_once_end_outside():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        client.send("long", prompt(20), max_tokens=400)
+        await client.until(lambda: "long" in client.tokens)
+        ordered = asyncio.create_task(decode.worker.set_role(prefill.worker.role))
+        await asyncio.sleep(0)
+        decode.worker.request_drain()
+        assert await shared.gone(decode) is None
+        await asyncio.gather(ordered, return_exceptions=True)
+        assert ordered.exception() is not None
+        assert decode.worker._prefill._pulling is None
+        assert decode.id not in str(await prefill.control.discovery.list("kvrelay/"))

@@ -1,0 +1,321 @@
+"""However a hand-off ends, the decode worker hears of it, and nothing stays quarantined or unanswered."""
+
+from __future__ import annotations
+
+import pytest
+from tests.worker.cluster import cluster, expected, prompt
+
+from kvrelay.core.handoff import HandoffAbandon, HandoffGrant, HandoffReleased
+from kvrelay.core.workers import WorkerRole
+from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, TransferError
+from kvrelay.worker import prefill_side
+
+STUCK = 1_000_000_000
+
+
+async def test_a_broken_connection_costs_no_blocks_and_no_drain():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        shared.fabric.faults.delay_polls = STUCK
+        client.send("r", prompt(600))
+        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished > 0)
+        decode.server.drop(decode.worker._decode._claimants[prefill.id])
+        assert await client.answer("r") == expected(prompt(600), 8)
+        # Both live: nobody's lease ends, so only a release over a new connection can do this.
+        await shared.until(lambda: decode.core.ledger.num_grants == 0)
+        assert decode.core.ledger.counters.num_fenced == 0
+        shared.fabric.faults.delay_polls = 0
+        client.send("after", prompt(700, 3))
+        assert await client.answer("after") == expected(prompt(700, 3), 8)
+        assert prefill.worker._prefill.stats.num_prefills == 1
+        decode.worker.request_drain()
+        assert await shared.gone(decode) is None
+
+
+async def test_a_release_waits_until_the_decode_worker_can_be_reached():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        shared.fabric.faults.delay_polls = STUCK
+        client.send("r", prompt(600))
+        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished > 0)
+        shared.network.unlisten(decode.server)
+        decode.server.drop(decode.worker._decode._claimants[prefill.id])
+        assert await client.answer("r") == expected(prompt(600), 8)
+        releases = prefill.worker._prefill._releases
+        await shared.until(lambda: releases.num_unheard == 1)
+        assert decode.core.ledger.num_grants == 1
+        shared.network.listen(decode.server)
+        await shared.until(lambda: decode.core.ledger.num_grants == 0)
+        await shared.until(lambda: releases.num_unheard == 0)
+
+
+async def test_releases_for_a_decode_worker_that_is_gone_are_forgotten():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        shared.fabric.faults.delay_polls = STUCK
+        client.send("r", prompt(600))
+        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished > 0)
+        await decode.kill(shared)
+        releases = prefill.worker._prefill._releases
+        releases._gone_for_s = 0.1
+        prefill.worker._prefill.on_peer_lost(decode.id)
+        await shared.until(lambda: releases.num_unheard > 0)
+        await shared.until(lambda: releases.num_unheard == 0)
+        await shared.until(lambda: prefill.worker._prefill.num_handoffs == 0)
+
+
+async def test_a_prefill_worker_that_reconnects_first_leaves_nobody_waiting():
+    """Its end of the connection goes first; the decode worker hears of it after it has served the next one."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        shared.fabric.faults.delay_polls = STUCK
+        client.send("r", prompt(3000))
+        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished > 0)
+        old = decode.worker._decode._claimants[prefill.id]
+        # The releases are lost, so that only the end of the old connection can tell.
+        prefill.worker._prefill._releases.say = lambda *_: None
+        decode.server._clients[old].lose()
+        shared.fabric.faults.delay_polls = 0
+        client.send("next", prompt(600, 3))
+        assert await client.answer("next") == expected(prompt(600, 3), 8)
+        assert decode.worker._decode._claimants[prefill.id] != old
+        decode.server.drop(old)
+        assert await client.answer("r") == expected(prompt(3000), 8)
+        del prefill.worker._prefill._releases.say
+        ((handoff_id, generation),) = decode.worker._decode._open_grants
+        decode.worker._decode.released(HandoffReleased(handoff_id, generation))
+
+
+async def test_a_grant_that_cannot_be_sent_is_taken_back_at_once(monkeypatch):
+    monkeypatch.setattr(prefill_side, "CLAIM_TIMEOUT_S", 0.2)
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        send = decode.server.send
+        decode.server.send = lambda peer, message: not isinstance(message, HandoffGrant) and send(peer, message)
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        await shared.until(lambda: prefill.worker._prefill.num_handoffs == 0)
+        assert (decode.core.ledger.num_grants, decode.worker._decode.num_open_grants) == (0, 0)
+
+
+async def test_a_claim_without_an_answer_is_undone(monkeypatch):
+    """The grant got lost: the decode worker counts us as a writer, and we do not know under which generation."""
+    monkeypatch.setattr(prefill_side, "CLAIM_TIMEOUT_S", 0.2)
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        send = decode.server.send
+        decode.server.send = lambda peer, message: isinstance(message, HandoffGrant) or send(peer, message)
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        assert decode.core.ledger.counters.num_granted == 1
+        await shared.until(lambda: decode.worker._decode.num_open_grants == 0)
+        assert decode.core.ledger.num_grants == 0
+        assert prefill.worker._prefill.stats.num_failed == 1
+
+
+async def test_an_abandon_of_something_unknown_is_answered():
+    """HandoffDone got lost; only the question after it can free the blocks."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        decode.worker._transfer.on_notification(lambda _: None)
+        client.send("r", prompt(600))
+        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
+        assert decode.core.ledger.num_grants == 1
+        client.abort("r")
+        await shared.until(lambda: decode.core.ledger.num_grants == 0)
+        assert decode.core.ledger.counters.num_fenced == 0
+
+
+async def test_an_abandon_that_overtakes_its_grant_counts():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        send = decode.server.send
+        grants = []
+
+        def hold_grants(peer, message):
+            if isinstance(message, HandoffGrant):
+                grants.append((peer, message))
+                return True
+            return send(peer, message)
+
+        decode.server.send = hold_grants
+        client.send("r", prompt(600))
+        await shared.until(lambda: bool(grants))
+        ((peer, grant),) = grants
+        client.abort("r")
+        await shared.until(lambda: bool(prefill.worker._prefill._claiming.get(grant.handoff_id)))
+        send(peer, grant)
+        await shared.until(lambda: decode.core.ledger.num_grants == 0)
+        await shared.until(lambda: prefill.worker._prefill.num_handoffs == 0)
+        stats = prefill.worker._prefill.stats
+        assert (stats.num_abandoned, stats.num_sent_bytes) == (1, 0)
+
+
+async def test_an_abandon_waits_for_the_claimants_next_connection():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        side = decode.worker._decode
+        side._send_abandon(prefill.id, HandoffAbandon("nobody", 1))
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        await shared.until(lambda: decode.core.ledger.counters.num_stale == 1)
+        assert not side._unsent_abandons
+
+
+async def test_an_entry_that_is_delivered_twice_is_served_once():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        queue = decode.control.prefill_queue
+        push = queue.push
+
+        async def twice(request):
+            await push(request)
+            await push(request)
+
+        queue.push = twice
+        for number in range(5):
+            client.send(f"r{number}", prompt(600, number))
+            assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
+        assert decode.core.ledger.counters.num_granted == 5
+        assert prefill.worker._prefill.stats.num_prefills == 5
+
+
+@pytest.mark.parametrize("error", [ControlUnavailableError("away"), PayloadTooLargeError("too large")])
+async def test_what_cannot_be_queued_is_computed_here_at_once(error):
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+
+        async def push(request):
+            raise error
+
+        decode.control.prefill_queue.push = push
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+
+
+@pytest.mark.parametrize("fault", ["transfer", "compatibility", "model", "defect"])
+async def test_what_the_prefill_worker_cannot_do_is_computed_here_at_once(fault):
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        side = prefill.worker._prefill
+
+        def unreachable(metadata):
+            raise TransferError("cannot be reached") if fault == "transfer" else RuntimeError("a defect")
+
+        if fault in ("transfer", "defect"):
+            prefill.worker._transport.add_peer = unreachable
+        elif fault == "model":
+            side._model = "another"
+        else:
+            decode.worker._decode._kv_compatibility += "x"
+            side._kv_compatibility = "other"
+            side.stop()
+            push = decode.control.prefill_queue.push
+
+            async def push_there(request):
+                await push(request)
+
+            decode.control.prefill_queue.push = push_there
+            kind = decode.worker._decode._kv_compatibility
+            pull = prefill.control.prefill_queue.pull
+            prefill.control.prefill_queue.pull = lambda _, timeout_s: pull(kind, timeout_s)
+            prefill.worker._transfer.has_peer = lambda _: True
+            side.start()
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        stats = side.stats
+        assert (stats.num_failed, stats.num_refused) == ((0, 1) if fault == "compatibility" else (1, 0))
+
+
+async def test_a_worker_of_another_kind_leaves_our_entries_alone():
+    async with cluster() as shared:
+        prefill, _, client = await shared.pair()
+        other = await shared.join(WorkerRole.PREFILL)
+        await other.worker._prefill.drain()
+        other.worker._prefill._kv_compatibility = "0000000000000000"
+        other.worker._prefill.start()
+        for number in range(6):
+            client.send(f"r{number}", prompt(600, number))
+        for number in range(6):
+            assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
+        assert prefill.worker._prefill.stats.num_prefills == 6
+
+
+async def test_two_first_hand_offs_meet_their_decode_worker_once():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        added = []
+        add_peer = prefill.worker._transfer.add_peer
+        prefill.worker._transfer.add_peer = lambda metadata: added.append(metadata.worker_id) or add_peer(metadata)
+        client.send("r1", prompt(1000))
+        client.send("r2", prompt(1000, 5))
+        assert await client.answer("r1") == expected(prompt(1000), 8)
+        assert await client.answer("r2") == expected(prompt(1000, 5), 8)
+        assert added == [decode.id]
+        assert prefill.worker._prefill.stats.num_prefills == 2
+
+
+async def test_the_load_goes_down_without_a_step():
+    """What a release frees is published, though nothing was computed."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        shared.fabric.faults.delay_polls = STUCK
+        client.send("r", prompt(600))
+        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished > 0)
+        await shared.until(lambda: decode.worker._publisher._load.kv_active_blocks > 0)
+        client.abort("r")
+        shared.fabric.faults.delay_polls = 0
+        prefill.worker._transfer.fail_all("enough")
+        await shared.until(lambda: decode.worker._publisher._load.kv_active_blocks == 0)
+
+
+async def test_an_unexpected_error_at_admission_is_answered():
+    async with cluster() as shared:
+        node = await shared.join(WorkerRole.BOTH)
+        client = await shared.client(node)
+
+        def broken(tokens):
+            raise RuntimeError("boom")
+
+        node.core.num_cached_tokens = broken
+        client.send("bad", prompt(20))
+        await client.until(lambda: "bad" in client.refused)
+        assert client.refused["bad"].status == 500
+        assert not client.refused["bad"].retryable
+
+
+async def test_a_role_change_that_cannot_be_told_leaves_everything_as_it_was():
+    async with cluster(lease_ttl_s=10.0) as shared:
+        prefill, decode, client = await shared.pair()
+        mend = decode.cut_from_nats()
+        with pytest.raises(ControlUnavailableError):
+            await decode.worker.set_role(WorkerRole.BOTH)
+        assert (decode.worker.role, decode.worker.epoch) == (WorkerRole.DECODE, 0)
+        client.send("still here", prompt(20))
+        assert await client.answer("still here") == expected(prompt(20), 8)
+        mend()
+        await decode.worker.set_role(WorkerRole.BOTH)
+        entries = await prefill.control.discovery.list("kvrelay/default/workers/")
+        assert b'"role":"both"' in entries[f"kvrelay/default/workers/{decode.id}"]
+        client.send("there", prompt(600))
+        assert await client.answer("there") == expected(prompt(600), 8)
+
+
+async def test_a_role_change_that_fails_half_way_is_registered_as_soon_as_possible():
+    async with cluster(lease_ttl_s=10.0) as shared:
+        prefill, decode, _ = await shared.pair()
+        put = decode.control.discovery.put
+
+        async def failing(key, value, lease=None):
+            decode.control.discovery.put = put
+            raise ControlUnavailableError("away")
+
+        decode.control.discovery.put = failing
+        with pytest.raises(ControlUnavailableError):
+            await decode.worker.set_role(WorkerRole.PREFILL)
+        assert decode.worker.role is WorkerRole.DECODE
+        assert decode.worker._prefill._pulling is None
+        assert decode.worker._decode.accepting
+        await shared.until(lambda: decode.id in prefill.control.discovery._mirror.table.visible.__repr__())
+        entries = await prefill.control.discovery.list("kvrelay/default/workers/")
+        assert b'"role":"decode"' in entries[f"kvrelay/default/workers/{decode.id}"]
