@@ -203,11 +203,17 @@ async def connect(operator: Operator, urls: str) -> ControlPlane:
 
 
 async def workers_of(operator: Operator) -> list[WorkerInfo]:
-    control = await connect(operator, operator.env["KVRELAY_CONTROL"])
-    try:
-        return await list_workers(control, Keys("default"))
-    finally:
-        await control.close()
+    """Again while it fails: servers that have just started elect their leader first."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                control = await connect(operator, operator.env["KVRELAY_CONTROL"])
+                try:
+                    return await list_workers(control, Keys("default"))
+                finally:
+                    await control.close()
+            except ControlUnavailableError:
+                await asyncio.sleep(0.2)
 
 
 async def no_worker_answers(operator: Operator) -> None:
