@@ -271,5 +271,9 @@ async def cluster(*, lease_ttl_s: float = 2.0, **settings: float) -> AsyncIterat
         await shared.check_idle()
         await shared.leave()
         assert shared.late_writes == []
+    except BaseException:
+        for node in list(shared.nodes):
+            await node.kill(shared)
+        raise
     finally:
         nats.stop()

@@ -53,7 +53,7 @@ async def test_a_lost_lease_withdraws_what_is_queued_and_what_moves():
         await end_lease(prefill)
         assert await client.answer("r") == expected(prompt(3000), 8)
         await shared.until(lambda: decode.core.ledger.num_grants == 0)
-        assert prefill.worker._transfer.stats().num_unfinished == 0
+        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished == 0)
         assert not prefill.worker._transport._posts
 
 

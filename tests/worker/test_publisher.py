@@ -1,0 +1,67 @@
+"""Large batches of events, and a bus that refuses."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvrelay.control.base import Keys
+from kvrelay.control.memory import MemoryBroker
+from kvrelay.core.event_codec import decode_events
+from kvrelay.core.event_log import KvEventLog
+from kvrelay.core.events import AllBlocksCleared, BlockRemoved, KvEvent, LoadMetrics
+from kvrelay.errors import KvrelayError, PayloadTooLargeError
+from kvrelay.worker.publisher import MAX_BATCH_BLOCKS, Publisher, split_events
+
+LOAD = LoadMetrics("w", 0, 4, 0, 100, 0, 0.0, 0.0)
+
+
+def removed(*blocks: int) -> BlockRemoved:
+    return BlockRemoved(tuple(blocks))
+
+
+@pytest.mark.parametrize(
+    ("events", "runs"),
+    [
+        ([], []),
+        ([removed(1), AllBlocksCleared()], [2]),
+        ([removed(1, 2), removed(3), removed(4)], [2, 1]),
+        ([removed(1, 2, 3, 4, 5), removed(6)], [1, 1]),
+        ([removed(1, 2), removed(3, 4), removed(5, 6)], [1, 1, 1]),
+    ],
+)
+def test_events_are_split_between_events(events: list[KvEvent], runs: list[int]):
+    split = list(split_events(events, 3))
+    assert [len(some) for some in split] == runs
+    assert [event for some in split for event in some] == events
+
+
+@pytest.mark.parametrize("error", [None, PayloadTooLargeError("too large"), KvrelayError("whatever")])
+async def test_frames_fit_and_a_bus_that_refuses_ends_nothing(error: KvrelayError | None):
+    broker = MemoryBroker()
+    plane = broker.plane()
+    keys = Keys("test")
+    frames: list[bytes] = []
+    await plane.events.subscribe(keys.kv_events, lambda subject, data: frames.append(data))
+    publisher = Publisher("w", 0, plane.events, keys, KvEventLog("w", 0))
+    await publisher.start(LOAD)
+    publish = plane.events.publish
+
+    async def refuse(subject: str, data: bytes) -> None:
+        plane.events.publish = publish
+        if error is not None:
+            raise error
+        await publish(subject, data)
+
+    plane.events.publish = refuse
+    huge = [BlockRemoved(tuple(range(2**63, 2**63 + 9_000))) for _ in range(5)]
+    publisher.update(huge, LOAD)
+    async with asyncio.timeout(10):
+        while len(frames) < 2 + (error is None):
+            await asyncio.sleep(0.01)
+    assert all(len(frame) < 19 * MAX_BATCH_BLOCKS for frame in frames)
+    # A refused frame leaves a gap in the numbers, by which indexes know that they have missed something.
+    assert [decode_events(frame).first_seq for frame in frames] == ([0, 2, 4] if error is None else [2, 4])
+    await publisher.close()
+    await plane.close()
