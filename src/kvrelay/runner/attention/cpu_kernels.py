@@ -9,6 +9,9 @@ Decode: one task per (row, KV head) rotates its new key and query, writes key an
 Prefill: first all keys and values are written; then one task per (tile of queries, KV head) widens ``KEYS`` keys and
 values at once and uses them for all of the tile's queries, ``ROWS`` at a time. Chunks of keys begin at multiples of
 ``KEYS``, so a token's result does not depend on how its prompt was cut.
+
+The entries at the end are cached on disk. Numba renews the cache when this file changes, not when one that it imports
+does: touch this file after a change of those.
 """
 
 from __future__ import annotations

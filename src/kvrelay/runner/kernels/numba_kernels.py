@@ -37,12 +37,16 @@ class Buffer:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._flat = torch.empty(0, dtype=dtype)
+        self._last = self._flat.view(0, 1)
 
     def take(self, rows: int, width: int) -> torch.Tensor:
+        if self._last.shape == (rows, width):
+            return self._last
         needed = rows * width
-        if len(self._flat) < needed:
+        if self._flat.numel() < needed:
             self._flat = torch.empty(needed, dtype=self._dtype)
-        return self._flat[:needed].view(rows, width)
+        self._last = self._flat[:needed].view(rows, width)
+        return self._last
 
 
 def usable_threads(num_threads: int) -> int:

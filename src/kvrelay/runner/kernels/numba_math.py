@@ -106,9 +106,10 @@ def largest(values: Any, count: int) -> Any:
 def constant_marker(value: int) -> Any:
     """An empty array whose *type* carries ``value``: kernels that take it see a compile-time constant.
 
-    (Kernels made by a factory could close over the number, but Numba does not cache those that call each other.)
+    (Kernels made by a factory could close over the number, but Numba does not cache those that call each other. Of
+    the types that hold a number, records are the ones that Numba's dispatch recognises quickly: by identity.)
     """
-    return np.zeros(0, dtype=f"S{value}")
+    return np.zeros(0, dtype=np.dtype({"names": ["x"], "formats": ["i1"], "offsets": [0], "itemsize": value}))
 
 
 def constant(marker: Any) -> int:
@@ -118,7 +119,7 @@ def constant(marker: Any) -> int:
 
 @overload(constant, inline="always")  # type: ignore[untyped-decorator]
 def _constant(marker: Any) -> Any:
-    value = marker.dtype.count
+    value = marker.dtype.size
 
     def read(marker: Any) -> Any:
         return value

@@ -122,7 +122,7 @@ def _number(value: int) -> Any:
 
 def _size(marker: Any) -> int:
     """The constant that a marker's type carries."""
-    return int(marker.dtype.count)
+    return int(marker.dtype.size)
 
 
 def _lanes(width: int) -> int:
