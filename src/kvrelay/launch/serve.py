@@ -176,7 +176,7 @@ class Cluster:
 
     def _announce(self) -> None:
         options = self._options
-        body = json.dumps({"model": options.model_name, "prompt": "Once upon a time", "max_tokens": 32})
+        body = json.dumps({"model": options.model_name, "prompt": "Once there was a", "max_tokens": 32})
         shape = (
             f"{options.num_prefill}P{options.num_decode}D"
             if options.num_prefill
