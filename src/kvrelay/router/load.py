@@ -87,6 +87,7 @@ class LoadTable:
         self._heard_at = np.zeros(0)
         self._context_at_sample = np.zeros(0, dtype=np.int64)
         self._recent = np.zeros(0)
+        self._recent_top = 1.0
         self._recent_since = clock.now()
         self._placements: dict[str, Placement] = {}
         self._parked: dict[str, list[int]] = {}
@@ -131,6 +132,7 @@ class LoadTable:
         self._own = np.delete(self._own, at, axis=1)
         self._published = np.delete(self._published, at, axis=1)
         self._recent = np.delete(self._recent, at)
+        self._recent_top = float(self._recent.max(initial=1.0))
         self._usage = np.delete(self._usage, at)
         self._heard_at = np.delete(self._heard_at, at)
         self._context_at_sample = np.delete(self._context_at_sample, at)
@@ -187,8 +189,10 @@ class LoadTable:
         growth = math.exp(min((self._clock.now() - self._recent_since) / RECENT_S, MAX_RECENT_EXPONENT))
         if growth > MAX_RECENT_GROWTH:
             self._recent /= growth
+            self._recent_top = max(self._recent_top / growth, 1.0)
             self._recent_since, growth = self._clock.now(), 1.0
         self._recent[at] += num_tokens * growth
+        self._recent_top = max(self._recent_top, float(self._recent[at]))
 
     # -- published ----------------------------------------------------------------------------------------------------
 
@@ -222,7 +226,7 @@ class LoadTable:
             prefill_tokens=own[_PREFILL],
             context_tokens=np.maximum(context, others),
             num_requests=own[_REQUESTS],
-            recent_share=self._recent / max(float(self._recent.max(initial=0.0)), 1.0),
+            recent_share=self._recent / self._recent_top,
             cache_usage=usage,
             num_waiting=waiting,
         )
