@@ -420,6 +420,23 @@ def test_a_thread_that_fails_says_so_after_it_has_failed_everything(cluster: Clu
     assert str(cluster.failures[0]) == "no such device"
 
 
+def test_a_peer_is_forgotten_before_the_thread_has_come_to_it(cluster: Cluster) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def stop(error: str | None) -> None:
+        entered.set()
+        leave.wait(10)
+
+    cluster.prefill.thread.submit(TransferOp.WRITE, "d", EMPTY_PLAN, b"x", on_done=stop)
+    assert entered.wait(10)
+    cluster.prefill.thread.remove_peer("d")
+    assert not cluster.prefill.thread.has_peer("d")
+    added = cluster.prefill.thread.add_peer(cluster.decode.metadata)
+    leave.set()
+    added.result(5)
+    assert cluster.prefill.thread.has_peer("d")
+
+
 def test_a_thread_that_was_never_started_closes() -> None:
     thread = TransferThread(LoopbackTransport(LoopbackFabric(), "a"), CONFIG)
     thread.close()

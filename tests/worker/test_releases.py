@@ -50,7 +50,7 @@ async def test_a_release_waits_until_the_decode_worker_can_be_reached():
 
 
 async def test_releases_for_a_decode_worker_that_is_gone_are_forgotten():
-    async with cluster() as shared:
+    async with cluster(lease_ttl_s=1.0) as shared:
         prefill, decode, client = await shared.pair()
         shared.fabric.faults.delay_polls = STUCK
         client.send("r", prompt(600))
@@ -316,6 +316,6 @@ async def test_a_role_change_that_fails_half_way_is_registered_as_soon_as_possib
         assert decode.worker.role is WorkerRole.DECODE
         assert decode.worker._prefill._pulling is None
         assert decode.worker._decode.accepting
-        await shared.until(lambda: decode.id in prefill.control.discovery._mirror.table.visible.__repr__())
-        entries = await prefill.control.discovery.list("kvrelay/default/workers/")
-        assert b'"role":"decode"' in entries[f"kvrelay/default/workers/{decode.id}"]
+        key = f"kvrelay/default/workers/{decode.id}"
+        await shared.until(lambda: key in prefill.control.discovery._mirror.table.visible)
+        assert b'"role":"decode"' in await prefill.control.discovery.get(key)

@@ -127,7 +127,8 @@ class EtcdLease:
 
     async def _keep_alive(self) -> None:
         answered = True
-        while True:
+        # Cancellation alone does not do: asyncio.wait_for, in 3.11, swallows one that comes with the result.
+        while asyncio.current_task() is self._task:
             try:
                 await asyncio.wait_for(self._poked.wait(), self._ttl_s / 3 if answered else RETRY_S)
             except TimeoutError:

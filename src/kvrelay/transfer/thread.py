@@ -118,6 +118,7 @@ class TransferThread:
         self._region: MemoryRegion | None = None
         self._required: tuple[int, str] = (0, "")
         self._known: dict[str, KvMetadata] = {}
+        self._leaving: set[str] = set()
         self._on_notification: Callable[[Notification], None] | None = None
         self._peers: dict[str, _Peer] = {}
         self._owners: dict[int, _Transfer] = {}
@@ -153,10 +154,11 @@ class TransferThread:
 
     def has_peer(self, worker_id: str) -> bool:
         """Whether the peer was added and not removed. Its connection may be down; the next transfer makes it anew."""
-        return worker_id in self._known
+        return worker_id in self._known and worker_id not in self._leaving
 
     def remove_peer(self, worker_id: str) -> Future[None]:
         """Tear the connection down, fail what is under way on it, forget the peer."""
+        self._leaving.add(worker_id)
         try:
             return self._post_call(lambda: self._forget(worker_id))
         except TransferError:
@@ -424,6 +426,7 @@ class TransferThread:
 
     def _forget(self, worker_id: str) -> None:
         self._known.pop(worker_id, None)
+        self._leaving.discard(worker_id)
         self._disconnect(worker_id, f"worker {worker_id} was removed")
         with self._lock:
             self._counter.forget(worker_id)

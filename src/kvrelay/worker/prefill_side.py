@@ -185,7 +185,8 @@ class PrefillSide:
             handoff.abandon(reason)
 
     async def _pull_forever(self) -> None:
-        while True:
+        # Cancellation alone does not do: asyncio.wait_for, in 3.11, swallows one that comes with the result.
+        while asyncio.current_task() is self._pulling:
             await self._slots.acquire()
             delivery = None
             try:

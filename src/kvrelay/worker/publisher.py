@@ -45,6 +45,7 @@ class Publisher:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._replay: Subscription | None = None
+        self._is_closed = False
 
     async def start(self, load: LoadMetrics) -> None:
         """Publish the first sample and begin."""
@@ -60,6 +61,7 @@ class Publisher:
         self._changed.set()
 
     async def close(self) -> None:
+        self._is_closed = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -70,7 +72,7 @@ class Publisher:
                 _log.debug("replay service ends with the connection: %s", exc)
 
     async def _run(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 async with asyncio.timeout(MAX_INTERVAL_S):
                     await self._changed.wait()

@@ -38,6 +38,7 @@ class Releases:
         self._gone_for_s = gone_for_s
         self._unheard: dict[str, list[HandoffReleased]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     @property
     def num_unheard(self) -> int:
@@ -55,6 +56,7 @@ class Releases:
 
     async def close(self) -> None:
         """What is unheard does not matter any more: the end of our lease will say the same."""
+        self._is_closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -65,7 +67,7 @@ class Releases:
         delay_s = MIN_DELAY_S
         gone_since_s: float | None = None
         try:
-            while unheard:
+            while unheard and not self._is_closed:
                 num_said = len(unheard)
                 try:
                     peer = await self._peers.get(worker_id, address)

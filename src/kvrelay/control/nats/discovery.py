@@ -39,6 +39,7 @@ class NatsLease:
         self._on_lost: list[Callable[[], None]] = []
         self._is_revoked = False
         self._is_registered = True
+        self._is_stopped = False
         self._alive_until_s = -math.inf
         self._is_told = False
         self._timer: asyncio.TimerHandle | None = None
@@ -105,6 +106,7 @@ class NatsLease:
 
     async def stop(self) -> None:
         """No longer keep it alive."""
+        self._is_stopped = True
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
@@ -113,7 +115,8 @@ class NatsLease:
 
     async def _keep_alive(self) -> None:
         delay_s = self._ttl_s / 3
-        while True:
+        # Cancellation alone does not do: asyncio.wait_for, in 3.11, swallows one that comes with the result.
+        while not self._is_stopped:
             try:
                 async with asyncio.timeout(delay_s):
                     await self._wake.wait()

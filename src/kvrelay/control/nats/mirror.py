@@ -31,6 +31,7 @@ MAX_SILENCE_S = 5.0
 RETRY_S = 0.25
 SETTLE_S = 0.05
 POSTPONE_S = 0.05
+CANCEL_INTERVAL_S = 0.5
 MAX_ANSWER_SHARE = 0.1
 """Of a lease's time to live: a server that takes longer to answer is not trusted to have served the holder."""
 
@@ -73,9 +74,10 @@ class Mirror:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="discovery mirror")
 
     async def close(self) -> None:
-        if self._task is not None:
+        # Again and again: asyncio.wait_for, in 3.11, swallows a cancellation that comes with the result.
+        while self._task is not None and not self._task.done():
             self._task.cancel()
-            await asyncio.wait([self._task])
+            await asyncio.wait([self._task], timeout=CANCEL_INTERVAL_S)
 
     async def catch_up(self) -> None:
         """Return when everything that the server has stored by now is in the table. Raises ControlUnavailableError."""
