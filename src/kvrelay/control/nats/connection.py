@@ -111,6 +111,9 @@ class NatsConnection:
         await _abandon(client)
         failure = None if connecting.cancelled() else connecting.exception()
         reason = _one_line(failure or attempts.last_error) or f"no answer in {connect_timeout_s:g} s"
+        if isinstance(failure or attempts.last_error, ConnectionResetError):
+            # The server closes the connection behind its refusal, which is lost when the reset is read first.
+            reason += " (a failed authorization looks like this, too)"
         raise ControlUnavailableError(f"cannot connect to the control server {shown}: {reason}")
 
     @property
