@@ -243,7 +243,7 @@ def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 (one system call; nothing else sets the signal)
+                preexec_fn=die_with_parent,  # noqa: PLW1509 (one system call; nothing else sets the signal)
             )
         except OSError as exc:
             outcome.put(exc)
@@ -258,7 +258,8 @@ def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
     return started
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For ``preexec_fn``: on Linux the kernel kills the child when the thread that forked it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

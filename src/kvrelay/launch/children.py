@@ -8,26 +8,20 @@ Linux the kernel ends a child whose parent has died.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from typing import IO
 
+from kvrelay.control.nats_process import die_with_parent
+
 _log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 CRASH_LOOP_WINDOW_S = 60.0
 CRASH_LOOP_LIMIT = 5
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(slots=True)
@@ -65,7 +59,7 @@ def start_child(
         stderr=output,
         env=environment,
         start_new_session=True,
-        preexec_fn=_die_with_parent,  # noqa: PLW1509 - it only calls prctl
+        preexec_fn=die_with_parent,  # noqa: PLW1509 - it only calls prctl
     )
     return Child(name, command, process, environment)
 
