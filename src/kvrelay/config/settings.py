@@ -93,6 +93,9 @@ class ControlConfig(Settings):
     namespace: str = setting("default", "Clusters with different namespaces on one server do not see each other.")
     lease_ttl_s: float = setting(10.0, "A process that is silent for so long is gone.", low=0.5, high=3600)
     connect_timeout_s: float = setting(5.0, "How long a start waits for the control server.", low=0.1)
+    control_replicas: int = setting(
+        0, "NATS servers that keep leases and queue; 0: three if the cluster has them, else one.", low=0, high=5
+    )
     request_plane_security: Literal["auto", "curve", "none"] = setting(
         "auto", "Encryption and keys between frontends and workers; auto: CURVE unless a worker listens on loopback."
     )

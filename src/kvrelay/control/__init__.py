@@ -34,7 +34,11 @@ async def connect_control(config: ControlConfig, clock: Clock | None = None) -> 
     from kvrelay.control.nats.plane import NatsControlPlane
 
     plane = await NatsControlPlane.connect(
-        config.control, config.namespace, config.connect_timeout_s, clock or MonotonicClock()
+        config.control,
+        config.namespace,
+        config.connect_timeout_s,
+        clock or MonotonicClock(),
+        num_replicas=config.control_replicas,
     )
     if not config.discovery:
         return plane

@@ -84,7 +84,6 @@ class Bucket:
                 "allow_msg_ttl": True,
                 "deny_delete": True,
                 "duplicate_window": 2_000_000_000,
-                "num_replicas": 1,
             }
         )
 

@@ -195,8 +195,10 @@ class NatsLease:
 class NatsDiscovery:
     """Discovery over one NATS connection and one namespace."""
 
-    def __init__(self, connection: NatsConnection, namespace: str, clock: Clock, holder: str = "") -> None:
-        jetstream = JetStream(connection)
+    def __init__(
+        self, connection: NatsConnection, namespace: str, clock: Clock, holder: str = "", num_replicas: int = 0
+    ) -> None:
+        jetstream = JetStream(connection, num_replicas)
         self._connection = connection
         self._holder = holder
         self._bucket = Bucket(jetstream, namespace)

@@ -21,11 +21,15 @@ EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"
 MESSAGE_TTL = "Nats-TTL"
 ROLLUP = "Nats-Rollup"
 
+NO_SUITABLE_PEERS = 10005
+NOT_CLUSTERED = 10074
 STREAM_NAME_IN_USE = 10058
 STREAM_NOT_FOUND = 10059
 CONSUMER_NOT_FOUND = 10014
 MESSAGE_NOT_FOUND = 10037
 WRONG_SEQUENCES = (10071, 10164)
+
+AUTO_REPLICAS = 3
 
 
 class JetStreamError(ControlUnavailableError):
@@ -121,16 +125,27 @@ T = TypeVar("T")
 
 
 class JetStream:
-    """The API over one connection. Raises ControlUnavailableError, JetStreamError among them."""
+    """The API over one connection. Raises ControlUnavailableError, JetStreamError among them.
 
-    def __init__(self, connection: NatsConnection) -> None:
+    ``num_replicas``: servers that keep a copy of each stream made here; 0: three if the cluster has so many, else one.
+    """
+
+    def __init__(self, connection: NatsConnection, num_replicas: int = 0) -> None:
         self._connection = connection
+        self._num_replicas = num_replicas
 
     async def ensure_stream(self, config: Mapping[str, Any]) -> None:
         """Create the stream unless it exists, in whatever configuration."""
-        name = config["name"]
         try:
-            await self._api(f"STREAM.CREATE.{name}", config, StreamInfo)
+            await self._create_stream(config, self._num_replicas or AUTO_REPLICAS)
+        except JetStreamError as exc:
+            if self._num_replicas or exc.err_code not in (NO_SUITABLE_PEERS, NOT_CLUSTERED):
+                raise
+            await self._create_stream(config, 1)
+
+    async def _create_stream(self, config: Mapping[str, Any], num_replicas: int) -> None:
+        try:
+            await self._api(f"STREAM.CREATE.{config['name']}", {**config, "num_replicas": num_replicas}, StreamInfo)
         except JetStreamError as exc:
             if exc.err_code != STREAM_NAME_IN_USE:
                 raise

@@ -23,11 +23,14 @@ class NatsControlPlane:
         self._events = NatsEventBus(connection)
 
     @classmethod
-    async def connect(cls, url: str, namespace: str, connect_timeout_s: float, clock: Clock) -> NatsControlPlane:
-        """Raises ConfigError, ControlUnavailableError."""
+    async def connect(
+        cls, url: str, namespace: str, connect_timeout_s: float, clock: Clock, num_replicas: int = 0
+    ) -> NatsControlPlane:
+        """Raises ConfigError, ControlUnavailableError. ``num_replicas``: see ``JetStream``."""
         connection = await NatsConnection.connect(url, connect_timeout_s)
-        discovery = NatsDiscovery(connection, namespace, clock, holder=f"{socket.gethostname()}:{os.getpid()}")
-        queue = NatsPrefillQueue(connection, namespace)
+        holder = f"{socket.gethostname()}:{os.getpid()}"
+        discovery = NatsDiscovery(connection, namespace, clock, holder, num_replicas)
+        queue = NatsPrefillQueue(connection, namespace, num_replicas=num_replicas)
         try:
             await discovery.start()
             await queue.start()

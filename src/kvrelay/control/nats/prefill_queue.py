@@ -97,9 +97,10 @@ class NatsPrefillQueue:
         *,
         ack_wait_s: float = ACK_WAIT_S,
         max_deliveries: int = MAX_DELIVERIES,
+        num_replicas: int = 0,
     ) -> None:
         self._connection = connection
-        self._jetstream = JetStream(connection)
+        self._jetstream = JetStream(connection, num_replicas)
         self._stream = f"kvrelay_{namespace}_prefill"
         root = Keys(namespace).subject_root
         self._subject = f"{root}prefill.queue."
@@ -326,7 +327,6 @@ def _queue_stream(name: str, subject: str) -> dict[str, Any]:
         "discard": "new",
         "max_msgs": MAX_ENTRIES,
         "max_age": MAX_AGE_S * 1_000_000_000,
-        "num_replicas": 1,
     }
 
 
@@ -339,5 +339,4 @@ def _dead_stream(name: str, subject: str) -> dict[str, Any]:
         "discard": "old",
         "max_msgs": DEAD_MAX_ENTRIES,
         "max_age": DEAD_MAX_AGE_S * 1_000_000_000,
-        "num_replicas": 1,
     }
