@@ -35,6 +35,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     ``worker_id`` is new at every start; ``epoch`` counts role changes. ``address`` is the ZMQ request plane.
     ``model_path`` lets a frontend on the same machine find the tokenizer; ``kv_compatibility`` is
     ``Compatibility.digest()``. ``public_key`` is the CURVE key that ``address`` asks for, empty if it is open.
+    ``weights_fingerprint`` says whether two workers of one name give the same answers.
     """
 
     worker_id: str
@@ -54,6 +55,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     transport: str = "nixl"
     max_num_seqs: int = 0
     public_key: str = ""
+    weights_fingerprint: str = ""
     version: int = 1
 
 

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,10 +45,17 @@ RpcClientFactory = Callable[[WorkerInfo], RpcClient]
 RouterFactory = Callable[[int, ReplayRequester], Router]
 """A router for blocks of so many tokens, and how it asks for events that it missed."""
 
-RECONNECT_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+RECONNECT_BACKOFF_S = (0.05, 0.1, 0.2, 0.5)
 REPLAY_TIMEOUT_S = 2.0
 WATCH_RETRY_S = 1.0
 ROUTER_SECTION = "router."
+
+
+class _Served(NamedTuple):
+    """A connected worker, and what it is connected for."""
+
+    model: Model
+    link: WorkerLink
 
 
 class Cluster:
@@ -68,7 +76,7 @@ class Cluster:
         self._tokenizer_of = tokenizer_of
         self._infos: dict[str, WorkerInfo] = {}
         self._models: dict[str, Model] = {}
-        self._links: dict[str, WorkerLink] = {}
+        self._served: dict[str, _Served] = {}
         self._loading: dict[str, asyncio.Lock] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,7 +86,7 @@ class Cluster:
         self._settings_listed = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"Cluster(models={list(self._models.values())}, links={list(self._links.values())})"
+        return f"Cluster(models={list(self._models.values())}, served={list(self._served.values())})"
 
     @property
     def models(self) -> list[Model]:
@@ -183,13 +191,13 @@ class Cluster:
         if known is not None and info.epoch < known.epoch:
             return
         self._infos[info.worker_id] = info
-        link = self._links.get(info.worker_id)
-        if link is not None and info.role.takes_requests:
-            link.revive(info)
-            self._models[info.model].add_worker(info, link)
-        elif link is not None:
-            self._models[info.model].remove_worker(info.worker_id)
-            link.retire()
+        served = self._served.get(info.worker_id)
+        if served is not None and info.role.takes_requests and self._models[info.model] is served.model:
+            served.link.revive(info)
+            served.model.add_worker(info, served.link)
+        elif served is not None:
+            served.model.remove_worker(info.worker_id)
+            served.link.retire()
         if info.role.takes_requests and info.worker_id not in self._keepers:
             keeper = asyncio.get_running_loop().create_task(self._keep_worker(info.worker_id))
             self._keepers[info.worker_id] = keeper
@@ -198,12 +206,10 @@ class Cluster:
     def _forget(self, worker_id: str) -> None:
         """A worker left discovery: drained or dead. Its connection tells which."""
         info = self._infos.pop(worker_id, None)
-        if info is None:
-            return
-        if info.model in self._models:
-            self._models[info.model].remove_worker(worker_id)
-        if worker_id in self._links:
-            self._links[worker_id].retire()
+        served = self._served.get(worker_id)
+        if info is not None and served is not None:
+            served.model.remove_worker(worker_id)
+            served.link.retire()
 
     def _wanted(self, worker_id: str) -> WorkerInfo | None:
         """The worker's entry if requests may go there."""
@@ -227,8 +233,7 @@ class Cluster:
         num_failures = 0
         while (info := self._wanted(worker_id)) is not None:
             try:
-                model = await self._model_of(info)
-                link = await self._open_link(info)
+                served = await self._meet(info)
             except KvrelayError as exc:
                 level = logging.WARNING if num_failures == 0 else logging.DEBUG
                 _log.log(level, "worker %s cannot be used yet: %s", worker_id, exc)
@@ -236,11 +241,12 @@ class Cluster:
                 num_failures += 1
                 continue
             num_failures = 0
-            await self._serve(model, link, worker_id)
+            await self._serve(served, worker_id)
 
-    async def _serve(self, model: Model, link: WorkerLink, worker_id: str) -> None:
+    async def _serve(self, served: _Served, worker_id: str) -> None:
         """While the connection lives."""
-        self._links[worker_id] = link
+        model, link = served
+        self._served[worker_id] = served
         try:
             info = self._wanted(worker_id)
             if info is None:
@@ -250,24 +256,37 @@ class Cluster:
             _log.info("worker %s serves %s", worker_id, model.name)
             await link.wait_ended()
         finally:
-            del self._links[worker_id]
+            del self._served[worker_id]
             model.remove_worker(worker_id)
             await link.close()
 
-    async def _open_link(self, info: WorkerInfo) -> WorkerLink:
+    async def _meet(self, info: WorkerInfo) -> _Served:
+        """Connect, then find the model, so that it cannot be replaced before the worker is added to it."""
         client = self._connect(info)
         await client.start()
-        return WorkerLink(info, client)
+        link = WorkerLink(info, client)
+        try:
+            return _Served(await self._model_of(info), link)
+        except BaseException:
+            await link.close()
+            raise
 
     async def _model_of(self, info: WorkerInfo) -> Model:
-        """The model that the worker serves; its tokenizer is loaded once. Raises CheckpointError."""
+        """The model that the worker serves; its tokenizer is loaded once.
+
+        Other weights under the same name replace it when its last worker has gone: a request must not be continued, nor
+        its prompt tokenized, by another model. Raises CheckpointError, and WorkerUnavailableError until then.
+        """
         async with self._loading.setdefault(info.model, asyncio.Lock()):
             model = self._models.get(info.model)
-            if model is None:
-                tokenizer = await asyncio.to_thread(self._tokenizer_of, Path(info.model_path))
-                router = self._build_router(info.block_size, self._request_replay)
-                model = self._models[info.model] = Model(info.model, info.model_path, tokenizer, router)
-                model.tune(self._settings)
+            if model is not None and model.weights_fingerprint == info.weights_fingerprint:
+                return model
+            tokenizer = await asyncio.to_thread(self._tokenizer_of, Path(info.model_path))
+            if model is not None and model.is_available:
+                raise WorkerUnavailableError(f"other workers serve other weights under the name {info.model}")
+            router = self._build_router(info.block_size, self._request_replay)
+            model = self._models[info.model] = Model(info, tokenizer, router)
+            model.tune(self._settings)
         return model
 
     # -- what workers publish -----------------------------------------------------------------------------------------

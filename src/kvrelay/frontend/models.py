@@ -26,11 +26,15 @@ class WorkerState(msgspec.Struct, frozen=True):
 
 
 class Model:
-    """Workers come and go; the model stays known, so that a request in the gap between two is told to try again."""
+    """Workers come and go; the model stays known, so that a request in the gap between two is told to try again.
 
-    def __init__(self, name: str, root: str, tokenizer: Tokenizer, router: Router) -> None:
-        self.name = name
-        self.root = root
+    All its workers have the weights of ``first``, the worker that it is made for: a request may be continued on any.
+    """
+
+    def __init__(self, first: WorkerInfo, tokenizer: Tokenizer, router: Router) -> None:
+        self.name = first.model
+        self.root = first.model_path
+        self.weights_fingerprint = first.weights_fingerprint
         self.created_unix_s = int(time.time())
         self.tokenizer = tokenizer
         self.router = router

@@ -327,6 +327,7 @@ class Worker:
             transport=self._transport.name,
             max_num_seqs=settings.engine.max_num_seqs,
             public_key=settings.public_key,
+            weights_fingerprint=self._executor.weights_fingerprint,
         )
 
     async def _register_memory(self) -> KvMetadata:

@@ -1,0 +1,75 @@
+"""Several models behind one frontend, and one name that passes from old weights to new ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.frontend.doubles import FakeCluster, Script, running
+from tests.frontend.raw_http import send
+
+BODY: dict[str, object] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "return_token_ids": True}
+
+
+async def tokens_of(cluster: FakeCluster) -> list[int]:
+    assert cluster.frontend is not None
+    answer = await send(cluster.frontend.port, "POST", "/v1/completions", BODY)
+    assert answer.status == 200, answer.body
+    tokens: list[int] = answer.json["choices"][0]["token_ids"]
+    return tokens
+
+
+async def test_models_come_with_their_first_worker_and_go_with_their_last(model_dir: Path) -> None:
+    async with running(model_dir, Script()) as cluster:
+        frontend = cluster.frontend
+        assert frontend is not None
+
+        async def names() -> list[str]:
+            listed = (await send(frontend.port, "GET", "/v1/models")).json["data"]
+            return [model["id"] for model in listed]
+
+        assert await names() == ["tiny"]
+        await cluster.add_worker("w1", Script(tokens=(20,)), model="other")
+        await cluster.until(lambda: len(frontend.cluster.models) == 2)
+        assert await names() == ["tiny", "other"]
+        answer = await send(frontend.port, "POST", "/v1/completions", {**BODY, "model": "other"})
+        assert answer.json["choices"][0]["token_ids"] == [20, 20]
+        assert await tokens_of(cluster) == [10, 10]
+
+        await cluster.deregister("w0")
+        await cluster.until(lambda: len(frontend.cluster.models) == 1)
+        assert await names() == ["other"]
+
+
+async def test_other_weights_under_a_name_wait_for_the_last_old_worker(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests are continued on any worker of their model, so these must not be mixed."""
+    async with running(model_dir, Script(tokens=(10,))) as cluster:
+        frontend = cluster.frontend
+        assert frontend is not None
+        new = await cluster.add_worker("w1", Script(tokens=(20,)), weights_fingerprint="new")
+        await cluster.until(lambda: "other weights under the name tiny" in caplog.text)
+        assert [await tokens_of(cluster) for _ in range(3)] == [[10, 10]] * 3
+        assert not new.requests
+
+        await cluster.deregister("w0")
+        await cluster.until(lambda: [model.worker_ids for model in frontend.cluster.models] == [["w1"]])
+        assert await tokens_of(cluster) == [20, 20]
+
+
+async def test_a_worker_that_returns_to_a_name_now_taken_waits(model_dir: Path) -> None:
+    async with running(model_dir, Script(tokens=(10,))) as cluster:
+        frontend = cluster.frontend
+        assert frontend is not None
+        old = cluster.workers["w0"]
+        await cluster.deregister("w0")
+        await cluster.until(lambda: not frontend.cluster.models)
+        await cluster.add_worker("w1", Script(tokens=(20,)), weights_fingerprint="new")
+        await cluster.until(lambda: bool(frontend.cluster.models))
+
+        await cluster.register(old)
+        assert [await tokens_of(cluster) for _ in range(3)] == [[20, 20]] * 3
+        await cluster.deregister("w1")
+        await cluster.until(lambda: bool(frontend.cluster.models) and frontend.cluster.models[0].worker_ids == ["w0"])
+        assert await tokens_of(cluster) == [10, 10]
