@@ -22,6 +22,7 @@ def build_engine(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
     max_num_waiting: int = 1000,
+    kv_watermark: float = 0,
     max_model_len: int = 0,
     enable_prefix_caching: bool = True,
     exclusive_prefill: bool = False,
@@ -35,6 +36,7 @@ def build_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_waiting=max_num_waiting,
+        kv_watermark=kv_watermark,
         max_model_len=max_model_len,
         enable_prefix_caching=enable_prefix_caching,
     )

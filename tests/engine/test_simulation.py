@@ -91,6 +91,7 @@ def test_random_requests_give_the_reference_answers(make_engine: MakeEngine, see
         max_num_seqs=rng.randrange(2, 10),
         max_num_batched_tokens=rng.choice([16, 23, 64]),
         max_num_waiting=20,
+        kv_watermark=rng.choice([0, 0.5, 2]),
         enable_prefix_caching=caching,
     )
     crowd = Crowd(engine, rng, 200)

@@ -102,13 +102,17 @@ async def test_a_refusal_goes_to_the_next_worker(model_dir: Path) -> None:
         assert len(cluster.workers["w0"].requests) >= 1
 
 
-async def test_refused_everywhere_gives_the_last_reason(model_dir: Path) -> None:
-    refusal = RequestRefused("", "the queue is full", 429, True, retry_after_s=2.5)
-    async with running(model_dir, Script(refuse=refusal), Script(refuse=refusal)) as cluster:
+@pytest.mark.parametrize("waits_s", [(2.5, 40.0, 7.0), (40.0, 7.0, 2.5)])
+async def test_refused_everywhere_says_when_the_first_worker_is_free(
+    model_dir: Path, waits_s: tuple[float, ...]
+) -> None:
+    refusals = [RequestRefused("", "the queue is full", 429, True, retry_after_s=wait_s) for wait_s in waits_s]
+    async with running(model_dir, *(Script(refuse=refusal) for refusal in refusals)) as cluster:
         answer = await ask(cluster)
         assert answer.status == 429
         assert answer.headers["retry-after"] == "3"
         assert answer.error["message"] == "the queue is full"
+        assert [len(worker.requests) for worker in cluster.workers.values()] == [1, 1, 1]
 
 
 async def test_a_final_refusal_is_passed_on(model_dir: Path) -> None:

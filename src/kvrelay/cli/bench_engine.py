@@ -12,6 +12,8 @@ from kvrelay.cli.report import print_report
 from kvrelay.config import EngineConfig, RunnerConfig
 
 SETTINGS = (EngineConfig, RunnerConfig)
+ADMISSION = ("max_num_waiting", "kv_watermark")
+"""Not to be set: the whole batch is there at once, and nothing of it may be refused."""
 
 
 @click.command("engine")
@@ -22,7 +24,7 @@ SETTINGS = (EngineConfig, RunnerConfig)
 @click.option("--runs", default=3, type=click.IntRange(1, 1000), help="Timed passes; the median is reported.")
 @click.option("--load-seed", default=0, type=int, help="Seed of the prompts.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@settings_options(*SETTINGS)
+@settings_options(*SETTINGS, exclude=ADMISSION)
 def bench_engine(
     model: str | None,
     num_prompts: int,
@@ -42,7 +44,8 @@ def bench_engine(
     from kvrelay.launch.models import resolve_model
 
     source = SettingsSource(SETTINGS, config_file, flags)
-    runner, engine = source.build(RunnerConfig), source.build(EngineConfig)
+    runner = source.build(RunnerConfig)
+    engine = source.build(EngineConfig, max_num_waiting=num_prompts, kv_watermark=0)
     path = resolve_model(model)
     report = run_engine_benchmark(path, runner, engine, EngineLoad(num_prompts, input_len, output_len, load_seed), runs)
     report |= {"model": path.name, "runner": dataclasses.asdict(runner), "engine": dataclasses.asdict(engine)}

@@ -6,6 +6,7 @@ ProtocolError. What it does not know: subjects, sockets, what the events do.
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 import msgspec
@@ -78,7 +79,8 @@ def decode_load(frame: bytes) -> LoadMetrics:
     """Raises ProtocolError for a malformed frame, another version, or negative counts."""
     metrics = _decode(_load_decoder, frame)
     counts = (metrics.kv_active_blocks, metrics.kv_total_blocks, metrics.num_requests_waiting, metrics.seq)
-    if min(counts) < 0 or not 0.0 <= metrics.gpu_cache_usage_perc <= 1.0:
+    is_share = 0.0 <= metrics.gpu_cache_usage_perc <= 1.0 and 0.0 <= metrics.kv_demand_perc < math.inf
+    if min(counts) < 0 or not is_share:
         raise ProtocolError(f"load sample of {metrics.worker_id} is out of range")
     return metrics
 

@@ -43,7 +43,10 @@ class KvEventBatch(msgspec.Struct, frozen=True):
 
 
 class LoadMetrics(msgspec.Struct, frozen=True):
-    """A worker's load, in the mission's terms; published at start, before any forward pass, and then regularly."""
+    """A worker's load, in the mission's terms; published at start, before any forward pass, and then regularly.
+
+    ``kv_demand_perc``: what requests hold or wait for as a share of the pool; above 1 when not all of it fits at once.
+    """
 
     worker_id: str
     request_active_slots: int
@@ -55,3 +58,4 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     gpu_prefix_cache_hit_rate: float
     seq: int = 0
     version: int = 1
+    kv_demand_perc: float = 0.0

@@ -36,6 +36,8 @@ class Admission:
     def __init__(self, pool: BlockPool, max_backlog_tokens: int) -> None:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_waiting_blocks = 0
+        """Blocks that the known tokens of all who wait will take; prefix hits are not deducted, they may be lost."""
         self._pool = pool
         self._max_backlog_tokens = max_backlog_tokens
         self._watermark = max(1, pool.num_blocks // 100)
@@ -43,6 +45,11 @@ class Admission:
         self._elsewhere = WaitingQueue()
         self._blocked: tuple[Request, int, int] | None = None
         """The request that did not fit, and how many blocks were free and requests in the engine then."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Admission({len(self._here)} to compute, {len(self._elsewhere)} others, {self.num_waiting_blocks} blocks)"
+        )
 
     def __len__(self) -> int:
         return len(self._here) + len(self._elsewhere)
@@ -53,12 +60,14 @@ class Admission:
 
     def push(self, request: Request) -> None:
         self._line_of(request).push(request)
+        self.num_waiting_blocks += self._pool.blocks_for(len(request.token_ids))
 
     def discard(self, request: Request) -> None:
         """Take ``request`` out if it waits."""
         line = self._line_of(request)
         if request in line:
             line.remove(request)
+            self.num_waiting_blocks -= self._pool.blocks_for(len(request.token_ids))
 
     def keep_here(self) -> None:
         """Who waits for a remote prefill waits to be computed here instead."""

@@ -34,6 +34,7 @@ from kvrelay.engine.handoffs import HandoffLedger
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.stopping import stop_token_ids
+from kvrelay.engine.watermark import KvWatermark
 from kvrelay.errors import (
     EngineDeadError,
     IntegrityError,
@@ -89,6 +90,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             exclusive_prefill=exclusive_prefill,
         )
+        self._watermark = KvWatermark(config.kv_watermark, executor.num_blocks, clock)
         limits = [executor.max_model_len, executor.num_blocks * executor.kv_layout.block_size]
         if config.max_model_len:
             limits.append(config.max_model_len)
@@ -140,12 +142,11 @@ class EngineCore:
         """Take ``request`` in.
 
         Raises InvalidInputError (a wrong token, parameter or id), PromptTooLongError (it can never fit),
-        OverloadedError (too many wait already) or EngineDeadError; then nothing has changed.
+        OverloadedError (too many wait already, or for too many blocks) or EngineDeadError; then nothing has changed.
         """
         self._raise_if_dead()
         self._validate(request)
-        if self.scheduler.num_waiting >= self.config.max_num_waiting + self.scheduler.num_places:
-            raise OverloadedError(f"{self.scheduler.num_waiting} requests are waiting already")
+        self._check_load(request)
         sampling = request.sampling
         self._num_arrived += 1
         request.arrival = self._num_arrived
@@ -200,6 +201,18 @@ class EngineCore:
             request.is_prefill_only or not 0 <= held < len(request.token_ids) or held % self.pool.block_size
         ):
             raise InvalidInputError(f"request {request.request_id} cannot be a hand-off", param="num_load_tokens")
+
+    def _check_load(self, request: Request) -> None:
+        """Raises OverloadedError. What others have begun (a continued request, a hand-off) is not weighed: they would
+        lose what they have, and an idle engine takes whatever fits."""
+        scheduler = self.scheduler
+        if scheduler.num_waiting >= self.config.max_num_waiting + scheduler.num_places:
+            raise OverloadedError(f"{scheduler.num_waiting} requests are waiting already")
+        is_idle = not scheduler.requests
+        self._watermark.observe(scheduler.num_ended_blocks, is_idle=is_idle)
+        is_new = request.num_output_tokens == 0 and request.mode is not PrefillMode.HANDOFF
+        if is_new and not is_idle:
+            self._watermark.check(self.pool.blocks_for(len(request.token_ids)), scheduler.num_demanded_blocks)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.REMOTE_PREFILLING and request.handoff_id is not None:
@@ -343,6 +356,7 @@ class EngineCore:
             num_requests_waiting=scheduler.num_waiting,
             gpu_cache_usage_perc=num_active / pool.num_blocks,
             gpu_prefix_cache_hit_rate=admission.num_hit_tokens / max(1, admission.num_queried_tokens),
+            kv_demand_perc=scheduler.num_demanded_blocks / pool.num_blocks,
             seq=self._num_metrics,
         )
 
@@ -355,7 +369,7 @@ class EngineCore:
         self.pool.clear_cache()
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless each block is where the requests and grants say it is."""
+        """Raise IntegrityError unless each block is where the requests and grants say it is, and counts are true."""
         self.pool.check_integrity()
         owners: Counter[int] = Counter()
         for request in self.scheduler.requests.values():
@@ -367,6 +381,10 @@ class EngineCore:
         for block_id in range(self.pool.num_blocks):
             if self.pool.num_refs(block_id) != owners[block_id]:
                 raise IntegrityError(f"block {block_id} has {owners[block_id]} owners: {self.pool.describe(block_id)}")
+        waiting = (request for request in self.scheduler.requests.values() if request.is_waiting)
+        num_waiting_blocks = sum(self.pool.blocks_for(len(request.token_ids)) for request in waiting)
+        if num_waiting_blocks != self.scheduler.admission.num_waiting_blocks:
+            raise IntegrityError(f"requests wait for {num_waiting_blocks} blocks: {self.scheduler.admission!r}")
         if quarantined.total() != self.pool.num_quarantined or set(quarantined.values()) - {1}:
             raise IntegrityError(f"grants cover {quarantined.total()} blocks, {self.pool.num_quarantined} quarantined")
 

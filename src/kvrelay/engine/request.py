@@ -122,6 +122,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for admission: it holds no blocks."""
+        return self.status is RequestStatus.WAITING or self.status is RequestStatus.PREEMPTED
+
+    @property
     def is_prefill_only(self) -> bool:
         """Whether nothing is to be sampled: the prompt is scored."""
         return self.sampling.max_tokens == 0

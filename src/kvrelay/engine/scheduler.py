@@ -52,6 +52,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.exclusive_prefill = exclusive_prefill
         self.num_preemptions = 0
+        self.num_ended_blocks = 0
+        """Blocks that the tokens of all requests took that have ended."""
         # Every decode has to fit into a step, so that none starves and a prefill always has a token left to compute.
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -77,6 +79,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.admission)
+
+    @property
+    def num_demanded_blocks(self) -> int:
+        """Blocks that are held (or quarantined), and those that waiting requests will need."""
+        return self.pool.num_blocks - self.pool.num_free + self.admission.num_waiting_blocks
 
     @property
     def num_admitted(self) -> int:
@@ -128,6 +135,7 @@ class Scheduler:
             self.admission.discard(request)
         request.move(status, self._clock.now())
         self._free_blocks(request)
+        self.num_ended_blocks += self.pool.blocks_for(len(request.token_ids))
         del self.requests[request.request_id]
 
     # -- remote prefills (decode side) --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ class Sequence:
         self._is_ended = False
         self._started_s = self._last_s = time.monotonic()
         self._failed_workers: set[str] = set()
+        self._retry_after_s = math.inf
         self._waiting: asyncio.Task[None] | None = None
 
     @property
@@ -134,7 +136,8 @@ class Sequence:
         self._link = None
         self._leave_router()
         self._metrics.refused(self._model.name)
-        error = _refusal_error(refusal)
+        self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)
+        error = _refusal_error(refusal, self._retry_after_s)
         if not refusal.retryable:
             self._fail(error)
             return
@@ -323,9 +326,10 @@ class Sequence:
         self._listener.failed(self, error)
 
 
-def _refusal_error(refusal: RequestRefused) -> KvrelayError:
+def _refusal_error(refusal: RequestRefused, retry_after_s: float) -> KvrelayError:
+    """What the client is told if no other worker takes it; ``retry_after_s`` is that of the worker free first."""
     if refusal.status == OverloadedError.status:
-        return OverloadedError(refusal.reason, retry_after_s=refusal.retry_after_s)
+        return OverloadedError(refusal.reason, retry_after_s=retry_after_s)
     if refusal.status == WorkerUnavailableError.status:
-        return WorkerUnavailableError(refusal.reason, retry_after_s=refusal.retry_after_s)
+        return WorkerUnavailableError(refusal.reason, retry_after_s=retry_after_s)
     return RefusedError(refusal.reason, refusal.status)

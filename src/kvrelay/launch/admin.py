@@ -101,7 +101,17 @@ def require_idle(report: dict[str, Any]) -> None:
 def status_table(report: dict[str, Any]) -> None:
     """Print the report for a person."""
     table = Table(title=f"prefill queue: {report['prefill_queue_size']}", title_justify="left")
-    for column in ("worker", "role", "model", "requests", "waiting", "KV used", "hand-offs in/out", "remote prefills"):
+    for column in (
+        "worker",
+        "role",
+        "model",
+        "requests",
+        "waiting",
+        "KV used",
+        "KV demand",
+        "hand-offs in/out",
+        "remote prefills",
+    ):
         table.add_column(column)
     for status in report["workers"]:
         if "error" in status:
@@ -115,6 +125,7 @@ def status_table(report: dict[str, Any]) -> None:
             f"{load['request_active_slots']}/{load['request_total_slots']}",
             str(load["num_requests_waiting"]),
             f"{load['kv_active_blocks']}/{load['kv_total_blocks']}",
+            f"{load['kv_demand_perc']:.0%}",
             f"{status['handoffs_in']}/{status['handoffs_out']}",
             str(status["decode"]["num_remote_done"] + status["prefill"]["num_prefills"]),
         )

@@ -1,0 +1,143 @@
+"""The bound on what an engine is asked for, in KV blocks: what it refuses, what it never refuses, when to come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvrelay.core.clock import ManualClock
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.watermark import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, KvWatermark, ReliefRate
+from kvrelay.errors import OverloadedError
+
+MakeEngine = Callable[..., EngineCore]
+NUM_BLOCKS, BLOCK_SIZE = 16, 4
+
+
+def prompt(name: int, num_blocks: int) -> list[int]:
+    return [(name * 7 + position) % 400 + 10 for position in range(num_blocks * BLOCK_SIZE - 1)]
+
+
+def request(name: int, num_blocks: int, **settings: object) -> Request:
+    return Request(str(name), prompt(name, num_blocks), SamplingParams(max_tokens=2, ignore_eos=True), **settings)
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> EngineCore:
+    """Room for two pools' worth of requests, one sequence at a time."""
+    return make_engine(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kv_watermark=2, max_num_seqs=1)
+
+
+def demand(engine: EngineCore) -> float:
+    return engine.metrics().kv_demand_perc
+
+
+def run(engine: EngineCore) -> None:
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+
+
+def test_demand_above_the_watermark_is_refused_until_some_of_it_has_ended(engine: EngineCore) -> None:
+    for name in range(4):
+        engine.add_request(request(name, 8))
+    assert demand(engine) == 2
+    with pytest.raises(OverloadedError, match="wait for 32 KV blocks") as caught:
+        engine.add_request(request(9, 1))
+    assert caught.value.status == 429
+    assert "9" not in engine.scheduler.requests
+    engine.step()
+    assert demand(engine) == 2, "the same blocks, now held by the first"
+    with pytest.raises(OverloadedError):
+        engine.add_request(request(9, 1))
+    engine.abort("1")
+    assert demand(engine) == 1.5
+    engine.add_request(request(9, 8))
+    run(engine)
+    assert demand(engine) == 0
+    engine.add_request(request(10, 8))
+    run(engine)
+
+
+@pytest.mark.parametrize("ratio", [0.01, 2])
+def test_an_idle_engine_takes_whatever_fits(make_engine: MakeEngine, ratio: float) -> None:
+    engine = make_engine(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kv_watermark=ratio)
+    for name in range(3):
+        engine.add_request(request(name, NUM_BLOCKS))
+        run(engine)
+    assert not engine.has_unfinished()
+
+
+def test_without_a_watermark_nothing_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kv_watermark=0)
+    for name in range(50):
+        engine.add_request(request(name, 8))
+    assert demand(engine) == 25
+    run(engine)
+
+
+@pytest.mark.parametrize("settings", [{"output_token_ids": [5]}, {"mode": PrefillMode.HANDOFF}])
+def test_what_was_begun_elsewhere_is_not_refused(engine: EngineCore, settings: dict[str, object]) -> None:
+    for name in range(4):
+        engine.add_request(request(name, 8))
+    engine.add_request(request(9, 8, **settings))
+    assert demand(engine) > 2
+
+
+def test_the_count_follows_requests_that_go_and_come_back(make_engine: MakeEngine) -> None:
+    """Preempted and taken back from remote prefill, requests wait for their blocks again."""
+    engine = make_engine(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kv_watermark=4, max_num_seqs=4)
+    engine.add_request(request(0, 4, mode=PrefillMode.REMOTE))
+    engine.step()
+    assert (engine.scheduler.admission.num_waiting_blocks, demand(engine)) == (0, 0.25)
+    engine.take_back_unclaimed()
+    assert (engine.scheduler.admission.num_waiting_blocks, demand(engine)) == (4, 0.25)
+    for name in range(1, 4):
+        engine.add_request(Request(str(name), prompt(name, 4), SamplingParams(max_tokens=12, ignore_eos=True)))
+    run(engine)
+    assert engine.scheduler.num_preemptions > 0
+    assert demand(engine) == 0
+
+
+# -- Retry-After ------------------------------------------------------------------------------------------------------
+
+
+def retry_after_s(watermark: KvWatermark, num_demanded: int) -> float:
+    with pytest.raises(OverloadedError) as caught:
+        watermark.check(1, num_demanded)
+    return caught.value.retry_after_s
+
+
+def test_retry_after_is_the_excess_over_the_rate_at_which_demand_ends() -> None:
+    clock = ManualClock()
+    watermark = KvWatermark(1.0, 100, clock)
+    watermark.observe(0, is_idle=True)
+    assert retry_after_s(watermark, 120) == MIN_RETRY_AFTER_S, "nothing has ended yet: nothing is known"
+    for second in range(1, 11):
+        clock.advance(1.0)
+        watermark.observe(2 * second, is_idle=False)
+    assert retry_after_s(watermark, 119) == pytest.approx(10.0, rel=0.05)
+    assert retry_after_s(watermark, 100) == MIN_RETRY_AFTER_S
+    assert retry_after_s(watermark, 10_000) == MAX_RETRY_AFTER_S
+
+
+def test_the_rate_forgets_what_is_long_ago_and_what_was_before_an_idle_time() -> None:
+    clock = ManualClock()
+    rate = ReliefRate(clock)
+    assert rate.per_s == 0
+    ended = 0
+    for per_s, seconds in ((1, 300), (10, 300)):
+        for _ in range(seconds):
+            clock.advance(1.0)
+            ended += per_s
+            rate.observe(ended, is_idle=False)
+        assert rate.per_s == pytest.approx(per_s, rel=0.03)
+    clock.advance(3600.0)
+    rate.observe(ended, is_idle=True)
+    assert rate.per_s == 0
+    clock.advance(2.0)
+    rate.observe(ended + 10, is_idle=False)
+    assert rate.per_s == pytest.approx(5.0, rel=0.05)
