@@ -337,6 +337,25 @@ def finish_remote(engine: EngineCore, start: RemotePrefillStart, grant: HandoffG
     return engine.remote_prefill_done(HandoffDone(grant.handoff_id, grant.generation, token, None, 0, 0.0))
 
 
+def test_what_need_not_wait_for_the_forward_pass_is_announced_before_it(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    start = start_remote(engine)
+    finish_remote(engine, start, claim(engine, start))
+    engine.add_request(Request("b", PROMPT[::-1], SamplingParams(max_tokens=5), mode=PrefillMode.REMOTE))
+    announced: list[StepOutput] = []
+    after = engine.step(announce=announced.append)
+    (before,) = announced
+    first, second = reference(PROMPT, 2)
+    assert tokens_of(before.outputs) == [first]
+    assert [prefill.request_id for prefill in before.remote_prefills] == ["b"]
+    assert tokens_of(after.outputs) == [second]
+    assert not after.remote_prefills
+
+    announced.clear()
+    assert engine.step(announce=announced.append).outputs
+    assert not announced
+
+
 def test_a_remote_prefill_joins_with_its_first_token(make_engine: MakeEngine) -> None:
     engine = make_engine()
     start = start_remote(engine)

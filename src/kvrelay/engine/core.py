@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
@@ -102,20 +102,25 @@ class EngineCore:
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self) -> StepOutput:
+    def step(self, announce: Callable[[StepOutput], None] | None = None) -> StepOutput:
         """Schedule, execute, update. If the executor fails, every request gets an error output, and the next call
-        raises EngineDeadError."""
+        raises EngineDeadError.
+
+        ``announce`` is told before the executor runs what need not wait for it: first tokens that a hand-off has
+        brought, prefills to send away, reads to begin. Without it all of that comes with the result.
+        """
         self._raise_if_dead()
         work = self.scheduler.schedule()
         if work is not None:
+            news = self.scheduler.output
+            if announce is not None and (news.outputs or news.remote_prefills or news.kv_loads):
+                announce(self._take_output())
             try:
                 result = self.executor.execute(work)
             except Exception as exc:  # noqa: BLE001 - whatever a device or a kernel may raise
                 return self._die(exc)
             self.scheduler.update(result)
-        output = self.scheduler.take_output()
-        output.kv_events = self.pool.drain_events()
-        return output
+        return self._take_output()
 
     def has_work(self) -> bool:
         """Whether ``step`` has something to compute or to tell right now."""
@@ -129,6 +134,11 @@ class EngineCore:
     def num_requests(self) -> int:
         """Requests that have arrived and not ended."""
         return len(self.scheduler.requests)
+
+    def _take_output(self) -> StepOutput:
+        output = self.scheduler.take_output()
+        output.kv_events = self.pool.drain_events()
+        return output
 
     def _has_news(self) -> bool:
         output = self.scheduler.output
@@ -404,6 +414,4 @@ class EngineCore:
                 self.scheduler.output.outputs.append(
                     TokenOutput(request.request_id, (), finish_reason=FinishReason.ERROR, error=self._dead.message)
                 )
-        output = self.scheduler.take_output()
-        output.kv_events = self.pool.drain_events()
-        return output
+        return self._take_output()

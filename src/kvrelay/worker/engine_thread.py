@@ -38,8 +38,8 @@ class _Entry:
 
 
 class EngineThread:
-    """Runs ``core`` until closed. ``on_step`` is called on this thread with what each step produced; ``on_dead`` once,
-    if the engine fails, after the step output that fails its requests has been delivered."""
+    """Runs ``core`` until closed. ``on_step`` is called on this thread with what each step produced, in one part or
+    two; ``on_dead`` once, if the engine fails, after the step output that fails its requests has been delivered."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class EngineThread:
         try:
             while self._take_orders():
                 # A step may end with outputs even when no forward pass ran: aborts, remote prefills, events.
-                self._on_step(self._core.step())
+                self._on_step(self._core.step(announce=self._on_step))
         except EngineDeadError as exc:
             self._die(exc)
         except Exception as exc:  # noqa: BLE001 - the thread's outermost loop
