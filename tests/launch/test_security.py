@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.config import ControlConfig, FrontendConfig, TransferConfig
+from kvrelay.config import ControlConfig, FrontendConfig, MetricsConfig, TransferConfig
 from kvrelay.errors import ConfigError
-from kvrelay.launch.security import request_plane_keys, require_api_key, transfer_settings
+from kvrelay.launch.security import request_plane_keys, require_api_key, require_metrics_key, transfer_settings
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,21 @@ def test_an_open_http_service_is_refused() -> None:
 )
 def test_an_http_service_with_keys_or_on_loopback(frontend: FrontendConfig, control: ControlConfig) -> None:
     require_api_key(frontend, control)
+
+
+def test_open_metrics_are_refused() -> None:
+    with pytest.raises(ConfigError, match="give --metrics-keys-file, or --insecure"):
+        require_metrics_key(MetricsConfig(metrics_port=9400, metrics_host="10.0.0.2"), ControlConfig())
+
+
+@pytest.mark.parametrize(
+    ("metrics", "control"),
+    [
+        (MetricsConfig(metrics_host="10.0.0.2"), ControlConfig()),
+        (MetricsConfig(metrics_port=9400), ControlConfig()),
+        (MetricsConfig(metrics_port=9400, metrics_host="0.0.0.0", metrics_keys_file="keys"), ControlConfig()),
+        (MetricsConfig(metrics_port=9400, metrics_host="::"), ControlConfig(insecure=True)),
+    ],
+)
+def test_metrics_with_keys_or_on_loopback_or_none(metrics: MetricsConfig, control: ControlConfig) -> None:
+    require_metrics_key(metrics, control)

@@ -15,13 +15,22 @@ from kvrelay.config import (
     DisaggConfig,
     EngineConfig,
     FrontendConfig,
+    MetricsConfig,
     MockConfig,
     RouterConfig,
     RunnerConfig,
     TransferConfig,
 )
 
-WORKER_SETTINGS = (EngineConfig, RunnerConfig, TransferConfig, ControlConfig, DisaggConfig, MockConfig)
+WORKER_SETTINGS = (
+    EngineConfig,
+    RunnerConfig,
+    TransferConfig,
+    ControlConfig,
+    DisaggConfig,
+    MetricsConfig,
+    MockConfig,
+)
 FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig)
 
 
@@ -74,6 +83,7 @@ def worker(
         control=source.build(ControlConfig),
         disagg=source.build(DisaggConfig),
         mock=source.build(MockConfig),
+        metrics=source.build(MetricsConfig),
     )
     run_async(run_worker(options))
 

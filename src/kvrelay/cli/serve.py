@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from kvrelay.config import (
     DisaggConfig,
     EngineConfig,
     FrontendConfig,
+    MetricsConfig,
     MockConfig,
     RouterConfig,
     RunnerConfig,
@@ -27,6 +29,7 @@ SERVE_SETTINGS = (
     RunnerConfig,
     TransferConfig,
     ControlConfig,
+    MetricsConfig,
     MockConfig,
 )
 assert set(SERVE_SETTINGS) == {*WORKER_SETTINGS, *FRONTEND_SETTINGS}
@@ -77,6 +80,7 @@ def serve(
     for settings in (*worker_settings, *([source.build(MockConfig)] if engine_kind == "mock" else [])):
         worker_flags += settings_to_flags(settings)
     frontend, control = source.build(FrontendConfig), source.build(ControlConfig)
+    metrics = source.build(MetricsConfig)
     frontend_flags = settings_to_flags(frontend, skip=("port", "api_key"))
     frontend_flags += settings_to_flags(source.build(RouterConfig))
     run_async(
@@ -89,7 +93,8 @@ def serve(
                 num_frontends=num_frontends,
                 frontend=frontend,
                 control=control,
-                worker_flags=worker_flags,
+                metrics=metrics,
+                worker_flags=[worker_flags + flags for flags in _metrics_flags(metrics, num_prefill + num_decode)],
                 frontend_flags=frontend_flags,
                 control_flags=settings_to_flags(control, skip=("control", "discovery")),
                 nats_dir=nats_dir,
@@ -98,3 +103,11 @@ def serve(
             )
         )
     )
+
+
+def _metrics_flags(metrics: MetricsConfig, num_workers: int) -> list[list[str]]:
+    """For each worker a port of its own, one behind the other. Raises ConfigError when there are not so many."""
+    if not metrics.metrics_port:
+        return [[] for _ in range(num_workers)]
+    ports = range(metrics.metrics_port, metrics.metrics_port + num_workers)
+    return [settings_to_flags(replace(metrics, metrics_port=port)) for port in ports]

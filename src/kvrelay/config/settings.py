@@ -162,6 +162,22 @@ class FrontendConfig(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsConfig(Settings):
+    """A worker's own HTTP port for monitoring: ``/metrics``, ``/health``, ``/live``."""
+
+    section: ClassVar[str] = "metrics"
+
+    metrics_port: int = setting(
+        0,
+        "Port of a worker's /metrics, /health and /live; 0: none. serve: the first of one per worker.",
+        low=0,
+        high=65535,
+    )
+    metrics_host: str = setting("127.0.0.1", "Address that it listens on.")
+    metrics_keys_file: str = setting("", "File of hashed API keys that /metrics asks for; see kvrelay api-key.")
+
+
+@dataclass(frozen=True, slots=True)
 class MockConfig(Settings):
     """The timing model of the mock engine: base + per token (prefill), base + per sequence (decode)."""
 

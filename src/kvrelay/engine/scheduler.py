@@ -54,6 +54,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_ended_blocks = 0
         """Blocks that the tokens of all requests took that have ended."""
+        self.num_prefill_tokens = 0
+        self.num_generated_tokens = 0
         # Every decode has to fit into a step, so that none starves and a prefill always has a token left to compute.
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -306,6 +308,8 @@ class Scheduler:
 
     def update(self, result: ModelOutput) -> None:
         """Take in what the executor computed for the last schedule."""
+        self.num_generated_tokens += len(result.token_ids)
+        self.num_prefill_tokens += sum(count for _, count in self._chunks)
         tokens = iter(result.token_ids)
         self._update_decodes(tokens, result.logprobs)
         for row, (request, count) in enumerate(self._chunks, len(self._decodes)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvrelay.config import ControlConfig, FrontendConfig, TransferConfig
+from kvrelay.config import ControlConfig, FrontendConfig, MetricsConfig, TransferConfig
 from kvrelay.core.addresses import is_loopback
 from kvrelay.errors import ConfigError
 from kvrelay.rpc import CurveKeys, new_curve_keys
@@ -43,10 +43,22 @@ def transfer_settings(host: str, transfer: TransferConfig) -> TransferConfig:
 
 def require_api_key(frontend: FrontendConfig, control: ControlConfig) -> None:
     """Raise ConfigError when the HTTP service would be open to other machines without ``insecure``."""
-    if is_loopback(frontend.host) or frontend.api_key or frontend.api_keys_file or control.insecure:
+    has_key = bool(frontend.api_key or frontend.api_keys_file)
+    _require_key("host", frontend.host, has_key, "--api-keys-file or --api-key", control)
+
+
+def require_metrics_key(metrics: MetricsConfig, control: ControlConfig) -> None:
+    """Raise ConfigError when a worker's metrics would be open to other machines without ``insecure``."""
+    if metrics.metrics_port:
+        has_key = bool(metrics.metrics_keys_file)
+        _require_key("metrics_host", metrics.metrics_host, has_key, "--metrics-keys-file", control)
+
+
+def _require_key(param: str, host: str, has_key: bool, remedy: str, control: ControlConfig) -> None:
+    if is_loopback(host) or has_key or control.insecure:
         return
     raise ConfigError(
-        f"--host {frontend.host} is reachable from other machines and no API key is set: give --api-keys-file or "
-        f"--api-key, or --insecure on a network that you trust",
-        param="host",
+        f"--{param.replace('_', '-')} {host} is reachable from other machines and no API key is set: give {remedy}, "
+        f"or --insecure on a network that you trust",
+        param=param,
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
-from kvrelay.config import ControlConfig, FrontendConfig
+from kvrelay.config import ControlConfig, FrontendConfig, MetricsConfig
 from kvrelay.config.loading import environment_with
 from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
@@ -28,7 +28,7 @@ from kvrelay.control.credentials import require_credentials
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.errors import AddressInUseError, FatalError, KvrelayError
 from kvrelay.launch.children import Child, kvrelay_command, restart, restart_delay_s, start_child, stop_children
-from kvrelay.launch.security import require_api_key
+from kvrelay.launch.security import require_api_key, require_metrics_key
 from kvrelay.launch.signals import on_terminate
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,8 @@ TOKEN_BYTES = 16
 class ServeOptions:
     """What ``serve`` was told. The command lines of the children come ready made, but for what only ``serve`` knows.
 
-    ``control_flags`` and ``frontend_flags`` are without secrets: those go through the environment.
+    ``worker_flags``: of each worker, those that prefill first. ``control_flags`` and ``frontend_flags`` are without
+    secrets: those go through the environment.
     """
 
     model_path: Path
@@ -52,7 +53,8 @@ class ServeOptions:
     num_frontends: int
     frontend: FrontendConfig
     control: ControlConfig
-    worker_flags: list[str]
+    metrics: MetricsConfig
+    worker_flags: list[list[str]]
     frontend_flags: list[str]
     control_flags: list[str]
     nats_dir: Path | None
@@ -85,6 +87,7 @@ class Cluster:
     async def run(self) -> None:
         """Start, announce, supervise until SIGTERM or SIGINT, stop. Raises KvrelayError when it cannot go on."""
         require_api_key(self._options.frontend, self._options.control)
+        require_metrics_key(self._options.metrics, self._options.control)
         require_credentials(self._options.control)
         on_terminate(self._stop.set)
         self._port = _check_port(self._options.frontend)
@@ -119,7 +122,7 @@ class Cluster:
             options.model_name,
             "--role",
             role,
-            *options.worker_flags,
+            *options.worker_flags[len(self._workers)],
             *options.control_flags,
         )
         return start_child(f"{role} worker {number}", command, environment=self._environment())

@@ -6,17 +6,27 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, RunnerConfig, TransferConfig
+from kvrelay.config import (
+    ControlConfig,
+    DisaggConfig,
+    EngineConfig,
+    MetricsConfig,
+    MockConfig,
+    RunnerConfig,
+    TransferConfig,
+)
 from kvrelay.control import connect_control
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.base import Executor
 from kvrelay.engine.core import EngineCore
 from kvrelay.errors import ConfigError
-from kvrelay.launch.security import request_plane_keys, transfer_settings
+from kvrelay.launch.security import request_plane_keys, require_metrics_key, transfer_settings
 from kvrelay.launch.signals import on_terminate
 from kvrelay.rpc import ZmqRpcClient, ZmqRpcServer
 from kvrelay.rpc.base import RpcClient
@@ -45,6 +55,7 @@ class WorkerOptions:
     control: ControlConfig
     disagg: DisaggConfig
     mock: MockConfig
+    metrics: MetricsConfig
 
 
 def build_engine_executor(options: WorkerOptions) -> Executor:
@@ -63,9 +74,12 @@ async def run_worker(options: WorkerOptions) -> None:
     if not options.control.control:
         raise ConfigError("a worker needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
     curve_keys = request_plane_keys(options.host, options.control)
+    require_metrics_key(options.metrics, options.control)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    control = await connect_control(options.control)
-    try:
+    async with AsyncExitStack() as stack:
+        watch = await _start_monitoring(options.metrics, stack)
+        control = await connect_control(options.control)
+        stack.push_async_callback(control.close)
         executor = await asyncio.to_thread(_load, options)
         settings = _settings(options, executor, curve_keys.public.decode() if curve_keys else "")
         worker = Worker(
@@ -77,12 +91,24 @@ async def run_worker(options: WorkerOptions) -> None:
             ZmqRpcServer(options.host, options.port, curve_keys=curve_keys),
             _connect,
         )
+        watch(worker)
         await worker.start()
         on_terminate(worker.request_drain)
         _log.info("%s is ready (pid %d)", settings.worker_id, os.getpid())
         await worker.run()
-    finally:
-        await control.close()
+
+
+async def _start_monitoring(config: MetricsConfig, stack: AsyncExitStack) -> Callable[[Worker], None]:
+    """Serve the monitoring port until ``stack`` ends, if one is wanted; gives what it is to be told of the worker by.
+
+    Raises ConfigError, AddressInUseError.
+    """
+    if not config.metrics_port:
+        return lambda worker: None
+    # Not for those who have no port: it imports the HTTP server, and with it the frontend.
+    from kvrelay.launch.monitoring import monitoring
+
+    return (await stack.enter_async_context(monitoring(config))).watch
 
 
 def _engine_core(executor: Executor, settings: WorkerSettings, seed: int) -> EngineCore:

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import socket
+import time
 import uuid
 from collections.abc import Coroutine
 from dataclasses import asdict, dataclass
@@ -42,6 +43,7 @@ from kvrelay.core.messages import (
 from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
 from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.stats import engine_stats
 from kvrelay.errors import (
     ConfigError,
     ControlUnavailableError,
@@ -56,6 +58,7 @@ from kvrelay.worker.decode_side import DecodeSide
 from kvrelay.worker.disagg import DisaggPolicy
 from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.fleet import Fleet
+from kvrelay.worker.metrics import WorkerStats
 from kvrelay.worker.peers import Connect, DecodePeer, DecodePeers
 from kvrelay.worker.prefill_side import PrefillSide
 from kvrelay.worker.publisher import Publisher
@@ -115,6 +118,7 @@ class Worker:
         self._keys = Keys(settings.control.namespace)
         self._loop = asyncio.get_running_loop()
         self._lease: Lease | None = None
+        self._is_listed = False
         self._role_lock = asyncio.Lock()
         self._draining = asyncio.Event()
         self._failed = asyncio.Event()
@@ -216,7 +220,7 @@ class Worker:
     async def _drain(self) -> None:
         async with self._role_lock:
             try:
-                await self._control.discovery.delete(self._keys.worker(self.settings.worker_id))
+                await self._unlist()
             except ControlUnavailableError as exc:
                 _log.warning("cannot leave discovery: %s", exc)
             await self._finish()
@@ -260,7 +264,7 @@ class Worker:
                 return
             before = self.role
             try:
-                await self._control.discovery.delete(self._keys.worker(self.settings.worker_id))
+                await self._unlist()
                 await self._finish()
                 if self._draining.is_set():
                     raise WorkerUnavailableError("the worker is leaving")
@@ -293,6 +297,11 @@ class Worker:
     async def _register(self) -> None:
         key = self._keys.worker(self.settings.worker_id)
         await self._control.discovery.put(key, msgspec.json.encode(self._info()), self._lease)
+        self._is_listed = True
+
+    async def _unlist(self) -> None:
+        self._is_listed = False
+        await self._control.discovery.delete(self._keys.worker(self.settings.worker_id))
 
     async def _register_again(self) -> None:
         """After a change of role that failed: until it succeeds, or somebody else changes the role."""
@@ -470,6 +479,28 @@ class Worker:
             "transfer": msgspec.to_builtins(self._transfer.stats()),
             "disagg": asdict(self._policy.config),
         }
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this worker is in discovery, as far as it knows without asking, and is not leaving."""
+        lease = self._lease
+        is_alive = lease is not None and lease.alive_until_s > time.monotonic()
+        return self._is_listed and is_alive and not self._draining.is_set()
+
+    def stats(self) -> WorkerStats:
+        """Everything that is counted, at once: nothing of it waits for the engine or for a server."""
+        return WorkerStats(
+            worker_id=self.settings.worker_id,
+            model=self.settings.model,
+            engine_kind=self.settings.engine_kind,
+            role=self.role,
+            epoch=self.epoch,
+            is_ready=self.is_ready,
+            engine=engine_stats(self._core),
+            decode=self._decode.stats,
+            prefill=self._prefill.stats,
+            transfer=self._transfer.stats(),
+        )
 
     async def _watch_config(self) -> None:
         """Thresholds that ``kvrelay config set`` changes, effective at once."""

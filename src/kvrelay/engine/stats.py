@@ -1,0 +1,56 @@
+"""The numbers of an engine at a moment, for those who monitor it.
+
+They are read from what the engine counts anyway, without stopping it: each number is one that it had, but not all of
+them at the same point between two steps. So they can be had while a long step runs, or when the engine stands still.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.handoffs import HandoffCounters
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges, then counts since start. ``num_prefill_tokens`` were computed and ``num_generated_tokens`` sampled here;
+    ``num_queried_tokens`` are the prompt tokens of admitted requests, ``num_hit_tokens`` those of them that the prefix
+    cache held. Quarantined blocks are counted as in use,
+    too; demanded blocks are what requests hold or wait for."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_blocks_in_use: int
+    num_blocks_quarantined: int
+    num_blocks_demanded: int
+    num_open_handoffs: int
+    num_grants: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_prefill_tokens: int
+    num_generated_tokens: int
+    num_preemptions: int
+    handoffs: HandoffCounters
+
+
+def engine_stats(core: EngineCore) -> EngineStats:
+    """May be called from any thread."""
+    scheduler, pool, ledger = core.scheduler, core.pool, core.ledger
+    return EngineStats(
+        num_running=scheduler.num_admitted,
+        num_waiting=scheduler.num_waiting,
+        num_blocks=pool.num_blocks,
+        num_blocks_in_use=pool.num_blocks - pool.num_free,
+        num_blocks_quarantined=pool.num_quarantined,
+        num_blocks_demanded=scheduler.num_demanded_blocks,
+        num_open_handoffs=ledger.num_open,
+        num_grants=ledger.num_grants,
+        num_queried_tokens=scheduler.admission.num_queried_tokens,
+        num_hit_tokens=scheduler.admission.num_hit_tokens,
+        num_prefill_tokens=scheduler.num_prefill_tokens,
+        num_generated_tokens=scheduler.num_generated_tokens,
+        num_preemptions=scheduler.num_preemptions,
+        handoffs=ledger.counters,
+    )

@@ -1,0 +1,95 @@
+"""A worker's HTTP port for monitoring: ``/metrics`` for Prometheus, ``/health`` and ``/live`` for an orchestrator.
+
+It answers from the moment on which the process starts, so that a worker that loads its weights is alive but not
+healthy. It joins the HTTP server, which is the frontend's, with the worker's numbers; it decides nothing about either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from kvrelay.config import MetricsConfig
+from kvrelay.core.addresses import is_loopback
+from kvrelay.frontend.api_keys import ApiKeys
+from kvrelay.frontend.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener
+from kvrelay.frontend.openai.errors import error_body
+from kvrelay.worker.metrics import WorkerMetrics
+from kvrelay.worker.worker import Worker
+
+METRICS_PATH = "/metrics"
+TEXT_FORMAT = b"text/plain; version=0.0.4; charset=utf-8"
+OK = Response(200, b'{"status":"ok"}')
+LIMITS = HttpLimits(max_body_bytes=0, max_pipelined=4)
+CLOSE_TIMEOUT_S = 1.0
+
+
+class MonitoringApp:
+    """Implements ``HttpApplication`` for one worker, which comes with ``watch``."""
+
+    def __init__(self, config: MetricsConfig) -> None:
+        """Raises ConfigError when the API keys cannot be read."""
+        self._keys = ApiKeys.load("", config.metrics_keys_file)
+        self._needs_key = not is_loopback(config.metrics_host)
+        self._worker: Worker | None = None
+        self._metrics: WorkerMetrics | None = None
+        self._routes: dict[str, Callable[[], Response]] = {
+            METRICS_PATH: self._render_metrics,
+            "/health": self._health,
+            "/live": lambda: OK,
+        }
+
+    def watch(self, worker: Worker) -> None:
+        """This is the worker to tell about."""
+        self._worker = worker
+        self._metrics = WorkerMetrics(worker.stats)
+
+    # -- HttpApplication ----------------------------------------------------------------------------------------------
+
+    def check_head(self, request: HttpRequest) -> Response | None:
+        if request.path not in self._routes:
+            return self.error_response(404, f"there is nothing at {request.path[:200]}")
+        if request.method not in ("GET", "HEAD"):
+            return Response(405, error_body(405, f"{request.path} takes GET"), headers=[(b"allow", b"GET")])
+        if request.path == METRICS_PATH and self._needs_key and not self._is_admitted(request):
+            body = error_body(401, "a valid API key is needed", code="invalid_api_key")
+            return Response(401, body, headers=[(b"www-authenticate", b"Bearer")])
+        return None
+
+    def error_response(self, status: int, message: str) -> Response:
+        return Response(status, error_body(status, message))
+
+    def handle(self, exchange: Exchange) -> None:
+        exchange.respond(self._routes[exchange.request.path]())
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _is_admitted(self, request: HttpRequest) -> bool:
+        return self._keys.name_of(request.headers.get("authorization", "")) is not None
+
+    def _health(self) -> Response:
+        """Ready: in discovery and not leaving."""
+        if self._worker is not None and self._worker.is_ready:
+            return OK
+        return self._unready("the worker is not in discovery")
+
+    def _render_metrics(self) -> Response:
+        if self._metrics is None:
+            return self._unready("the worker is starting")
+        return Response(200, self._metrics.render(), TEXT_FORMAT)
+
+    def _unready(self, reason: str) -> Response:
+        return Response(503, error_body(503, reason), headers=[(b"retry-after", b"1")])
+
+
+@asynccontextmanager
+async def monitoring(config: MetricsConfig) -> AsyncIterator[MonitoringApp]:
+    """Serve a worker's monitoring. Raises ConfigError, AddressInUseError."""
+    app = MonitoringApp(config)
+    listener = open_listener(config.metrics_host, config.metrics_port, reuse_port=False)
+    server = HttpServer(app, listener, LIMITS)
+    await server.start()
+    try:
+        yield app
+    finally:
+        await server.close(CLOSE_TIMEOUT_S)

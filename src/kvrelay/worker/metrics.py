@@ -1,0 +1,140 @@
+"""A worker's numbers in Prometheus's terms. Nothing is counted here: a scrape reads what the worker counts anyway.
+
+Counts that the worker keeps in a dataclass become metrics by their fields' names, so that a new one appears by itself:
+``num_granted`` of the hand-off ledger is ``kvrelay_worker_handoffs_granted_total``. How they are fetched is not known
+here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvrelay.core.workers import WorkerRole
+from kvrelay.engine.handoffs import HandoffCounters
+from kvrelay.engine.stats import EngineStats
+from kvrelay.transfer.base import TransferOp
+from kvrelay.transfer.stats import TransferStats
+from kvrelay.worker.decode_side import DecodeStats
+from kvrelay.worker.prefill_side import PrefillStats
+
+PREFIX = "kvrelay_worker_"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """A worker at a moment. ``is_ready``: in discovery, as far as it knows, and not leaving."""
+
+    worker_id: str
+    model: str
+    engine_kind: str
+    role: WorkerRole
+    epoch: int
+    is_ready: bool
+    engine: EngineStats
+    decode: DecodeStats
+    prefill: PrefillStats
+    transfer: TransferStats
+
+
+class WorkerMetrics(Collector):
+    """Renders what ``stats`` gives at that moment."""
+
+    def __init__(self, stats: Callable[[], WorkerStats]) -> None:
+        self._stats = stats
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        yield _info(stats)
+        yield _gauge("ready", "1 while the worker is in discovery and not leaving.", stats.is_ready)
+        yield from _engine_gauges(stats.engine)
+        yield from _engine_counters(stats.engine)
+        yield from _transfers(stats.transfer)
+        placements = CounterMetricFamily(PREFIX + "placements", "Where prefills ran, and why.", labels=("place",))
+        for place, count in stats.decode.places.copy().items():
+            placements.add_metric((place,), count)
+        yield placements
+        yield from _counts("handoffs", "Hand-offs of this decode worker", stats.engine.handoffs)
+        yield from _counts("decode", "Decode side", stats.decode)
+        yield from _counts("prefill", "Prefill side", stats.prefill)
+
+
+def _info(stats: WorkerStats) -> Metric:
+    value = {
+        "worker_id": stats.worker_id,
+        "model": stats.model,
+        "engine": stats.engine_kind,
+        "role": stats.role.value,
+        "epoch": str(stats.epoch),
+    }
+    return InfoMetricFamily(PREFIX.rstrip("_"), "Who this worker is, and what it does now.", value=value)
+
+
+def _engine_gauges(engine: EngineStats) -> Iterator[Metric]:
+    yield _gauge("requests_running", "Requests let in, those that wait for a transfer included.", engine.num_running)
+    yield _gauge("requests_waiting", "Requests that wait to be let in.", engine.num_waiting)
+    yield _gauge("kv_blocks", "Blocks of the KV pool.", engine.num_blocks)
+    yield _gauge("kv_blocks_in_use", "Blocks held or quarantined, not only cached.", engine.num_blocks_in_use)
+    yield _gauge("kv_blocks_quarantined", "Blocks that a peer may still write to.", engine.num_blocks_quarantined)
+    yield _gauge("kv_usage_ratio", "Share of the KV pool in use.", engine.num_blocks_in_use / engine.num_blocks)
+    yield _gauge(
+        "kv_demand_ratio",
+        "What requests hold or wait for, over the pool.",
+        engine.num_blocks_demanded / engine.num_blocks,
+    )
+    yield _gauge("handoffs_waiting", "Requests that wait for a remote prefill.", engine.num_open_handoffs)
+    yield _gauge("grants_open", "Permissions to touch our blocks that peers hold.", engine.num_grants)
+
+
+def _engine_counters(engine: EngineStats) -> Iterator[Metric]:
+    yield _counter(
+        "prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache.", engine.num_queried_tokens
+    )
+    yield _counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", engine.num_hit_tokens)
+    yield _counter("prefill_tokens", "Prompt tokens computed here.", engine.num_prefill_tokens)
+    yield _counter("generation_tokens", "Tokens sampled here.", engine.num_generated_tokens)
+    yield _counter("preemptions", "Requests whose blocks were taken.", engine.num_preemptions)
+
+
+def _transfers(transfer: TransferStats) -> Iterator[Metric]:
+    """Summed over peers: workers come and go, and each would be a time series."""
+    yield _gauge("transfers_unfinished", "Reads and writes under way.", transfer.num_unfinished)
+    fields = {
+        "transfers": ("num_transfers", "Ended reads and writes of peers' KV."),
+        "transfer_errors": ("num_errors", "Reads and writes that failed."),
+        "transfer_bytes": ("num_bytes", "KV that arrived."),
+        "transfer_pieces": ("num_pieces", "Runs of adjacent bytes (descriptors) that arrived."),
+        "transfer_seconds": ("seconds", "From submission to end, waiting included."),
+    }
+    for name, (field, text) in fields.items():
+        family = CounterMetricFamily(PREFIX + name, text, labels=("op",))
+        for op in TransferOp:
+            family.add_metric((op.value,), sum(getattr(peer, field) for peer in transfer.peers if peer.op is op))
+        yield family
+
+
+def _counts(group: str, title: str, counts: DecodeStats | PrefillStats | HandoffCounters) -> Iterator[Metric]:
+    """A counter per number that a dataclass of counts holds."""
+    for field in dataclasses.fields(counts):
+        value = getattr(counts, field.name)
+        if isinstance(value, int):
+            name = field.name.removeprefix("num_")
+            yield _counter(f"{group}_{name}", f"{title}: {name.replace('_', ' ')}.", value)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, text, value=value)

@@ -1,0 +1,143 @@
+"""What a worker tells Prometheus: true numbers, without waiting for the engine, and each of them documented."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+from tests.worker.cluster import Node, cluster, expected, prompt
+
+from kvrelay.core.workers import WorkerRole
+from kvrelay.engine.handoffs import HandoffCounters
+from kvrelay.worker.metrics import PREFIX, WorkerMetrics
+from kvrelay.worker.worker import Worker
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+
+
+def samples(worker: Worker) -> dict[str, float]:
+    """Values by name and labels, without the prefix, as a scrape shows them."""
+    text = WorkerMetrics(worker.stats).render().decode()
+    values = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        for sample in family.samples:
+            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            name = sample.name.removeprefix(PREFIX) + (f"{{{labels}}}" if labels else "")
+            assert name not in values
+            values[name] = sample.value
+    return values
+
+
+def hold_steps(node: Node) -> tuple[threading.Event, threading.Event]:
+    """From now on steps wait for the second event; the first tells that one does."""
+    execute = node.worker._executor.execute
+    held, go_on = threading.Event(), threading.Event()
+
+    def holding(work: object) -> object:
+        held.set()
+        go_on.wait(10)
+        return execute(work)
+
+    node.worker._executor.execute = holding
+    return held, go_on
+
+
+async def test_both_sides_of_a_remote_prefill():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        client.send("long", prompt(300), max_tokens=8)
+        assert await client.answer("long") == expected(prompt(300), 8)
+        client.send("short", prompt(20, 3), max_tokens=4)
+        assert await client.answer("short") == expected(prompt(20, 3), 4)
+        await shared.check_idle()
+        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
+        there, here = samples(prefill.worker), samples(decode.worker)
+        stats = decode.worker._decode.stats
+
+    assert there["prefill_tokens_total"] == 300
+    assert there["generation_tokens_total"] == 1
+    assert there["prefill_prefills_total"] == 1
+    assert there["prefill_sent_bytes_total"] == here["decode_received_bytes_total"] == stats.num_received_bytes > 0
+    assert there["transfer_bytes_total{op=write}"] == stats.num_received_bytes
+    assert there["transfers_total{op=write}"] > 0
+    assert there["transfer_seconds_total{op=write}"] > 0
+    assert there["transfer_errors_total{op=write}"] == there["transfers_total{op=read}"] == 0
+
+    assert here["prefill_tokens_total"] == 20
+    assert here["generation_tokens_total"] == 7 + 4
+    assert here["prefix_cache_query_tokens_total"] == 320
+    assert here["prefix_cache_hit_tokens_total"] == here["preemptions_total"] == 0
+    assert [here[f"handoffs_{event}_total"] for event in ("opened", "granted", "done", "stale")] == [1, 1, 1, 0]
+    assert here["decode_requests_total"] == 2
+    assert here["placements_total{place=remote}"] == here["placements_total{place=local_short}"] == 1
+    assert here["kv_blocks"] == 512
+    assert here["kv_blocks_in_use"] == here["kv_usage_ratio"] == here["grants_open"] == here["requests_running"] == 0
+
+
+async def test_a_scrape_does_not_wait_for_a_step():
+    async with cluster() as shared:
+        node = await shared.join(WorkerRole.BOTH, num_blocks=100)
+        client = await shared.client(node)
+        held, go_on = hold_steps(node)
+        client.send("held", prompt(32))
+        await shared.until(held.is_set)
+        during = samples(node.worker)
+        go_on.set()
+        await client.answer("held")
+    assert during["requests_running"] == 1
+    assert during["kv_blocks_in_use"] == 2
+    assert during["kv_usage_ratio"] == 0.02
+
+
+async def test_role_and_readiness():
+    async with cluster(lease_ttl_s=1.0) as shared:
+        node = await shared.join(WorkerRole.DECODE)
+        worker = node.worker
+        info = f"info{{engine=mock,epoch=0,model=m,role=decode,worker_id={node.id}}}"
+        assert samples(worker)[info] == samples(worker)["ready"] == 1
+        await worker.set_role(WorkerRole.PREFILL)
+        assert samples(worker)[info.replace("epoch=0", "epoch=1").replace("decode,", "prefill,")] == 1
+        assert worker.is_ready
+        mend = node.cut_from_nats()
+        await shared.until(lambda: not worker.is_ready)
+        mend()
+        await shared.until(lambda: worker.is_ready)
+        worker.request_drain()
+        assert samples(worker)["ready"] == 0
+
+
+async def test_it_is_not_ready_while_it_finishes_for_another_role():
+    async with cluster() as shared:
+        node = await shared.join(WorkerRole.BOTH)
+        client = await shared.client(node)
+        held, go_on = hold_steps(node)
+        client.send("held", prompt(8))
+        await shared.until(held.is_set)
+        changing = asyncio.create_task(node.worker.set_role(WorkerRole.PREFILL))
+        await shared.until(lambda: not node.worker.is_ready)
+        go_on.set()
+        await changing
+        assert node.worker.is_ready
+
+
+async def test_a_new_count_becomes_a_metric_by_itself():
+    @dataclasses.dataclass
+    class More(HandoffCounters):
+        num_new_kind: int = 0
+
+    async with cluster() as shared:
+        node = await shared.join(WorkerRole.DECODE)
+        node.core.ledger.counters = More(num_new_kind=3)
+        assert samples(node.worker)["handoffs_new_kind_total"] == 3
+
+
+async def test_every_metric_is_documented():
+    page = PAGE.read_text(encoding="utf-8")
+    async with cluster() as shared:
+        node = await shared.join(WorkerRole.DECODE)
+        names = {name.partition("{")[0] for name in samples(node.worker)} | {"placements_total"}
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
