@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -80,6 +81,48 @@ def test_a_late_sample_cannot_hide_what_was_just_placed() -> None:
     load.place("r1", "a", 10, 5000)
     load.apply_metrics(sample("a", active=0))
     assert load.columns().context_tokens.tolist() == [5000]
+
+
+def test_only_the_silent_worker_is_not_believed() -> None:
+    clock = ManualClock(100.0)
+    load = table("a", "b", clock=clock)
+    load.place("r1", "a", 10, 100)
+    load.apply_metrics(sample("a", active=50, usage=0.5, waiting=3))
+    clock.advance(3)
+    load.apply_metrics(sample("b", active=10, usage=0.25, waiting=2))
+    clock.advance(3)
+    assert load.columns().context_tokens.tolist() == [100, 160]
+    assert load.columns().cache_usage.tolist() == [0, 0.25]
+    assert load.columns().num_waiting.tolist() == [0, 2]
+    load.apply_metrics(sample("a", active=20))
+    clock.advance(3)
+    assert load.columns().context_tokens.tolist() == [320, 0]
+
+
+def test_the_effective_load_is_the_formula_of_the_module() -> None:
+    """Through random placements, ends, samples and silences, against the formula with all its terms kept."""
+    rng, clock = random.Random(11), ManualClock(100.0)
+    load = table("a", "b", "c", clock=clock)
+    published = dict.fromkeys("abc", (-math.inf, 0, 0))
+    for number in range(2000):
+        name = rng.choice("abc")
+        action = rng.randrange(4)
+        if action == 0:
+            load.place(f"r{number}", name, 1, rng.randrange(500))
+        elif action == 1:
+            load.finish(f"r{rng.randrange(number + 1)}")
+        elif action == 2:
+            active = rng.randrange(60)
+            load.apply_metrics(sample(name, active=active))
+            published[name] = (clock.now(), active * 16, load.own(name).context_tokens)
+        else:
+            clock.advance(rng.random() * 2)
+        expected = []
+        for worker, (heard_at, active_tokens, own_then) in published.items():
+            own_now = load.own(worker).context_tokens
+            fresh = clock.now() - heard_at <= 5.0
+            expected.append(max(own_now, active_tokens + own_now - own_then) if fresh else own_now)
+        assert load.columns().context_tokens.tolist() == expected
 
 
 def test_samples_of_unknown_workers_and_old_samples_are_refused() -> None:

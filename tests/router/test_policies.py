@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections import Counter
@@ -18,16 +19,9 @@ def candidates(**columns: list[float]) -> Candidates:
     size = len(next(iter(columns.values())))
 
     def column(name: str) -> np.ndarray:
-        return np.array(columns.get(name, [0] * size), dtype=np.int64)
+        return np.array(columns.get(name, [0.0] * size), dtype=np.float64)
 
-    load = LoadColumns(
-        prefill_tokens=column("prefill_tokens"),
-        context_tokens=column("context_tokens"),
-        num_requests=column("num_requests"),
-        recent_share=np.array(columns.get("recent_share", [0.0] * size)),
-        cache_usage=np.array(columns.get("cache_usage", [0.0] * size)),
-        num_waiting=column("num_waiting"),
-    )
+    load = LoadColumns(**{field.name: column(field.name) for field in dataclasses.fields(LoadColumns)})
     return Candidates(prompt_tokens=1600, block_size=16, overlap_blocks=column("overlap_blocks"), load=load)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -71,9 +72,9 @@ def test_every_policy_chooses_among_the_registered(policy: str) -> None:
 def test_excluded_workers_are_not_chosen(policy: str) -> None:
     built = router(policy, "a", "b", "c")
     for number in range(30):
-        decision = built.choose(request(f"r{number}", exclude=("a", "c", "gone")))
-        assert decision.worker_id == "b"
-        assert [candidate.worker_id for candidate in decision.candidates] == ["b"]
+        given = request(f"r{number}", exclude=("a", "c", "gone"))
+        assert [candidate.worker_id for candidate in built.explain(given).candidates] == ["b"]
+        assert built.choose(given).worker_id == "b"
 
 
 @pytest.mark.parametrize("policy", PLAIN + OVERLAP)
@@ -89,15 +90,29 @@ def test_nobody_left_is_an_error_that_can_be_retried(policy: str) -> None:
         built.choose(request("r", exclude=("a",)))
 
 
-def test_a_decision_shows_every_candidate() -> None:
+def test_an_explanation_shows_every_candidate_as_it_was() -> None:
     built = router("least-loaded", "a", "b")
     first = built.choose(request("r1", 10))
+    why = built.explain(request("r2", 6))
     second = built.choose(request("r2", 6))
     assert {first.worker_id, second.worker_id} == {"a", "b"}
-    shown = {candidate.worker_id: candidate for candidate in second.candidates}
+    assert why.worker_id == second.worker_id
+    shown = {candidate.worker_id: candidate for candidate in why.candidates}
     loaded = shown[first.worker_id]
     assert (loaded.prefill_tokens, loaded.decode_tokens, loaded.score) == (10, 10, -20)
-    assert msgspec.json.decode(msgspec.json.encode(second), type=type(second)) == second
+    assert msgspec.json.decode(msgspec.json.encode(why), type=type(why)) == why
+
+
+def test_reasons_are_logged_at_debug_level_only(caplog: pytest.LogCaptureFixture) -> None:
+    built = router("least-loaded", "a", "b")
+    built.choose(request("r1"))
+    assert not caplog.records
+    caplog.set_level(logging.DEBUG)
+    placed = built.choose(request("r2")).worker_id
+    (line,) = caplog.messages
+    assert line.startswith(f"request r2: RoutingExplanation(worker_id={placed!r}")
+    assert "CandidateScore(worker_id='a'" in line
+    assert "CandidateScore(worker_id='b'" in line
 
 
 def test_load_leaves_with_the_request() -> None:
@@ -153,10 +168,11 @@ def test_a_prefix_draws_its_requests_to_who_holds_it(policy: str) -> None:
     publish(built, KvEventLog("b", 0), range(400))
     for number in range(5):
         prompt = (*range(400), *(1000 + number,) * 10)
+        why = built.explain(RoutingRequest(f"r{number}", prompt))
+        assert [candidate.overlap_blocks for candidate in why.candidates] == [0, 100, 0]
         decision = built.choose(RoutingRequest(f"r{number}", prompt))
         assert (decision.worker_id, decision.overlap_blocks) == ("b", 100)
         assert decision.hit_rate == pytest.approx(400 / 410)
-        assert [candidate.overlap_blocks for candidate in decision.candidates] == [0, 100, 0]
         built.finished(f"r{number}", 3)
 
 

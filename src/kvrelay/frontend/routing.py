@@ -16,7 +16,7 @@ from kvrelay.frontend.http import Exchange, Response
 from kvrelay.frontend.models import Model, WorkerState
 from kvrelay.frontend.openai.requests import CompletionRequest, parse_body
 from kvrelay.frontend.prompts import completion_prompts
-from kvrelay.router import RoutingDecision, RoutingRequest
+from kvrelay.router import RoutingExplanation, RoutingRequest
 from kvrelay.router.runtime import SETTABLE
 
 
@@ -27,7 +27,7 @@ class RouteAnswer(msgspec.Struct, frozen=True):
     model: str
     num_prompt_tokens: int
     block_size: int
-    decision: RoutingDecision
+    decision: RoutingExplanation
 
 
 class RoutedWorker(msgspec.Struct, frozen=True):

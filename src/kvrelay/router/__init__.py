@@ -3,7 +3,15 @@
 ``base`` is the contract; ``build_router`` is the door.
 """
 
-from kvrelay.router.base import CandidateScore, IndexState, ReplayRequester, Router, RoutingDecision, RoutingRequest
+from kvrelay.router.base import (
+    CandidateScore,
+    IndexState,
+    ReplayRequester,
+    Router,
+    RoutingDecision,
+    RoutingExplanation,
+    RoutingRequest,
+)
 from kvrelay.router.factory import build_router
 from kvrelay.router.router import PolicyRouter, RouterStage
 from kvrelay.router.runtime import RuntimeSettings
@@ -16,6 +24,7 @@ __all__ = [
     "Router",
     "RouterStage",
     "RoutingDecision",
+    "RoutingExplanation",
     "RoutingRequest",
     "RuntimeSettings",
     "build_router",

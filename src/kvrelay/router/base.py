@@ -35,7 +35,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 
 
 class CandidateScore(msgspec.Struct, frozen=True):
-    """One worker's numbers in a decision, for ``--explain``, headers and logs."""
+    """One worker's numbers in a decision, for ``--explain`` and logs."""
 
     worker_id: str
     score: float
@@ -47,12 +47,18 @@ class CandidateScore(msgspec.Struct, frozen=True):
 
 
 class RoutingDecision(msgspec.Struct, frozen=True):
-    """The worker, and why. ``hit_rate`` is the share of the prompt that the worker is estimated to hold."""
+    """The worker. ``hit_rate`` is the share of the prompt that it is estimated to hold, ``overlap_blocks`` the same in
+    blocks."""
 
     worker_id: str
     policy: str
     hit_rate: float
     overlap_blocks: int
+
+
+class RoutingExplanation(RoutingDecision, frozen=True):
+    """And why: the numbers of every worker that could have been chosen."""
+
     candidates: tuple[CandidateScore, ...]
 
 
@@ -86,8 +92,9 @@ class Router(Protocol):
     def choose(self, request: RoutingRequest) -> RoutingDecision:
         """Pick a worker and count the request as placed there. Raises WorkerUnavailableError when there is none."""
 
-    def explain(self, request: RoutingRequest) -> RoutingDecision:
-        """What ``choose`` would say now, without a trace: nothing is placed, no turn is taken. Raises as it does."""
+    def explain(self, request: RoutingRequest) -> RoutingExplanation:
+        """What ``choose`` would say now, and why, without a trace: nothing is placed, no turn is taken. Raises as
+        ``choose`` does."""
 
     def first_token(self, request_id: str) -> None:
         """The prefill of a placed request is done."""

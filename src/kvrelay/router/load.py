@@ -1,20 +1,23 @@
 """The load of the workers as this router sees it: what they publish, and what it has placed itself.
 
 Published load is always late, so the router also counts, in tokens, every request that it has placed and not yet seen
-finished. Both are columns (one row a worker), so that a decision over many workers is a handful of vector operations.
-What it does not know: prefixes, policies. Load belongs to the placed requests, not to the registration: a worker that
-leaves and comes back under the same id still carries what was placed there.
+finished. Both are columns (one row a worker) that are kept current by what changes them: a decision over many workers
+only reads them, in a handful of vector operations. What it does not know: prefixes, policies. Load belongs to the
+placed requests, not to the registration: a worker that leaves and comes back under the same id still carries what was
+placed there.
 
     effective load = max(own now, published + own now - own when the sample arrived)
 
 The first term protects against a sample that was taken before our latest requests reached the worker, the second
-counts what other frontends have placed. A sample older than ``stale_after_s`` is not believed any more.
+counts what other frontends have placed. So a sample sets it to max(own, published), and what is placed or finishes from
+then on shifts it. A sample older than ``stale_after_s`` is not believed any more.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +26,6 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.events import LoadMetrics
 
 FloatColumn = npt.NDArray[np.float64]
-IntColumn = npt.NDArray[np.int64]
 
 STALE_AFTER_S = 5.0
 RECENT_S = 60.0
@@ -45,31 +47,44 @@ class Placement:
 class OwnLoad:
     """What this router has placed on one worker and not yet seen finished."""
 
-    prefill_tokens: int
-    context_tokens: int
-    num_requests: int
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+    num_requests: int = 0
+
+    def shifted(self, prefill: int, context: int, requests: int) -> OwnLoad:
+        """With so much more, or less, of each."""
+        return OwnLoad(self.prefill_tokens + prefill, self.context_tokens + context, self.num_requests + requests)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadColumns:
-    """One entry a worker, in row order.
+    """One entry a worker, in row order. Counts are floats too (exact up to 2^53), so that formulas need no conversion.
 
     ``prefill_tokens``: placed by this router and not yet prefilled; ``context_tokens``: the module's effective load;
-    ``num_requests``: placed by this router and not finished; ``recent_share``: tokens placed by this router in the last
-    minutes, over those of the worker that has had the most (0 to 1); ``cache_usage`` (share of the KV pool, 0 to 1) and
-    ``num_waiting`` as published, 0 while nothing fresh is known.
+    ``recent_share``: tokens placed by this router in the last minutes, over those of the worker that has had the most
+    (0 to 1); ``cache_usage`` (share of the KV pool, 0 to 1) and ``num_waiting`` as published, 0 while nothing fresh is
+    known.
     """
 
-    prefill_tokens: IntColumn
-    context_tokens: IntColumn
-    num_requests: IntColumn
+    prefill_tokens: FloatColumn
+    context_tokens: FloatColumn
     recent_share: FloatColumn
     cache_usage: FloatColumn
-    num_waiting: IntColumn
+    num_waiting: FloatColumn
 
 
-_PREFILL, _CONTEXT, _REQUESTS = range(3)
-_ACTIVE, _WAITING = range(2)
+class _Bookkeeping(NamedTuple):
+    """The columns that ``LoadColumns`` are made from. ``own_context`` and ``num_requests``: placed by this router and
+    not finished; ``recent``: what ``recent_share`` is a share of; ``heard_at``: when the last sample arrived."""
+
+    own_context: FloatColumn
+    num_requests: FloatColumn
+    recent: FloatColumn
+    heard_at: FloatColumn
+
+
+_NUM_SHOWN = len(fields(LoadColumns))
+_NUM_KEPT = len(_Bookkeeping._fields)
 
 
 class LoadTable:
@@ -79,19 +94,21 @@ class LoadTable:
         self._block_size = block_size
         self._clock = clock
         self._stale_after_s = stale_after_s
+        self._fresh_until_s = math.inf
         self._ids: list[str] = []
         self._row: dict[str, int] = {}
-        self._own = np.zeros((3, 0), dtype=np.int64)
-        self._published = np.zeros((2, 0), dtype=np.int64)
-        self._usage = np.zeros(0)
-        self._heard_at = np.zeros(0)
-        self._context_at_sample = np.zeros(0, dtype=np.int64)
-        self._recent = np.zeros(0)
         self._recent_top = 1.0
         self._recent_since = clock.now()
         self._placements: dict[str, Placement] = {}
-        self._parked: dict[str, list[int]] = {}
+        self._parked: dict[str, OwnLoad] = {}
         self._last_seq: dict[str, int] = {}
+        self._hold(np.zeros((_NUM_SHOWN + _NUM_KEPT, 0)))
+
+    def _hold(self, values: FloatColumn) -> None:
+        """Take over an array with a row per column and a column per worker; all columns are views of it."""
+        self._values = values
+        self._shown = LoadColumns(*values[:_NUM_SHOWN])
+        self._kept = _Bookkeeping(*values[_NUM_SHOWN:])
 
     @property
     def worker_ids(self) -> list[str]:
@@ -109,33 +126,26 @@ class LoadTable:
         """Append a row; idempotent. Requests placed before it left are counted again."""
         if worker_id in self._row:
             return
-        self._row[worker_id] = len(self._ids)
+        at = self._row[worker_id] = len(self._ids)
         self._ids.append(worker_id)
-        own = np.array(self._parked.pop(worker_id, [0, 0, 0]), dtype=np.int64).reshape(3, 1)
-        self._own = np.concatenate([self._own, own], axis=1)
-        self._published = np.concatenate([self._published, np.zeros((2, 1), dtype=np.int64)], axis=1)
-        self._recent = np.append(self._recent, 0.0)
-        self._usage = np.append(self._usage, 0.0)
-        self._heard_at = np.append(self._heard_at, -np.inf)
-        self._context_at_sample = np.append(self._context_at_sample, 0)
+        self._hold(np.concatenate([self._values, np.zeros((len(self._values), 1))], axis=1))
+        self._kept.heard_at[at] = -math.inf
+        parked = self._parked.pop(worker_id, OwnLoad())
+        self._shift(worker_id, parked.prefill_tokens, parked.context_tokens, parked.num_requests)
 
     def remove_worker(self, worker_id: str) -> None:
         """Drop the row; its placed requests stay counted apart until they finish."""
+        own = self.own(worker_id)
         at = self._row.pop(worker_id, None)
         if at is None:
             return
-        own: list[int] = self._own[:, at].tolist()
-        if own[_REQUESTS]:
+        if own.num_requests:
             self._parked[worker_id] = own
         del self._ids[at]
         self._row = {name: row for row, name in enumerate(self._ids)}
-        self._own = np.delete(self._own, at, axis=1)
-        self._published = np.delete(self._published, at, axis=1)
-        self._recent = np.delete(self._recent, at)
-        self._recent_top = float(self._recent.max(initial=1.0))
-        self._usage = np.delete(self._usage, at)
-        self._heard_at = np.delete(self._heard_at, at)
-        self._context_at_sample = np.delete(self._context_at_sample, at)
+        self._hold(np.delete(self._values, at, axis=1))
+        self._recent_top = float(self._kept.recent.max(initial=1.0))
+        self._share_recent()
         self._last_seq.pop(worker_id, None)
 
     # -- placed by this router ----------------------------------------------------------------------------------------
@@ -164,35 +174,42 @@ class LoadTable:
     def own(self, worker_id: str) -> OwnLoad:
         """What is placed on ``worker_id`` now, registered or not."""
         at = self._row.get(worker_id)
-        values = self._parked.get(worker_id, [0, 0, 0]) if at is None else self._own[:, at]
-        return OwnLoad(int(values[_PREFILL]), int(values[_CONTEXT]), int(values[_REQUESTS]))
+        if at is None:
+            return self._parked.get(worker_id, OwnLoad())
+        kept = self._kept
+        return OwnLoad(int(self._shown.prefill_tokens[at]), int(kept.own_context[at]), int(kept.num_requests[at]))
 
     def _shift(self, worker_id: str, prefill: int, context: int, requests: int) -> None:
         at = self._row.get(worker_id)
         if at is not None:
-            self._own[_PREFILL, at] += prefill
-            self._own[_CONTEXT, at] += context
-            self._own[_REQUESTS, at] += requests
+            self._shown.prefill_tokens[at] += prefill
+            self._shown.context_tokens[at] += context
+            self._kept.own_context[at] += context
+            self._kept.num_requests[at] += requests
             return
-        parked = self._parked.setdefault(worker_id, [0, 0, 0])
-        parked[_PREFILL] += prefill
-        parked[_CONTEXT] += context
-        parked[_REQUESTS] += requests
-        if parked[_REQUESTS] <= 0:
-            del self._parked[worker_id]
+        parked = self._parked.get(worker_id, OwnLoad()).shifted(prefill, context, requests)
+        if parked.num_requests > 0:
+            self._parked[worker_id] = parked
+        else:
+            self._parked.pop(worker_id, None)
 
     def _remember(self, worker_id: str, num_tokens: int) -> None:
         """Instead of letting what was placed fade, let what is placed count more and more: only shares matter."""
         at = self._row.get(worker_id)
         if at is None:
             return
+        recent = self._kept.recent
         growth = math.exp(min((self._clock.now() - self._recent_since) / RECENT_S, MAX_RECENT_EXPONENT))
         if growth > MAX_RECENT_GROWTH:
-            self._recent /= growth
+            recent /= growth
             self._recent_top = max(self._recent_top / growth, 1.0)
             self._recent_since, growth = self._clock.now(), 1.0
-        self._recent[at] += num_tokens * growth
-        self._recent_top = max(self._recent_top, float(self._recent[at]))
+        recent[at] += num_tokens * growth
+        self._recent_top = max(self._recent_top, float(recent[at]))
+        self._share_recent()
+
+    def _share_recent(self) -> None:
+        np.divide(self._kept.recent, self._recent_top, out=self._shown.recent_share)
 
     # -- published ----------------------------------------------------------------------------------------------------
 
@@ -202,38 +219,34 @@ class LoadTable:
         if at is None or (metrics.seq and metrics.seq <= self._last_seq.get(metrics.worker_id, 0)):
             return False
         self._last_seq[metrics.worker_id] = metrics.seq
-        self._published[:, at] = (metrics.kv_active_blocks * self._block_size, metrics.num_requests_waiting)
-        self._usage[at] = metrics.gpu_cache_usage_perc
-        self._heard_at[at] = self._clock.now()
-        self._context_at_sample[at] = self._own[_CONTEXT, at]
+        shown, now = self._shown, self._clock.now()
+        shown.context_tokens[at] = max(self._kept.own_context[at], metrics.kv_active_blocks * self._block_size)
+        shown.cache_usage[at] = metrics.gpu_cache_usage_perc
+        shown.num_waiting[at] = metrics.num_requests_waiting
+        self._kept.heard_at[at] = now
+        self._fresh_until_s = min(self._fresh_until_s, now + self._stale_after_s)
         return True
+
+    def _forget_stale(self, now: float) -> None:
+        """Leave of the workers that have not been heard for long only what is known from here."""
+        shown, heard_at = self._shown, self._kept.heard_at
+        stale = heard_at < now - self._stale_after_s
+        shown.cache_usage[stale] = 0.0
+        shown.num_waiting[stale] = 0.0
+        shown.context_tokens[stale] = self._kept.own_context[stale]
+        self._fresh_until_s = float(heard_at[~stale].min(initial=math.inf)) + self._stale_after_s
 
     # -- columns, in row order ----------------------------------------------------------------------------------------
 
     def columns(self) -> LoadColumns:
-        """Everything that a decision looks at. Valid until the table changes."""
-        own, published = self._own, self._published
-        fresh = self._heard_at >= self._clock.now() - self._stale_after_s
-        context, usage, waiting = own[_CONTEXT], self._usage, published[_WAITING]
-        others = published[_ACTIVE] + (context - self._context_at_sample)
-        if not fresh.all():
-            usage, waiting, others = (
-                np.where(fresh, usage, 0.0),
-                np.where(fresh, waiting, 0),
-                np.where(fresh, others, 0),
-            )
-        return LoadColumns(
-            prefill_tokens=own[_PREFILL],
-            context_tokens=np.maximum(context, others),
-            num_requests=own[_REQUESTS],
-            recent_share=self._recent / self._recent_top,
-            cache_usage=usage,
-            num_waiting=waiting,
-        )
+        """Everything that a decision looks at. Not to be changed by the caller, and valid until the table changes."""
+        now = self._clock.now()
+        if now > self._fresh_until_s:
+            self._forget_stale(now)
+        return self._shown
 
     def __repr__(self) -> str:
-        total = self._own.sum(axis=1) if self._ids else np.zeros(3)
         return (
-            f"LoadTable(workers={len(self._ids)}, requests={int(total[_REQUESTS])}, "
-            f"prefill_tokens={int(total[_PREFILL])}, context_tokens={int(total[_CONTEXT])})"
+            f"LoadTable(workers={len(self._ids)}, requests={self._kept.num_requests.sum():.0f}, "
+            f"prefill_tokens={self._shown.prefill_tokens.sum():.0f}, context_tokens={self._kept.own_context.sum():.0f})"
         )

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from kvrelay.config import RouterConfig
-from kvrelay.router.load import FloatColumn, IntColumn, LoadColumns
+from kvrelay.router.load import FloatColumn, LoadColumns
 
 PENDING_WEIGHT = 0.7
 BALANCE_WEIGHT = 0.02
@@ -26,7 +26,7 @@ class Candidates:
 
     prompt_tokens: int
     block_size: int
-    overlap_blocks: IntColumn
+    overlap_blocks: FloatColumn
     load: LoadColumns
 
     def __len__(self) -> int:
@@ -49,11 +49,9 @@ class Policy(Protocol):
 
 def pick_best(scores: FloatColumn, rng: random.Random) -> int:
     """The highest score; ties are drawn at random."""
-    values: list[float] = scores.tolist()
-    top = max(values)
-    if values.count(top) == 1:
-        return values.index(top)
-    return rng.choice([at for at, value in enumerate(values) if value == top])
+    best = scores.argmax()
+    (tied,) = (scores == scores[best]).nonzero()
+    return int(best) if len(tied) == 1 else int(rng.choice(tied))
 
 
 def pick_softmax(scores: FloatColumn, temperature: float, rng: random.Random) -> int:
@@ -100,15 +98,15 @@ class KvPolicy:
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         load = candidates.load
-        credit_per_block = self._overlap_weight * candidates.block_size
-        cost: FloatColumn = np.multiply(candidates.overlap_blocks, -credit_per_block, dtype=np.float64)
-        cost += candidates.prompt_tokens
+        own = candidates.prompt_tokens - (self._overlap_weight * candidates.block_size) * candidates.overlap_blocks
         if self._overlap_weight > 1.0:
-            np.maximum(cost, 0.0, out=cost)
-        cost *= 1.0 + BALANCE_WEIGHT * load.recent_share
-        cost += PENDING_WEIGHT * load.prefill_tokens
-        cost += self._decode_weight * load.context_tokens
-        return np.negative(cost, out=cost)
+            np.maximum(own, 0.0, out=own)
+        cost = (
+            PENDING_WEIGHT * load.prefill_tokens
+            + own * (1.0 + BALANCE_WEIGHT * load.recent_share)
+            + self._decode_weight * load.context_tokens
+        )
+        return -cost
 
     def pick(self, scores: FloatColumn, rng: random.Random) -> int:
         if self._temperature > 0:
@@ -127,7 +125,7 @@ class DynamoV0Policy:
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         overlap = candidates.overlap_blocks * (candidates.block_size / max(candidates.prompt_tokens, 1))
-        waiting = candidates.load.num_waiting / max(int(candidates.load.num_waiting.max()), 1)
+        waiting = candidates.load.num_waiting / max(candidates.load.num_waiting.max(), 1)
         logits: FloatColumn = 2.0 * overlap - candidates.load.cache_usage - waiting
         return logits
 
@@ -174,8 +172,7 @@ class LeastLoadedPolicy:
     anticipates = False
 
     def scores(self, candidates: Candidates) -> FloatColumn:
-        load = candidates.load.prefill_tokens + candidates.load.context_tokens
-        return -load.astype(np.float64)
+        return -(candidates.load.prefill_tokens + candidates.load.context_tokens)
 
     def pick(self, scores: FloatColumn, rng: random.Random) -> int:
         return pick_best(scores, rng)

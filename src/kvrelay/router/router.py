@@ -9,10 +9,13 @@ from __future__ import annotations
 import copy
 import enum
 import logging
+import math
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import Clock
@@ -21,15 +24,24 @@ from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.router.approximate import ApproximateIndexer
-from kvrelay.router.base import CandidateScore, IndexState, ReplayRequester, RoutingDecision, RoutingRequest
+from kvrelay.router.base import (
+    CandidateScore,
+    IndexState,
+    ReplayRequester,
+    RoutingDecision,
+    RoutingExplanation,
+    RoutingRequest,
+)
 from kvrelay.router.indexer import KvIndexer, StreamState
-from kvrelay.router.load import FloatColumn, IntColumn, LoadTable
+from kvrelay.router.load import FloatColumn, LoadTable
 from kvrelay.router.policies import Candidates, Policy, build_policy
 
 _log = logging.getLogger(__name__)
 
 ANTICIPATION_S = 10.0
 MAX_CACHED_GROUPS = 1024
+
+_RowIndices = npt.NDArray[np.intp]
 
 
 class RouterStage(enum.Enum):
@@ -62,7 +74,7 @@ class PolicyRouter:
         self._request_replay = request_replay
         self._indexer: KvIndexer | ApproximateIndexer | None = None
         self._anticipated: ApproximateIndexer | None = None
-        self._rows_of: dict[tuple[str, ...], IntColumn] = {}
+        self._rows_of: dict[tuple[str, ...], _RowIndices] = {}
         self._workers: dict[str, WorkerInfo] = {}
         self._load = LoadTable(block_size, clock)
         self._rng = random.Random(config.router_seed)
@@ -154,26 +166,24 @@ class PolicyRouter:
 
     def choose(self, request: RoutingRequest) -> RoutingDecision:
         sequence = self._sequence(request)
-        decision = self._decide(request, sequence, self._policy, self._rng)
-        num_tokens = len(request.token_ids)
-        cached = min(decision.overlap_blocks * self._block_size, num_tokens)
-        self._load.place(request.request_id, decision.worker_id, num_tokens - cached, num_tokens)
-        for indexer in (self._indexer, self._anticipated):
-            if (
-                isinstance(indexer, ApproximateIndexer)
-                and self._workers[decision.worker_id].block_size == self._block_size
-            ):
-                indexer.place(decision.worker_id, sequence)
+        candidates = self._candidates(request, sequence)
+        scores = self._scores(self._policy, candidates, request.exclude)
+        decision = self._decision(candidates, self._policy.pick(scores, self._rng))
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("request %s: %s", request.request_id, decision)
+            _log.debug("request %s: %s", request.request_id, self._explanation(decision, candidates, scores))
+        self._place(request, decision, sequence)
         return decision
 
-    def explain(self, request: RoutingRequest) -> RoutingDecision:
-        """The decision, without placing the request. Raises WorkerUnavailableError when nobody can take it.
+    def explain(self, request: RoutingRequest) -> RoutingExplanation:
+        """The decision and its reasons, without placing the request. Raises WorkerUnavailableError when nobody can take
+        it.
 
         Copies decide: whose turn is next and what will be drawn stay as they are.
         """
-        return self._decide(request, self._sequence(request), copy.copy(self._policy), copy.copy(self._rng))
+        policy, rng = copy.copy(self._policy), copy.copy(self._rng)
+        candidates = self._candidates(request, self._sequence(request))
+        scores = self._scores(policy, candidates, request.exclude)
+        return self._explanation(self._decision(candidates, policy.pick(scores, rng)), candidates, scores)
 
     def _sequence(self, request: RoutingRequest) -> tuple[int, ...]:
         """The prompt's sequence hashes; none when nobody asks for them."""
@@ -181,28 +191,56 @@ class PolicyRouter:
             return ()
         return compute_block_hashes(request.token_ids, self._block_size, lora=request.lora).sequence
 
-    def _decide(
-        self, request: RoutingRequest, sequence: tuple[int, ...], policy: Policy, rng: random.Random
-    ) -> RoutingDecision:
-        ids = self._load.worker_ids
-        excluded: list[int] = []
-        if request.exclude:
-            excluded = [row for row in map(self._load.row, set(request.exclude)) if row is not None]
-        if len(excluded) >= len(ids):
+    def _candidates(self, request: RoutingRequest, sequence: tuple[int, ...]) -> Candidates:
+        return Candidates(len(request.token_ids), self._block_size, self._overlaps(sequence), self._load.columns())
+
+    def _scores(self, policy: Policy, candidates: Candidates, exclude: Collection[str]) -> FloatColumn:
+        """The policy's scores, ``-inf`` for those excluded. Raises WorkerUnavailableError when nobody is left."""
+        excluded = [row for row in map(self._load.row, set(exclude)) if row is not None] if exclude else []
+        if len(excluded) >= len(candidates):
             raise WorkerUnavailableError("no worker can take the request")
-        candidates = self._candidates(request, sequence)
         scores = policy.scores(candidates)
         if excluded:
-            scores[excluded] = -np.inf
-        chosen = policy.pick(scores, rng)
+            scores[excluded] = -math.inf
+        return scores
+
+    def _decision(self, candidates: Candidates, chosen: int) -> RoutingDecision:
         overlap = int(candidates.overlap_blocks[chosen])
         return RoutingDecision(
-            worker_id=ids[chosen],
+            worker_id=self._load.worker_ids[chosen],
             policy=self._config.router,
-            hit_rate=overlap * self._block_size / len(request.token_ids) if overlap else 0.0,
+            hit_rate=overlap * self._block_size / candidates.prompt_tokens if overlap else 0.0,
             overlap_blocks=overlap,
-            candidates=_score_records(ids, scores, candidates, excluded),
         )
+
+    def _explanation(
+        self, decision: RoutingDecision, candidates: Candidates, scores: FloatColumn
+    ) -> RoutingExplanation:
+        """The decision with every candidate's numbers, in row order. They are made only for those who ask: for many
+        workers they take longer than the decision."""
+        records = map(
+            CandidateScore,
+            self._load.worker_ids,
+            scores.tolist(),
+            _counts(candidates.overlap_blocks),
+            candidates.load.cache_usage.tolist(),
+            _counts(candidates.load.num_waiting),
+            _counts(candidates.load.prefill_tokens),
+            _counts(candidates.load.context_tokens),
+        )
+        possible = tuple(record for record in records if record.score > -math.inf)
+        return RoutingExplanation(**msgspec.structs.asdict(decision), candidates=possible)
+
+    def _place(self, request: RoutingRequest, decision: RoutingDecision, sequence: tuple[int, ...]) -> None:
+        """Count the request where it was sent, and its prompt as cached there soon."""
+        num_tokens = len(request.token_ids)
+        cached = min(decision.overlap_blocks * self._block_size, num_tokens)
+        self._load.place(request.request_id, decision.worker_id, num_tokens - cached, num_tokens)
+        if self._workers[decision.worker_id].block_size != self._block_size:
+            return
+        for indexer in (self._indexer, self._anticipated):
+            if isinstance(indexer, ApproximateIndexer):
+                indexer.place(decision.worker_id, sequence)
 
     def first_token(self, request_id: str) -> None:
         self._load.prefilled(request_id)
@@ -210,29 +248,30 @@ class PolicyRouter:
     def finished(self, request_id: str, num_output_tokens: int) -> None:
         self._load.finish(request_id)
 
-    def _candidates(self, request: RoutingRequest, sequence: tuple[int, ...]) -> Candidates:
-        return Candidates(len(request.token_ids), self._block_size, self._overlaps(sequence), self._load.columns())
-
-    def _overlaps(self, sequence: tuple[int, ...]) -> IntColumn:
+    def _overlaps(self, sequence: tuple[int, ...]) -> FloatColumn:
         """Leading blocks held, or about to be, in the load table's row order."""
-        column = np.zeros(len(self._load.worker_ids), dtype=np.int64)
+        overlaps = np.zeros(len(self._load.worker_ids))
         if sequence and self._indexer is not None:
-            for depth, names in self._indexer.find_holders(sequence):  # the depth grows
-                column[self._rows(names)] = depth
+            self._enter(self._indexer.find_holders(sequence), overlaps)
         if sequence and self._anticipated is not None:
-            for depth, names in self._anticipated.find_holders(sequence):
-                rows = self._rows(names)
-                column[rows] = np.maximum(column[rows], depth)
-        return column
+            expected = np.zeros(len(overlaps))
+            self._enter(self._anticipated.find_holders(sequence), expected)
+            np.maximum(overlaps, expected, out=overlaps)
+        return overlaps
 
-    def _rows(self, names: tuple[str, ...]) -> IntColumn:
+    def _enter(self, holders: Iterable[tuple[int, tuple[str, ...]]], column: FloatColumn) -> None:
+        """Write each worker's depth to its row; depths grow, so that of several the last one counts."""
+        for depth, names in holders:
+            column[self._rows(names)] = depth
+
+    def _rows(self, names: tuple[str, ...]) -> _RowIndices:
         """The workers' rows in the load table, without those that do not compete. The same groups come up again."""
         rows = self._rows_of.get(names)
         if rows is None:
             if len(self._rows_of) >= MAX_CACHED_GROUPS:
                 self._rows_of.clear()
             found = [row for row in map(self._load.row, names) if row is not None]
-            rows = self._rows_of[names] = np.array(found, dtype=np.int64)
+            rows = self._rows_of[names] = np.array(found, dtype=np.intp)
         return rows
 
     # -- what workers publish -----------------------------------------------------------------------------------------
@@ -270,23 +309,6 @@ class PolicyRouter:
         return f"PolicyRouter({self._config.router}, {self._load!r}, {self._indexer!r})"
 
 
-def _score_records(
-    ids: list[str], scores: FloatColumn, candidates: Candidates, excluded: Collection[int]
-) -> tuple[CandidateScore, ...]:
-    """Every candidate's numbers, in row order, without those that were excluded."""
-    load = candidates.load
-    records = tuple(
-        map(
-            CandidateScore,
-            ids,
-            scores.tolist(),
-            candidates.overlap_blocks.tolist(),
-            load.cache_usage.tolist(),
-            load.num_waiting.tolist(),
-            load.prefill_tokens.tolist(),
-            load.context_tokens.tolist(),
-        )
-    )
-    if not excluded:
-        return records
-    return tuple(record for row, record in enumerate(records) if row not in excluded)
+def _counts(column: FloatColumn) -> list[int]:
+    counts: list[int] = column.astype(np.int64).tolist()
+    return counts
