@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import httpx
 import pytest
 from tests.certificates import make_certificate
 from tests.frontend.doubles import Script, running
-from tests.frontend.raw_http import send
+from tests.frontend.raw_http import RawClient, send
 
-from kvrelay.config import FrontendConfig
+from kvrelay.config import FrontendConfig, KeyLimits
 from kvrelay.core.clock import ManualClock
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.api_keys import ApiKeys, new_api_key, read_keys_file
@@ -48,6 +49,21 @@ def test_without_keys_everybody_is_admitted() -> None:
     keys = ApiKeys.load("", "")
     assert not keys
     assert keys.name_of("") == ""
+    assert keys.limits_of("") == KeyLimits()
+
+
+def test_limits_stand_behind_the_key(tmp_path: Path) -> None:
+    limits = KeyLimits(requests_per_minute=0, max_body_bytes=1000, max_prompt_tokens=20, max_output_tokens=10)
+    alice, alice_line = new_api_key("alice", limits)
+    bob, bob_line = new_api_key("bob")
+    path = tmp_path / "keys"
+    path.write_text(f"{alice_line}\n{bob_line}\n{'a' * 64}   max_body_bytes=5")
+    keys = ApiKeys.load("plain", str(path))
+    assert keys.name_of(f"Bearer {alice}") == "alice"
+    assert keys.name_of(f"Bearer {bob}") == "bob"
+    assert keys.limits_of("alice") == limits
+    assert keys.limits_of("key-3") == KeyLimits(max_body_bytes=5)
+    assert keys.limits_of("bob") == keys.limits_of("default") == KeyLimits()
 
 
 @pytest.mark.parametrize(
@@ -58,6 +74,12 @@ def test_without_keys_everybody_is_admitted() -> None:
         ("alice:kvr-secret-pasted-by-mistake\n", "line 1"),
         ("ok:" + "a" * 64 + "\nbad name:" + "b" * 64, "line 2"),
         ("a:" + "a" * 64 + "\na:" + "b" * 64, "named a"),
+        ("a:" + "a" * 64 + " kvr-secret", "line 1: behind the key, limits like requests_per_minute"),
+        ("a:" + "a" * 64 + " max_body_bytes=1 max_body_bytes=2", "line 1: .* once"),
+        ("#\na:" + "a" * 64 + " max_body_bytes=0", "line 2: max_body_bytes must be at least 1"),
+        ("a:" + "a" * 64 + " max_body_bytes=-1", "line 1: max_body_bytes must be a whole number"),
+        ("a:" + "a" * 64 + " max_body_bytes=" + "9" * 5000, "line 1: max_body_bytes must be a whole number"),
+        ("a:" + "a" * 64 + " max_body_bytes", "line 1: max_body_bytes must be a whole number"),
     ],
 )
 def test_a_bad_keys_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -80,18 +102,19 @@ def test_a_name_that_fits_no_line() -> None:
 
 def test_rate_limit() -> None:
     clock = ManualClock()
-    limit = RateLimit(3, clock)
-    assert [limit.take("a") for _ in range(3)] == [None] * 3
-    assert limit.take("a") == pytest.approx(20.0)
-    assert limit.take("b") is None
+    limit = RateLimit(clock)
+    assert [limit.take("a", 3) for _ in range(3)] == [None] * 3
+    assert limit.take("a", 3) == pytest.approx(20.0)
+    assert limit.take("b", 1) is None
+    assert limit.take("b", 1) == pytest.approx(60.0)
     clock.advance(5.0)
-    assert limit.take("a") == pytest.approx(15.0)
+    assert limit.take("a", 3) == pytest.approx(15.0)
     clock.advance(15.0)
-    assert limit.take("a") is None
-    assert limit.take("a") == pytest.approx(20.0)
+    assert limit.take("a", 3) is None
+    assert limit.take("a", 3) == pytest.approx(20.0)
     clock.advance(3600.0)
-    assert [limit.take("a") is None for _ in range(4)] == [True, True, True, False]
-    assert all(RateLimit(0, clock).take("a") is None for _ in range(1000))
+    assert [limit.take("a", 3) is None for _ in range(4)] == [True, True, True, False]
+    assert all(limit.take("c", 0) is None for _ in range(1000))
 
 
 async def test_each_key_has_its_own_rate(model_dir: Path, tmp_path: Path) -> None:
@@ -111,6 +134,90 @@ async def test_each_key_has_its_own_rate(model_dir: Path, tmp_path: Path) -> Non
             assert (await send(port, "GET", "/v1/models", headers=bearer(key))).status == 200
         assert (await send(port, "POST", "/v1/completions", BODY, bearer("kvr-other"))).status == 401
         assert len(cluster.workers["w0"].requests) == 4
+
+
+async def test_a_key_with_limits_of_its_own_beside_one_without(model_dir: Path, tmp_path: Path) -> None:
+    limits = KeyLimits(requests_per_minute=0, max_body_bytes=300, max_prompt_tokens=20, max_output_tokens=10)
+    alice, alice_line = new_api_key("alice", limits)
+    bob, bob_line = new_api_key("bob")
+    path = tmp_path / "keys"
+    path.write_text(f"{alice_line}\n{bob_line}")
+    prompts = [[5] * 7] * 3
+    too_much: list[tuple[dict[str, object], str, str]] = [
+        ({"prompt": [5] * 21, "max_tokens": 1}, "prompt", "(max_prompt_tokens)"),
+        ({"prompt": prompts, "max_tokens": 1}, "prompt", "(max_prompt_tokens)"),
+        ({"prompt": [5], "max_tokens": 11}, "max_tokens", "(max_output_tokens)"),
+        ({"prompt": [5], "max_tokens": 6, "n": 2}, "max_tokens", "(max_output_tokens)"),
+        ({"prompt": [[5], [6]], "n": 6}, "max_tokens", "(max_output_tokens)"),
+    ]
+    async with running(model_dir, Script((10,)), api_keys_file=str(path), requests_per_minute=6) as cluster:
+        port = cluster.frontend.port
+        for body, param, limit in too_much:
+            refused = await send(port, "POST", "/v1/completions", body, bearer(alice))
+            assert (refused.status, refused.error["param"]) == (413, param)
+            assert limit in refused.error["message"]
+            assert (await send(port, "POST", "/v1/completions", body, bearer(bob))).status == 200
+        for number in range(4):
+            exact = {"prompt": [5] * 20, "max_tokens": 5, "n": 2, "seed": number}
+            assert (await send(port, "POST", "/v1/completions", exact, bearer(alice))).status == 200
+        assert (await send(port, "POST", "/v1/completions", BODY, bearer(bob))).status == 200
+        refused = await send(port, "POST", "/v1/completions", BODY, bearer(bob))
+        assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
+        assert "6 requests per minute (requests_per_minute)" in refused.error["message"]
+
+
+async def test_a_trailer_is_nobodys_key(model_dir: Path, tmp_path: Path) -> None:
+    """A chunked body ends with headers of its own, behind the head by which the client was let in."""
+    key, line = new_api_key("alice", KeyLimits(requests_per_minute=1))
+    path = tmp_path / "keys"
+    path.write_text(line)
+    body = json.dumps(BODY).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    chunks = b"%x\r\n%b\r\n0\r\nauthorization: Bearer other\r\n\r\n" % (len(body), body)
+    async with running(model_dir, Script((10,)), api_keys_file=str(path)) as cluster:
+        client = await RawClient.connect(cluster.frontend.port)
+        for status in (200, 429):
+            client.writer.write(head.encode() + chunks)
+            assert (await client.read_answer()).status == status
+        await client.close()
+
+
+async def test_an_answer_without_a_length_is_cut_to_what_the_key_allows(model_dir: Path, tmp_path: Path) -> None:
+    key, line = new_api_key("alice", KeyLimits(max_output_tokens=9))
+    path = tmp_path / "keys"
+    path.write_text(line)
+    async with running(model_dir, Script((10,)), api_keys_file=str(path)) as cluster:
+        port, chat = cluster.frontend.port, {"messages": [{"role": "user", "content": "Hi"}]}
+        for endpoint, body, expected in (
+            ("/v1/chat/completions", chat, 9),
+            ("/v1/chat/completions", {**chat, "n": 2}, 8),
+            ("/v1/completions", {"prompt": [5]}, 9),
+        ):
+            answer = await send(port, "POST", endpoint, body, bearer(key))
+            assert answer.json["usage"]["completion_tokens"] == expected
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+async def test_a_body_above_the_limit_of_its_key_is_refused_before_it_is_read(
+    model_dir: Path, tmp_path: Path, chunked: bool
+) -> None:
+    key, line = new_api_key("alice", KeyLimits(max_body_bytes=300))
+    path = tmp_path / "keys"
+    path.write_text(line)
+    length = "transfer-encoding: chunked" if chunked else "content-length: 301"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n{length}\r\n\r\n"
+    async with running(model_dir, Script((10,)), api_keys_file=str(path)) as cluster:
+        port = cluster.frontend.port
+        client = await RawClient.connect(port)
+        client.writer.write(head.encode() + (b"12d\r\n" + b"x" * 301 if chunked else b""))
+        answer = await client.read_answer()
+        await client.close()
+        assert answer.status == 413
+        assert answer.error["message"] == "the request body is above 300 bytes (max_body_bytes)"
+        padded = {**BODY, "user": "x" * 200}
+        assert (await send(port, "POST", "/v1/completions", padded, bearer(key))).status == 200
 
 
 @pytest.mark.parametrize(("host", "status"), [("0.0.0.0", 401), ("127.0.0.1", 200)])

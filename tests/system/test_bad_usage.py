@@ -55,6 +55,7 @@ def refused(*arguments: str, code: int = 2) -> str:
             "without CURVE",
         ),
         (["api-key", "a:b"], "no name of a key"),
+        (["api-key", "a", "--max-output-tokens", "0"], "at least 1"),
         (["sing"], "sing"),
         (["config", "set", "disagg.max_local_prefil_length", "5"], "did you mean disagg.max_local_prefill_length"),
         (["config", "set", "disagg.max_local_prefill_length", "many"], "whole number"),

@@ -166,7 +166,7 @@ def test_the_page_is_true(operator: Operator) -> None:
 def check(operator: Operator, line: str, printed: str) -> None:
     """What the page promises of a command."""
     if line.startswith("kvrelay api-key"):
-        key, hashed = re.fullmatch(r"key:  (\S+)\nline: (alice:\w{64})\n", printed).groups()
+        key, hashed = re.fullmatch(r"key:  (\S+)\nline: (alice:\w{64} max_prompt_tokens=8192 \S+)\n", printed).groups()
         operator.variables["KEY"] = key
         (operator.directory / "api-keys").write_text(hashed + "\n")
     elif line.startswith("curl") and "$KEY" in line:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import click
 
+from kvrelay.cli.options import field_options
+from kvrelay.config import KeyLimits
+
 
 @click.command("api-key")
 @click.argument("name")
-def api_key(name: str) -> None:
+@field_options(KeyLimits)
+def api_key(name: str, **limits: int | None) -> None:
     """Print a fresh API key for NAME, and the line that admits it to put into the --api-keys-file of the frontends.
 
-    The key is shown this once; the file holds only its hash.
+    The key is shown this once; the file holds only its hash, and the limits that the client has besides everybody's.
 
-    Example: kvrelay api-key alice
+    Example: kvrelay api-key alice --requests-per-minute 60 --max-output-tokens 1024
     """
     from kvrelay.frontend.api_keys import new_api_key
 
-    key, line = new_api_key(name)
+    key, line = new_api_key(name, KeyLimits(**limits))
     click.echo(f"key:  {key}")
     click.echo(f"line: {line}")

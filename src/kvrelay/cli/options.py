@@ -28,10 +28,7 @@ def settings_options(*classes: type[Settings], exclude: tuple[str, ...] = ()) ->
 
     def decorate(command: Command) -> Command:
         for cls in reversed(classes):
-            hints = typing.get_type_hints(cls)
-            for item in reversed(dataclasses.fields(cls)):
-                if item.name not in exclude:
-                    command = _option(item, hints[item.name])(command)
+            command = field_options(cls, exclude=exclude)(command)
         help_text = "YAML file with a section per room; flags win over it."
         path = click.Path(exists=True, dir_okay=False, path_type=Path)
         return click.option("--config", "config_file", type=path, help=help_text)(command)
@@ -39,9 +36,24 @@ def settings_options(*classes: type[Settings], exclude: tuple[str, ...] = ()) ->
     return decorate
 
 
+def field_options(cls: type[Settings], *, exclude: tuple[str, ...] = ()) -> Callable[[Command], Command]:
+    """A decorator that adds one option per field of ``cls``; one that is not given arrives as None."""
+
+    def decorate(command: Command) -> Command:
+        hints = typing.get_type_hints(cls)
+        for item in reversed(dataclasses.fields(cls)):
+            if item.name not in exclude:
+                command = _option(item, hints[item.name])(command)
+        return command
+
+    return decorate
+
+
 def _option(item: dataclasses.Field[Any], hint: Any) -> Callable[[Command], Command]:
     flag = "--" + item.name.replace("_", "-")
-    help_text = f"{item.metadata.get('help', '')}  [default: {item.default if item.default != '' else 'none'}]"
+    help_text = (
+        f"{item.metadata.get('help', '')}  [default: {item.default if item.default not in ('', None) else 'none'}]"
+    )
     if isinstance(hint, types.UnionType):
         hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
     if hint is bool:

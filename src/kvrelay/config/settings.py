@@ -143,8 +143,8 @@ class FrontendConfig(Settings):
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port to listen on; 0: a free one.", low=0, high=65535)
     api_key: str = setting("", "Key that clients must send as a bearer token; empty: none.")
-    api_keys_file: str = setting("", "File of hashed API keys, one NAME:SHA256 a line; see kvrelay api-key.")
-    requests_per_minute: int = setting(0, "Most requests per API key and minute before 429; 0: no limit.", low=0)
+    api_keys_file: str = setting("", "File of hashed API keys, one a line; see kvrelay api-key.")
+    requests_per_minute: int = setting(0, "Most requests of an API key per minute (429); 0: no limit.", low=0)
     tls_cert: str = setting("", "Certificate chain (PEM) for HTTPS; empty: HTTP.")
     tls_key: str = setting("", "Private key (PEM) of the certificate.")
     max_body_bytes: int = setting(16 * 1024 * 1024, "Largest request body.", low=1024)
@@ -159,6 +159,20 @@ class FrontendConfig(Settings):
         Settings.__post_init__(self)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("tls_cert and tls_key belong together: give both or none", param="tls_cert")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits(Settings):
+    """What the requests of one API key may take, as its line in the keys file says. None: what all may."""
+
+    requests_per_minute: int | None = setting(
+        None, "Most requests per minute (429) instead of the frontend's; 0: no limit.", low=0
+    )
+    max_body_bytes: int | None = setting(None, "Largest request body (413), if below the frontend's own limit.", low=1)
+    max_prompt_tokens: int | None = setting(None, "Most prompt tokens of a request, over all its prompts (413).", low=1)
+    max_output_tokens: int | None = setting(
+        None, "Most tokens that a request may ask for, over all its choices (413).", low=1
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class ModelNotFoundError(InvalidInputError):
 
 
 class PayloadTooLargeError(InvalidInputError):
-    """The request body is larger than the frontend accepts."""
+    """The request is larger than the frontend accepts, from anybody or from this client."""
 
     status = 413
 

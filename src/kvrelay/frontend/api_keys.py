@@ -1,4 +1,4 @@
-"""API keys at rest: SHA-256 digests, from a file and from the settings, and which of them a request carries.
+"""API keys at rest: their SHA-256 digests and limits, from a file and from the settings, and which a request carries.
 
 A key is 32 random bytes, so its digest needs no salt and no slow hash. Every comparison takes the same time, whichever
 key it is and however much of it is right. It does not know HTTP beyond the authorization header's text.
@@ -10,23 +10,38 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from kvrelay.config import KeyLimits
 from kvrelay.errors import ConfigError
 
 KEY_PREFIX = "kvr-"
 NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+COUNT = re.compile(r"[0-9]{1,18}")
 MAX_FILE_BYTES = 1 << 20
+LIMIT_NAMES = tuple(item.name for item in fields(KeyLimits))
+NO_LIMITS = KeyLimits()
 
 
-def new_api_key(name: str) -> tuple[str, str]:
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """What is known of a key."""
+
+    digest: bytes
+    limits: KeyLimits = NO_LIMITS
+
+
+def new_api_key(name: str, limits: KeyLimits = NO_LIMITS) -> tuple[str, str]:
     """A fresh key, and the line of the keys file that admits it. Raises ConfigError for a name that fits no line."""
     if NAME.fullmatch(name) is None:
         raise ConfigError(f"{name!r} is no name of a key: expected up to 64 letters, digits and . _ @ -", param="name")
     key = KEY_PREFIX + secrets.token_urlsafe(32)
-    return key, f"{name}:{digest_of(key).hex()}"
+    given = {name: getattr(limits, name) for name in LIMIT_NAMES}
+    words = [f"{name}={value}" for name, value in given.items() if value is not None]
+    return key, " ".join([f"{name}:{digest_of(key).hex()}", *words])
 
 
 def digest_of(key: str) -> bytes:
@@ -37,38 +52,44 @@ def digest_of(key: str) -> bytes:
 class ApiKeys:
     """The keys that are admitted, by name. Without any, everybody is."""
 
-    def __init__(self, digests: Mapping[str, bytes]) -> None:
-        self._digests = dict(digests)
+    def __init__(self, keys: Mapping[str, ApiKey]) -> None:
+        self._keys = dict(keys)
 
     @classmethod
     def load(cls, api_key: str, keys_file: str) -> ApiKeys:
         """The one of the settings (named ``default``) and those of the file. Raises ConfigError."""
-        digests = {"default": hashlib.sha256(api_key.encode()).digest()} if api_key else {}
+        keys = {"default": ApiKey(hashlib.sha256(api_key.encode()).digest())} if api_key else {}
         if keys_file:
-            digests |= read_keys_file(Path(keys_file))
-        return cls(digests)
+            keys |= read_keys_file(Path(keys_file))
+        return cls(keys)
 
     def __repr__(self) -> str:
-        return f"ApiKeys({', '.join(self._digests)})"
+        return f"ApiKeys({', '.join(self._keys)})"
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._keys)
+
+    def limits_of(self, name: str) -> KeyLimits:
+        """Of the key of this name; those of ``""`` and of the key in the settings are none of their own."""
+        known = self._keys.get(name)
+        return NO_LIMITS if known is None else known.limits
 
     def name_of(self, authorization: str) -> str | None:
         """The name of the key in an authorization header, ``""`` where no key is needed, None if there is no match."""
-        if not self._digests:
+        if not self._keys:
             return ""
         scheme, _, key = authorization.partition(" ")
         digest = digest_of(key.strip())
         found: str | None = None
-        for name, known in self._digests.items():
-            if hmac.compare_digest(digest, known):
+        for name, known in self._keys.items():
+            if hmac.compare_digest(digest, known.digest):
                 found = name
         return found if scheme.lower() == "bearer" else None
 
 
-def read_keys_file(path: Path) -> dict[str, bytes]:
-    """Digests by name: one ``NAME:SHA256`` or ``SHA256`` (hexadecimal) a line; blank lines and ``#`` lines are skipped.
+def read_keys_file(path: Path) -> dict[str, ApiKey]:
+    """Keys by name: one ``NAME:SHA256`` or ``SHA256`` (hexadecimal) a line, and behind it limits, each a field of
+    KeyLimits: ``alice:5e88... requests_per_minute=60 max_output_tokens=512``. Blank lines and ``#`` lines are skipped.
 
     Raises ConfigError with file and line.
     """
@@ -78,21 +99,40 @@ def read_keys_file(path: Path) -> dict[str, bytes]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"cannot read API keys from {path}: {exc}", param="api_keys_file") from exc
-    digests: dict[str, bytes] = {}
+    keys: dict[str, ApiKey] = {}
     for number, line in enumerate((line.strip() for line in lines), start=1):
         if not line or line.startswith("#"):
             continue
-        name, _, digest = line.rpartition(":")
+        try:
+            name, key = _parse_line(line)
+        except ConfigError as exc:
+            raise ConfigError(f"{path}, line {number}: {exc.message}", param="api_keys_file") from exc
         name = name or f"key-{number}"
-        # The line itself is not shown: it may be a key that was pasted by mistake.
-        if NAME.fullmatch(name) is None or DIGEST.fullmatch(digest) is None:
-            raise ConfigError(
-                f"{path}, line {number}: expected NAME:SHA256, see kvrelay api-key", param="api_keys_file"
-            )
-        if name in digests:
+        if name in keys:
             raise ConfigError(f"{path}, line {number}: a second key is named {name}", param="api_keys_file")
-        digests[name] = bytes.fromhex(digest)
-    if not digests:
+        keys[name] = key
+    if not keys:
         # Otherwise an empty file would open the service.
         raise ConfigError(f"{path} holds no API key, see kvrelay api-key", param="api_keys_file")
-    return digests
+    return keys
+
+
+def _parse_line(line: str) -> tuple[str, ApiKey]:
+    """Name, empty if there is none, and key. The errors do not show the line: a key may be pasted there by mistake."""
+    admission, *words = line.split()
+    name, _, digest = admission.rpartition(":")
+    if (name and NAME.fullmatch(name) is None) or DIGEST.fullmatch(digest) is None:
+        raise ConfigError("expected NAME:SHA256, see kvrelay api-key")
+    return name, ApiKey(bytes.fromhex(digest), _parse_limits(words))
+
+
+def _parse_limits(words: Sequence[str]) -> KeyLimits:
+    values: dict[str, int] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in LIMIT_NAMES or name in values:
+            raise ConfigError(f"behind the key, limits like {LIMIT_NAMES[0]}=60; each of {', '.join(LIMIT_NAMES)} once")
+        if COUNT.fullmatch(text) is None:
+            raise ConfigError(f"{name} must be a whole number")
+        values[name] = int(text)
+    return KeyLimits(**values)

@@ -79,13 +79,14 @@ class FrontendApp:
     def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
         """Raises ConfigError when the API keys cannot be read."""
         self._keys = ApiKeys.load(config.api_key, config.api_keys_file)
-        self._rate_limit = RateLimit(config.requests_per_minute, MonotonicClock())
+        self._rate_limit = RateLimit(MonotonicClock())
+        self._requests_per_minute = config.requests_per_minute
         self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
         self._cluster = cluster
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
         self._openapi = msgspec.json.encode(openapi_document())
-        pipeline = Pipeline(config, cluster, metrics)
+        pipeline = Pipeline(config, cluster, metrics, self._keys)
         routing = RoutingEndpoints(cluster)
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
@@ -106,7 +107,7 @@ class FrontendApp:
     # -- HttpApplication ----------------------------------------------------------------------------------------------
 
     def check_head(self, request: HttpRequest) -> Response | None:
-        """404, 405 and 401, before the body is read."""
+        """404, 405 and 401, before the body is read; and how much of it may come."""
         route = self._route(request.path)
         if route is None:
             return self._refusal(request, 404, f"there is nothing at {request.path[:200]}")
@@ -114,9 +115,12 @@ class FrontendApp:
         if method != route.method:
             allow = [(b"allow", route.method.encode())]
             return self._refusal(request, 405, f"{request.path[:200]} takes {route.method}", allow)
-        if request.path not in self._open_paths and self._key_of(request) is None:
-            challenge = [(b"www-authenticate", b"Bearer")]
-            return self._refusal(request, 401, "a valid API key is needed", challenge, "invalid_api_key")
+        if request.path not in self._open_paths:
+            client = self._keys.name_of(request.headers.get("authorization", ""))
+            if client is None:
+                challenge = [(b"www-authenticate", b"Bearer")]
+                return self._refusal(request, 401, "a valid API key is needed", challenge, "invalid_api_key")
+            request.client, request.max_body_bytes = client, self._keys.limits_of(client).max_body_bytes
         return None
 
     def error_response(self, status: int, message: str) -> Response:
@@ -142,16 +146,15 @@ class FrontendApp:
             return self._model_route
         return route
 
-    def _key_of(self, request: HttpRequest) -> str | None:
-        """The name of the client's API key, or None if it has none that is admitted."""
-        return self._keys.name_of(request.headers.get("authorization", ""))
-
     def _check_rate(self, request: HttpRequest) -> None:
         """Raises OverloadedError for a client that asks for work too often. Not by the head alone: a refusal there
         ends the connection, and with it what the client still waits for."""
-        wait_s = self._rate_limit.take(self._key_of(request) or "")
+        own = self._keys.limits_of(request.client).requests_per_minute
+        per_minute = self._requests_per_minute if own is None else own
+        wait_s = self._rate_limit.take(request.client, per_minute)
         if wait_s is not None:
-            raise OverloadedError("too many requests per minute with this API key", retry_after_s=wait_s)
+            message = f"this API key allows {per_minute} requests per minute (requests_per_minute)"
+            raise OverloadedError(message, retry_after_s=wait_s)
 
     def _refusal(
         self,

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from kvrelay.config import FrontendConfig
 from kvrelay.errors import InvalidInputError, KvrelayError, OverloadedError
 from kvrelay.frontend.answers import ClientGoneError, StreamedAnswer, WholeAnswer
+from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, Response
 from kvrelay.frontend.metrics import FrontendMetrics
@@ -37,10 +38,11 @@ TIMEOUT_HEADER = "x-request-timeout-s"
 class Pipeline:
     """Generates answers for ``/v1/completions`` and ``/v1/chat/completions``."""
 
-    def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
+    def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics, keys: ApiKeys) -> None:
         self._config = config
         self._cluster = cluster
         self._metrics = metrics
+        self._keys = keys
 
     async def complete(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/completions``. Raises KvrelayError before the answer has begun."""
@@ -92,6 +94,7 @@ class Pipeline:
         prompts: Items[Prompt],
         form: AnswerFormat,
     ) -> None:
+        plan = plan.within(self._keys.limits_of(exchange.request.client), [len(prompt.token_ids) for prompt in prompts])
         timeout_s = self._timeout_s(exchange, plan)
         specs = _specs(request_id, model, plan, prompts, timeout_s)
         headers = [(b"x-request-id", request_id.encode())]

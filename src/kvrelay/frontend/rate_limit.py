@@ -12,25 +12,24 @@ MINUTE_S = 60.0
 
 
 class RateLimit:
-    """``requests_per_minute`` for each key; 0: no limit."""
+    """A bucket for each key that has a limit."""
 
-    def __init__(self, requests_per_minute: int, clock: Clock) -> None:
-        self._capacity = float(requests_per_minute)
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def __repr__(self) -> str:
-        return f"RateLimit({self._capacity:g} per minute, keys={len(self._buckets)})"
+        return f"RateLimit(keys={len(self._buckets)})"
 
-    def take(self, key: str) -> float | None:
-        """Count one request. None: it may go on; else the seconds after which the next one may."""
-        if not self._capacity:
+    def take(self, key: str, requests_per_minute: int) -> float | None:
+        """Count one request; 0: no limit. None: it may go on; else the seconds after which the next one may."""
+        if not requests_per_minute:
             return None
-        now_s = self._clock.now()
-        level, at_s = self._buckets.get(key, (self._capacity, now_s))
-        level = min(self._capacity, level + (now_s - at_s) * self._capacity / MINUTE_S)
+        now_s, capacity = self._clock.now(), float(requests_per_minute)
+        level, at_s = self._buckets.get(key, (capacity, now_s))
+        level = min(capacity, level + (now_s - at_s) * capacity / MINUTE_S)
         if level < 1.0:
             self._buckets[key] = (level, now_s)
-            return (1.0 - level) * MINUTE_S / self._capacity
+            return (1.0 - level) * MINUTE_S / capacity
         self._buckets[key] = (level - 1.0, now_s)
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -189,10 +190,11 @@ class HttpConnection(asyncio.Protocol):
             http_minor=0 if self._parser.get_http_version() == "1.0" else 1,
         )
         refusal = self._owner.check_head(request)
+        self._max_body_bytes = min(request.max_body_bytes or sys.maxsize, self._limits.max_body_bytes)
         if refusal is None and self._parser.should_upgrade():
             refusal = self._owner.error_response(400, "protocol upgrades are not supported")
         length = self._headers.get("content-length", "0")
-        if refusal is None and (len(length) > 18 or int(length) > self._limits.max_body_bytes):
+        if refusal is None and (len(length) > 18 or int(length) > self._max_body_bytes):
             refusal = self._too_large()
         if refusal is not None:
             self._refuse(refusal)
@@ -206,7 +208,7 @@ class HttpConnection(asyncio.Protocol):
         if self._is_discarding:
             return
         self._num_body_bytes += len(data)
-        if self._num_body_bytes > self._limits.max_body_bytes:
+        if self._num_body_bytes > self._max_body_bytes:
             self._body.clear()
             self._refuse(self._too_large())
             return
@@ -236,6 +238,7 @@ class HttpConnection(asyncio.Protocol):
         self._body: list[bytes] = []
         self._request = None
         self._num_head_bytes = self._num_body_bytes = 0
+        self._max_body_bytes = self._limits.max_body_bytes
         self._is_head_complete = self._is_in_message = False
 
     def _start(self, request: HttpRequest, keep_alive: bool) -> None:
@@ -248,7 +251,9 @@ class HttpConnection(asyncio.Protocol):
             self._start(*self._waiting.popleft())
 
     def _too_large(self) -> Response:
-        return self._owner.error_response(413, f"the request body is above {self._limits.max_body_bytes} bytes")
+        return self._owner.error_response(
+            413, f"the request body is above {self._max_body_bytes} bytes (max_body_bytes)"
+        )
 
     def _refuse(self, response: Response) -> None:
         """Answer at once and read no further request.

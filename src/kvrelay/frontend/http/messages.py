@@ -12,7 +12,11 @@ JSON = b"application/json"
 
 @dataclass(slots=True)
 class HttpRequest:
-    """A request. Header names are lower case; of repeated headers the last one counts. ``body`` comes last."""
+    """A request. Header names are lower case; of repeated headers the last one counts. ``body`` comes last.
+
+    The application fills in, when it checks the head: ``client``, who sent it, and ``max_body_bytes``, how large a body
+    may be that comes from there.
+    """
 
     method: str
     path: str
@@ -20,6 +24,8 @@ class HttpRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
     http_minor: int = 1
     body: bytes = b""
+    client: str = ""
+    max_body_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
 
+from kvrelay.config import KeyLimits
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.errors import InvalidInputError, PromptTooLongError
+from kvrelay.errors import InvalidInputError, PayloadTooLargeError, PromptTooLongError
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
 from kvrelay.frontend.tokenizer import DefaultSampling
 
@@ -67,6 +69,31 @@ class GenerationPlan:
         sampling = msgspec.structs.replace(self.sampling, max_tokens=wanted, seed=seed)
         sampling.validate(vocab_size)
         return sampling
+
+    def within(self, limits: KeyLimits, prompt_lengths: Sequence[int]) -> GenerationPlan:
+        """The plan for prompts of so many tokens, if a key of these limits allows it; raises PayloadTooLargeError.
+
+        An answer whose length was left to us is cut to what is allowed.
+        """
+        num_prompt_tokens, num_choices = sum(prompt_lengths), self.n * len(prompt_lengths)
+        if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
+            raise PayloadTooLargeError(
+                f"the request has {num_prompt_tokens} prompt tokens, "
+                f"above the {limits.max_prompt_tokens} that this API key allows (max_prompt_tokens)",
+                param="prompt",
+            )
+        if limits.max_output_tokens is None:
+            return self
+        share = limits.max_output_tokens // num_choices
+        if share < (1 if self.is_max_default else self.max_tokens or 0):
+            raise PayloadTooLargeError(
+                f"{num_choices} choices of this length are "
+                f"above the {limits.max_output_tokens} tokens that this API key allows (max_output_tokens)",
+                param="max_tokens",
+            )
+        if not self.is_max_default:
+            return self
+        return replace(self, max_tokens=share if self.max_tokens is None else min(self.max_tokens, share))
 
 
 def plan_completion(request: CompletionRequest, defaults: DefaultSampling, max_n: int) -> GenerationPlan:
