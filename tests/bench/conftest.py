@@ -28,6 +28,7 @@ class Script:
     usage: bool = True
     running_usage: bool = True
     tokenize: bool = True
+    metrics: bytes = b""
     mode: str = "stream"
 
 
@@ -118,6 +119,8 @@ class ScriptedServer:
         elif path == "/tokenize" and self.script.tokenize:
             words = json.loads(body)["prompt"].split()
             writer.write(_plain(json.dumps({"count": len(words)}).encode()))
+        elif path == "/metrics" and self.script.metrics:
+            writer.write(_plain(self.script.metrics))
         elif path == "/detokenize":
             tokens = json.loads(body)["tokens"]
             writer.write(_plain(json.dumps({"prompt": " ".join(map(str, tokens))}).encode()))

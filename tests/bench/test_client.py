@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from kvrelay.bench.client.connection import ConnectionPool
 from kvrelay.bench.client.driver import LoadDriver, RunLimits
 from kvrelay.bench.client.payload import BodyOptions, Endpoint
-from kvrelay.bench.client.service import count_tokens, first_model, wait_until_healthy
+from kvrelay.bench.client.service import count_tokens, cpu_seconds, first_model, wait_until_healthy
 from kvrelay.bench.client.target import parse_target
 from kvrelay.bench.errors import BenchError, ServerDownError
 from kvrelay.bench.load.lengths import Length
@@ -196,6 +197,21 @@ def test_interrupt_keeps_what_was_measured(scripted: Scripted) -> None:
     assert result.note == "interrupted"
     found = sorted((record.class_name, record.outcome.value, len(record.stamps_ns)) for record in result.records)
     assert found == [("quick", "ok", 1)] * 3 + [("stuck", "cut_off", 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("metrics", "seconds"),
+    [
+        (b"process_start_time_seconds 7\nprocess_cpu_seconds_total 1.25\n", 1.25),
+        (b"# HELP process_cpu_seconds_total 3\nother 1\n", None),
+        (b"process_cpu_seconds_total what\n", None),
+        (b"", None),
+    ],
+)
+def test_cpu_time_as_the_metrics_tell(scripted: Scripted, metrics: bytes, seconds: float | None) -> None:
+    with scripted(metrics=metrics) as server:
+        found = run_on_loop(cpu_seconds(parse_target(server.url)))
+    assert math.isnan(found) if seconds is None else found == seconds
 
 
 def test_health_and_token_counts(scripted: Scripted) -> None:

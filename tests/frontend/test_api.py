@@ -213,6 +213,7 @@ async def test_headers_metrics_and_documents(model_dir: Path) -> None:
             assert answer.headers["x-request-id"].startswith("cmpl-mine-1")
             assert answer.headers["x-kvrelay-worker"] == "w0"
         text = (await send(port, "GET", "/metrics")).body.decode()
+        assert "\nprocess_cpu_seconds_total " in text
         for line in (
             'kvrelay_requests_total{endpoint="/v1/completions",status="200"} 2.0',
             "kvrelay_generation_tokens_total 6.0",

@@ -5,7 +5,6 @@ Other servers can be measured in the same run by URL (``--url dynamo=http://127.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -36,7 +37,8 @@ LOADS = (
 def bench_frontend(
     model: str | None, workers: int, rounds: int, scale: float, urls: tuple[str, ...], serve_args: str, as_json: bool
 ) -> None:
-    """Load a frontend with mock workers: requests/s, streamed tokens/s, time to the first token.
+    """Load a frontend with mock workers: requests/s, streamed tokens/s, time to the first token, CPU time of the
+    process that answers, where its /metrics tell.
 
     Example: kvrelay bench frontend --workers 4 --rounds 3
     """
@@ -52,7 +54,7 @@ def bench_frontend(
     turns = [{"case": case.name, **run_on_loop(_turn(case, scale, seed))} for seed in range(rounds) for case in cases]
     report: dict[str, Any] = {"workers": workers, "rounds": rounds, "cases": _summarise(turns)}
     if as_json:
-        click.echo(json.dumps(report))
+        click.echo(msgspec.json.encode(report).decode())
     else:
         _print(report["cases"])
 
@@ -60,34 +62,43 @@ def bench_frontend(
 async def _turn(case: Any, scale: float, seed: int) -> dict[str, dict[str, float]]:
     """All loads against one server."""
     from kvrelay.bench.cases import CaseTimes, running
+
+    with tempfile.TemporaryDirectory() as folder:
+        async with running(case, Path(folder), CaseTimes()) as target:
+            return {
+                name: await _measure(target, name, (prompt, output), (at_once, round(count * scale)), seed)
+                for name, prompt, output, at_once, count in LOADS
+            }
+
+
+async def _measure(
+    target: Any, name: str, lengths: tuple[int, int], requests: tuple[int, int], seed: int
+) -> dict[str, float]:
+    """One load. ``lengths``: prompt and answer in tokens; ``requests``: at once and in all."""
+    from kvrelay.bench.client.service import cpu_seconds
     from kvrelay.bench.load.lengths import Length
     from kvrelay.bench.load.mix import ClassSpec, Dataset
     from kvrelay.bench.progress import ProgressBar
     from kvrelay.bench.serving import ServeOptions, require_success, run_serve
 
-    figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        async with running(case, Path(folder), CaseTimes()) as target:
-            for name, prompt, output, at_once, count in LOADS:
-                dataset = Dataset(prompt=Length("fixed", prompt), output=Length("fixed", output), vocab_size=400)
-                spec = ClassSpec(
-                    name.replace(" ", "_"),
-                    dataset,
-                    max_concurrency=at_once,
-                    num_requests=max(at_once, round(count * scale)),
-                )
-                options = ServeOptions(target=target, classes=(spec,), seed=seed, retokenize=False, backend=case.name)
-                report = (await run_serve(options, ProgressBar(None))).report
-                require_success(report)
-                total = report.total
-                figures[name] = {
-                    "requests_per_s": total.requests_per_s,
-                    "output_tokens_per_s": total.output_tokens_per_s,
-                    "ttft_p50_s": total.ttft_s.median if total.ttft_s else 0.0,
-                    "ttft_p99_s": total.ttft_s.p99 if total.ttft_s else 0.0,
-                    "failed": float(total.failed),
-                }
-    return figures
+    prompt, output = (Length("fixed", length) for length in lengths)
+    at_once, count = requests
+    dataset = Dataset(prompt=prompt, output=output, vocab_size=400)
+    spec = ClassSpec(name.replace(" ", "_"), dataset, max_concurrency=at_once, num_requests=max(at_once, count))
+    cpu_before_s = await cpu_seconds(target)
+    options = ServeOptions(target=target, classes=(spec,), seed=seed, retokenize=False)
+    report = (await run_serve(options, ProgressBar(None))).report
+    cpu_after_s = await cpu_seconds(target)
+    require_success(report)
+    total = report.total
+    return {
+        "requests_per_s": total.requests_per_s,
+        "output_tokens_per_s": total.output_tokens_per_s,
+        "ttft_p50_s": total.ttft_s.median if total.ttft_s else 0.0,
+        "ttft_p99_s": total.ttft_s.p99 if total.ttft_s else 0.0,
+        "failed": float(total.failed),
+        "cpu_per_request_s": (cpu_after_s - cpu_before_s) / total.successful,
+    }
 
 
 def _summarise(turns: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -107,9 +118,13 @@ def _summarise(turns: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, flo
 
 
 def _print(cases: dict[str, dict[str, dict[str, float]]]) -> None:
-    table = Table(title="frontend with mock workers, medians", title_justify="left")
-    for column in ("server", "load", "requests/s", "tokens/s", "TTFT p50 ms", "TTFT p99 ms", "failed"):
-        table.add_column(column, justify="left" if column in ("server", "load") else "right")
+    table = Table(
+        title="frontend with mock workers, medians; TTFT and CPU time a request in ms",
+        title_justify="left",
+        box=box.SIMPLE,
+    )
+    for column in ("server", "load", "requests/s", "tokens/s", "TTFT p50", "p99", "CPU", "failed"):
+        table.add_column(column, justify="left" if column in ("server", "load") else "right", no_wrap=True)
     for name, loads in cases.items():
         for load, prompt, output, at_once, _ in LOADS:
             figures = loads[load]
@@ -120,6 +135,7 @@ def _print(cases: dict[str, dict[str, dict[str, float]]]) -> None:
                 f"{figures['output_tokens_per_s']:,.0f}",
                 f"{figures['ttft_p50_s'] * 1e3:.2f}",
                 f"{figures['ttft_p99_s'] * 1e3:.2f}",
+                f"{figures['cpu_per_request_s'] * 1e3:.2f}",
                 f"{figures['failed']:.0f}",
             )
     Console().print(table)

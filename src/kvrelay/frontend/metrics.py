@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -62,6 +62,7 @@ class FrontendMetrics(Collector):
         self._workers: Callable[[], Mapping[str, int]] = dict
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
     def watch_workers(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
         """Where the number of connected workers per model comes from."""
