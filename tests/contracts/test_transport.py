@@ -18,6 +18,7 @@ from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer.base import TransferOp, TransferPlan, Transport
 from kvrelay.transfer.factory import build_transport
 from kvrelay.transfer.loopback import LoopbackFabric
+from kvrelay.transfer.nixl import MAX_NOTIFY_BYTES
 from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=16, dtype="float32")
@@ -139,6 +140,15 @@ def test_a_notification_arrives_behind_the_bytes_of_its_write(pair: Pair) -> Non
         pair.poll_until(lambda count=step + 1: len(pair.decode.payloads) == count)
         assert pair.decode.payloads[-1] == payload
         assert (pair.decode.pool == step + 1).all()
+
+
+def test_a_long_notification_arrives_whole(pair: Pair) -> None:
+    """Checksums of a long prompt's blocks travel in one."""
+    payload = np.random.default_rng(3).bytes(MAX_NOTIFY_BYTES)
+    for plan in (plan_blocks(LAYOUT, [1, 2, 3], [7, 8, 4]), EMPTY_PLAN):
+        assert pair.move(TransferOp.WRITE, plan, payload) is None
+        pair.poll_until(lambda: bool(pair.decode.payloads))
+        assert pair.decode.payloads.pop() == payload
 
 
 def test_an_empty_plan_delivers_its_notification_alone(pair: Pair) -> None:

@@ -448,12 +448,14 @@ def test_abort_after_the_claim_waits_for_the_writer(make_engine: MakeEngine) -> 
 
 
 @pytest.mark.parametrize("claimed", [False, True])
-@pytest.mark.parametrize("by", ["handoff", "request", "expiry", "release", "given up", "peer", "connection", "token"])
+@pytest.mark.parametrize(
+    "by", ["handoff", "request", "expiry", "release", "given up", "peer", "connection", "token", "damage"]
+)
 def test_whatever_is_lost_is_computed_here(make_engine: MakeEngine, claimed: bool, by: str) -> None:
     clock = ManualClock()
     engine = make_engine(clock=clock)
     start = start_remote(engine)
-    grant = claim(engine, start) if claimed or by in ("release", "peer", "connection", "token") else None
+    grant = claim(engine, start) if claimed or by in ("release", "peer", "connection", "token", "damage") else None
     match by:
         case "handoff":
             assert engine.remote_prefill_failed(start.handoff_id, "lost")
@@ -474,8 +476,13 @@ def test_whatever_is_lost_is_computed_here(make_engine: MakeEngine, claimed: boo
             engine.connection_lost(start.handoff_id, 1)
         case "token":
             assert not engine.remote_prefill_done(HandoffDone(start.handoff_id, 1, VOCAB_SIZE, None, 0, 0.0))
+        case "damage":
+            damaged = HandoffDone(start.handoff_id, 1, 7, None, 0, 0.0)
+            assert engine.remote_prefill_damaged(damaged)
+            assert not engine.remote_prefill_damaged(damaged), "stale"
+            assert engine.ledger.counters.num_stale == 1
     assert not engine.remote_prefill_failed(start.handoff_id, "twice")
-    if grant is not None and by not in ("release", "given up", "peer", "token"):
+    if grant is not None and by not in ("release", "given up", "peer", "token", "damage"):
         # The writer is not known to have stopped, and writes what it likes.
         assert engine.pool.num_quarantined == 5
         assert isinstance(engine.executor, MockExecutor)

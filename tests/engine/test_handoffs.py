@@ -67,6 +67,16 @@ def test_a_grant_quarantines_what_is_written_and_pins_what_is_read(setting: Sett
     assert setting.pool.num_refs(0) == 2, "the prefill worker reads it, whatever becomes of the request"
 
 
+def test_a_grant_can_be_found_until_it_ends(setting: Setting) -> None:
+    assert setting.ledger.find_grant(setting.handoff.handoff_id, 1) is None
+    setting.granted("p1")
+    grant = setting.ledger.find_grant(setting.handoff.handoff_id, 1)
+    assert grant is not None
+    assert (grant.claimant, grant.pinned, grant.quarantined) == ("p1", (0, 1), (2, 3, 4))
+    setting.ledger.done(done(setting.handoff, 1))
+    assert setting.ledger.find_grant(setting.handoff.handoff_id, 1) is None
+
+
 def test_done_ends_the_quarantine_and_the_hand_off(setting: Setting) -> None:
     setting.granted()
     assert setting.ledger.done(done(setting.handoff, 1)) is setting.handoff

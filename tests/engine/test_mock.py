@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvrelay.config import EngineConfig, MockConfig
+from kvrelay.core.checksums import block_checksum
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.mock import MockExecutor, mock_generate
@@ -99,6 +100,23 @@ def test_time_passes_as_configured() -> None:
     run(engine, request)
     assert slept == [(1.0 + 30 * 0.5) / 2, 6.0, 6.0]
     assert [time_s for _, time_s in request.times] == [0.0, 0.0, 20.0]
+
+
+def test_checksums_cover_a_block_and_nothing_else(make_engine: MakeEngine) -> None:
+    executor = make_engine(num_blocks=4).executor
+    assert isinstance(executor, MockExecutor)
+    executor.pool[...] = np.arange(executor.pool.size).reshape(executor.pool.shape)
+    before = executor.checksum_blocks([2, 0, 3])
+    expected = [block_checksum(executor.pool[block_id].reshape(-1).view(np.uint8)) for block_id in (2, 0, 3)]
+    assert before == tuple(expected)
+    executor.pool[1] = 0
+    assert executor.checksum_blocks([2, 0, 3]) == before
+    for kind, position in ((0, 0), (1, -1)):
+        executor.pool[2, kind, position] ^= np.uint32(1 << 31)
+        after = executor.checksum_blocks([2, 0, 3])
+        assert after[0] != before[0]
+        assert after[1:] == before[1:]
+        executor.pool[2, kind, position] ^= np.uint32(1 << 31)
 
 
 def test_logprobs_where_they_were_asked_for(make_engine: MakeEngine) -> None:

@@ -19,9 +19,8 @@ from kvrelay.frontend.api_keys import new_api_key
 from kvrelay.frontend.http import HttpServer, open_listener
 from kvrelay.launch.monitoring import LIMITS, MonitoringApp, monitoring
 from kvrelay.transfer.stats import TransferStats
-from kvrelay.worker.decode_side import DecodeStats
 from kvrelay.worker.metrics import WorkerStats
-from kvrelay.worker.prefill_side import PrefillStats
+from kvrelay.worker.stats import DecodeStats, PrefillStats
 
 
 class IdleWorker:

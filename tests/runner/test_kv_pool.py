@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
+from kvrelay.core.checksums import block_checksum
 from kvrelay.core.layout import KVLayout
 from kvrelay.errors import ConfigError
 from kvrelay.runner.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks, parse_bytes
@@ -31,6 +34,22 @@ def test_an_unused_pool_costs_no_resident_memory() -> None:
     pool = KvPool(LAYOUT, (256 * 2**20) // LAYOUT.block_bytes, torch.device("cpu"), torch.bfloat16)
     assert process.memory_info().rss - before < 32 * 2**20
     assert float(pool.tensor[5].sum()) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_checksums_cover_all_layers_of_a_block(dtype: torch.dtype) -> None:
+    layout = KVLayout(num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype=str(dtype).removeprefix("torch."))
+    pool = KvPool(layout, 5, torch.device("cpu"), dtype, spare_blocks=1)
+    pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=torch.Generator().manual_seed(1)))
+    memory = (ctypes.c_ubyte * pool.region.num_bytes).from_address(pool.region.address)
+    blocks = np.frombuffer(memory, dtype=np.uint8).reshape(5, layout.block_bytes)
+    assert pool.checksums((4, 0, 2)) == tuple(block_checksum(blocks[block_id]) for block_id in (4, 0, 2))
+    for layer in range(3):
+        before = pool.checksums(range(5))
+        pool.tensor[2, layer, 1, 1, 3, 7] += 1
+        assert [old == new for old, new in zip(before, pool.checksums(range(5)), strict=True)] == [
+            block_id != 2 for block_id in range(5)
+        ]
 
 
 def test_number_of_blocks() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -33,6 +34,7 @@ from kvrelay.worker.worker import Worker, WorkerSettings, new_worker_id
 
 VOCAB_SIZE = 1000
 WAIT_S = 20.0
+LOOPBACK = TransferConfig(transport="loopback", transfer_timeout_s=1.0)
 
 
 def prompt(length: int, start: int = 0) -> tuple[int, ...]:
@@ -76,6 +78,7 @@ class Node:
         await worker._prefill._releases.close()
         worker._engine.close()
         worker._transfer.close()
+        worker._checksums.close()
         await self.control.close()
         cluster.nodes.remove(self)
 
@@ -105,6 +108,19 @@ class Node:
             return execute(work)
 
         self.worker._executor.execute = slow
+
+    def hold_checksums(self) -> tuple[threading.Event, threading.Event]:
+        """Checksums wait: the first event tells that one does, the second lets them all go on."""
+        checksum = self.worker._executor.checksum_blocks
+        waiting, go_on = threading.Event(), threading.Event()
+
+        def held(block_ids: Sequence[int]) -> tuple[int, ...]:
+            waiting.set()
+            assert go_on.wait(WAIT_S)
+            return checksum(block_ids)
+
+        self.worker._executor.checksum_blocks = held
+        return waiting, go_on
 
     def fail_at_step(self, number: int) -> None:
         """The device breaks."""
@@ -167,6 +183,7 @@ class Cluster:
     control: ControlConfig
     disagg: DisaggConfig
     mock: MockConfig
+    transfer: TransferConfig
     fabric: LoopbackFabric = field(default_factory=LoopbackFabric)
     network: LoopbackNetwork = field(default_factory=LoopbackNetwork)
     nodes: list[Node] = field(default_factory=list)
@@ -183,12 +200,12 @@ class Cluster:
             worker_id=worker_id,
             remote_prefill_timeout_s=self.disagg.remote_prefill_timeout_s,
         )
-        transfer = TransferConfig(transport="loopback", transfer_timeout_s=1.0)
-        settings = WorkerSettings("m", "m", role, "mock", config, transfer, self.control, self.disagg, worker_id)
+        settings = WorkerSettings("m", "m", role, "mock", config, self.transfer, self.control, self.disagg, worker_id)
         control = await connect_control(self.control)
         server = self.network.server()
-        transport = build_transport(transfer, worker_id, self.fabric)
-        self._watch_writes(transport)
+        transport = build_transport(self.transfer, worker_id, self.fabric)
+        if isinstance(transport, LoopbackTransport):
+            self._watch_writes(transport)
         worker = Worker(settings, executor, core, transport, control, server, self._connect)
         await worker.start()
         node = Node(worker, core, server, control, asyncio.create_task(worker.run()))
@@ -261,11 +278,14 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(*, lease_ttl_s: float = 2.0, **settings: float) -> AsyncIterator[Cluster]:
+async def cluster(
+    *, lease_ttl_s: float = 2.0, transfer: TransferConfig = LOOPBACK, **settings: float
+) -> AsyncIterator[Cluster]:
     """A cluster on a NATS server of its own; checked and taken down at the end."""
     nats = NatsServerProcess()
     disagg = replace(DisaggConfig(max_local_prefill_length=64), **settings)
-    shared = Cluster(ControlConfig(control=nats.start(), lease_ttl_s=lease_ttl_s), disagg, MockConfig(speedup_ratio=0))
+    control = ControlConfig(control=nats.start(), lease_ttl_s=lease_ttl_s)
+    shared = Cluster(control, disagg, MockConfig(speedup_ratio=0), transfer)
     try:
         yield shared
         await shared.check_idle()

@@ -183,9 +183,9 @@ async def test_roles_change_without_a_restart():
 async def test_stale_and_forged_notifications_are_dropped():
     async with cluster() as shared:
         _, decode, client = await shared.pair()
-        decode.worker._decode.notified(encode_message(HandoffDone("nobody", 1, 5, None, 0, 0.0)))
-        decode.worker._decode.notified(b"garbage")
-        decode.worker._decode.notified(b"")
+        decode.worker._decode.arrivals.notified(encode_message(HandoffDone("nobody", 1, 5, None, 0, 0.0)))
+        decode.worker._decode.arrivals.notified(b"garbage")
+        decode.worker._decode.arrivals.notified(b"")
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
         assert decode.worker._decode.stats.num_stale == 1

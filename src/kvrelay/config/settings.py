@@ -83,6 +83,7 @@ class TransferConfig(Settings):
     )
     transfer_timeout_s: float = setting(30.0, "Longest time that one read or write may take.", low=0.01)
     poll_interval_s: float = setting(0.0005, "Pause between polls while a hand-off is open.", low=0.00005, high=0.1)
+    kv_checksums: bool = setting(False, "Checksum every block that is handed over; compute again what arrives damaged.")
 
 
 @dataclass(frozen=True, slots=True)

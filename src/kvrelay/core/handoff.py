@@ -13,6 +13,10 @@
     When it does not end like that, P says HandoffReleased(generation) as soon as it has stopped, and says it again over
     a new connection if the old one breaks; with generation 0 if it does not know whether its claim was granted.
 
+Checksums. A hand-off is checksummed in both directions when either end asks for it: P by ``wants_checksums`` in its
+claim, D by the checksums in its grant. P then sends those of the blocks that it writes, and verifies the hit blocks
+that it reads; D verifies what was written before it takes HandoffDone for done.
+
 Ownership (design, section 4). Before a claim is granted nobody may write, so D frees the blocks at once when the
 request ends. After a grant, P may write until D has heard HandoffDone or HandoffReleased of that generation from P,
 or P's lease has ended and its connection is torn down; until then the blocks are quarantined, whatever becomes of the
@@ -69,23 +73,26 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
 
 
 class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
-    """P to D: I hold the queue entry; may I compute it?"""
+    """P to D: I hold the queue entry; may I compute it? ``wants_checksums``: P will not trust hit blocks without."""
 
     handoff_id: str
     prefill_worker_id: str
     kv_compatibility: str
+    wants_checksums: bool = False
 
 
 class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
     """D to P: yes. From here on D's ``block_ids`` are quarantined until this generation is done or released.
 
-    The ids override those of the queue entry: a second claimant gets fresh blocks.
+    The ids override those of the queue entry: a second claimant gets fresh blocks. ``checksums``: one per hit block
+    (those of the first ``num_cached_tokens``), in order; that they are there, be it for no block, asks P for its own.
     """
 
     handoff_id: str
     generation: int
     block_ids: tuple[int, ...]
     num_cached_tokens: int
+    checksums: tuple[int, ...] | None = None
 
 
 class HandoffRefused(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +125,8 @@ class HandoffReleased(msgspec.Struct, frozen=True, tag=True):
 class HandoffDone(msgspec.Struct, frozen=True, tag=True):
     """P to D, behind the last write: every block is in place; here is the first token (the "bonus" token).
 
-    ``num_transferred_bytes`` and ``prefill_s`` feed D's metrics.
+    ``num_transferred_bytes`` and ``prefill_s`` feed D's metrics. ``checksums``: one per block that was written, in the
+    order of the request's blocks; computed from P's memory before the block was sent.
     """
 
     handoff_id: str

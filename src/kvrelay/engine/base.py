@@ -89,7 +89,8 @@ class ModelOutput:
 
 
 class Executor(Protocol):
-    """Runs a step on devices: the torch runner, or the mock with its timing model. Used from one thread."""
+    """Runs a step on devices: the torch runner, or the mock with its timing model. Used from one thread, but for
+    ``checksum_blocks``."""
 
     @property
     def kv_layout(self) -> KVLayout: ...
@@ -117,6 +118,12 @@ class Executor(Protocol):
         """Compile and touch everything that the first request would otherwise wait for."""
 
     def execute(self, work: SchedulerOutput) -> ModelOutput: ...
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """``core.checksums.block_checksum`` of each block, all its layers, in the order given.
+
+        From any thread, also during ``execute``, for blocks that nobody writes to meanwhile.
+        """
 
     def shutdown(self) -> None: ...
 

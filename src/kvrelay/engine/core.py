@@ -263,6 +263,17 @@ class EngineCore:
         self.scheduler.remote_done(request, message.token_id, message.logprobs)
         return True
 
+    def remote_prefill_damaged(self, message: HandoffDone) -> bool:
+        """The claimant is done, but its blocks do not hold what it sent: the grant ends, the request is computed here.
+
+        False: stale, dropped and counted.
+        """
+        handoff = self.ledger.done(message)
+        if handoff is None:
+            return False
+        self.scheduler.remote_lost(self.scheduler.requests[handoff.request_id])
+        return True
+
     def handoff_released(self, message: HandoffReleased) -> None:
         """The claimant has stopped writing: its blocks come back, and a request that still waits is computed here."""
         request_id = self.ledger.released(message)

@@ -102,6 +102,9 @@ class HandoffLedger:
     def find(self, handoff_id: str) -> Handoff | None:
         return self._handoffs.get(handoff_id)
 
+    def find_grant(self, handoff_id: str, generation: int) -> Grant | None:
+        return self._grants.get((handoff_id, generation))
+
     def open(self, request_id: str, block_ids: tuple[int, ...], num_hit_blocks: int, deadline_s: float) -> Handoff:
         """A request waits for a remote prefill into ``block_ids``, the first ``num_hit_blocks`` of which are computed.
 

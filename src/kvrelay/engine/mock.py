@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.config import EngineConfig, MockConfig
+from kvrelay.core.checksums import block_checksum
 from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.engine.base import ModelOutput, NewSequence, SchedulerOutput
@@ -69,6 +70,7 @@ class MockExecutor:
         self._memory = mmap.mmap(-1, self._num_blocks * self._layout.block_bytes)
         pool = np.frombuffer(self._memory, dtype=np.uint32)
         self._pool: Uint32Array = pool.reshape(self._num_blocks, 2, self._block_size)
+        self._bytes = pool.view(np.uint8).reshape(self._num_blocks, self._layout.block_bytes)
         self._address = pool.ctypes.data
         max_blocks = -(-self._max_model_len // self._block_size) + 1
         # Memory that is never touched is never bought: long contexts cost nothing until they are used.
@@ -135,6 +137,9 @@ class MockExecutor:
         num_decodes = self._num_decodes(work)
         self._pass_time(work, num_decodes)
         return self._compute(work, num_decodes)
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(block_checksum(self._bytes[block_id]) for block_id in block_ids)
 
     # -- the timing model ---------------------------------------------------------------------------------------------
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 import torch
 
+from kvrelay.core.checksums import block_checksum
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.errors import ConfigError
 
@@ -40,7 +41,13 @@ class KvPool:
         else:
             flat = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         self.tensor = flat.view(-1, *layout.block_shape)
+        self._bytes = flat.view(torch.uint8).view(-1, layout.block_bytes)
         self.region = MemoryRegion(flat.data_ptr(), num_blocks * layout.block_bytes, device.type, device.index or 0)
+
+    def checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """Those of ``core.checksums``, one per block. A GPU's blocks are copied to the host one by one, behind what
+        the device has been given to do; a CPU's are read in place."""
+        return tuple(block_checksum(self._bytes[block_id].cpu().numpy()) for block_id in block_ids)
 
     def __repr__(self) -> str:
         return f"KvPool({self.num_blocks} blocks x {self.layout.block_bytes} bytes on {self.region.device})"

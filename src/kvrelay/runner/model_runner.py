@@ -6,6 +6,7 @@ append. What to compute, and which blocks belong to whom, is decided by the sche
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +41,7 @@ class ModelFacts:
 
 
 class ModelRunner:
-    """Fulfils ``kvrelay.engine.base.Executor``. Used from one thread at a time."""
+    """Fulfils ``kvrelay.engine.base.Executor``. Used from one thread at a time, but for ``checksum_blocks``."""
 
     def __init__(
         self,
@@ -108,6 +109,9 @@ class ModelRunner:
             output = self._sample(batch, hidden[:num_samples], prompt_logprobs)
         states.advance(batch)
         return output
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        return self._pool.checksums(block_ids)
 
     def _forward(self, batch: StepBatch, prompt_tokens: npt.NDArray[np.int64]) -> tuple[torch.Tensor, int]:
         """Hidden states of the tokens that sample, then of ``prompt_tokens``; and the number of the former."""

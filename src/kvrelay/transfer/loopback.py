@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import Completion, Notification, TransferOp, TransferPlan
+from kvrelay.transfer.base import Completion, Int64Array, Notification, TransferOp, TransferPlan
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.plan import check_bounds
 
@@ -26,12 +26,14 @@ class LoopbackFaults:
     """What goes wrong, per fabric; change it at any time.
 
     ``delay_polls``: so many of the poster's polls pass before a post ends. ``fail_next``: so many of the next posts
-    fail without moving a byte. ``drop_next``: so many never end. ``reorder``: posts end in random order.
+    fail without moving a byte. ``drop_next``: so many never end. ``corrupt_next``: so many of those that move bytes end
+    well, with a flipped bit. ``reorder``: posts end in random order.
     """
 
     delay_polls: int = 0
     fail_next: int = 0
     drop_next: int = 0
+    corrupt_next: int = 0
     reorder: bool = False
 
 
@@ -182,6 +184,19 @@ class LoopbackTransport:
                 ctypes.memmove(there, here, length)
             else:
                 ctypes.memmove(here, there, length)
+        if self._fabric.faults.corrupt_next and post.plan.num_pieces:
+            self._fabric.faults.corrupt_next -= 1
+            if post.op is TransferOp.WRITE:
+                self._flip_bit(end.region, post.plan.remote_offsets, post.plan.lengths)
+            else:
+                self._flip_bit(own.region, post.plan.local_offsets, post.plan.lengths)
         if post.notify is not None:
             end.inbox.append(post.notify)
         return None
+
+    def _flip_bit(self, pool: MemoryRegion, offsets: Int64Array, lengths: Int64Array) -> None:
+        """Damage one of the pieces that have arrived in ``pool``."""
+        random = self._fabric.random
+        piece = random.randrange(len(lengths))
+        at = pool.address + int(offsets[piece]) + random.randrange(int(lengths[piece]))
+        ctypes.c_ubyte.from_address(at).value ^= 1 << random.randrange(8)

@@ -3,7 +3,7 @@
     GenerateRequest ──> admit (engine thread): prefix hit, remote or local? ──> engine
     RemotePrefillStart ──> push to the prefill queue
     HandoffClaim ──> grant ──> HandoffGrant            (the connection that it went over is remembered with it)
-    HandoffDone (notification of the last write) ──> engine: RUNNING
+    HandoffDone (notification of the last write) ──> arrivals ──> engine: RUNNING
     HandoffReleased, lease ended ──> engine: quarantined blocks return, the request goes on locally
     connection lost ──> engine: the request goes on locally, in other blocks
 
@@ -18,7 +18,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -27,7 +27,7 @@ from kvrelay.control.base import PrefillQueue
 from kvrelay.core.handoff import (
     HandoffAbandon,
     HandoffClaim,
-    HandoffDone,
+    HandoffGrant,
     HandoffRefused,
     HandoffReleased,
     RemotePrefillRequest,
@@ -38,7 +38,6 @@ from kvrelay.core.messages import (
     OutputBatch,
     RequestRefused,
     TokenOutput,
-    decode_message,
 )
 from kvrelay.engine.base import RemotePrefillStart, StepOutput
 from kvrelay.engine.core import EngineCore
@@ -48,13 +47,15 @@ from kvrelay.errors import (
     EngineDeadError,
     InvalidInputError,
     KvrelayError,
-    ProtocolError,
     RetryElsewhereError,
 )
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.arrivals import Arrivals
+from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.worker.engine_thread import EngineThread
+from kvrelay.worker.stats import DecodeStats
 
 _log = logging.getLogger(__name__)
 
@@ -62,25 +63,13 @@ QUEUE_SIZE_INTERVAL_S = 0.02
 EXPIRY_INTERVAL_S = 0.25
 
 
-@dataclass(slots=True)
-class DecodeStats:
-    """Counters of the decode side, for metrics and status. ``places`` counts prefills by where they ran and why."""
-
-    num_requests: int = 0
-    num_refused: int = 0
-    num_aborted: int = 0
-    num_remote_done: int = 0
-    num_stale: int = 0
-    num_received_bytes: int = 0
-    places: dict[str, int] = field(default_factory=dict)
-
-
 @dataclass(eq=False, slots=True)
 class _Claim:
-    """A claim that the engine has not answered yet. ``is_fenced``: meanwhile the claimant's lease has ended."""
+    """A claim that was not answered yet. ``is_void``: meanwhile the claimant's lease has ended, or it has given up."""
 
     worker_id: str
-    is_fenced: bool = False
+    handoff_id: str
+    is_void: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +90,10 @@ class DecodeSide:
         model: str,
         address: Callable[[], str],
         kv_compatibility: str,
+        block_size: int,
         engine: EngineThread,
         transfer: TransferThread,
+        checksums: BlockChecksums,
         queue: PrefillQueue,
         server: RpcServer,
         policy: DisaggPolicy,
@@ -115,8 +106,10 @@ class DecodeSide:
         self._model = model
         self._address = address
         self._kv_compatibility = kv_compatibility
+        self._block_size = block_size
         self._engine = engine
         self._transfer = transfer
+        self._checksums = checksums
         self._queue = queue
         self._server = server
         self._policy = policy
@@ -124,6 +117,7 @@ class DecodeSide:
         self._has_ended = has_ended
         self._queue_size = 0
         self._loop = asyncio.get_running_loop()
+        self.arrivals = Arrivals(engine, checksums, self.stats, self._handoff_ended)
         self._peer_of: dict[str, Peer] = {}
         self._requests_of: defaultdict[Peer, set[str]] = defaultdict(set)
         self._claimants: dict[str, Peer] = {}
@@ -308,7 +302,7 @@ class DecodeSide:
         self._claimants[claimant] = peer
         for abandon in self._unsent_abandons.pop(claimant, ()):
             self._send_abandon(claimant, abandon)
-        claim = _Claim(claimant)
+        claim = _Claim(claimant, message.handoff_id)
         self._claims.add(claim)
         self._spawn(self._grant(peer, message, claim))
 
@@ -321,20 +315,28 @@ class DecodeSide:
     async def _grant(self, peer: Peer, message: HandoffClaim, claim: _Claim) -> None:
         try:
             answer = await self._engine.call(lambda core: core.grant(message))
+            if isinstance(answer, HandoffGrant) and (message.wants_checksums or self._checksums.required):
+                answer = await self._with_checksums(answer)
         except EngineDeadError as exc:
             answer = HandoffRefused(message.handoff_id, exc.message)
         finally:
             self._claims.discard(claim)
         if isinstance(answer, HandoffRefused):
             self._server.send(peer, answer)
-        elif not claim.is_fenced and self._server.send(peer, answer):
+        elif not claim.is_void and self._server.send(peer, answer):
             self._open_grants[(answer.handoff_id, answer.generation)] = _OpenGrant(claim.worker_id, peer)
             self._transfer.open_handoff()
         else:
             # Nobody knows of this grant, so nobody writes.
             unheard = HandoffReleased(answer.handoff_id, answer.generation, "the grant was not sent")
             self._engine.post(lambda core: core.handoff_released(unheard))
-            self._server.send(peer, HandoffRefused(message.handoff_id, f"the lease of {claim.worker_id} has ended"))
+            self._server.send(peer, HandoffRefused(message.handoff_id, f"{claim.worker_id} has left or given it up"))
+
+    async def _with_checksums(self, grant: HandoffGrant) -> HandoffGrant:
+        """The hit blocks do not change: the grant pins them, in case the claimant reads them."""
+        num_hit_blocks = grant.num_cached_tokens // self._block_size
+        checksums = await self._checksums.of(grant.block_ids[:num_hit_blocks])
+        return msgspec.structs.replace(grant, checksums=checksums)
 
     def released(self, message: HandoffReleased) -> None:
         """The claimant has stopped writing."""
@@ -342,29 +344,11 @@ class DecodeSide:
         if message.generation:
             self._close(message.handoff_id, message.generation)
             return
+        for claim in self._claims:
+            claim.is_void |= (claim.worker_id, claim.handoff_id) == (message.prefill_worker_id, message.handoff_id)
         for key, grant in list(self._open_grants.items()):
             if key[0] == message.handoff_id and grant.worker_id == message.prefill_worker_id:
                 self._close(*key)
-
-    def notified(self, payload: bytes) -> None:
-        """On the transfer thread: the last write's notification has arrived."""
-        try:
-            message = decode_message(payload)
-        except ProtocolError as exc:
-            _log.warning("notification refused: %s", exc)
-            return
-        if not isinstance(message, HandoffDone):
-            _log.warning("notification refused: %s is not HandoffDone", type(message).__name__)
-            return
-        self._engine.post(lambda core: self._done(core, message))
-
-    def _done(self, core: EngineCore, message: HandoffDone) -> None:
-        if core.remote_prefill_done(message):
-            self.stats.num_remote_done += 1
-            self.stats.num_received_bytes += message.num_transferred_bytes
-        else:
-            self.stats.num_stale += 1
-        self._loop.call_soon_threadsafe(self._close, message.handoff_id, message.generation)
 
     def worker_fenced(self, worker_id: str) -> None:
         """A prefill worker's lease has ended: nothing of it can write any more."""
@@ -372,10 +356,14 @@ class DecodeSide:
         self._unsent_abandons.pop(worker_id, None)
         self._engine.post(lambda core: core.peer_gone(worker_id))
         for claim in self._claims:
-            claim.is_fenced |= claim.worker_id == worker_id
+            claim.is_void |= claim.worker_id == worker_id
         for key, grant in list(self._open_grants.items()):
             if grant.worker_id == worker_id:
                 self._close(*key)
+
+    def _handoff_ended(self, handoff_id: str, generation: int) -> None:
+        """On the engine thread."""
+        self._loop.call_soon_threadsafe(self._close, handoff_id, generation)
 
     def _close(self, handoff_id: str, generation: int) -> None:
         if self._open_grants.pop((handoff_id, generation), None) is not None:

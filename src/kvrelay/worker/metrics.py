@@ -19,8 +19,7 @@ from kvrelay.engine.handoffs import HandoffCounters
 from kvrelay.engine.stats import EngineStats
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.stats import TransferStats
-from kvrelay.worker.decode_side import DecodeStats
-from kvrelay.worker.prefill_side import PrefillStats
+from kvrelay.worker.stats import DecodeStats, PrefillStats
 
 PREFIX = "kvrelay_worker_"
 

@@ -6,18 +6,23 @@
     last chunk ───> send() ──submit──>  WRITE + HandoffDone ──> _written() ──> _end(None)
                                                                         abandon() <── HandoffAbandon, connection lost
 
+With checksums the checksum thread comes in between: before each submit of a WRITE, and after each READ. It takes chunks
+in their order, and our blocks do not change between the step that computed them and ``sending_finished``.
+
 The transfer thread keeps a peer's transfers in order and lets HandoffDone go only behind the writes before it, and
 never after one of them has failed (they share a group).
 
-Our blocks stay in use until every transfer that touches them has completed, whatever happens in between; only then is
-the engine told ``sending_finished``. ``on_end`` runs exactly once, after that point.
+Our blocks stay in use until every transfer and checksum of them has completed, whatever happens in between; only then
+is the engine told ``sending_finished``. ``on_end`` runs exactly once, after that point.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kvrelay.core.handoff import HandoffDone, HandoffGrant, RemotePrefillRequest
 from kvrelay.core.layout import KVLayout
@@ -25,8 +30,11 @@ from kvrelay.core.messages import encode_message
 from kvrelay.engine.base import HandoffChunk, KvLoad
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.plan import plan_blocks
-from kvrelay.transfer.thread import TransferThread
+from kvrelay.transfer.thread import OnDone, TransferThread
+from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.engine_thread import EngineThread
+
+_log = logging.getLogger(__name__)
 
 
 class OutgoingHandoff:
@@ -41,6 +49,7 @@ class OutgoingHandoff:
         layout: KVLayout,
         engine: EngineThread,
         transfer: TransferThread,
+        checksums: BlockChecksums,
         on_computed: Callable[[], None],
         on_end: Callable[[str | None], None],
     ) -> None:
@@ -48,9 +57,14 @@ class OutgoingHandoff:
         self.grant = grant
         self.engine_request_id = engine_request_id
         self.num_bytes = 0
+        self.num_verified_blocks = 0
+        self.num_checksum_mismatches = 0
         self._layout = layout
         self._engine = engine
         self._transfer = transfer
+        self._checksums = checksums
+        self._with_checksums = checksums.required or grant.checksums is not None
+        self._sent_checksums: list[int] = []
         self._on_computed = on_computed
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -66,7 +80,8 @@ class OutgoingHandoff:
         """Read the decode worker's hit blocks into ours; the engine hears ``kv_loaded`` in any case."""
         with self._lock:
             if self._error is None:
-                self._submit(TransferOp.READ, load.first_block, load.block_ids, None)
+                self._num_in_flight += 1
+                self._submit(TransferOp.READ, load.first_block, load.block_ids, None, partial(self._read, load))
                 return
         self._tell_loaded(ok=False)
 
@@ -75,10 +90,14 @@ class OutgoingHandoff:
         if chunk.last:
             self._on_computed()
         with self._lock:
-            if self._error is None:
-                self._all_sent = chunk.last
-                notify = self._done_message(chunk) if chunk.last else None
-                self._submit(TransferOp.WRITE, chunk.first_block, chunk.block_ids, notify)
+            if self._error is not None:
+                return
+            self._all_sent = chunk.last
+            self._num_in_flight += 1
+            if self._with_checksums:
+                self._checksums.compute(chunk.block_ids, partial(self._checksummed, chunk))
+            else:
+                self._write(chunk)
 
     # -- event loop ---------------------------------------------------------------------------------------------------
 
@@ -94,6 +113,14 @@ class OutgoingHandoff:
             self._end()
 
     # -- transfer thread ----------------------------------------------------------------------------------------------
+
+    def _read(self, load: KvLoad, error: str | None) -> None:
+        if error is not None or not self._with_checksums:
+            self._loaded(error)
+            return
+        known = self.grant.checksums
+        sent = None if known is None else known[load.first_block : load.first_block + len(load.block_ids)]
+        self._checksums.verify(load.block_ids, sent, partial(self._verified, load))
 
     def _loaded(self, error: str | None) -> None:
         """The read has ended. A failed one is no reason to give up: what was to be read can be computed."""
@@ -115,13 +142,38 @@ class OutgoingHandoff:
         if ends:
             self._end()
 
+    # -- checksum thread ----------------------------------------------------------------------------------------------
+
+    def _checksummed(self, chunk: HandoffChunk, checksums: tuple[int, ...] | None) -> None:
+        with self._lock:
+            if self._error is None and checksums is not None:
+                self._sent_checksums += checksums
+                self._write(chunk)
+                return
+        self._written("computed KV could not be checksummed" if checksums is None else None)
+
+    def _verified(self, load: KvLoad, damage: str | None) -> None:
+        if damage is None:
+            self.num_verified_blocks += len(load.block_ids)
+        else:
+            self.num_checksum_mismatches += 1
+            peer = self.request.decode_worker_id
+            _log.warning(
+                "KV that hand-off %s read from %s is computed instead: %s", self.grant.handoff_id, peer, damage
+            )
+        self._loaded(damage)
+
     # -- any thread, under the lock -----------------------------------------------------------------------------------
 
-    def _submit(self, op: TransferOp, first_block: int, block_ids: tuple[int, ...], notify: bytes | None) -> None:
+    def _write(self, chunk: HandoffChunk) -> None:
+        notify = self._done_message(chunk) if chunk.last else None
+        self._submit(TransferOp.WRITE, chunk.first_block, chunk.block_ids, notify, self._written)
+
+    def _submit(
+        self, op: TransferOp, first_block: int, block_ids: tuple[int, ...], notify: bytes | None, on_done: OnDone
+    ) -> None:
         remote = self.grant.block_ids[first_block : first_block + len(block_ids)]
         plan = plan_blocks(self._layout, block_ids, remote)
-        on_done = self._loaded if op is TransferOp.READ else self._written
-        self._num_in_flight += 1
         self.num_bytes += plan.num_bytes
         group = None if op is TransferOp.READ else self.engine_request_id
         self._transfer.submit(op, self.request.decode_worker_id, plan, notify, on_done=on_done, group=group)
@@ -136,6 +188,7 @@ class OutgoingHandoff:
                 logprobs=chunk.logprobs,
                 num_transferred_bytes=self.num_bytes + len(chunk.block_ids) * self._layout.block_bytes,
                 prefill_s=time.monotonic() - self._started_s,
+                checksums=tuple(self._sent_checksums) if self._with_checksums else None,
             )
         )
 

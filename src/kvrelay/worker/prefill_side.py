@@ -15,7 +15,6 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from kvrelay.control.base import PrefillDelivery, PrefillQueue
@@ -38,11 +37,13 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.locks import KeyedLocks
 from kvrelay.worker.outgoing import OutgoingHandoff
 from kvrelay.worker.peers import DecodePeer, DecodePeers
 from kvrelay.worker.releases import Releases
+from kvrelay.worker.stats import PrefillStats
 
 _log = logging.getLogger(__name__)
 
@@ -53,17 +54,6 @@ CLOSE_TIMEOUT_S = 2.0
 MAX_REMEMBERED = 4096
 MAX_COMPUTING = 2
 """Hand-offs pulled and not yet computed: one in the engine, one behind it."""
-
-
-@dataclass(slots=True)
-class PrefillStats:
-    """Counters of the prefill side, for metrics and status."""
-
-    num_prefills: int = 0
-    num_refused: int = 0
-    num_failed: int = 0
-    num_abandoned: int = 0
-    num_sent_bytes: int = 0
 
 
 class PrefillSide:
@@ -78,6 +68,7 @@ class PrefillSide:
         kv_compatibility: str,
         engine: EngineThread,
         transfer: TransferThread,
+        checksums: BlockChecksums,
         queue: PrefillQueue,
         peers: DecodePeers,
     ) -> None:
@@ -88,6 +79,7 @@ class PrefillSide:
         self._kv_compatibility = kv_compatibility
         self._engine = engine
         self._transfer = transfer
+        self._checksums = checksums
         self._queue = queue
         self._peers = peers
         self._releases = Releases(peers)
@@ -258,11 +250,10 @@ class PrefillSide:
 
     async def _claim(self, peer: DecodePeer, handoff_id: str) -> HandoffGrant | HandoffRefused:
         """Ask for it. Raises StaleHandoffError for a grant that was taken back before it came."""
+        claim = HandoffClaim(handoff_id, self._worker_id, self._kv_compatibility, self._checksums.required)
         abandoned = self._claiming[handoff_id] = set()
         try:
-            answer = await peer.claim(
-                HandoffClaim(handoff_id, self._worker_id, self._kv_compatibility), CLAIM_TIMEOUT_S
-            )
+            answer = await peer.claim(claim, CLAIM_TIMEOUT_S)
         finally:
             del self._claiming[handoff_id]
         if isinstance(answer, HandoffGrant) and answer.generation in abandoned:
@@ -293,6 +284,7 @@ class PrefillSide:
             layout=self._layout,
             engine=self._engine,
             transfer=self._transfer,
+            checksums=self._checksums,
             on_computed=partial(_on_loop, loop, slot.release),
             on_end=lambda error: _on_loop(loop, ended.set_result, error),
         )
@@ -312,6 +304,8 @@ class PrefillSide:
 
     def _count(self, handoff: OutgoingHandoff, error: str | None) -> None:
         self.stats.num_sent_bytes += handoff.num_bytes
+        self.stats.num_verified_blocks += handoff.num_verified_blocks
+        self.stats.num_kv_checksum_mismatches += handoff.num_checksum_mismatches
         if error is None:
             self.stats.num_prefills += 1
         elif "abandoned" in error:

@@ -54,6 +54,7 @@ from kvrelay.errors import (
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.decode_side import DecodeSide
 from kvrelay.worker.disagg import DisaggPolicy
 from kvrelay.worker.engine_thread import EngineThread
@@ -136,6 +137,7 @@ class Worker:
             transport, settings.transfer, fence=self._fence_s, on_failed=self._on_transfer_failed
         )
         self._engine = EngineThread(core, self._on_step, self._on_failure)
+        self._checksums = BlockChecksums(executor, required=settings.transfer.kv_checksums)
         self._load: LoadMetrics | None = None
         self._events = KvEventLog(settings.worker_id, self.epoch)
         self._publisher = Publisher(settings.worker_id, self.epoch, control.events, self._keys, self._events)
@@ -157,6 +159,7 @@ class Worker:
             kv_compatibility=self._compatibility,
             engine=self._engine,
             transfer=self._transfer,
+            checksums=self._checksums,
             queue=control.prefill_queue,
             peers=self._peers,
         )
@@ -165,15 +168,17 @@ class Worker:
             model=settings.model,
             address=lambda: server.address,
             kv_compatibility=self._compatibility,
+            block_size=executor.kv_layout.block_size,
             engine=self._engine,
             transfer=self._transfer,
+            checksums=self._checksums,
             queue=control.prefill_queue,
             server=server,
             policy=self._policy,
             num_prefill_workers=lambda: self._fleet.num_prefill_workers if self.role is not WorkerRole.PREFILL else 0,
             has_ended=self._fleet.has_ended,
         )
-        self._transfer.on_notification(lambda notification: self._decode.notified(notification.payload))
+        self._transfer.on_notification(lambda notification: self._decode.arrivals.notified(notification.payload))
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -249,6 +254,7 @@ class Worker:
         await self._peers.close()
         await self._server.close()
         await asyncio.to_thread(self._engine.close)
+        await asyncio.to_thread(self._checksums.close)
         self._executor.shutdown()
 
     # -- role ---------------------------------------------------------------------------------------------------------

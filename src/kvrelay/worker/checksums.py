@@ -1,0 +1,70 @@
+"""Checksums of KV blocks in the background: a thread that reads blocks while the engine computes others.
+
+A checksum takes as long as a copy, too long for the engine's thread, which computes, for the transfer thread, which
+polls, and for the event loop. It owns that thread, which starts with the first block. Whose the blocks are, and that
+nobody writes to them meanwhile, is the caller's business, and so is what follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvrelay.core.checksums import find_damage
+from kvrelay.engine.base import Executor
+
+_log = logging.getLogger(__name__)
+
+OnComputed = Callable[[tuple[int, ...] | None], None]
+OnVerified = Callable[[str | None], None]
+
+
+class BlockChecksums:
+    """Computes and verifies checksums of an executor's blocks, in the order in which it is asked to.
+
+    ``required``: this worker trusts no KV without them. Callbacks run on the checksum thread, never within the call.
+    """
+
+    def __init__(self, executor: Executor, *, required: bool) -> None:
+        self.required = required
+        self._executor = executor
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
+
+    def compute(self, block_ids: Sequence[int], on_done: OnComputed) -> None:
+        """``on_done(checksums)``, one per block; None if they could not be computed."""
+        self._thread.submit(self._run, block_ids, on_done)
+
+    def verify(self, block_ids: Sequence[int], sent: Sequence[int] | None, on_done: OnVerified) -> None:
+        """``on_done(None)`` if the blocks have the checksums that they were ``sent`` with, else why they have not."""
+
+        def compare(found: tuple[int, ...] | None) -> None:
+            damage = "it cannot be read" if found is None else find_damage(block_ids, sent, found)
+            on_done(damage)
+
+        self.compute(block_ids, compare)
+
+    async def of(self, block_ids: Sequence[int]) -> tuple[int, ...] | None:
+        """The same as ``compute``, for the event loop. Without blocks there is nothing to wait for."""
+        if not block_ids:
+            return ()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, block_ids)
+
+    def close(self) -> None:
+        """Wait for what is being computed; what waits behind it is dropped without a word. Idempotent."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _run(self, block_ids: Sequence[int], on_done: OnComputed) -> None:
+        checksums = self._compute(block_ids)
+        try:
+            on_done(checksums)
+        except Exception:  # noqa: BLE001 - the outermost frame of this thread that is ours
+            _log.exception("what was to follow a checksum failed")
+
+    def _compute(self, block_ids: Sequence[int]) -> tuple[int, ...] | None:
+        try:
+            return self._executor.checksum_blocks(block_ids)
+        except Exception:  # noqa: BLE001 - whatever a device may raise: somebody waits for the answer
+            _log.exception("%d blocks could not be read", len(block_ids))
+            return None
