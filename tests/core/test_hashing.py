@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvrelay.core.hashing import HASH_SEED, chain_hashes, compute_block_hashes, compute_local_hashes, local_seed
+from kvrelay.core.hashing import compute_block_hashes, compute_sequence_hashes, local_seed
 from kvrelay.errors import InvalidInputError
 
 VECTORS = [
@@ -18,13 +18,13 @@ VECTORS = [
         [1, 2, 3, 4, 5, 6, 7, 8, 9],
         4,
         (14643705804678351452, 16777012769546811212),
-        (14643705804678351452, 4945711292740353085),
+        (14643705804678351452, 11145085192222983159),
     ),
     (
         list(range(100_000, 100_032)),
         16,
         (937353047620882141, 10699618466713579764),
-        (937353047620882141, 17754811342975023199),
+        (937353047620882141, 9721965694344780068),
     ),
 ]
 
@@ -34,6 +34,7 @@ def test_vectors(tokens: list[int], block_size: int, local: tuple[int, ...], seq
     hashes = compute_block_hashes(tokens, block_size)
     assert hashes.local == local
     assert hashes.sequence == sequence
+    assert compute_sequence_hashes(tokens, block_size) == sequence
 
 
 def test_local_hashes_are_xxh3_over_little_endian_words() -> None:
@@ -44,7 +45,7 @@ def test_local_hashes_are_xxh3_over_little_endian_words() -> None:
             xxhash.xxh3_64_intdigest(struct.pack(f"<{block_size}I", *tokens[at : at + block_size]), 1337)
             for at in range(0, block_size * 5, block_size)
         )
-        assert compute_local_hashes(tokens, block_size) == expected
+        assert compute_block_hashes(tokens, block_size).local == expected
 
 
 def test_the_chain_names_the_whole_prefix() -> None:
@@ -53,20 +54,24 @@ def test_the_chain_names_the_whole_prefix() -> None:
     assert first.sequence[0] == first.local[0]
     assert first.local[1:] == other.local[1:]
     assert not set(first.sequence) & set(other.sequence)
-    pair = struct.pack("<QQ", first.sequence[0], first.local[1])
-    assert first.sequence[1] == xxhash.xxh3_64_intdigest(pair, HASH_SEED)
+    second_block = struct.pack("<16I", *tokens[16:32])
+    assert first.sequence[1] == xxhash.xxh3_64_intdigest(second_block, first.sequence[0])
 
 
 def test_a_chain_can_be_continued_anywhere() -> None:
-    hashes = compute_block_hashes(list(range(160)), 16)
+    tokens = list(range(160))
+    hashes = compute_block_hashes(tokens, 16, lora="adapter")
     for at in range(1, 10):
-        assert chain_hashes(hashes.local[at:], parent=hashes.sequence[at - 1]) == hashes.sequence[at:]
-    assert chain_hashes(()) == chain_hashes((), parent=5) == ()
+        parent = hashes.sequence[at - 1]
+        rest = compute_block_hashes(tokens[16 * at :], 16, lora="adapter", parent=parent)
+        assert rest == (hashes.local[at:], hashes.sequence[at:])
+        assert compute_sequence_hashes(tokens[16 * at :], 16, lora="adapter", parent=parent) == hashes.sequence[at:]
 
 
 @pytest.mark.parametrize("length", [0, 1, 15])
 def test_less_than_a_block_has_no_hash(length: int) -> None:
     assert compute_block_hashes([1] * length, 16) == ((), ())
+    assert compute_sequence_hashes([1] * length, 16, parent=5) == ()
 
 
 def test_every_kind_of_sequence_hashes_alike() -> None:
@@ -82,7 +87,7 @@ def test_adapters_and_seeds_separate() -> None:
     plain, adapted = compute_block_hashes(tokens, 16), compute_block_hashes(tokens, 16, lora="adapter")
     assert not set(plain.local) & set(adapted.local)
     assert not set(plain.sequence) & set(adapted.sequence)
-    assert adapted.local == compute_local_hashes(tokens, 16, local_seed(lora="adapter"))
+    assert adapted == compute_block_hashes(tokens, 16, local_seed(lora="adapter"))
     assert plain.local != compute_block_hashes(tokens, 16, seed=1).local
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_block_hashes, compute_sequence_hashes
 from kvrelay.engine.block_pool import BlockPool, BlockState
 from kvrelay.errors import IntegrityError
 
@@ -19,7 +19,7 @@ def cache(pool: BlockPool, block_ids: list[int], tokens: list[int]) -> None:
 
 
 def find(pool: BlockPool, tokens: list[int]) -> list[int]:
-    return pool.find_prefix(tokens, compute_block_hashes(tokens, SIZE).sequence)
+    return pool.find_prefix(tokens, compute_sequence_hashes(tokens, SIZE))
 
 
 def take(pool: BlockPool, count: int) -> list[int]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.hashing import chain_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.router.approximate import ApproximateIndexer
 
 
 def scores(indexer: ApproximateIndexer, *locals_: int) -> dict[str, int]:
-    return {name: depth for depth, names in indexer.find_holders(chain_hashes(locals_)) for name in names}
+    return {name: depth for depth, names in indexer.find_holders(compute_sequence_hashes(locals_, 1)) for name in names}
 
 
 def test_placements_expire_and_uses_extend_them() -> None:
     clock = ManualClock()
     indexer = ApproximateIndexer(8.0, clock)
-    indexer.place("a", chain_hashes([1, 2, 3]))
+    indexer.place("a", compute_sequence_hashes([1, 2, 3], 1))
     clock.advance(6)
-    indexer.place("a", chain_hashes([1, 2]))
-    indexer.place("b", chain_hashes([1]))
+    indexer.place("a", compute_sequence_hashes([1, 2], 1))
+    indexer.place("b", compute_sequence_hashes([1], 1))
     assert scores(indexer, 1, 2, 3) == {"a": 3, "b": 1}
     clock.advance(2)
     assert scores(indexer, 1, 2, 3) == {"a": 3, "b": 1}
@@ -32,7 +32,7 @@ def test_placements_expire_and_uses_extend_them() -> None:
 def test_memory_is_bounded_by_dropping_the_oldest() -> None:
     indexer = ApproximateIndexer(1e9, ManualClock(), max_blocks=100)
     for number in range(1000):
-        indexer.place("a", chain_hashes([number, 1, 2]))
+        indexer.place("a", compute_sequence_hashes([number, 1, 2], 1))
         assert indexer.index.num_blocks < 200
     assert scores(indexer, 950, 1) == {}
     assert scores(indexer, 980, 1) == {"a": 2}
@@ -43,8 +43,8 @@ def test_memory_is_bounded_by_dropping_the_oldest() -> None:
 
 def test_one_prompt_larger_than_the_bound_is_dropped_with_the_next() -> None:
     indexer = ApproximateIndexer(1e9, ManualClock(), max_blocks=10)
-    indexer.place("a", chain_hashes(range(1, 50)))
-    indexer.place("a", chain_hashes([100]))
+    indexer.place("a", compute_sequence_hashes(range(1, 50), 1))
+    indexer.place("a", compute_sequence_hashes([100], 1))
     assert scores(indexer, *range(1, 50)) == {}
     assert scores(indexer, 100) == {"a": 1}
 
@@ -52,13 +52,13 @@ def test_one_prompt_larger_than_the_bound_is_dropped_with_the_next() -> None:
 def test_a_worker_that_left_starts_anew() -> None:
     clock = ManualClock()
     indexer = ApproximateIndexer(8.0, clock)
-    indexer.place("a", chain_hashes([1, 2]))
-    indexer.place("b", chain_hashes([1]))
+    indexer.place("a", compute_sequence_hashes([1, 2], 1))
+    indexer.place("b", compute_sequence_hashes([1], 1))
     indexer.place("b", ())
     indexer.remove_worker("a")
     indexer.remove_worker("stranger")
     assert scores(indexer, 1, 2) == {"b": 1}
     clock.advance(5)
-    indexer.place("a", chain_hashes([1]))
+    indexer.place("a", compute_sequence_hashes([1], 1))
     clock.advance(6)
     assert scores(indexer, 1, 2) == {"a": 1}

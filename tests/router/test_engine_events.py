@@ -7,7 +7,7 @@ import random
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_codec import decode_events, encode_events
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_block_hashes, compute_sequence_hashes
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.router.indexer import KvIndexer
 
@@ -53,7 +53,7 @@ def test_the_index_is_the_pools_cache() -> None:
             if each.has_events:
                 indexer.apply(decode_events(encode_events(logs[owner].append(each.drain_events()))))
         query = prompt(rng)
-        wanted = compute_block_hashes(query, BLOCK_SIZE).sequence
+        wanted = compute_sequence_hashes(query, BLOCK_SIZE)
         true = {owner: len(each.find_prefix(query, wanted)) for owner, each in pools.items()}
         assert indexer.find_matches(wanted).scores == {owner: count for owner, count in true.items() if count}, step
         hits += sum(true.values())

@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvrelay.core.hashing import chain_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.router.errors import ParentNotFoundError
 from kvrelay.router.overlap import OverlapScores, RecentUses
 from kvrelay.router.prefix_index import PrefixIndex
@@ -28,15 +28,15 @@ class Both:
         self.index.apply_event(worker, stored(locals_, start))
 
     def removed(self, worker: str, locals_: list[int], *positions: int) -> None:
-        chain = chain_hashes(locals_)
+        chain = compute_sequence_hashes(locals_, 1)
         self.index.apply_event(worker, BlockRemoved(tuple(chain[at] for at in positions)))
 
     def find(self, locals_: list[int], early_exit: bool = False) -> OverlapScores:
-        return self.index.find_matches(chain_hashes(locals_) if self.fast else locals_, early_exit)
+        return self.index.find_matches(compute_sequence_hashes(locals_, 1) if self.fast else locals_, early_exit)
 
 
 def stored(locals_: list[int], start: int = 0) -> BlockStored:
-    chain = chain_hashes(locals_)
+    chain = compute_sequence_hashes(locals_, 1)
     return BlockStored(chain[start - 1] if start else None, chain[start:], tuple(locals_[start:]), (), 16)
 
 
@@ -142,7 +142,7 @@ def random_event(rng: random.Random) -> KvEvent:
     if kind < 0.55:
         return stored(prompt, rng.randrange(len(prompt)) if rng.random() < 0.5 else 0)
     if kind < 0.997:
-        chain = list(chain_hashes(prompt))
+        chain = list(compute_sequence_hashes(prompt, 1))
         wanted = (
             chain[-rng.randrange(1, 6) :] if rng.random() < 0.5 else rng.sample(chain, rng.randrange(1, 1 + len(chain)))
         )
@@ -173,7 +173,10 @@ def test_random_interleavings_of_ten_thousand_events(seed: int) -> None:
         refused += bool(failures)
         clock.advance(rng.random() * 0.01)
         query, early = random_prompt(rng), rng.random() < 0.3
-        assert index.find_matches(chain_hashes(query), early) == tree.find_matches(query, early), (number, query)
+        assert index.find_matches(compute_sequence_hashes(query, 1), early) == tree.find_matches(query, early), (
+            number,
+            query,
+        )
         if number % 500 == 499:
             index.check_integrity()
     assert 0 < refused < 8000

@@ -11,7 +11,7 @@ from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_codec import decode_events, encode_events
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch
-from kvrelay.core.hashing import chain_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.errors import KvrelayError
 from kvrelay.router.errors import IndexerOfflineError, RequestDroppedError
 from kvrelay.router.indexer import DUMP_INTERVAL_S, REPLAY_TIMEOUT_S, VERIFY_INTERVAL_S, KvIndexer, StreamState
@@ -20,7 +20,7 @@ BLOCK_SIZE = 16
 
 
 def stored(locals_: list[int], start: int = 0, block_size: int = BLOCK_SIZE) -> BlockStored:
-    chain = chain_hashes(locals_)
+    chain = compute_sequence_hashes(locals_, 1)
     return BlockStored(chain[start - 1] if start else None, chain[start:], tuple(locals_[start:]), (), block_size)
 
 
@@ -54,7 +54,7 @@ class Cluster:
         return answers
 
     def scores(self, *locals_: int) -> dict[str, int]:
-        return self.indexer.find_matches(chain_hashes(locals_)).scores
+        return self.indexer.find_matches(compute_sequence_hashes(locals_, 1)).scores
 
     def check(self) -> None:
         """The index is the union of what the workers hold."""
@@ -81,7 +81,7 @@ def test_batches_in_order(cluster: Cluster) -> None:
     cluster.start("a")
     cluster.deliver()
     cluster.publish("a", stored([1, 2]), stored([1, 2, 3], 2))
-    cluster.publish("a", BlockRemoved((chain_hashes([1, 2, 3])[2],)))
+    cluster.publish("a", BlockRemoved((compute_sequence_hashes([1, 2, 3], 1)[2],)))
     assert cluster.scores(1, 2, 3) == {"a": 2}
     assert cluster.asked == []
     assert cluster.indexer.stats.applied == 3
@@ -149,7 +149,7 @@ def test_a_dump_in_pages_while_events_go_on(cluster: Cluster) -> None:
     log = cluster.start("a", capacity=4, max_reply_blocks=3)
     for number in range(0, 40, 2):
         log.append([stored([number, 1, 2])])
-    log.append([BlockRemoved((chain_hashes([0, 1])[1],))])  # leaves a block without its parent
+    log.append([BlockRemoved((compute_sequence_hashes([0, 1], 1)[1],))])  # leaves a block without its parent
     answers = 0
     while cluster.asked:
         name, request = cluster.asked.pop(0)
@@ -292,8 +292,8 @@ def test_without_a_way_to_ask_the_worker_is_learnt_anew_after_a_gap() -> None:
     indexer.add_worker("a")
     indexer.apply(KvEventBatch("a", 0, 0, (stored([1, 2]),)))
     indexer.apply(KvEventBatch("a", 0, 5, (stored([3]), stored([1, 2, 4], 2))))
-    assert indexer.find_matches(chain_hashes([1, 2])).scores == {}
-    assert indexer.find_matches(chain_hashes([3])).scores == {"a": 1}
+    assert indexer.find_matches(compute_sequence_hashes([1, 2], 1)).scores == {}
+    assert indexer.find_matches(compute_sequence_hashes([3], 1)).scores == {"a": 1}
     assert (indexer.stats.gaps, indexer.stats.parent_not_found) == (1, 1)
 
 
@@ -319,7 +319,7 @@ class TrueCache:
         kind = rng.random()
         if kind < 0.6 or not self.blocks:
             locals_ = [rng.randrange(1, 3) for _ in range(rng.randrange(1, 12))]
-            chain = chain_hashes(locals_)
+            chain = compute_sequence_hashes(locals_, 1)
             start = next((at for at, block in enumerate(chain) if block not in self.blocks), len(chain) - 1)
             for at in range(start, len(chain)):
                 self.blocks[chain[at]] = chain[at - 1] if at else None

@@ -7,13 +7,13 @@ import tracemalloc
 
 import pytest
 
-from kvrelay.core.hashing import chain_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.errors import IntegrityError
 from kvrelay.router.prefix_index import PrefixIndex
 
 
 def chain(rng: random.Random, length: int) -> tuple[int, ...]:
-    return chain_hashes([rng.getrandbits(64) for _ in range(length)])
+    return compute_sequence_hashes([rng.getrandbits(32) for _ in range(length)], 1)
 
 
 def test_blocks_that_the_same_workers_hold_are_one_run() -> None:

@@ -223,13 +223,13 @@ def _infinite_hit_ratio(spec: Any, seed: int) -> float:
     """Share of the load's prompt tokens whose blocks have come up before, in order of arrival. As in the engine, the
     last token of a prompt is always computed."""
     from kvrelay.bench.load.mix import build_class
-    from kvrelay.core.hashing import compute_block_hashes
+    from kvrelay.core.hashing import compute_sequence_hashes
 
     known: set[int] = set()
     hits = total = 0
     for request in build_class(spec, seed).requests:
         assert isinstance(request.prompt, tuple)
-        blocks = compute_block_hashes(request.prompt[:-1], BLOCK_SIZE).sequence
+        blocks = compute_sequence_hashes(request.prompt[:-1], BLOCK_SIZE)
         leading = next((at for at, block in enumerate(blocks) if block not in known), len(blocks))
         known.update(blocks[leading:])
         hits += leading * BLOCK_SIZE

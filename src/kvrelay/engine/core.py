@@ -25,7 +25,7 @@ from kvrelay.core.handoff import (
     HandoffRefused,
     HandoffReleased,
 )
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.base import Executor, RemotePrefillStart, StepOutput
@@ -184,7 +184,7 @@ class EngineCore:
         """Tokens of this prompt that the prefix cache holds now."""
         if not self.pool.enable_prefix_caching:
             return 0
-        hashes = compute_block_hashes(token_ids, self.pool.block_size).sequence
+        hashes = compute_sequence_hashes(token_ids, self.pool.block_size)
         return len(self.pool.find_prefix(token_ids, hashes)) * self.pool.block_size
 
     def _validate(self, request: Request) -> None:

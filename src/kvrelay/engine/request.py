@@ -10,7 +10,7 @@ import enum
 from collections.abc import Sequence
 
 from kvrelay.core.handoff import PositionLogprobs
-from kvrelay.core.hashing import chain_hashes, compute_block_hashes
+from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus, check_transition
 
@@ -153,9 +153,6 @@ class Request:
         if num_blocks <= known:
             return
         tokens = self.token_ids[known * block_size : num_blocks * block_size]
-        hashes = compute_block_hashes(tokens, block_size)
+        hashes = compute_block_hashes(tokens, block_size, parent=self.sequence_hashes[-1] if known else None)
         self.local_hashes.extend(hashes.local)
-        if known == 0:
-            self.sequence_hashes.extend(hashes.sequence)
-        else:
-            self.sequence_hashes.extend(chain_hashes(hashes.local, parent=self.sequence_hashes[-1]))
+        self.sequence_hashes.extend(hashes.sequence)

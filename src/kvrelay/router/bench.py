@@ -22,7 +22,7 @@ from kvrelay.config import RouterConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_codec import decode_events, encode_events
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, KvEventBatch
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.errors import InvalidInputError
 from kvrelay.router import peer_dynamo
 from kvrelay.router.base import RoutingRequest
@@ -165,7 +165,7 @@ class _Scenario:
         shared = max(blocks_per_worker // 2, MATCHED_BLOCKS)
         self.names = [f"w{number:04d}" for number in range(num_workers)]
         self.shared_tokens: list[int] = rng.integers(0, VOCABULARY, shared * BLOCK_SIZE).tolist()
-        self.shared = compute_block_hashes(self.shared_tokens, BLOCK_SIZE).sequence
+        self.shared = compute_sequence_hashes(self.shared_tokens, BLOCK_SIZE)
         own = max(blocks_per_worker - shared, CHAIN_BLOCKS)
         self.own = [_random_blocks(rng, own) for _ in self.names]
 
@@ -200,8 +200,8 @@ def measure_speed(num_workers: int, blocks_per_worker: int, repeats: int) -> Spe
     return SpeedReport(
         num_workers=num_workers,
         blocks_per_worker=blocks_per_worker,
-        hash_8192_list=_latency(lambda: compute_block_hashes(tokens, BLOCK_SIZE), repeats),
-        hash_8192_array=_latency(lambda: compute_block_hashes(array, BLOCK_SIZE), repeats),
+        hash_8192_list=_latency(lambda: compute_sequence_hashes(tokens, BLOCK_SIZE), repeats),
+        hash_8192_array=_latency(lambda: compute_sequence_hashes(array, BLOCK_SIZE), repeats),
         find_512=_latency(lambda: index.find_matches(query), repeats),
         find_stairs=_latency(lambda: stairs.find_matches(query), repeats),
         find_nothing=_latency(lambda: index.find_matches(nothing), repeats),
@@ -306,7 +306,7 @@ def measure_growth(num_workers: int, num_blocks: int, repeats: int) -> GrowthRow
     router = _router(names)
     index = _index(router)
     tokens = rng.integers(0, VOCABULARY, MATCHED_BLOCKS * BLOCK_SIZE).tolist()
-    query = compute_block_hashes(tokens, BLOCK_SIZE).sequence
+    query = compute_sequence_hashes(tokens, BLOCK_SIZE)
     for name in names:
         index.store(name, None, query)
     for number in range(max(0, num_blocks - len(query)) // CHAIN_BLOCKS):

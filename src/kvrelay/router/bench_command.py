@@ -140,7 +140,7 @@ def _print_speed(console: Console, speed: SpeedReport, peer: PeerSpeed | None) -
     row("bytes per block and worker", f"{speed.bytes_per_block_and_worker:.0f}")
     console.print(table)
     if peer is not None:
-        console.print("* local hashes only; ours are chained too")
+        console.print("* local hashes; ours are the sequence hashes that a decision needs")
 
 
 def _print_growth(console: Console, rows: tuple[GrowthRow, ...]) -> None:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from kvrelay.config import RouterConfig
 from kvrelay.router.load import FloatColumn, LoadColumns
 
-PENDING_WEIGHT = 0.7
-BALANCE_WEIGHT = 0.02
+# Scalars that meet columns are arrays of no dimension: numpy converts a Python number anew in every operation.
+PENDING_WEIGHT = np.asarray(0.7)
+BALANCE_WEIGHT = np.asarray(0.02)
+ONE = np.asarray(1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
+class Candidates(msgspec.Struct, frozen=True):
     """The columns of one decision. ``overlap_blocks`` are leading blocks of this prompt that the worker holds."""
 
     prompt_tokens: int
@@ -93,7 +94,7 @@ class KvPolicy:
 
     def __init__(self, overlap_weight: float, decode_weight: float, temperature: float) -> None:
         self._overlap_weight = overlap_weight
-        self._decode_weight = decode_weight
+        self._decode_weight = np.asarray(decode_weight)
         self._temperature = temperature
 
     def scores(self, candidates: Candidates) -> FloatColumn:
@@ -103,7 +104,7 @@ class KvPolicy:
             np.maximum(own, 0.0, out=own)
         cost = (
             PENDING_WEIGHT * load.prefill_tokens
-            + own * (1.0 + BALANCE_WEIGHT * load.recent_share)
+            + own * (ONE + BALANCE_WEIGHT * load.recent_share)
             + self._decode_weight * load.context_tokens
         )
         return -cost

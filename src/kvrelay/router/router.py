@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEventBatch, LoadMetrics
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.router.approximate import ApproximateIndexer
@@ -189,7 +189,7 @@ class PolicyRouter:
         """The prompt's sequence hashes; none when nobody asks for them."""
         if self._indexer is None:
             return ()
-        return compute_block_hashes(request.token_ids, self._block_size, lora=request.lora).sequence
+        return compute_sequence_hashes(request.token_ids, self._block_size, lora=request.lora)
 
     def _candidates(self, request: RoutingRequest, sequence: tuple[int, ...]) -> Candidates:
         return Candidates(len(request.token_ids), self._block_size, self._overlaps(sequence), self._load.columns())

@@ -23,7 +23,7 @@ from kvrelay.config import RouterConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics
-from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import InvalidInputError
 from kvrelay.router.base import RoutingRequest
@@ -209,7 +209,7 @@ class _Replay:
         now, request_id = self._clock.now(), f"r{number}"
         decision = self._router.choose(RoutingRequest(request_id, request.hash_ids, request.output_length))
         worker = self._workers[decision.worker_id]
-        sequence = compute_block_hashes(request.hash_ids, 1).sequence
+        sequence = compute_sequence_hashes(request.hash_ids, 1)
         hits, first_token_s, events = worker.accept(request, sequence, now)
         self._hits += hits
         self._estimated += decision.overlap_blocks
