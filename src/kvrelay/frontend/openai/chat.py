@@ -9,6 +9,7 @@ import msgspec
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json, json_list
+from kvrelay.frontend.openai.frame import ChunkFrame
 from kvrelay.frontend.openai.logprobs import (
     ChatLogprobs,
     PromptTokenLogprob,
@@ -18,7 +19,7 @@ from kvrelay.frontend.openai.logprobs import (
 )
 from kvrelay.frontend.openai.requests import ChatMessage
 
-_PLAIN_END = b'},"logprobs":null,"finish_reason":null'
+_NO_LOGPROBS = b'},"logprobs":null'
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
@@ -88,17 +89,17 @@ class ChatFormat:
         self._return_token_ids = return_token_ids
         self._with_logprobs = with_logprobs
         head = {"id": answer_id, "object": "chat.completion.chunk", "created": created_unix_s, "model": model}
-        self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
-        self._starts: dict[int, bytes] = {}
-        self._no_usage = b',"usage":null' if include_usage and not continuous_usage else b""
-        self._end = b"}]" + self._no_usage + b"}\n\n"
-        self._plain_end = _PLAIN_END + self._end
+        choice = b'{"index":%d,"delta":{"content":'
+        self._frame = ChunkFrame(
+            head, choice, b',"finish_reason":null', include_usage=include_usage, continuous_usage=continuous_usage
+        )
+        self._plain_end = _NO_LOGPROBS + self._frame.plain_tail
 
     def opening(self, index: int, prompt_token_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None) -> bytes:
         """The role; ``prompt_token_ids`` stands beside the choices, as in vLLM."""
         delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index
         ids = b',"prompt_token_ids":' + json_list(prompt_token_ids) if self._return_token_ids else b""
-        return self._head + delta + ids + self._no_usage + b"}\n\n"
+        return self._frame.head + delta + ids + self._frame.end_of_event
 
     def chunk(
         self,
@@ -109,29 +110,14 @@ class ChatFormat:
         finish: Finish | None,
         usage: Usage | None,
     ) -> bytes:
-        start = self._starts.get(index) or self._start(index)
+        start = self._frame.start(index) + encode_json(text)
         if finish is None and usage is None and not logprobs and not self._return_token_ids:
-            return start + encode_json(text) + self._plain_end
-        pieces = [start, encode_json(text)]
-        if logprobs:
-            pieces += (b'},"logprobs":', encode_json(chat_logprobs(logprobs, self._texts)))
-        else:
-            pieces.append(b'},"logprobs":null')
-        if finish is None:
-            pieces.append(b',"finish_reason":null')
-        else:
-            pieces += (b',"finish_reason":', encode_json(finish.reason))
-            pieces += (b',"stop_reason":', encode_json(finish.stop_reason))
-        if self._return_token_ids:
-            pieces += (b',"token_ids":', json_list(token_ids))
-        if usage is None:
-            pieces.append(self._end)
-        else:
-            pieces += (b'}],"usage":', encode_json(usage), b"}\n\n")
-        return b"".join(pieces)
+            return start + self._plain_end
+        shape = b'},"logprobs":' + encode_json(chat_logprobs(logprobs, self._texts)) if logprobs else _NO_LOGPROBS
+        return start + shape + self._frame.tail(finish, token_ids if self._return_token_ids else None, usage)
 
     def usage_event(self, usage: Usage) -> bytes:
-        return self._head + b'],"usage":' + encode_json(usage) + b"}\n\n"
+        return self._frame.usage_event(usage)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         shapes = [self._whole_choice(choice) for choice in choices]
@@ -151,9 +137,6 @@ class ChatFormat:
                 prompt_token_ids=prompt_ids,
             )
         )
-
-    def _start(self, index: int) -> bytes:
-        return self._starts.setdefault(index, self._head + b'{"index":%d,"delta":{"content":' % index)
 
     def _whole_choice(self, choice: Choice) -> ChatChoice:
         assert choice.finish is not None

@@ -11,6 +11,7 @@ import msgspec
 
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json, json_list
+from kvrelay.frontend.openai.frame import ChunkFrame
 from kvrelay.frontend.openai.logprobs import (
     CompletionLogprobs,
     PromptTokenLogprob,
@@ -19,7 +20,8 @@ from kvrelay.frontend.openai.logprobs import (
     prompt_logprobs_json,
 )
 
-_PLAIN_END = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
+_NO_LOGPROBS = b',"logprobs":null'
+_UNFINISHED = b',"finish_reason":null,"stop_reason":null'
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -65,23 +67,23 @@ class CompletionFormat:
         self._with_prompt_logprobs = with_prompt_logprobs
         self._echoes = echoes
         head = {"id": answer_id, "object": "text_completion", "created": created_unix_s, "model": model}
-        self._head = b"data: " + encode_json(head)[:-1] + b',"choices":['
-        self._starts: dict[int, bytes] = {}
-        no_usage = b',"usage":null' if include_usage and not continuous_usage else b""
-        self._end = b"}]" + no_usage + b"}\n\n"
-        self._plain_end = _PLAIN_END + self._end
+        choice = b'{"index":%d,"text":'
+        self._frame = ChunkFrame(
+            head, choice, _UNFINISHED, include_usage=include_usage, continuous_usage=continuous_usage
+        )
+        self._plain_end = _NO_LOGPROBS + self._frame.plain_tail
         self._offsets: dict[int, int] = {}
 
     def opening(self, index: int, prompt_token_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None) -> bytes:
         echo = self._echoes[index] if self._echoes is not None else ""
         if not echo and not self._return_token_ids:
             return b""
-        pieces = [self._start(index), encode_json(echo), b',"logprobs":']
+        pieces = [self._frame.start(index), encode_json(echo), b',"logprobs":']
         pieces.append(self._echoed_logprobs(index, prompt_token_ids, prompt_logprobs if echo else None))
-        pieces.append(b',"finish_reason":null,"stop_reason":null')
+        pieces.append(_UNFINISHED)
         if self._return_token_ids:
             pieces += (b',"token_ids":[],"prompt_token_ids":', json_list(prompt_token_ids))
-        return b"".join((*pieces, self._end))
+        return b"".join((*pieces, b"}]", self._frame.end_of_event))
 
     def chunk(
         self,
@@ -92,39 +94,18 @@ class CompletionFormat:
         finish: Finish | None,
         usage: Usage | None,
     ) -> bytes:
-        start = self._starts.get(index) or self._start(index)
+        start = self._frame.start(index) + encode_json(text)
         if finish is None and usage is None and not logprobs and not self._return_token_ids:
-            return start + encode_json(text) + self._plain_end
-        pieces = [start, encode_json(text)]
-        if logprobs:
-            shape, self._offsets[index] = completion_logprobs(
-                logprobs, token_ids, self._texts, self._offsets.get(index, 0)
-            )
-            pieces += (b',"logprobs":', encode_json(shape))
-        else:
-            pieces.append(b',"logprobs":null')
-        if finish is None:
-            pieces.append(b',"finish_reason":null,"stop_reason":null')
-        else:
-            pieces += (b',"finish_reason":', encode_json(finish.reason))
-            pieces += (b',"stop_reason":', encode_json(finish.stop_reason))
-        if self._return_token_ids:
-            pieces += (b',"token_ids":', json_list(token_ids))
-        if usage is None:
-            pieces.append(self._end)
-        else:
-            pieces += (b'}],"usage":', encode_json(usage), b"}\n\n")
-        return b"".join(pieces)
+            return start + self._plain_end
+        shape = b',"logprobs":' + self._logprobs(index, token_ids, logprobs) if logprobs else _NO_LOGPROBS
+        return start + shape + self._frame.tail(finish, token_ids if self._return_token_ids else None, usage)
 
     def usage_event(self, usage: Usage) -> bytes:
-        return self._head + b'],"usage":' + encode_json(usage) + b"}\n\n"
+        return self._frame.usage_event(usage)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         shapes = [self._whole_choice(choice) for choice in choices]
         return encode_json(CompletionResponse(self._id, self._created, self._model, shapes, usage))
-
-    def _start(self, index: int) -> bytes:
-        return self._starts.setdefault(index, self._head + b'{"index":%d,"text":' % index)
 
     def _whole_choice(self, choice: Choice) -> CompletionChoice:
         assert choice.finish is not None
@@ -152,5 +133,10 @@ class CompletionFormat:
     def _echoed_logprobs(self, index: int, token_ids: Sequence[int], positions: PromptLogprobs | None) -> bytes:
         if positions is None or not self._with_logprobs:
             return b"null"
-        shape, self._offsets[index] = completion_logprobs(positions, token_ids, self._texts, 0)
+        return self._logprobs(index, token_ids, positions)
+
+    def _logprobs(self, index: int, token_ids: Sequence[int], positions: PromptLogprobs) -> bytes:
+        """Those of a choice's next tokens; text offsets count from the choice's beginning."""
+        offset = self._offsets.get(index, 0)
+        shape, self._offsets[index] = completion_logprobs(positions, token_ids, self._texts, offset)
         return encode_json(shape)

@@ -1,0 +1,55 @@
+"""The bytes around the text of a streamed chunk, which both endpoints share: encoded once per stream, not per token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvrelay.frontend.openai.answer import Finish, Usage, encode_json, json_list
+
+
+class ChunkFrame:
+    """The frame of one stream's events:
+
+        data: {id, object, created, model, "choices":[ {"index":0, ...:  text  ... reasons, token ids }] , usage }
+        `----------------- head ---------------------´                  `------------ tail ----------------------´
+        `------------------------- start ---------------------------´
+
+    ``choice`` is the beginning of a choice, ``%d`` its index; ``unfinished`` stands for the reasons until there are
+    any.
+    """
+
+    def __init__(
+        self,
+        head: Mapping[str, object],
+        choice: bytes,
+        unfinished: bytes,
+        *,
+        include_usage: bool,
+        continuous_usage: bool,
+    ) -> None:
+        self.head = b"data: " + encode_json(head)[:-1] + b',"choices":['
+        self.end_of_event = (b',"usage":null' if include_usage and not continuous_usage else b"") + b"}\n\n"
+        self.plain_tail = unfinished + b"}]" + self.end_of_event
+        """The tail of a chunk that is not the last one, without token ids and usage."""
+        self._choice = choice
+        self._unfinished = unfinished
+        self._starts: dict[int, bytes] = {}
+
+    def start(self, index: int) -> bytes:
+        """Everything before a choice's text."""
+        return self._starts.get(index) or self._starts.setdefault(index, self.head + self._choice % index)
+
+    def tail(self, finish: Finish | None, token_ids: Sequence[int] | None, usage: Usage | None) -> bytes:
+        """Everything behind text and logprobs; ``token_ids`` and ``usage`` are None where they were not asked for."""
+        pieces = [self._unfinished]
+        if finish is not None:
+            pieces = [b',"finish_reason":', encode_json(finish.reason)]
+            pieces += (b',"stop_reason":', encode_json(finish.stop_reason))
+        if token_ids is not None:
+            pieces += (b',"token_ids":', json_list(token_ids))
+        pieces += (b"}]", self.end_of_event) if usage is None else (b'}],"usage":', encode_json(usage), b"}\n\n")
+        return b"".join(pieces)
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The event without choices that ends a stream whose client asked for usage."""
+        return self.head + b'],"usage":' + encode_json(usage) + b"}\n\n"
