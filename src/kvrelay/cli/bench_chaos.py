@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.cli.options import engine_option, json_option, model_argument
 from kvrelay.cli.processes import run_async
 
 if TYPE_CHECKING:
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
 
 @click.command("chaos")
-@click.argument("model", required=False)
+@model_argument
 @click.option("--duration", "duration_s", default=300.0, type=click.FloatRange(10.0, 86400.0), help="Seconds of load.")
 @click.option("--seed", default=0, type=click.IntRange(0), help="Of prompts, load and faults.")
-@click.option("--engine", default="torch", type=click.Choice(["torch", "mock"]), help="Engine of the workers.")
+@engine_option
 @click.option("--prefill", "num_prefill", default=2, type=click.IntRange(2, 16), help="Prefill workers.")
 @click.option("--decode", "num_decode", default=2, type=click.IntRange(2, 16), help="Decode workers.")
 @click.option("--clients", "num_clients", default=8, type=click.IntRange(1, 256), help="Clients that ask all the time.")
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 @click.option(
     "--log", "log_path", type=click.Path(dir_okay=False, path_type=Path), help="Keep the cluster's log there."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def bench_chaos(
     model: str | None,
     duration_s: float,
     seed: int,
-    engine: str,
+    engine_kind: str,
     num_prefill: int,
     num_decode: int,
     num_clients: int,
@@ -56,7 +57,7 @@ def bench_chaos(
 
     options = ChaosOptions(
         model_path=resolve_model(model),
-        engine=engine,
+        engine=engine_kind,
         duration_s=duration_s,
         seed=seed,
         num_prefill=num_prefill,
@@ -66,13 +67,7 @@ def bench_chaos(
         fault_interval_s=fault_interval,
         log_path=log_path,
     )
-    reports: list[ChaosReport] = []
-
-    async def run() -> None:
-        reports.append(await run_chaos(options, lambda text: click.echo(text, err=True)))
-
-    run_async(run())
-    (report,) = reports
+    report = run_async(run_chaos(options, lambda text: click.echo(text, err=True)))
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report)))
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvrelay.cli.options import SettingsSource, settings_options
+from kvrelay.cli.options import SettingsSource, json_option, model_argument, settings_options
 from kvrelay.cli.report import print_report
 from kvrelay.config import EngineConfig, RunnerConfig
 
@@ -17,13 +17,13 @@ ADMISSION = ("max_num_waiting", "kv_watermark")
 
 
 @click.command("engine")
-@click.argument("model", required=False)
+@model_argument
 @click.option("--num-prompts", default=128, type=click.IntRange(1, 100_000), help="Prompts in the batch.")
 @click.option("--input-len", default=128, type=click.IntRange(1), help="Tokens per prompt.")
 @click.option("--output-len", default=64, type=click.IntRange(1), help="Tokens per answer.")
 @click.option("--runs", default=3, type=click.IntRange(1, 1000), help="Timed passes; the median is reported.")
 @click.option("--load-seed", default=0, type=int, help="Seed of the prompts.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 @settings_options(*SETTINGS, exclude=ADMISSION)
 def bench_engine(
     model: str | None,

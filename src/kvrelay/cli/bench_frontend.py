@@ -5,8 +5,6 @@ Other servers can be measured in the same run by URL (``--url dynamo=http://127.
 
 from __future__ import annotations
 
-import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,9 @@ import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from kvrelay.cli.options import json_option, model_argument
+from kvrelay.cli.own_cluster import medians, serve_args_option, serve_command
 
 LOADS = (
     # name, prompt tokens, output tokens, requests at once, requests per turn
@@ -27,13 +28,13 @@ LOADS = (
 
 
 @click.command("frontend")
-@click.argument("model", required=False)
+@model_argument
 @click.option("--workers", default=4, type=click.IntRange(1, 64), help="Mock workers behind the frontend.")
 @click.option("--rounds", default=3, type=click.IntRange(1, 100), help="Turns; medians are reported.")
 @click.option("--scale", default=1.0, type=click.FloatRange(0.01, 100), help="Multiplies the number of requests.")
 @click.option("--url", "urls", multiple=True, help="NAME=URL of another server, measured in the same run.")
-@click.option("--serve-args", default="", help="More arguments for kvrelay serve.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@serve_args_option
+@json_option
 def bench_frontend(
     model: str | None, workers: int, rounds: int, scale: float, urls: tuple[str, ...], serve_args: str, as_json: bool
 ) -> None:
@@ -45,10 +46,7 @@ def bench_frontend(
     from kvrelay.bench.cases import Case, check_names, parse_case
     from kvrelay.bench.serving import run_on_loop
 
-    own = (
-        f"{sys.executable} -m kvrelay serve {model or ''} --engine mock --speedup-ratio 0 --prefill 0 "
-        f"--decode {workers} --port {{port}} {serve_args}"
-    )
+    own = serve_command(model, f"--engine mock --speedup-ratio 0 --prefill 0 --decode {workers}", serve_args)
     cases = (Case("kvrelay", command=own), *(parse_case(text) for text in urls))
     check_names(cases)
     turns = [{"case": case.name, **run_on_loop(_turn(case, scale, seed))} for seed in range(rounds) for case in cases]
@@ -102,19 +100,11 @@ async def _measure(
 
 
 def _summarise(turns: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Medians over the turns of each case; ``failed`` is the sum."""
-    names = list(dict.fromkeys(turn["case"] for turn in turns))
-    summary: dict[str, dict[str, dict[str, float]]] = {}
-    for name in names:
-        own = [turn for turn in turns if turn["case"] == name]
-        summary[name] = {
-            load: {
-                figure: (sum if figure == "failed" else statistics.median)([turn[load][figure] for turn in own])
-                for figure in own[0][load]
-            }
-            for load, *_ in LOADS
-        }
-    return summary
+    """Medians of each case and load."""
+    turns_of: dict[str, list[dict[str, Any]]] = {}
+    for turn in turns:
+        turns_of.setdefault(turn["case"], []).append(turn)
+    return {name: {load: medians([turn[load] for turn in own]) for load, *_ in LOADS} for name, own in turns_of.items()}
 
 
 def _print(cases: dict[str, dict[str, dict[str, float]]]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +21,9 @@ import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from kvrelay.cli.options import json_option, model_argument
+from kvrelay.cli.own_cluster import medians, serve_args_option, serve_command
 
 BLOCK_SIZE = 16
 MOCK_PREFILL_TOKENS_PER_S = 10_000
@@ -70,7 +72,7 @@ DEFAULTS = {
 
 
 @click.command("routing")
-@click.argument("model", required=False)
+@model_argument
 @click.option("--engine", default="mock", type=click.Choice(list(DEFAULTS)), help="Engine; the defaults follow it.")
 @click.option("--workers", type=click.IntRange(1, 64), help="Aggregated workers; default: 4 (torch: 2).")
 @click.option("--policies", default="kv,round-robin", show_default=True, help="Policies, the first one is compared.")
@@ -80,8 +82,8 @@ DEFAULTS = {
 @click.option("--system", type=click.IntRange(1), help="Tokens of a system prompt; default: 2000 (torch: 1024).")
 @click.option("--rate", type=click.FloatRange(0.01), help="Requests per second; default: 20 (torch: 8).")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1, 100), help="Turns; medians are shown.")
-@click.option("--serve-args", default="", help="More arguments for kvrelay serve.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@serve_args_option
+@json_option
 def bench_routing(
     model: str | None,
     engine: str,
@@ -106,10 +108,7 @@ def bench_routing(
     pool_flags = {pool: _serve_flags(engine, count, load.pool_blocks(pool, count)) for pool in factors}
     turns = []
     for seed, pool, name in _schedule(rounds, factors, names):
-        command = (
-            f"{sys.executable} -m kvrelay serve {model or ''} {pool_flags[pool]} --router {name} --port {{port}} "
-            f"{serve_args}"
-        )
+        command = serve_command(model, f"{pool_flags[pool]} --router {name}", serve_args)
         figures = run_on_loop(_turn(name, command, load, seed))
         turns.append({"policy": name, "pool": pool, "round": seed, **asdict(figures)})
         mean_ms = figures.ttft_mean_s * 1e3
@@ -238,18 +237,15 @@ def _infinite_hit_ratio(spec: Any, seed: int) -> float:
 
 
 def _summarise(turns: list[dict[str, Any]], names: list[str], pools: list[float]) -> list[dict[str, Any]]:
-    """Medians over the rounds of each pool and policy (``failed``: the sum), and the mean TTFT over the first's."""
+    """Medians over the rounds of each pool and policy, and the mean TTFT over the first policy's."""
+    labels = ("policy", "pool", "round")
     results = []
     for pool in pools:
-        rows = []
+        rows: list[dict[str, Any]] = []
         for name in names:
             own = [turn for turn in turns if turn["pool"] == pool and turn["policy"] == name]
-            figures = {
-                figure: (sum if figure == "failed" else statistics.median)([turn[figure] for turn in own])
-                for figure in own[0]
-                if figure not in ("policy", "pool", "round")
-            }
-            rows.append({"pool": pool, "policy": name, **figures})
+            figures = [{key: value for key, value in turn.items() if key not in labels} for turn in own]
+            rows.append({"pool": pool, "policy": name, **medians(figures)})
         results += [{**row, "ttft_over_first": row["ttft_mean_s"] / rows[0]["ttft_mean_s"]} for row in rows]
     return results
 

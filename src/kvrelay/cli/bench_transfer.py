@@ -10,14 +10,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.cli.options import SettingsSource, settings_options
+from kvrelay.cli.options import SettingsSource, json_option, settings_options
 from kvrelay.config import TransferConfig
 
 
 @click.command("transfer")
 @click.option("--total-mib", default=64, type=click.IntRange(8, 16384), help="MiB moved per round.")
 @click.option("--rounds", default=7, type=click.IntRange(1, 1000), help="Rounds; the median is reported.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 @settings_options(TransferConfig, exclude=("kv_checksums",))
 def bench_transfer(total_mib: int, rounds: int, as_json: bool, config_file: Path | None, **flags: object) -> None:
     """Read and write a pool of another process on this machine, in pieces of several sizes, beside a plain memcpy.

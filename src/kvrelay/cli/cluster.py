@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from kvrelay.cli.options import SettingsSource, settings_options
+from kvrelay.cli.options import SettingsSource, json_option, settings_options
 from kvrelay.cli.processes import run_async
 from kvrelay.config import ControlConfig
 
@@ -20,7 +20,7 @@ def _settings(config_file: Path | None, flags: dict[str, object]) -> ControlConf
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 @click.option("--watch", is_flag=True, help="Again every second, until interrupted.")
 @click.option("--check", is_flag=True, help="Check the block pools; fail unless they are whole and idle.")
 @click.option("--explain", "prompt", help="Show where a frontend would send this prompt, and why.")

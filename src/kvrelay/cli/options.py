@@ -1,5 +1,5 @@
-"""Turns the rooms' settings dataclasses into command line options, so that a flag, its type, its range and its help are
-written down once, in ``kvrelay.config``."""
+"""Options that commands share. The rooms' settings dataclasses become options here, so that a flag, its type, its range
+and its help are written down once, in ``kvrelay.config``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ from kvrelay.config.settings import Settings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 S = TypeVar("S", bound=Settings)
+
+model_argument = click.argument("model", required=False)
+engine_option = click.option(
+    "--engine", "engine_kind", type=click.Choice(["torch", "mock"]), default="torch", help="Engine of the workers."
+)
+served_name_option = click.option("--served-model-name", help="Name that clients use; default: the directory's.")
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 
 
 def settings_options(*classes: type[Settings], exclude: tuple[str, ...] = ()) -> Callable[[Command], Command]:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from kvrelay.cli.options import SettingsSource, settings_options
+from kvrelay.cli.options import (
+    SettingsSource,
+    engine_option,
+    model_argument,
+    served_name_option,
+    settings_options,
+)
 from kvrelay.config import (
     ControlConfig,
     DisaggConfig,
@@ -21,6 +27,8 @@ from kvrelay.config import (
     RunnerConfig,
     TransferConfig,
 )
+
+T = TypeVar("T")
 
 WORKER_SETTINGS = (
     EngineConfig,
@@ -34,19 +42,19 @@ WORKER_SETTINGS = (
 FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig)
 
 
-def run_async(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run to the end on uvloop."""
+def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run to the end on uvloop; gives the result."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(coroutine)
+        return runner.run(coroutine)
 
 
 @click.command()
-@click.argument("model", required=False)
+@model_argument
 @click.option("--role", type=click.Choice(["prefill", "decode", "both"]), default="both", help="What it does at first.")
-@click.option("--engine", "engine_kind", type=click.Choice(["torch", "mock"]), default="torch", help="Engine.")
-@click.option("--served-model-name", help="Name that clients use; default: the directory's.")
+@engine_option
+@served_name_option
 @click.option("--worker-host", default="127.0.0.1", help="Address that frontends and peers connect to.")
 @click.option("--worker-port", default=0, type=click.IntRange(0, 65535), help="Port of it; 0: any, see discovery.")
 @settings_options(*WORKER_SETTINGS)

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import click
 
-from kvrelay.cli.options import SettingsSource, settings_options, settings_to_flags
+from kvrelay.cli.options import (
+    SettingsSource,
+    engine_option,
+    model_argument,
+    served_name_option,
+    settings_options,
+    settings_to_flags,
+)
 from kvrelay.cli.processes import FRONTEND_SETTINGS, WORKER_SETTINGS, run_async
 from kvrelay.config import (
     ControlConfig,
@@ -21,27 +28,16 @@ from kvrelay.config import (
     TransferConfig,
 )
 
-SERVE_SETTINGS = (
-    FrontendConfig,
-    RouterConfig,
-    DisaggConfig,
-    EngineConfig,
-    RunnerConfig,
-    TransferConfig,
-    ControlConfig,
-    MetricsConfig,
-    MockConfig,
-)
-assert set(SERVE_SETTINGS) == {*WORKER_SETTINGS, *FRONTEND_SETTINGS}
+SERVE_SETTINGS = (*FRONTEND_SETTINGS, *(cls for cls in WORKER_SETTINGS if cls not in FRONTEND_SETTINGS))
 
 
 @click.command()
-@click.argument("model", required=False)
+@model_argument
 @click.option("--prefill", "num_prefill", default=1, type=click.IntRange(0, 64), help="Prefill workers; 0: aggregated.")
 @click.option("--decode", "num_decode", default=1, type=click.IntRange(1, 64), help="Decode workers.")
 @click.option("--frontends", "num_frontends", default=1, type=click.IntRange(1, 64), help="Frontend processes.")
-@click.option("--engine", "engine_kind", type=click.Choice(["torch", "mock"]), default="torch", help="Engine.")
-@click.option("--served-model-name", help="Name that clients use; default: the directory's.")
+@engine_option
+@served_name_option
 @click.option(
     "--nats-dir", type=click.Path(file_okay=False, path_type=Path), help="Data of the NATS server; default: temporary."
 )

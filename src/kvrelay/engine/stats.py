@@ -16,8 +16,7 @@ from kvrelay.engine.handoffs import HandoffCounters
 class EngineStats:
     """Gauges, then counts since start. ``num_prefill_tokens`` were computed and ``num_generated_tokens`` sampled here;
     ``num_queried_tokens`` are the prompt tokens of admitted requests, ``num_hit_tokens`` those of them that the prefix
-    cache held. Quarantined blocks are counted as in use,
-    too; demanded blocks are what requests hold or wait for."""
+    cache held. Quarantined blocks are counted as in use, too; demanded blocks are what requests hold or wait for."""
 
     num_running: int
     num_waiting: int
