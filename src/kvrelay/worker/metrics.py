@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -41,12 +41,13 @@ class WorkerStats:
 
 
 class WorkerMetrics(Collector):
-    """Renders what ``stats`` gives at that moment."""
+    """Renders what ``stats`` gives at that moment, and Prometheus's usual figures of the process."""
 
     def __init__(self, stats: Callable[[], WorkerStats]) -> None:
         self._stats = stats
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
     def render(self) -> bytes:
         """Prometheus's text format."""
