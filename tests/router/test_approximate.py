@@ -8,7 +8,8 @@ from kvrelay.router.approximate import ApproximateIndexer
 
 
 def scores(indexer: ApproximateIndexer, *locals_: int) -> dict[str, int]:
-    return {name: depth for depth, names in indexer.find_holders(compute_sequence_hashes(locals_, 1)) for name in names}
+    holders = indexer.find_holders(compute_sequence_hashes(locals_, 1))
+    return {name: depth for depth, group in holders for name in group.names}
 
 
 def test_placements_expire_and_uses_extend_them() -> None:
@@ -62,3 +63,17 @@ def test_a_worker_that_left_starts_anew() -> None:
     indexer.place("a", compute_sequence_hashes([1], 1))
     clock.advance(6)
     assert scores(indexer, 1, 2) == {"a": 1}
+
+
+def test_a_group_is_given_out_again_until_its_workers_leave() -> None:
+    clock = ManualClock()
+    indexer = ApproximateIndexer(8.0, clock)
+    blocks = compute_sequence_hashes([1, 2], 1)
+    for worker_id in ("a", "b"):
+        indexer.place(worker_id, blocks)
+        ((_, first),), ((_, second),) = indexer.find_holders(blocks), indexer.find_holders(blocks)
+        assert first is second
+        assert first.names == (worker_id,)
+        clock.advance(20)
+        assert scores(indexer, 1, 2) == {}
+        indexer.index.compact()  # the next holder gets the same bit

@@ -123,7 +123,7 @@ def test_a_million_blocks_leave_no_trace() -> None:
     index.check_integrity()
     assert (index.num_blocks, index.num_runs, len(index.dump())) == begin
     assert index._num_bits < 64
-    assert len(index._names_of_mask) < 16
+    assert len(index._group_of_mask) < 16
     assert index.find_matches(keep).scores == {"keeper": 50}
 
 

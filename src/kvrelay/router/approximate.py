@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.core.clock import Clock
+from kvrelay.router.overlap import WorkerGroup
 from kvrelay.router.prefix_index import MAX_CACHED_MASKS, PrefixIndex
 
 WINDOWS_PER_TTL = 4
@@ -43,7 +44,7 @@ class ApproximateIndexer:
         self._index = PrefixIndex()
         self._windows: deque[_Window] = deque()
         self._worker_of: dict[str, str] = {}
-        self._workers_of_mask: dict[int, tuple[str, ...]] = {}
+        self._group_of_mask: dict[int, WorkerGroup] = {}
         self._num_windows = 0
         self._num_blocks = 0
 
@@ -51,19 +52,19 @@ class ApproximateIndexer:
     def index(self) -> PrefixIndex:
         return self._index
 
-    def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, tuple[str, ...]]]:
+    def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, WorkerGroup]]:
         """As ``KvIndexer.find_holders``; a worker may come up more than once, the last time with the most blocks."""
         self._expire()
-        return [(depth, self._workers(mask)) for depth, mask in self._index.find_steps(sequence)]
+        return [(depth, self._group(mask)) for depth, mask in self._index.find_steps(sequence)]
 
-    def _workers(self, mask: int) -> tuple[str, ...]:
-        """The workers of a mask of holders. The same masks come again and again, so they are remembered."""
-        found = self._workers_of_mask.get(mask)
+    def _group(self, mask: int) -> WorkerGroup:
+        """The workers behind a mask of holders, remembered as ``PrefixIndex.group`` does."""
+        found = self._group_of_mask.get(mask)
         if found is None:
-            if len(self._workers_of_mask) >= MAX_CACHED_MASKS:
-                self._workers_of_mask.clear()
-            workers = dict.fromkeys(self._worker_of[name] for name in self._index.names(mask))
-            found = self._workers_of_mask[mask] = tuple(workers)
+            if len(self._group_of_mask) >= MAX_CACHED_MASKS:
+                self._group_of_mask.clear()
+            workers = dict.fromkeys(self._worker_of[holder] for holder in self._index.group(mask).names)
+            found = self._group_of_mask[mask] = WorkerGroup(tuple(workers))
         return found
 
     def place(self, worker_id: str, sequence: tuple[int, ...]) -> None:
@@ -107,7 +108,7 @@ class ApproximateIndexer:
 
     def _drop(self, holder: str) -> None:
         self._index.remove_worker(holder)
-        self._workers_of_mask.clear()
+        self._group_of_mask.clear()
         del self._worker_of[holder]
 
     def __repr__(self) -> str:

@@ -28,7 +28,7 @@ from kvrelay.core.events import BlockStored, KvEvent, KvEventBatch
 from kvrelay.errors import ProtocolError
 from kvrelay.router.base import ReplayRequester
 from kvrelay.router.errors import IndexerOfflineError, ParentNotFoundError, RequestDroppedError
-from kvrelay.router.overlap import OverlapScores
+from kvrelay.router.overlap import OverlapScores, WorkerGroup
 from kvrelay.router.prefix_index import PrefixIndex
 
 _log = logging.getLogger(__name__)
@@ -139,10 +139,10 @@ class KvIndexer:
         self._check(sequence)
         return self._index.find_matches(sequence, early_exit)
 
-    def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, tuple[str, ...]]]:
+    def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, WorkerGroup]]:
         """The same as pairs of a number of leading blocks and the workers that hold just those."""
         self._check(sequence)
-        return [(depth, self._index.names(mask)) for depth, mask in self._index.find_steps(sequence)]
+        return [(depth, self._index.group(mask)) for depth, mask in self._index.find_steps(sequence)]
 
     def close(self) -> None:
         self._closed = True

@@ -204,9 +204,13 @@ class LoadTable:
             recent /= growth
             self._recent_top = max(self._recent_top / growth, 1.0)
             self._recent_since, growth = self._clock.now(), 1.0
+            self._share_recent()
         recent[at] += num_tokens * growth
-        self._recent_top = max(self._recent_top, float(recent[at]))
-        self._share_recent()
+        if recent[at] > self._recent_top:
+            self._recent_top = float(recent[at])
+            self._share_recent()
+        else:
+            self._shown.recent_share[at] = recent[at] / self._recent_top
 
     def _share_recent(self) -> None:
         np.divide(self._kept.recent, self._recent_top, out=self._shown.recent_share)

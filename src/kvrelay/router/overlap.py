@@ -21,6 +21,19 @@ class OverlapScores(msgspec.Struct, frozen=True):
     frequencies: tuple[int, ...] = ()
 
 
+class WorkerGroup:
+    """Workers that hold the same. An index gives out the same group again where it can, and groups are equal only to
+    themselves: what others derive from one they can keep under it, and find again without a look at its names."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup{self.names}"
+
+
 class StoredChain(msgspec.Struct, frozen=True):
     """A part of an index's dump: consecutive blocks that a worker holds, below ``parent_hash`` (None: at the root).
 

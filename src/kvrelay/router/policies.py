@@ -16,10 +16,9 @@ import numpy as np
 from kvrelay.config import RouterConfig
 from kvrelay.router.load import FloatColumn, LoadColumns
 
-# Scalars that meet columns are arrays of no dimension: numpy converts a Python number anew in every operation.
+# Weights are arrays of no dimension: a Python number would be converted anew in every operation with a column.
 PENDING_WEIGHT = np.asarray(0.7)
 BALANCE_WEIGHT = np.asarray(0.02)
-ONE = np.asarray(1.0)
 
 
 class Candidates(msgspec.Struct, frozen=True):
@@ -104,7 +103,7 @@ class KvPolicy:
             np.maximum(own, 0.0, out=own)
         cost = (
             PENDING_WEIGHT * load.prefill_tokens
-            + own * (ONE + BALANCE_WEIGHT * load.recent_share)
+            + own * (1.0 + BALANCE_WEIGHT * load.recent_share)
             + self._decode_weight * load.context_tokens
         )
         return -cost

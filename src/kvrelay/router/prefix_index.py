@@ -25,7 +25,7 @@ from itertools import repeat
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent
 from kvrelay.errors import IntegrityError
 from kvrelay.router.errors import ParentNotFoundError
-from kvrelay.router.overlap import OverlapScores, RecentUses, StoredChain
+from kvrelay.router.overlap import OverlapScores, RecentUses, StoredChain, WorkerGroup
 
 PASS_RUNS_PER_EVENT = 8
 MIN_DIRT_FOR_PASS = 64
@@ -66,7 +66,7 @@ class PrefixIndex:
         self._sweeping = 0
         self._cursor = 0
         self._dirt = 0
-        self._names_of_mask: dict[int, tuple[str, ...]] = {}
+        self._group_of_mask: dict[int, WorkerGroup] = {}
 
     # -- look up ------------------------------------------------------------------------------------------------------
 
@@ -126,21 +126,20 @@ class PrefixIndex:
         """
         scores: dict[str, int] = {}
         steps = self.find_steps(sequence, early_exit)
-        known = self._names_of_mask
         for depth, mask in steps:
-            for name in known.get(mask) or self.names(mask):
+            for name in self.group(mask).names:
                 scores[name] = depth
         if self._uses is None:
             return OverlapScores(scores)
         return OverlapScores(scores, self._uses.record(sequence[: steps[-1][0] if steps else 0]))
 
-    def names(self, mask: int) -> tuple[str, ...]:
+    def group(self, mask: int) -> WorkerGroup:
         """The workers of a mask. The same masks come again and again, so they are remembered."""
-        found = self._names_of_mask.get(mask)
+        found = self._group_of_mask.get(mask)
         if found is None:
-            if len(self._names_of_mask) >= MAX_CACHED_MASKS:
-                self._names_of_mask.clear()
-            found = self._names_of_mask[mask] = tuple(self._name_of[bit] for bit in _bits(mask))
+            if len(self._group_of_mask) >= MAX_CACHED_MASKS:
+                self._group_of_mask.clear()
+            found = self._group_of_mask[mask] = WorkerGroup(tuple(self._name_of[bit] for bit in _bits(mask)))
         return found
 
     # -- change -------------------------------------------------------------------------------------------------------
@@ -218,7 +217,7 @@ class PrefixIndex:
         return [
             StoredChain(name, run.parent, tuple(run.hashes))
             for run in self._parents_first()
-            for name in self.names(run.mask & wanted)
+            for name in self.group(run.mask & wanted).names
         ]
 
     def load(self, chains: Iterable[StoredChain]) -> None:
@@ -386,7 +385,7 @@ class PrefixIndex:
         for bit in _bits(self._sweeping):
             del self._name_of[bit]
             self._free_bits.append(bit)
-        self._names_of_mask.clear()
+        self._group_of_mask.clear()
         self._retired &= ~self._sweeping
         self._sweeping = 0
         if self._retired:
@@ -459,7 +458,7 @@ class PrefixIndex:
                 raise IntegrityError(f"run {slot} of the prefix index is damaged")
             if any(self._table.get(block) is not run for block in run.hashes):
                 raise IntegrityError(f"a block of run {slot} is not found under its hash")
-            for name in self.names(run.mask & self._alive):
+            for name in self.group(run.mask & self._alive).names:
                 held[name] += len(run.hashes)
         if total != len(self._table):
             raise IntegrityError(f"{len(self._table)} blocks in the table, {total} in runs")

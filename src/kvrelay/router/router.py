@@ -34,6 +34,7 @@ from kvrelay.router.base import (
 )
 from kvrelay.router.indexer import KvIndexer, StreamState
 from kvrelay.router.load import FloatColumn, LoadTable
+from kvrelay.router.overlap import WorkerGroup
 from kvrelay.router.policies import Candidates, Policy, build_policy
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class PolicyRouter:
         self._request_replay = request_replay
         self._indexer: KvIndexer | ApproximateIndexer | None = None
         self._anticipated: ApproximateIndexer | None = None
-        self._rows_of: dict[tuple[str, ...], _RowIndices] = {}
+        self._rows_of: dict[WorkerGroup, _RowIndices] = {}
         self._workers: dict[str, WorkerInfo] = {}
         self._load = LoadTable(block_size, clock)
         self._rng = random.Random(config.router_seed)
@@ -259,19 +260,19 @@ class PolicyRouter:
             np.maximum(overlaps, expected, out=overlaps)
         return overlaps
 
-    def _enter(self, holders: Iterable[tuple[int, tuple[str, ...]]], column: FloatColumn) -> None:
+    def _enter(self, holders: Iterable[tuple[int, WorkerGroup]], column: FloatColumn) -> None:
         """Write each worker's depth to its row; depths grow, so that of several the last one counts."""
-        for depth, names in holders:
-            column[self._rows(names)] = depth
+        for depth, group in holders:
+            column[self._rows(group)] = depth
 
-    def _rows(self, names: tuple[str, ...]) -> _RowIndices:
-        """The workers' rows in the load table, without those that do not compete. The same groups come up again."""
-        rows = self._rows_of.get(names)
+    def _rows(self, group: WorkerGroup) -> _RowIndices:
+        """The workers' rows in the load table, without those that do not compete."""
+        rows = self._rows_of.get(group)
         if rows is None:
             if len(self._rows_of) >= MAX_CACHED_GROUPS:
                 self._rows_of.clear()
-            found = [row for row in map(self._load.row, names) if row is not None]
-            rows = self._rows_of[names] = np.array(found, dtype=np.intp)
+            found = [row for row in map(self._load.row, group.names) if row is not None]
+            rows = self._rows_of[group] = np.array(found, dtype=np.intp)
         return rows
 
     # -- what workers publish -----------------------------------------------------------------------------------------
