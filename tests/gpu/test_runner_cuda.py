@@ -11,9 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvrelay.config.settings import EngineConfig, RunnerConfig  # noqa: E402
+from kvrelay.core.layout import KVLayout  # noqa: E402
 from kvrelay.core.sampling import SamplingParams  # noqa: E402
 from kvrelay.engine.base import Executor, NewSequence, SchedulerOutput  # noqa: E402
 from kvrelay.runner import build_executor  # noqa: E402
+from kvrelay.runner.kv_pool import KvPool  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,3 +85,12 @@ def test_flashinfer_equals_torch_in_bfloat16(model: Path) -> None:
     pytest.importorskip("flashinfer")
     ours = generate(build(model, "cuda", "bfloat16", "flashinfer"), make_prompts(), 1)
     assert ours == generate(build(model, "cuda", "bfloat16", "torch", eager=True), make_prompts(), 1)
+
+
+def test_checksums_are_those_of_the_same_bytes_on_the_host() -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=2, block_size=16, head_dim=64, dtype="bfloat16")
+    device, host = (KvPool(layout, 8, torch.device(kind), torch.bfloat16) for kind in ("cuda", "cpu"))
+    device.tensor.normal_()
+    host.tensor.copy_(device.tensor)
+    assert device.checksums((3, 0, 7)) == host.checksums((3, 0, 7))
+    assert len(set(device.checksums(range(8)))) == 8
