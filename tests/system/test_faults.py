@@ -51,13 +51,15 @@ def server() -> Iterator[Serve]:
 
 
 class Streams:
-    """Concurrent streams with known answers."""
+    """Concurrent streams with known answers. ``longest_pause_s`` is the longest silence of one, also before its first
+    token."""
 
     def __init__(self, server: Serve) -> None:
         self._server = server
         self._client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
         self._pool = ThreadPoolExecutor(NUM_STREAMS)
         self._num_tokens = 0
+        self.longest_pause_s = 0.0
         self._lock = threading.Lock()
 
     def __enter__(self) -> Streams:
@@ -70,6 +72,7 @@ class Streams:
 
     def _run(self, number: int) -> list[int]:
         tokens: list[int] = []
+        last_s = time.monotonic()
         for chunk in self._client.completions.create(
             model=self._server.model,
             prompt=prompt(number),
@@ -78,10 +81,13 @@ class Streams:
             stream=True,
             extra_body={"return_token_ids": True},
         ):
+            now_s = time.monotonic()
             for choice in chunk.choices:
                 tokens += choice.token_ids or []
                 with self._lock:
                     self._num_tokens += len(choice.token_ids or [])
+                    self.longest_pause_s = max(self.longest_pause_s, now_s - last_s)
+            last_s = now_s
         return tokens
 
     def wait_for_tokens(self, count: int) -> None:

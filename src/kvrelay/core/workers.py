@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
 
@@ -36,6 +37,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     ``model_path`` lets a frontend on the same machine find the tokenizer; ``kv_compatibility`` is
     ``Compatibility.digest()``. ``public_key`` is the CURVE key that ``address`` asks for, empty if it is open.
     ``weights_fingerprint`` says whether two workers of one name give the same answers.
+    ``lease_ttl_s``: silent for so long, it is gone; who connects to it chooses heartbeats by that.
     """
 
     worker_id: str
@@ -56,6 +58,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     max_num_seqs: int = 0
     public_key: str = ""
     weights_fingerprint: str = ""
+    lease_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 10.0
     version: int = 1
 
 

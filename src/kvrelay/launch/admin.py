@@ -18,8 +18,8 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.messages import AdminReply, AdminRequest, Message
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, KvrelayError, WorkerUnavailableError
+from kvrelay.launch.request_plane import client_of
 from kvrelay.router import runtime as router_settings
-from kvrelay.rpc import ZmqRpcClient
 from kvrelay.worker.disagg import DisaggPolicy
 
 ORDER_TIMEOUT_S = 30.0
@@ -36,7 +36,7 @@ _nonces = itertools.count(1)
 
 async def order(info: WorkerInfo, command: str, argument: str = "", timeout_s: float = ORDER_TIMEOUT_S) -> Any:
     """Send one order to one worker; gives its JSON answer. Raises WorkerUnavailableError, KvrelayError."""
-    client = ZmqRpcClient(info.address, connect_timeout_s=timeout_s, server_key=info.public_key.encode() or None)
+    client = client_of(info, timeout_s)
     answer: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
 
     def receive(message: Message) -> None:

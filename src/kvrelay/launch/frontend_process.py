@@ -9,14 +9,12 @@ from kvrelay.config import ControlConfig, FrontendConfig, RouterConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError
 from kvrelay.frontend import Frontend, run_frontend
+from kvrelay.launch.request_plane import client_of
 from kvrelay.launch.security import require_api_key
 from kvrelay.launch.signals import on_terminate
 from kvrelay.router import ReplayRequester, Router, build_router
-from kvrelay.rpc import ZmqRpcClient
-from kvrelay.rpc.base import RpcClient
 
 _log = logging.getLogger(__name__)
 
@@ -30,9 +28,6 @@ async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, c
     on_terminate(stop.set)
     clock = MonotonicClock()
 
-    def connect(info: WorkerInfo) -> RpcClient:
-        return ZmqRpcClient(info.address, server_key=info.public_key.encode() or None)
-
     def router_of(block_size: int, request_replay: ReplayRequester) -> Router:
         return build_router(router, block_size, clock, request_replay=request_replay)
 
@@ -41,6 +36,6 @@ async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, c
 
     plane = await connect_control(control)
     try:
-        await run_frontend(frontend, plane, Keys(control.namespace), connect, router_of, stop=stop, on_ready=ready)
+        await run_frontend(frontend, plane, Keys(control.namespace), client_of, router_of, stop=stop, on_ready=ready)
     finally:
         await plane.close()

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from kvrelay.config import (
@@ -28,7 +29,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.errors import ConfigError
 from kvrelay.launch.security import request_plane_keys, require_metrics_key, transfer_settings
 from kvrelay.launch.signals import on_terminate
-from kvrelay.rpc import ZmqRpcClient, ZmqRpcServer
+from kvrelay.rpc import Heartbeat, ZmqRpcClient, ZmqRpcServer
 from kvrelay.rpc.base import RpcClient
 from kvrelay.transfer import build_transport
 from kvrelay.worker.worker import Worker, WorkerSettings, new_worker_id
@@ -75,6 +76,7 @@ async def run_worker(options: WorkerOptions) -> None:
         raise ConfigError("a worker needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
     curve_keys = request_plane_keys(options.host, options.control)
     require_metrics_key(options.metrics, options.control)
+    heartbeat = Heartbeat.for_lease(options.control.lease_ttl_s)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     async with AsyncExitStack() as stack:
         watch = await _start_monitoring(options.metrics, stack)
@@ -88,8 +90,8 @@ async def run_worker(options: WorkerOptions) -> None:
             _engine_core(executor, settings, options.runner.seed),
             build_transport(settings.transfer, settings.worker_id),
             control,
-            ZmqRpcServer(options.host, options.port, curve_keys=curve_keys),
-            _connect,
+            ZmqRpcServer(options.host, options.port, heartbeat=heartbeat, curve_keys=curve_keys),
+            partial(_connect, heartbeat),
         )
         watch(worker)
         await worker.start()
@@ -144,7 +146,7 @@ def _settings(options: WorkerOptions, executor: Executor, public_key: str) -> Wo
     )
 
 
-async def _connect(address: str, public_key: str) -> RpcClient:
-    client = ZmqRpcClient(address, server_key=public_key.encode() or None)
+async def _connect(heartbeat: Heartbeat, address: str, public_key: str) -> RpcClient:
+    client = ZmqRpcClient(address, heartbeat=heartbeat, server_key=public_key.encode() or None)
     await client.start()
     return client

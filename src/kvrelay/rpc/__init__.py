@@ -1,8 +1,9 @@
 """The request plane's door: ZMQ for processes, loopback for tests."""
 
 from kvrelay.rpc.base import Peer, RpcClient, RpcServer
+from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.rpc.zmq_client import ZmqRpcClient
 from kvrelay.rpc.zmq_server import ZmqRpcServer
 from kvrelay.rpc.zmq_socket import CurveKeys, new_curve_keys
 
-__all__ = ["CurveKeys", "Peer", "RpcClient", "RpcServer", "ZmqRpcClient", "ZmqRpcServer", "new_curve_keys"]
+__all__ = ["CurveKeys", "Heartbeat", "Peer", "RpcClient", "RpcServer", "ZmqRpcClient", "ZmqRpcServer", "new_curve_keys"]

@@ -14,6 +14,7 @@ import zmq
 
 from kvrelay.core.messages import Message, decode_message, encode_message
 from kvrelay.errors import ConfigError, PayloadTooLargeError, ProtocolError, WorkerUnavailableError
+from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from kvrelay.rpc.zmq_socket import (
     MAX_FRAME_BYTES,
     PROBE_FRAME,
@@ -54,12 +55,14 @@ class ZmqRpcClient:
         address: str,
         connect_timeout_s: float = 5.0,
         *,
+        heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
         server_key: bytes | None = None,
         curve_keys: CurveKeys | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self.address = address
         self._connect_timeout_s = connect_timeout_s
+        self._heartbeat = heartbeat
         self._server_key = server_key
         self._curve_keys = curve_keys
         self._owns_context = context is None
@@ -154,7 +157,7 @@ class ZmqRpcClient:
         await close_socket(socket, self._context, self._owns_context)
 
     def _connect(self, socket: zmq.Socket[bytes]) -> None:
-        configure(socket)
+        configure(socket, self._heartbeat)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.setsockopt(zmq.IPV6, int("[" in self.address))
         if self._server_key is not None:

@@ -19,6 +19,7 @@ import zmq
 from kvrelay.core.messages import Message, decode_message, encode_message
 from kvrelay.errors import AddressInUseError, ConfigError, ProtocolError
 from kvrelay.rpc.base import Peer
+from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
 from kvrelay.rpc.zmq_socket import (
     MAX_FRAME_BYTES,
     PROBE_FRAME,
@@ -52,12 +53,14 @@ class ZmqRpcServer:
         port: int = 0,
         *,
         advertise_host: str | None = None,
+        heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
         curve_keys: CurveKeys | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._host = host
         self._port = port
         self._advertise_host = advertise_host
+        self._heartbeat = heartbeat
         self._curve_keys = curve_keys
         self._owns_context = context is None
         self._shared_context = context
@@ -143,7 +146,7 @@ class ZmqRpcServer:
         await close_socket(socket, self._context, self._owns_context)
 
     def _bind(self, socket: zmq.Socket[bytes]) -> None:
-        configure(socket)
+        configure(socket, self._heartbeat)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._curve_keys is not None:
             socket.curve_server = True

@@ -18,14 +18,13 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvrelay.errors import ProtocolError
+from kvrelay.rpc.heartbeat import Heartbeat
 
 _log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """``LIMIT``: a larger message is refused by the sender, and ends the connection that it arrives on."""
 HIGH_WATER_MARK = 10_000
-HEARTBEAT_INTERVAL_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 6_000
 LINGER_MS = 250
 READ_BUDGET = 256
 MALFORMED_LOG_INTERVAL_S = 60.0
@@ -49,13 +48,15 @@ def new_curve_keys() -> CurveKeys:
     return CurveKeys(public, secret)
 
 
-def configure(socket: zmq.Socket[bytes]) -> None:
-    """Bounds and heartbeats, the same on both ends."""
+def configure(socket: zmq.Socket[bytes], heartbeat: Heartbeat) -> None:
+    """Bounds and heartbeats."""
     socket.set_hwm(HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    timeout_ms = round(heartbeat.timeout_s * 1000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, round(heartbeat.interval_s * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+    # Told to the peer with each ping: by our own measure, not by the peer's, our silence is too long then.
+    socket.setsockopt(zmq.HEARTBEAT_TTL, timeout_ms)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
 
 

@@ -57,7 +57,7 @@ MAX_COMPUTING = 2
 
 
 class PrefillSide:
-    """Serves the prefill queue while it is told to."""
+    """Serves the prefill queue while it is told to. ``detection_s`` is how long a connection outlives a silent peer."""
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class PrefillSide:
         checksums: BlockChecksums,
         queue: PrefillQueue,
         peers: DecodePeers,
+        detection_s: float,
     ) -> None:
         self.stats = PrefillStats()
         self._worker_id = worker_id
@@ -82,7 +83,7 @@ class PrefillSide:
         self._checksums = checksums
         self._queue = queue
         self._peers = peers
-        self._releases = Releases(peers)
+        self._releases = Releases(peers, detection_s)
         self._term = 0
         """Raised by ``abandon_all``: what was claimed in an earlier term must not begin to write."""
         self._seen: OrderedDict[str, None] = OrderedDict()

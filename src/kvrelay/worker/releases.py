@@ -26,16 +26,19 @@ _log = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 5.0
 MIN_DELAY_S = 0.05
 MAX_DELAY_S = 2.0
-GONE_FOR_S = 30.0
-"""Longer than a connection outlives a silent peer: after that its requests have gone elsewhere, too."""
+MIN_GONE_FOR_S = 30.0
+GONE_FOR_DETECTIONS = 3.0
+"""Longer than a connection outlives a silent peer: after that its requests have gone elsewhere, too. Several times as
+long, since frontends go by the decode worker's lease, which may be longer than ours."""
 
 
 class Releases:
-    """One queue and one task per decode worker that has not heard everything yet. For the event loop."""
+    """One queue and one task per decode worker that has not heard everything yet. For the event loop. ``detection_s``
+    is how long a connection outlives a silent peer."""
 
-    def __init__(self, peers: DecodePeers, gone_for_s: float = GONE_FOR_S) -> None:
+    def __init__(self, peers: DecodePeers, detection_s: float) -> None:
         self._peers = peers
-        self._gone_for_s = gone_for_s
+        self._gone_for_s = max(GONE_FOR_DETECTIONS * detection_s, MIN_GONE_FOR_S)
         self._unheard: dict[str, list[HandoffReleased]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False

@@ -52,6 +52,7 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.rpc.base import Peer, RpcServer
+from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
@@ -162,6 +163,7 @@ class Worker:
             checksums=self._checksums,
             queue=control.prefill_queue,
             peers=self._peers,
+            detection_s=Heartbeat.for_lease(settings.control.lease_ttl_s).detection_s,
         )
         self._decode = DecodeSide(
             worker_id=settings.worker_id,
@@ -343,6 +345,7 @@ class Worker:
             max_num_seqs=settings.engine.max_num_seqs,
             public_key=settings.public_key,
             weights_fingerprint=self._executor.weights_fingerprint,
+            lease_ttl_s=settings.control.lease_ttl_s,
         )
 
     async def _register_memory(self) -> KvMetadata:

@@ -28,8 +28,9 @@ SWITCHED_S = 2.0
 NUM_LEAVERS = 8
 NATS_GONE_S = 0.3
 """Until then its supervisor has noticed, and the old connections are closed."""
-MORE_FREEZE_S = 8.0
-"""At most so much longer than a lease: some freezes end before the request plane's heartbeats give up, some later."""
+MIN_FREEZE_LEASES = 0.5
+MAX_FREEZE_LEASES = 4.0
+"""Some freezes end before the request plane's heartbeats give up, some before the lease does, some later."""
 
 
 class FaultInjector:
@@ -155,7 +156,8 @@ class FaultInjector:
             at_s = time.monotonic()
             os.kill(victim.pid, signal.SIGSTOP)
             try:
-                await asyncio.sleep(self._lease_ttl_s * 1.5 + 0.5 + fault.severity * MORE_FREEZE_S)
+                num_leases = MIN_FREEZE_LEASES + fault.severity * (MAX_FREEZE_LEASES - MIN_FREEZE_LEASES)
+                await asyncio.sleep(num_leases * self._lease_ttl_s)
             finally:
                 os.kill(victim.pid, signal.SIGCONT)
             await self._heal(fault, at_s, [fault.role], since_s=time.monotonic())
