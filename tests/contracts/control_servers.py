@@ -39,8 +39,8 @@ class MemoryServer:
     async def disconnect(self, discovery: Discovery) -> None:
         await self._planes.pop(discovery).close()
 
-    async def end_lease(self, lease: Lease) -> None:
-        self.broker.end_lease(lease.lease_id)
+    async def revoke_lease(self, lease: Lease) -> None:
+        self.broker.revoke_lease(lease.lease_id)
 
     async def push_raw(self, data: bytes) -> None:
         self.broker.queue.push_raw(LINE, data)
@@ -117,7 +117,7 @@ class NatsDiscoveryServer(NatsServer):
         assert isinstance(discovery, NatsDiscovery)
         await discovery.close()
 
-    async def end_lease(self, lease: Lease) -> None:
+    async def revoke_lease(self, lease: Lease) -> None:
         connection = await self.open()
         await connection.request(
             f"$KV.kvrelay_test.kvrelay/test/leases/{lease.lease_id}", b"", headers={"KV-Operation": "DEL"}

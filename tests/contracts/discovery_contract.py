@@ -31,7 +31,7 @@ class DiscoveryServer(Protocol):
     async def disconnect(self, discovery: Discovery) -> None:
         """That process dies without a word: leases are not revoked."""
 
-    async def end_lease(self, lease: Lease) -> None:
+    async def revoke_lease(self, lease: Lease) -> None:
         """As an operator with the server's own tool."""
 
     async def go_away(self) -> None: ...
@@ -180,19 +180,61 @@ class DiscoveryContract:
         async def scenario(server: DiscoveryServer) -> None:
             one, two = await server.connect(), await server.connect()
             lease = await one.grant(server.ttl_s)
-            lost: list[str] = []
-            lease.on_lost(lambda: lost.append("lost"))
+            told = listen(lease)
             await one.put(f"{WORKERS}w", b"1", lease)
             await one.put(f"{WORKERS}gone", b"1", lease)
             await one.delete(f"{WORKERS}gone")
             first_id = lease.lease_id
             async with watching(two, WORKERS) as watch:
-                await server.end_lease(lease)
-                await eventually(lambda: lost == ["lost"] and lease.lease_id not in ("", first_id))
+                await server.go_away()
+                await server.come_back(is_wiped=True)
+                await eventually(lambda: bool(told) and lease.lease_id not in ("", first_id))
+                await eventually_succeeds(two, f"{WORKERS}w", b"1")
                 await eventually(lambda: watch.state == {f"{WORKERS}w": b"1"})
-                assert lost == ["lost"]
+                assert told == ["lost"]
                 await lease.revoke()
                 await eventually(lambda: watch.state == {})
+
+        run(open_server, scenario)
+
+    def test_a_lease_that_somebody_revokes_does_not_bring_its_keys_back(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, two = await server.connect(), await server.connect()
+            lease = await one.grant(server.ttl_s)
+            told = listen(lease)
+            await one.put(f"{WORKERS}w", b"1", lease)
+            await one.put(f"{ROOT}metadata/w", b"2", lease)
+            await one.put(f"{WORKERS}other", b"3")
+            first_id = lease.lease_id
+            async with watching(two, ROOT) as watch:
+                await server.revoke_lease(lease)
+                await eventually(lambda: watch.state == {f"{WORKERS}other": b"3"})
+                await eventually(lambda: len(told) == 2)
+                assert told == ["lost", "revoked"]
+                # Who leaves may have something to finish.
+                await eventually(lambda: lease.lease_id not in ("", first_id))
+                assert lease.alive_until_s > time.monotonic()
+                await asyncio.sleep(1.2 * lease.ttl_s)
+                assert watch.state == {f"{WORKERS}other": b"3"}
+                assert watch.num_deletes == 2
+                assert told == ["lost", "revoked"]
+                await one.put(f"{WORKERS}w", b"4", lease)
+                await eventually(lambda: watch.state == {f"{WORKERS}w": b"4", f"{WORKERS}other": b"3"})
+                await server.revoke_lease(lease)
+                await eventually(lambda: told == ["lost", "revoked", "lost", "revoked"])
+            assert await (await server.connect()).list(ROOT) == {f"{WORKERS}other": b"3"}
+
+        run(open_server, scenario)
+
+    def test_who_watches_its_own_keys_hears_of_a_revocation_at_once(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one = await server.connect()
+            lease = await one.grant(3600.0)
+            told = listen(lease)
+            await one.put(f"{WORKERS}w", b"1", lease)
+            async with watching(one, WORKERS):
+                await server.revoke_lease(lease)
+                await eventually(lambda: told == ["lost", "revoked"])
 
         run(open_server, scenario)
 
@@ -203,6 +245,7 @@ class DiscoveryContract:
             await one.put(f"{WORKERS}w", b"1", lease)
             lost: list[float] = []
             lease.on_lost(lambda: lost.append(lease.alive_until_s))
+            told = listen(lease)
             before_s = time.monotonic()
             assert before_s < lease.alive_until_s <= before_s + lease.ttl_s
             await asyncio.sleep(lease.ttl_s)
@@ -218,6 +261,7 @@ class DiscoveryContract:
             await eventually(lambda: lease.alive_until_s > time.monotonic())
             await eventually_succeeds(one, f"{WORKERS}w", b"1")
             assert lost == [-math.inf]
+            assert told == ["lost"]
             await lease.revoke()
             assert lease.alive_until_s == -math.inf
 
@@ -241,6 +285,7 @@ class DiscoveryContract:
         async def scenario(server: DiscoveryServer) -> None:
             one, two = await server.connect(), await server.connect()
             lease = await one.grant(server.ttl_s)
+            told = listen(lease)
             await one.put(f"{WORKERS}w", b"1", lease)
             async with watching(two, WORKERS) as watch:
                 await server.go_away()
@@ -249,6 +294,7 @@ class DiscoveryContract:
                 await one.put(f"{WORKERS}x", b"2", lease)
                 await eventually(lambda: f"{WORKERS}x" in watch.state)
                 assert watch.num_deletes == 0
+                assert "revoked" not in told
 
         run(open_server, scenario)
 
@@ -256,18 +302,18 @@ class DiscoveryContract:
         async def scenario(server: DiscoveryServer) -> None:
             one, two = await server.connect(), await server.connect()
             lease = await one.grant(server.ttl_s)
-            lost: list[str] = []
-            lease.on_lost(lambda: lost.append("lost"))
+            told = listen(lease)
             await one.put(f"{WORKERS}w", b"1", lease)
             await one.put(f"{ROOT}config/x", b"2")
             async with watching(two, ROOT) as watch:
                 await server.go_away()
                 await server.come_back(is_wiped=True)
-                await eventually(lambda: bool(lost))
+                await eventually(lambda: bool(told))
                 await eventually(lambda: watch.state == {f"{WORKERS}w": b"1"})
                 await eventually_succeeds(two, f"{WORKERS}w", b"1")
                 await asyncio.sleep(1.2 * lease.ttl_s)
                 assert watch.state == {f"{WORKERS}w": b"1"}
+                assert "revoked" not in told
 
         run(open_server, scenario)
 
@@ -283,6 +329,14 @@ class DiscoveryContract:
                 await eventually(lambda: watch.state == {})
 
         run(open_server, scenario)
+
+
+def listen(lease: Lease) -> list[str]:
+    """What its callbacks are told."""
+    told: list[str] = []
+    lease.on_lost(lambda: told.append("lost"))
+    lease.on_revoked(lambda: told.append("revoked"))
+    return told
 
 
 async def eventually_succeeds(discovery: Discovery, key: str, value: bytes) -> None:

@@ -33,7 +33,7 @@ class EtcdDiscoveryServer:
         assert isinstance(discovery, EtcdDiscovery)
         await discovery.close()
 
-    async def end_lease(self, lease: Lease) -> None:
+    async def revoke_lease(self, lease: Lease) -> None:
         result = await asyncio.to_thread(self._server.ctl, "lease", "revoke", lease.lease_id)
         assert result.returncode == 0, result.stderr
 

@@ -12,7 +12,7 @@ import pytest
 from tests.contracts.waiting import Watching, eventually
 from tests.control.etcd_server import EtcdServer, free_port, require_etcd
 
-from kvrelay.control.base import WatchEvent, WatchKind
+from kvrelay.control.base import Lease, WatchKind
 from kvrelay.control.etcd import EtcdDiscovery
 from kvrelay.control.etcd_channel import EtcdAddress
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError
@@ -85,36 +85,50 @@ async def test_a_silent_process_is_gone_within_one_and_a_half_ttl(server: EtcdSe
         await stop(watching)
 
 
-async def test_a_lease_revoked_by_hand_is_seen_and_granted_again(server: EtcdServer) -> None:
-    async with connected(server) as owner, connected(server) as reader:
-        lost: list[str] = []
-        lease = await owner.grant(TTL_S)
-        lease.on_lost(lambda: lost.append(lease.lease_id))
-        await owner.put(PREFIX + "a", b"1", lease)
-        watching = Watching(reader, PREFIX)
-        await eventually(lambda: watching.is_synced)
-        first = lease.lease_id
-        assert server.ctl("lease", "revoke", first).returncode == 0
-        await eventually(lambda: WatchEvent(WatchKind.DELETE, PREFIX + "a") in watching.events)
-        await eventually(lambda: watching.state == {PREFIX + "a": b"1"})
-        assert lost == [first]
-        assert lease.lease_id != first
-        await stop(watching)
-
-
-async def test_a_put_under_a_lease_that_is_gone_registers_everything_again(server: EtcdServer) -> None:
+async def test_a_put_under_a_lease_that_somebody_has_revoked_is_refused(server: EtcdServer) -> None:
     async with connected(server) as discovery:
         lease = await discovery.grant(3600)
-        lost: list[int] = []
-        lease.on_lost(lambda: lost.append(1))
+        told: list[str] = []
+        lease.on_lost(lambda: told.append("lost"))
+        lease.on_revoked(lambda: told.append("revoked"))
+        await discovery.put(PREFIX + "a", b"1", lease)
+        first = lease.lease_id
+        server.ctl("lease", "revoke", first)
+        with pytest.raises(LeaseLostError):
+            await discovery.put(PREFIX + "a", b"2", lease)
+        assert told == ["lost", "revoked"]
+        await eventually(lambda: lease.lease_id != first and lease.alive_until_s > time.monotonic())
+        assert await discovery.list(PREFIX) == {}
+        await discovery.put(PREFIX + "b", b"2", lease)
+        assert await discovery.list(PREFIX) == {PREFIX + "b": b"2"}
+        await lease.revoke()
+
+
+async def test_a_put_under_a_lease_that_the_server_lost_registers_everything_again(server: EtcdServer) -> None:
+    async with connected(server) as discovery:
+        lease = await discovery.grant(3600)
+        told: list[str] = []
+        lease.on_lost(lambda: told.append("lost"))
+        lease.on_revoked(lambda: told.append("revoked"))
         await discovery.put(PREFIX + "a", b"1", lease)
         await discovery.put(PREFIX + "gone", b"1", lease)
         await discovery.delete(PREFIX + "gone")
-        server.ctl("lease", "revoke", lease.lease_id)
-        await discovery.put(PREFIX + "b", b"2", lease)
+        server.stop()
+        server.wipe()
+        server.start()
+        await put_when_connected(discovery, PREFIX + "b", b"2", lease)
         assert await discovery.list(PREFIX) == {PREFIX + "a": b"1", PREFIX + "b": b"2"}
-        assert lost == [1]
+        assert told == ["lost"]
         await lease.revoke()
+
+
+async def put_when_connected(discovery: EtcdDiscovery, key: str, value: bytes, lease: Lease) -> None:
+    for _ in range(100):
+        try:
+            return await discovery.put(key, value, lease)
+        except ControlUnavailableError:
+            await asyncio.sleep(0.05)
+    pytest.fail("the connection did not come back")
 
 
 async def test_a_watch_reports_the_difference_after_a_restart_with_data_kept(server: EtcdServer) -> None:

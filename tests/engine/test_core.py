@@ -409,7 +409,7 @@ def test_the_connection_of_an_earlier_grant_does_not_matter(make_engine: MakeEng
     claim(engine, start)
     second = engine.grant(HandoffClaim(start.handoff_id, "q", "same"))
     assert isinstance(second, HandoffGrant)
-    engine.connection_lost(start.handoff_id, 1)
+    engine.claimant_lost(start.handoff_id, 1)
     assert engine.remote_prefill_done(HandoffDone(start.handoff_id, 2, 7, None, 0, 0.0))
 
 
@@ -473,7 +473,7 @@ def test_whatever_is_lost_is_computed_here(make_engine: MakeEngine, claimed: boo
         case "peer":
             engine.peer_gone("p")
         case "connection":
-            engine.connection_lost(start.handoff_id, 1)
+            engine.claimant_lost(start.handoff_id, 1)
         case "token":
             assert not engine.remote_prefill_done(HandoffDone(start.handoff_id, 1, VOCAB_SIZE, None, 0, 0.0))
         case "damage":

@@ -191,7 +191,7 @@ class World:
         del self.prefill[worker_id]
         if self.rng.random() < 0.5:
             for out in self.outgoing[worker_id].values():
-                self.decode.connection_lost(out.grant.handoff_id, out.grant.generation)
+                self.decode.claimant_lost(out.grant.handoff_id, out.grant.generation)
         for _ in range(self.rng.randrange(20)):
             self.step_decode()
             if late and self.rng.random() < 0.5:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from tests.worker.cluster import Cluster, Node, cluster, expected, prompt
 
-from kvrelay.core.handoff import HandoffGrant
+from kvrelay.control.base import WatchKind
+from kvrelay.core.handoff import HandoffAbandon, HandoffGrant
+from kvrelay.core.messages import Message
 from kvrelay.errors import EngineDeadError
 
 STUCK = 1_000_000_000
@@ -17,12 +20,33 @@ async def granted(shared: Cluster, decode: Node) -> None:
     await shared.until(lambda: decode.core.ledger.num_grants > 0)
 
 
-async def end_lease(node: Node) -> str:
-    """As an operator does, or another worker's watch after a pause: at once, whatever is in flight."""
+async def expire_lease(node: Node) -> str:
+    """As another worker's watch does after a pause: at once, whatever is in flight."""
     lease = node.worker._lease
     old = lease.lease_id
-    await lease._bucket.end_lease(old)
+    await lease._bucket.expire_lease(old, lease._seq)
     return old
+
+
+async def revoke_lease(node: Node) -> None:
+    """As an operator does with ``nats kv del``."""
+    lease = node.worker._lease
+    await lease._bucket.end_lease(lease.lease_id)
+
+
+def hold_back(node: Node, kind: type[Message]) -> list[Callable[[], object]]:
+    """Messages of ``kind`` do not leave the node; gives what sends them after all."""
+    held = []
+    send = node.server.send
+
+    def hold(peer, message):
+        if isinstance(message, kind):
+            held.append(lambda: send(peer, message))
+            return True
+        return send(peer, message)
+
+    node.server.send = hold
+    return held
 
 
 async def test_a_prefill_worker_cut_off_from_the_control_plane_stops_in_time():
@@ -50,7 +74,7 @@ async def test_a_lost_lease_withdraws_what_is_queued_and_what_moves():
         shared.fabric.faults.delay_polls = STUCK
         client.send("r", prompt(3000))
         await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished >= 5)
-        await end_lease(prefill)
+        await expire_lease(prefill)
         assert await client.answer("r") == expected(prompt(3000), 8)
         await shared.until(lambda: decode.core.ledger.num_grants == 0)
         await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished == 0)
@@ -60,25 +84,17 @@ async def test_a_lost_lease_withdraws_what_is_queued_and_what_moves():
 async def test_a_grant_that_comes_after_the_lease_was_lost_is_not_used():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
-        held = []
-        send = decode.server.send
-
-        def hold_grants(peer, message):
-            if isinstance(message, HandoffGrant):
-                held.append((peer, message))
-                return True
-            return send(peer, message)
-
-        decode.server.send = hold_grants
+        held = hold_back(decode, HandoffGrant)
+        hold_back(decode, HandoffAbandon)
         client.send("r", prompt(3000))
         await shared.until(lambda: bool(held))
         lease = prefill.worker._lease
-        old = await end_lease(prefill)
+        old = await expire_lease(prefill)
         await shared.until(lambda: lease.lease_id not in ("", old))
         await shared.until(lambda: decode.core.ledger.num_grants == 0)
         assert await client.answer("r") == expected(prompt(3000), 8)
-        for peer, message in held:
-            send(peer, message)
+        for deliver in held:
+            deliver()
         await shared.until(lambda: prefill.worker._prefill.stats.num_failed == 1)
         assert prefill.worker._prefill.stats.num_sent_bytes == 0
         assert decode.worker._decode.num_open_grants == 0
@@ -94,14 +110,14 @@ async def test_a_claim_by_a_worker_whose_lease_has_ended_is_turned_down():
         assert decode.core.ledger.counters.num_granted == 0
 
 
-async def test_a_claimant_that_is_fenced_before_the_engine_answers_gets_nothing():
+async def test_a_claimant_whose_lease_ends_before_the_engine_answers_gets_nothing():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         claim = decode.worker._decode.claim
 
         def claim_and_fence(peer, message):
             claim(peer, message)
-            decode.worker._decode.worker_fenced(prefill.id)
+            decode.worker._decode.worker_ended(prefill.id)
 
         decode.worker._decode.claim = claim_and_fence
         client.send("r", prompt(600))
@@ -175,3 +191,64 @@ async def test_a_role_change_and_a_drain_at_once_end_outside():
         assert ordered.exception() is not None
         assert decode.worker._prefill._pulling is None
         assert decode.id not in str(await prefill.control.discovery.list("kvrelay/"))
+
+
+async def test_a_prefill_worker_whose_lease_is_revoked_leaves_and_costs_time_only():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        prefill.slow_down(0.05)
+        for number in range(4):
+            client.send(f"r{number}", prompt(1500, number))
+        await granted(shared, decode)
+        await revoke_lease(prefill)
+        assert await shared.gone(prefill) is None
+        for number in range(4):
+            assert await client.answer(f"r{number}") == expected(prompt(1500, number), 8)
+        assert prefill.id not in str(await decode.control.discovery.list("kvrelay/"))
+
+
+async def test_a_decode_worker_whose_lease_is_revoked_finishes_its_requests():
+    """Those that it decodes, and those whose prefill is elsewhere or still in the queue."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        prefill.slow_down(0.05)
+        client.send("decoding", prompt(20), max_tokens=600)
+        for number in range(4):
+            client.send(f"r{number}", prompt(1500, number))
+        await granted(shared, decode)
+        listed = []
+        watch = asyncio.create_task(keep_listings(prefill, decode.id, listed))
+        await revoke_lease(decode)
+        assert await shared.gone(decode) is None
+        for number in range(4):
+            assert await client.answer(f"r{number}") == expected(prompt(1500, number), 8)
+        assert await client.answer("decoding") == expected(prompt(20), 600)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        assert listed == [WatchKind.PUT, WatchKind.DELETE]
+
+
+async def keep_listings(node: Node, worker_id: str, kinds: list[WatchKind]) -> None:
+    """What ``node`` sees of the other one's entry among the workers."""
+    async for event in node.control.discovery.watch("kvrelay/default/workers/"):
+        if event.key.endswith(worker_id):
+            kinds.append(event.kind)
+
+
+async def test_what_a_worker_may_write_outlives_a_lease_that_ended_before_its_time():
+    """The prefill worker does not hear of it for a while and writes on; the fixture sees whether that is still safe."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        prefill.slow_down(0.1)
+        hold_back(decode, HandoffAbandon)
+        client.send("r", prompt(3000))
+        await granted(shared, decode)
+        async with prefill.worker._lease._lock:  # no beat
+            await revoke_lease(prefill)
+            await shared.until(lambda: decode.worker._fleet.has_ended(prefill.id))
+            num_bytes = prefill.worker._transfer.stats().num_bytes
+            await shared.until(lambda: prefill.worker._transfer.stats().num_bytes > num_bytes)
+            assert decode.core.ledger.num_grants == 1
+        assert await client.answer("r") == expected(prompt(3000), 8)
+        assert await shared.gone(prefill) is None
+        await shared.until(lambda: decode.core.ledger.num_grants == 0)

@@ -41,6 +41,11 @@ class Lease(Protocol):
     and puts its keys again; ``on_lost`` callbacks run once each time, before that. They do not wait for the server: a
     process that cannot reach it hears them when ``alive_until_s`` has passed, by its own clock. If it then turns out
     that nobody has ended the lease, it goes on as it was.
+
+    When somebody else has ended it on purpose, with the server's own tool, this process is asked to leave: after
+    ``on_lost`` the ``on_revoked`` callbacks run, and the implementation forgets the keys that hung on the lease instead
+    of putting them again. It grants a new lease even so, since who leaves may have something to finish. A server that
+    has lost its data, or ended the lease of a process that was silent, has not revoked it.
     """
 
     @property
@@ -57,6 +62,9 @@ class Lease(Protocol):
 
     def on_lost(self, callback: Callable[[], None]) -> None: ...
 
+    def on_revoked(self, callback: Callable[[], None]) -> None:
+        """Noticed within a third of ``ttl_s``; at once while this process watches one of the lease's keys."""
+
     async def revoke(self) -> None:
         """End the lease now; its keys go at once. Idempotent."""
 
@@ -66,7 +74,8 @@ class Discovery(Protocol):
 
     async def grant(self, ttl_s: float) -> Lease: ...
 
-    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None: ...
+    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
+        """Raises LeaseLostError when the lease was revoked, by whomever; after ``on_revoked`` it can be used again."""
 
     async def delete(self, key: str) -> None: ...
 

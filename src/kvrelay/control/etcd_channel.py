@@ -15,6 +15,8 @@ from typing import Any
 
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError
 
+RETRY_S = 0.25
+"""Pause between attempts while the server is away."""
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from kvrelay.control.base import Discovery, Lease, WatchEvent, WatchKind
+from kvrelay.control.held_lease import HeldLease
 from kvrelay.control.memory_events import MemoryEventBus, MemoryExchange
 from kvrelay.control.memory_queue import ACK_WAIT_S, MAX_DELIVERIES, MemoryPrefillQueue, MemoryQueue
 from kvrelay.core.clock import Clock, ManualClock, MonotonicClock
@@ -49,6 +49,7 @@ class MemoryBroker:
         self.is_online = True
         self.entries: dict[str, tuple[bytes, str | None]] = {}
         self.leases: dict[str, MemoryLease] = {}
+        self._revoked: set[str] = set()
         self.planes: list[MemoryControlPlane] = []
         self.watchers: list[_Watcher] = []
         self.queue = MemoryQueue(self.clock, unix_time, ack_wait_s, max_deliveries)
@@ -107,6 +108,7 @@ class MemoryBroker:
         if is_wiped:
             self.entries.clear()
             self.leases.clear()
+            self._revoked.clear()
             self.queue.wipe()
         self.is_online = True
         now = self.clock.now()
@@ -130,8 +132,16 @@ class MemoryBroker:
 
     # -- keys ---------------------------------------------------------------------------------------------------------
 
+    def revoke_lease(self, lease_id: str) -> None:
+        """As an operator."""
+        self._revoked.add(lease_id)
+        self.end_lease(lease_id)
+
+    def was_revoked(self, lease_id: str) -> bool:
+        return lease_id in self._revoked
+
     def end_lease(self, lease_id: str) -> None:
-        """As when it runs out, or an operator revokes it."""
+        """As when it runs out, or its holder gives it back."""
         self.leases.pop(lease_id, None)
         self.entries = {key: entry for key, entry in self.entries.items() if entry[1] != lease_id}
         self.notify()
@@ -153,68 +163,51 @@ class MemoryBroker:
                 watcher.events.put_nowait(WatchEvent(WatchKind.SYNCED, ""))
 
 
-class MemoryLease:
+class MemoryLease(HeldLease):
     """A lease of one process."""
 
     def __init__(self, plane: MemoryControlPlane, ttl_s: float) -> None:
+        super().__init__(ttl_s)
         self._plane = plane
-        self._ttl_s = ttl_s
-        self._lease_id = plane.broker.new_id()
-        self._on_lost: list[Callable[[], None]] = []
-        self.renewed_s = plane.broker.clock.now()
         self.values: dict[str, bytes] = {}
-        self.is_revoked = False
-        self._alive_until_s = self.renewed_s + ttl_s
-        self._is_told = False
-
-    @property
-    def lease_id(self) -> str:
-        return self._lease_id
-
-    @property
-    def ttl_s(self) -> float:
-        return self._ttl_s
-
-    @property
-    def alive_until_s(self) -> float:
-        return self._alive_until_s
-
-    def on_lost(self, callback: Callable[[], None]) -> None:
-        self._on_lost.append(callback)
+        self.renewed_s = 0.0
+        self._grant()
 
     async def revoke(self) -> None:
-        if self.is_revoked:
+        if self.is_given_back:
             return
-        self.is_revoked = True
-        self._alive_until_s = -math.inf
+        self._give_back()
         self._plane.check_connected()
         self._plane.broker.end_lease(self._lease_id)
 
     def renew(self) -> None:
-        """Beat; when the broker has forgotten the lease, register again under a new one."""
+        """Beat; when the broker has forgotten the lease, register again under a new one, unless it was revoked."""
         broker = self._plane.broker
-        self.renewed_s = broker.clock.now()
-        if broker.leases.get(self._lease_id) is not self:
+        if broker.leases.get(self._lease_id) is self:
+            self.renewed_s = broker.clock.now()
+            self._confirmed(self.renewed_s + self._ttl_s)
+            return
+        if broker.was_revoked(self._lease_id):
+            self.values.clear()
+            self._tell_revoked()
+        else:
             self._tell_lost()
-            self._lease_id = broker.new_id()
-            broker.leases[self._lease_id] = self
-            for key, value in self.values.items():
-                broker.entries[key] = (value, self._lease_id)
-            broker.notify()
-        self._alive_until_s = self.renewed_s + self._ttl_s
-        self._is_told = False
+        self._grant()
+        for key, value in self.values.items():
+            broker.entries[key] = (value, self._lease_id)
+        broker.notify()
 
     def check(self) -> None:
         """Not renewed for its time to live: lost, whatever the broker says later."""
         if self._plane.broker.clock.now() >= self._alive_until_s:
             self._tell_lost()
 
-    def _tell_lost(self) -> None:
-        self._alive_until_s = -math.inf
-        if not self._is_told:
-            self._is_told = True
-            for callback in self._on_lost:
-                callback()
+    def _grant(self) -> None:
+        broker = self._plane.broker
+        self._lease_id = broker.new_id()
+        broker.leases[self._lease_id] = self
+        self.renewed_s = broker.clock.now()
+        self._confirmed(self.renewed_s + self._ttl_s)
 
 
 class MemoryDiscovery:
@@ -228,7 +221,6 @@ class MemoryDiscovery:
     async def grant(self, ttl_s: float) -> Lease:
         self._plane.check_connected()
         lease = MemoryLease(self._plane, ttl_s)
-        self._broker.leases[lease.lease_id] = lease
         self.leases.append(lease)
         return lease
 
@@ -237,7 +229,7 @@ class MemoryDiscovery:
         self._detach(key)
         if lease is not None:
             assert isinstance(lease, MemoryLease)
-            if lease.is_revoked:
+            if lease.is_given_back:
                 raise LeaseLostError(f"lease {lease.lease_id} was revoked")
             lease.values[key] = value
         self._broker.entries[key] = (value, lease.lease_id if lease is not None else None)
@@ -315,13 +307,13 @@ class MemoryControlPlane:
     def check_leases(self) -> None:
         """What a live process does when the time of one of its leases is up."""
         for lease in self._discovery.leases:
-            if not lease.is_revoked:
+            if not lease.is_given_back:
                 lease.check()
 
     def renew_leases(self) -> None:
         """What a live process does at a third of its leases' time to live."""
         for lease in self._discovery.leases:
-            if not lease.is_revoked:
+            if not lease.is_given_back:
                 lease.renew()
 
     def silence(self) -> None:

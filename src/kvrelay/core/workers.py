@@ -68,7 +68,8 @@ class KvMetadata(msgspec.Struct, frozen=True):
 
     ``agent`` is the transport's own opaque connection blob; ``address`` and ``num_bytes`` bound the pool in the
     worker's memory; block b lies at ``address + b * block_bytes``. ``public_key`` is the one of ``WorkerInfo``: a
-    worker that drains has left the list of workers, but its hand-offs go on.
+    worker that drains has left the list of workers, but its hand-offs go on. ``lease_ttl_s``: it may write for so long
+    after its last sign of life.
     """
 
     worker_id: str
@@ -82,4 +83,5 @@ class KvMetadata(msgspec.Struct, frozen=True):
     device_id: int
     kv_compatibility: str
     public_key: str = ""
+    lease_ttl_s: float = 0.0
     version: int = 1

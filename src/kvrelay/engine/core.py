@@ -288,8 +288,8 @@ class EngineCore:
         handoff = self.ledger.find(name)
         return self._compute_here(handoff.request_id if handoff is not None else name)
 
-    def connection_lost(self, handoff_id: str, generation: int) -> None:
-        """The connection that this grant went over broke, but the claimant's lease may live on, and so may its writes:
+    def claimant_lost(self, handoff_id: str, generation: int) -> None:
+        """The connection that this grant went over broke, or the claimant's lease has ended, but its writes may go on:
         a request that waits for it is computed here in other blocks; the grant stays until it is released or fenced."""
         handoff = self.ledger.find(handoff_id)
         if handoff is not None and handoff.generation == generation:

@@ -170,10 +170,13 @@ class DecodeSide:
         for worker_id, claimant in list(self._claimants.items()):
             if claimant == peer:
                 del self._claimants[worker_id]
-        for (handoff_id, generation), grant in self._open_grants.items():
+        for key, grant in self._open_grants.items():
             if grant.peer == peer:
-                # The lease may live on, and so may the writes: the request goes on, the blocks stay quarantined.
-                self._engine.post(partial(EngineCore.connection_lost, handoff_id=handoff_id, generation=generation))
+                self._compute_here(*key)
+
+    def _compute_here(self, handoff_id: str, generation: int) -> None:
+        """The claimant may live on, and so may its writes: the request goes on, the blocks stay quarantined."""
+        self._engine.post(partial(EngineCore.claimant_lost, handoff_id=handoff_id, generation=generation))
 
     def _abort(self, request_id: str) -> None:
         self.stats.num_aborted += 1
@@ -350,13 +353,20 @@ class DecodeSide:
             if key[0] == message.handoff_id and grant.worker_id == message.prefill_worker_id:
                 self._close(*key)
 
+    def worker_ended(self, worker_id: str) -> None:
+        """A prefill worker's lease has ended: it gets nothing more, and nobody waits for what it has. It may still
+        write, until it is fenced."""
+        for claim in self._claims:
+            claim.is_void |= claim.worker_id == worker_id
+        for key, grant in self._open_grants.items():
+            if grant.worker_id == worker_id:
+                self._compute_here(*key)
+
     def worker_fenced(self, worker_id: str) -> None:
-        """A prefill worker's lease has ended: nothing of it can write any more."""
+        """Nothing of a prefill worker whose lease has ended can write any more."""
         self._claimants.pop(worker_id, None)
         self._unsent_abandons.pop(worker_id, None)
         self._engine.post(lambda core: core.peer_gone(worker_id))
-        for claim in self._claims:
-            claim.is_void |= claim.worker_id == worker_id
         for key, grant in list(self._open_grants.items()):
             if grant.worker_id == worker_id:
                 self._close(*key)

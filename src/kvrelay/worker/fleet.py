@@ -1,8 +1,10 @@
 """What a worker knows of the other workers: who is there, and who can no longer touch memory.
 
-Two different ends, since a draining worker leaves ``workers/`` first and goes on writing KV until it is done:
+Three different ends, since a draining worker leaves ``workers/`` first and goes on writing KV until it is done:
   - its entry under ``workers/`` disappears: it takes no more work;
-  - its entry under ``kv_metadata/`` disappears: its lease has ended, it is fenced, until it registers again.
+  - its entry under ``kv_metadata/`` disappears: its lease has ended, until it registers again. A lease that was revoked
+    ends before its time, and its holder, who may not have heard of it, still writes;
+  - the lease's time to live later, or when it registers again, it is fenced: by then it knows that its lease has ended.
 When the control plane is away the last known workers stay.
 """
 
@@ -16,7 +18,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
 
 _log = logging.getLogger(__name__)
 
@@ -25,24 +27,29 @@ MAX_REMEMBERED = 4096
 
 
 class Fleet:
-    """Watches the workers of one model. ``on_fenced(worker_id)`` runs when a worker's lease has ended,
-    ``on_no_prefill`` when the last prefill worker stops taking work."""
+    """Watches the workers of one model. ``on_ended(worker_id)`` runs when a worker's lease has ended,
+    ``on_fenced(worker_id)`` when it can no longer write, ``on_no_prefill`` when the last prefill worker stops taking
+    work."""
 
     def __init__(
         self,
         discovery: Discovery,
         keys: Keys,
         model: str,
+        on_ended: Callable[[str], None],
         on_fenced: Callable[[str], None],
         on_no_prefill: Callable[[], None],
     ) -> None:
         self._discovery = discovery
         self._keys = keys
         self._model = model
+        self._on_ended = on_ended
         self._on_fenced = on_fenced
         self._on_no_prefill = on_no_prefill
         self._prefill_workers: set[str] = set()
         self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ttl_s: dict[str, float] = {}
+        self._fences: dict[str, asyncio.TimerHandle] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -59,6 +66,8 @@ class Fleet:
         self._tasks = [loop.create_task(self._watch_workers()), loop.create_task(self._watch_leases())]
 
     async def close(self) -> None:
+        for fence in self._fences.values():
+            fence.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -71,12 +80,32 @@ class Fleet:
         async for event in self._discovery.watch(self._keys.kv_metadata):
             worker_id = event.key.removeprefix(self._keys.kv_metadata).split("/")[0]
             if event.kind is WatchKind.PUT:
-                self._ended.pop(worker_id, None)
+                self._registered(worker_id, event.value)
             elif event.kind is WatchKind.DELETE:
-                self._ended[worker_id] = None
-                if len(self._ended) > MAX_REMEMBERED:
-                    self._ended.popitem(last=False)
-                self._on_fenced(worker_id)
+                self._lease_ended(worker_id)
+
+    def _registered(self, worker_id: str, value: bytes) -> None:
+        self._ended.pop(worker_id, None)
+        if worker_id in self._fences:
+            # It has withdrawn what it had begun under its old lease before it came back.
+            self._fences[worker_id].cancel()
+            self._fence(worker_id)
+        try:
+            self._ttl_s[worker_id] = msgspec.json.decode(value, type=KvMetadata).lease_ttl_s
+        except msgspec.DecodeError as exc:
+            _log.warning("KV metadata of %s refused: %s", worker_id, exc)
+
+    def _lease_ended(self, worker_id: str) -> None:
+        self._ended[worker_id] = None
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        ttl_s = self._ttl_s.pop(worker_id, 0.0)
+        self._fences[worker_id] = asyncio.get_running_loop().call_later(ttl_s, self._fence, worker_id)
+        self._on_ended(worker_id)
+
+    def _fence(self, worker_id: str) -> None:
+        del self._fences[worker_id]
+        self._on_fenced(worker_id)
 
     def _apply(self, event: WatchEvent) -> None:
         if event.kind is WatchKind.SYNCED:

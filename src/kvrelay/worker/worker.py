@@ -49,6 +49,7 @@ from kvrelay.errors import (
     ControlUnavailableError,
     FatalError,
     KvrelayError,
+    LeaseLostError,
     WorkerUnavailableError,
 )
 from kvrelay.rpc.base import Peer, RpcServer
@@ -144,7 +145,12 @@ class Worker:
         self._publisher = Publisher(settings.worker_id, self.epoch, control.events, self._keys, self._events)
         self._policy = DisaggPolicy(settings.disagg)
         self._fleet = Fleet(
-            control.discovery, self._keys, settings.model, self._on_worker_fenced, self._on_no_prefill_worker
+            control.discovery,
+            self._keys,
+            settings.model,
+            on_ended=self._on_worker_ended,
+            on_fenced=self._on_worker_fenced,
+            on_no_prefill=self._on_no_prefill_worker,
         )
         self._peers = DecodePeers(
             connect,
@@ -190,12 +196,13 @@ class Worker:
         self._server.on_peer_gone(self._decode.peer_gone)
         await self._server.start()
         self._transfer.start()
-        metadata = await self._register_memory()
+        agent = await self._register_memory()
         self._engine.start()
         self._lease = await self._control.discovery.grant(self.settings.control.lease_ttl_s)
+        metadata = self._metadata(agent, self._lease.ttl_s)
         self._lease.on_lost(self._on_lease_lost)
-        key = self._keys.worker_kv_metadata(self.settings.worker_id, metadata.rank)
-        await self._control.discovery.put(key, msgspec.json.encode(metadata), self._lease)
+        self._lease.on_revoked(lambda: self._on_lease_revoked(metadata))
+        await self._publish_memory(metadata)
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
         self._fleet.start()
         self._spawn(self._watch_config())
@@ -320,7 +327,7 @@ class Worker:
                     return
                 try:
                     return await self._register()
-                except ControlUnavailableError as exc:
+                except (ControlUnavailableError, LeaseLostError) as exc:
                     _log.debug("cannot register: %s", exc)
             await asyncio.sleep(REGISTER_INTERVAL_S)
 
@@ -348,21 +355,41 @@ class Worker:
             lease_ttl_s=settings.control.lease_ttl_s,
         )
 
-    async def _register_memory(self) -> KvMetadata:
-        region, block_bytes = self._executor.kv_region, self._executor.kv_layout.block_bytes
-        registered = self._transfer.register(region, block_bytes=block_bytes, kv_compatibility=self._compatibility)
+    async def _register_memory(self) -> bytes:
+        """Gives the transport's connection blob."""
+        block_bytes = self._executor.kv_layout.block_bytes
+        registered = self._transfer.register(
+            self._executor.kv_region, block_bytes=block_bytes, kv_compatibility=self._compatibility
+        )
+        return await asyncio.wrap_future(registered)
+
+    async def _publish_memory(self, metadata: KvMetadata) -> None:
+        key = self._keys.worker_kv_metadata(metadata.worker_id, metadata.rank)
+        await self._control.discovery.put(key, msgspec.json.encode(metadata), self._lease)
+
+    async def _publish_memory_again(self, metadata: KvMetadata) -> None:
+        while True:
+            try:
+                return await self._publish_memory(metadata)
+            except (ControlUnavailableError, LeaseLostError) as exc:
+                _log.debug("cannot publish the KV metadata: %s", exc)
+            await asyncio.sleep(REGISTER_INTERVAL_S)
+
+    def _metadata(self, agent: bytes, lease_ttl_s: float) -> KvMetadata:
+        region = self._executor.kv_region
         return KvMetadata(
             worker_id=self.settings.worker_id,
             rank=0,
             transport=self._transport.name,
-            agent=await asyncio.wrap_future(registered),
+            agent=agent,
             address=region.address,
             num_bytes=region.num_bytes,
-            block_bytes=block_bytes,
+            block_bytes=self._executor.kv_layout.block_bytes,
             device=region.device,
             device_id=region.device_id,
             kv_compatibility=self._compatibility,
             public_key=self.settings.public_key,
+            lease_ttl_s=lease_ttl_s,
         )
 
     # -- what arrives -------------------------------------------------------------------------------------------------
@@ -399,9 +426,12 @@ class Worker:
     def _on_abandon(self, peer: DecodePeer, message: HandoffAbandon) -> None:
         self._prefill.on_abandon(peer, message)
 
+    def _on_worker_ended(self, worker_id: str) -> None:
+        self._decode.worker_ended(worker_id)
+        self._on_decode_peer_lost(worker_id)
+
     def _on_worker_fenced(self, worker_id: str) -> None:
         self._decode.worker_fenced(worker_id)
-        self._on_decode_peer_lost(worker_id)
 
     def _on_no_prefill_worker(self) -> None:
         self._engine.post(lambda core: core.take_back_unclaimed())
@@ -419,6 +449,13 @@ class Worker:
         # In this order: the first submits nothing more, the second withdraws what was submitted.
         self._prefill.abandon_all("lease lost")
         self._transfer.fail_all("lease lost")
+
+    def _on_lease_revoked(self, metadata: KvMetadata) -> None:
+        """Somebody wants us to leave. What had gone with the lease is known as lost by now; until we have finished,
+        peers find our memory as they do in any other drain."""
+        _log.warning("lease revoked: draining")
+        self.request_drain()
+        self._spawn(self._publish_memory_again(metadata))
 
     def _fence_s(self) -> float:
         """On the transfer thread: until when it may post."""

@@ -4,7 +4,9 @@ It owns the bucket's stream, the form of keys, headers and markers, and compare-
 or when a lease is over.
 
 An entry's value is the caller's, untouched; the lease that it hangs on stands in a header. A lease is a key of its own,
-``kvrelay/NS/leases/ID``, which its holder writes again and again. Deletion markers and their subjects go after an hour.
+``kvrelay/NS/leases/ID``, which its holder writes again and again. The marker of one that has expired says so in a
+header: whoever deletes a lease in another way, with ``nats kv del kvrelay_NS kvrelay/NS/leases/ID`` for instance, asks
+its holder to leave. Deletion markers and their subjects go after an hour.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from kvrelay.control.nats.jetstream import (
     ROLLUP,
     ConsumerInfo,
     JetStream,
+    StoredMessage,
 )
 from kvrelay.control.nats.kv_keys import decode_key, encode_key
 
 _log = logging.getLogger(__name__)
 
 LEASE_HEADER = "Kvrelay-Lease"
+EXPIRED_HEADER = "Kvrelay-Expired"
 OPERATION_HEADER = "KV-Operation"
 MARKER_HEADERS = (OPERATION_HEADER, "Nats-Marker-Reason")
 MARKER_TTL = "3600s"
@@ -94,29 +98,40 @@ class Bucket:
 
     async def delete(self, key: str, expected_seq: int | None = None) -> None:
         """Leave a deletion marker. With ``expected_seq`` only if nobody has written since: WrongSequenceError."""
-        headers = {OPERATION_HEADER: "PURGE", ROLLUP: "sub", MESSAGE_TTL: MARKER_TTL}
-        if expected_seq is not None:
-            headers[EXPECTED_SEQUENCE] = str(expected_seq)
-        await self._publish(key, b"", headers)
+        await self._delete(key, {EXPECTED_SEQUENCE: str(expected_seq)} if expected_seq is not None else {})
 
     async def write_lease(self, lease_id: str, value: LeaseValue, expected_seq: int) -> int:
         """Grant (``expected_seq`` 0) or refresh. Raises WrongSequenceError when it has ended, or been written since."""
         headers = {EXPECTED_SEQUENCE: str(expected_seq)}
         return await self._publish(self._leases + lease_id, msgspec.json.encode(value), headers)
 
-    async def end_lease(self, lease_id: str, expected_seq: int | None = None) -> None:
-        await self.delete(self._leases + lease_id, expected_seq)
+    async def end_lease(self, lease_id: str) -> None:
+        """By its holder."""
+        await self.delete(self._leases + lease_id)
+
+    async def expire_lease(self, lease_id: str, expected_seq: int) -> None:
+        """By anybody who finds it overdue. Raises WrongSequenceError when it was refreshed, or ended, meanwhile."""
+        await self._delete(self._leases + lease_id, {EXPECTED_SEQUENCE: str(expected_seq), EXPIRED_HEADER: "true"})
 
     async def lease_seq(self, lease_id: str) -> int | None:
         """Where the server has the lease; None when it has ended or was never granted."""
-        message = await self._jetstream.last_message(self.stream, self._subjects + encode_key(self._leases + lease_id))
-        if message is None or any(name.encode() in message.headers for name in MARKER_HEADERS):
-            return None
-        return message.seq
+        message = await self._last_of_lease(lease_id)
+        return None if message is None or _has(message, *MARKER_HEADERS) else message.seq
+
+    async def was_revoked(self, lease_id: str) -> bool:
+        """Whether somebody has deleted it on purpose: there is a marker, and no expiry has left it."""
+        message = await self._last_of_lease(lease_id)
+        return message is not None and _has(message, OPERATION_HEADER) and not _has(message, EXPIRED_HEADER)
+
+    async def _last_of_lease(self, lease_id: str) -> StoredMessage | None:
+        return await self._jetstream.last_message(self.stream, self._subjects + encode_key(self._leases + lease_id))
 
     async def last_seq(self) -> int:
         """The number of the last write."""
         return (await self._jetstream.stream_info(self.stream)).state.last_seq
+
+    async def _delete(self, key: str, headers: dict[str, str]) -> None:
+        await self._publish(key, b"", {OPERATION_HEADER: "PURGE", ROLLUP: "sub", MESSAGE_TTL: MARKER_TTL, **headers})
 
     async def _publish(self, key: str, value: bytes, headers: dict[str, str]) -> int:
         subject = self._subjects + encode_key(key)
@@ -163,3 +178,8 @@ class Bucket:
             _log.warning("lease %s in bucket %s is malformed: %s", lease_id, self.name, exc)
             return None
         return LeaseRecord(lease_id, value.ttl_s, seq, stored_s)
+
+
+def _has(message: StoredMessage, *names: str) -> bool:
+    """Whether it carries one of these headers."""
+    return any(name.encode() in message.headers for name in names)

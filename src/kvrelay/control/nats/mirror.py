@@ -222,7 +222,7 @@ class Mirror:
             return
         if seq is not None:
             try:
-                await self._bucket.end_lease(lease_id, expected_seq=seq)
+                await self._bucket.expire_lease(lease_id, expected_seq=seq)
             except WrongSequenceError:
                 self.table.postpone(lease_id, POSTPONE_S)
                 return

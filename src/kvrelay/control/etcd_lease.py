@@ -1,0 +1,201 @@
+"""A lease of this process on etcd, kept alive until it is revoked.
+
+It owns the beat, granting a lost lease again and putting its keys again. It does not know who watches.
+
+    beat every ttl / 3 ──(no answer for ttl, or the server forgot it)──> on_lost, grant, put keys ──> beat ...
+                    └──(somebody revoked it)──> on_lost, on_revoked, forget keys, grant ──> beat ...
+
+etcd says of a lease only that it is not there. By our clock it can have run out or not; and a server that has lost its
+data has also lost revisions, while the one that was told to revoke the lease has counted on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from typing import Any
+
+from kvrelay.control.etcd_channel import RETRY_S, EtcdChannel
+from kvrelay.control.held_lease import HeldLease
+from kvrelay.errors import ControlUnavailableError, KvrelayError, LeaseLostError
+
+_log = logging.getLogger(__name__)
+
+
+class EtcdLease(HeldLease):
+    """A lease, with the keys that hang on it.
+
+    etcd counts whole seconds and has a least time to live (2 s by default); ``ttl_s`` is what it granted. ``lease_id``
+    is as ``etcdctl`` writes it.
+    """
+
+    def __init__(self, channel: EtcdChannel, wanted_ttl_s: float) -> None:
+        super().__init__(wanted_ttl_s)
+        self._channel = channel
+        self._wanted_ttl_s = wanted_ttl_s
+        self._id = 0
+        self._revision = 0
+        """The store's, when this lease last heard of it."""
+        self._keys: dict[str, bytes] = {}
+        self._is_registered = True
+        self._lock = asyncio.Lock()
+        self._poked = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Grant it and begin to keep it alive."""
+        await self._grant()
+        self._task = asyncio.create_task(self._keep_alive(), name=f"etcd lease {self.lease_id}")
+
+    async def stop(self) -> None:
+        """End the beat; the lease runs out by itself."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def revoke(self) -> None:
+        if self.is_given_back:
+            return
+        self._give_back()
+        await self.stop()
+        try:
+            await self._revoke(self._id)
+        except LeaseLostError:
+            pass  # gone already, and its keys with it
+
+    def poke(self) -> None:
+        """Something is wrong with the server, or with this lease: beat now."""
+        self._poked.set()
+
+    def holds(self, key: str) -> bool:
+        """Whether the key hangs on this lease."""
+        return key in self._keys
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Put under this lease. Raises LeaseLostError when it was revoked."""
+        async with self._lock:
+            if self.is_given_back:
+                raise LeaseLostError("the lease was revoked")
+            before = self._keys.get(key)
+            self._keys[key] = value
+            try:
+                await self._put_or_register(key, value)
+            except KvrelayError:
+                self._restore(key, before)
+                raise
+
+    def forget(self, key: str) -> None:
+        """The key no longer hangs on this lease."""
+        self._keys.pop(key, None)
+
+    async def _put_or_register(self, key: str, value: bytes) -> None:
+        if self._is_registered:
+            try:
+                return await self._put(key, value)
+            except LeaseLostError:
+                await self._beat()
+                if not self.holds(key):
+                    self.poke()
+                    raise
+        await self._register_again()
+
+    def _restore(self, key: str, before: bytes | None) -> None:
+        """A put that failed must not come true by itself later."""
+        if before is None:
+            self._keys.pop(key, None)
+        elif key in self._keys:
+            self._keys[key] = before
+
+    async def _keep_alive(self) -> None:
+        answered = True
+        # Cancellation alone does not do: asyncio.wait_for, in 3.11, swallows one that comes with the result.
+        while asyncio.current_task() is self._task:
+            try:
+                await asyncio.wait_for(self._poked.wait(), self._ttl_s / 3 if answered else RETRY_S)
+            except TimeoutError:
+                pass
+            self._poked.clear()
+            try:
+                async with self._lock:
+                    if self._is_registered:
+                        await self._beat()
+                    if not self._is_registered:
+                        await self._register_again()
+                answered = True
+            except KvrelayError as exc:
+                if answered:
+                    _log.warning("lease %s could not be renewed: %s", self.lease_id, exc)
+                answered = False
+                if time.monotonic() > self._alive_until_s:
+                    self._is_registered = False
+                    self._tell_lost()
+
+    async def _beat(self) -> None:
+        """Renew, or learn that it has ended. Raises ControlUnavailableError."""
+        sent_s = time.monotonic()
+        answer = await self._ask_to_live()
+        revision = int(answer.header.revision)
+        if answer.TTL > 0:
+            self._revision = revision
+            self._confirmed(sent_s + answer.TTL)
+            return
+        self._is_registered = False
+        if time.monotonic() < self._alive_until_s and revision >= self._revision:
+            self._keys.clear()
+            self._tell_revoked()
+        else:
+            self._tell_lost()
+
+    async def _ask_to_live(self) -> Any:
+        """The server's answer to a refresh; its TTL is 0 when there is no such lease."""
+        channel = self._channel
+        call = channel.leases.LeaseKeepAlive(
+            timeout=min(channel.timeout_s, max(self._ttl_s / 3, RETRY_S)), metadata=channel.metadata
+        )
+        try:
+            await call.write(channel.rpc.LeaseKeepAliveRequest(ID=self._id))
+            answer = await call.read()
+        except channel.rpc.AioRpcError as exc:
+            if channel.token_expired(exc):
+                await channel.authenticate()
+            raise channel.mapped(exc) from exc
+        except asyncio.InvalidStateError as exc:
+            raise ControlUnavailableError(f"{channel.address} closed the stream") from exc
+        finally:
+            call.cancel()
+        if not hasattr(answer, "TTL"):
+            raise ControlUnavailableError(f"{channel.address} closed the stream")
+        return answer
+
+    async def _register_again(self) -> None:
+        old_id = self._id
+        await self._grant()
+        for key, value in list(self._keys.items()):
+            await self._put(key, value)
+        self._is_registered = True
+        _log.info("lease %s replaces %x, %d keys are put again", self.lease_id, old_id, len(self._keys))
+        try:
+            # Its keys are under the new lease already, so nothing goes with it.
+            await self._revoke(old_id)
+        except KvrelayError:
+            pass  # the server forgot it, which is how we got here; or it runs out by itself
+
+    async def _grant(self) -> None:
+        sent_s = time.monotonic()
+        request = self._channel.rpc.LeaseGrantRequest(TTL=max(1, math.ceil(self._wanted_ttl_s)))
+        answer = await self._channel.call(self._channel.leases.LeaseGrant, request)
+        self._id, self._ttl_s = int(answer.ID), float(answer.TTL)
+        self._lease_id = f"{self._id:x}"
+        self._revision = int(answer.header.revision)
+        self._confirmed(sent_s + self._ttl_s)
+
+    async def _put(self, key: str, value: bytes) -> None:
+        request = self._channel.rpc.PutRequest(key=key.encode(), value=value, lease=self._id)
+        answer = await self._channel.call(self._channel.kv.Put, request)
+        self._revision = int(answer.header.revision)
+
+    async def _revoke(self, lease_id: int) -> None:
+        await self._channel.call(self._channel.leases.LeaseRevoke, self._channel.rpc.LeaseRevokeRequest(ID=lease_id))

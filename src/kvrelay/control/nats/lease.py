@@ -1,0 +1,161 @@
+"""A lease in a NATS key-value bucket: a key that its holder writes again and again.
+
+It owns the beat, at a third of the time to live, and registering again. The lease is lost when no refresh has succeeded
+for a whole time to live, or its key is not there as it was last written; it was revoked when somebody has deleted that
+key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from uuid import uuid4
+
+from kvrelay.control.held_lease import HeldLease
+from kvrelay.control.nats.bucket import Bucket, LeaseValue
+from kvrelay.control.nats.jetstream import WrongSequenceError
+from kvrelay.errors import ControlUnavailableError, LeaseLostError
+
+_log = logging.getLogger(__name__)
+
+
+class NatsLease(HeldLease):
+    """A lease of this process, with the keys that hang on it."""
+
+    def __init__(self, bucket: Bucket, ttl_s: float, holder: str) -> None:
+        super().__init__(ttl_s)
+        self._bucket = bucket
+        self._holder = holder
+        self._seq = 0
+        self._beats = 0
+        self._values: dict[str, bytes] = {}
+        self._is_registered = True
+        self._is_stopped = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._lock = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"NatsLease({self._lease_id}, ttl_s={self._ttl_s:g}, keys={len(self._values)}, beats={self._beats})"
+
+    async def start(self) -> None:
+        """Grant it and begin to keep it alive."""
+        await self._grant()
+        self._task = asyncio.get_running_loop().create_task(self._keep_alive(), name=f"lease {self._lease_id}")
+
+    def wake(self) -> None:
+        """Beat now: it may be lost."""
+        self._wake.set()
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Put under this lease. Raises LeaseLostError after ``revoke``."""
+        async with self._lock:
+            if self.is_given_back:
+                raise LeaseLostError(f"lease {self._lease_id} was revoked")
+            if not self._lease_id:
+                raise ControlUnavailableError("the lease was lost and is not granted again yet")
+            await self._bucket.put(key, value, self._lease_id)
+            self._values[key] = value
+
+    def detach(self, key: str) -> None:
+        """The key no longer hangs on this lease."""
+        self._values.pop(key, None)
+
+    async def revoke(self) -> None:
+        if self.is_given_back:
+            return
+        self._give_back()
+        await self.stop()
+        # The lease first: with it all its keys are over, for everybody, at once.
+        await self._bucket.end_lease(self._lease_id)
+        for key in self._values:
+            await self._bucket.delete(key)
+        self._values.clear()
+
+    async def stop(self) -> None:
+        """No longer keep it alive."""
+        self._is_stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _keep_alive(self) -> None:
+        delay_s = self._ttl_s / 3
+        # Cancellation alone does not do: asyncio.wait_for, in 3.11, swallows one that comes with the result.
+        while not self._is_stopped:
+            try:
+                async with asyncio.timeout(delay_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            try:
+                async with self._lock:
+                    await self._beat()
+                delay_s = self._ttl_s / 3
+            except ControlUnavailableError as exc:
+                _log.debug("lease %s not refreshed: %s", self._lease_id, exc)
+                delay_s = min(self._ttl_s / 6, 1.0)
+
+    async def _beat(self) -> None:
+        if self._lease_id and not await self._refresh():
+            await self._end()
+        if not self._lease_id:
+            await self._grant()
+        if not self._is_registered:
+            for key, value in list(self._values.items()):
+                await self._bucket.put(key, value, self._lease_id)
+            self._is_registered = True
+
+    async def _end(self) -> None:
+        """The server has it no more: tell it, find out why, and be ready to begin anew."""
+        self._tell_lost()
+        is_revoked = await self._bucket.was_revoked(self._lease_id)
+        self._lease_id = ""
+        self._is_registered = False
+        if is_revoked:
+            keys = list(self._values)
+            self._values.clear()
+            self._tell_revoked()
+            for key in keys:
+                await self._bucket.delete(key)
+
+    async def _refresh(self) -> bool:
+        """Write it again. False when somebody has ended it, or the server has lost it."""
+        try:
+            await self._write(self._lease_id, self._seq)
+            return True
+        except WrongSequenceError:
+            seq = await self._bucket.lease_seq(self._lease_id)
+        if seq is None:
+            return False
+        # Only we write it: an earlier beat arrived whose answer did not. That one does not tell when it was sent.
+        self._seq = seq
+        await self._write(self._lease_id, seq)
+        return True
+
+    async def _grant(self) -> None:
+        lease_id = uuid4().hex[:16]
+        self._beats = 0
+        await self._write(lease_id, 0)
+        self._lease_id = lease_id
+
+    async def _write(self, lease_id: str, expected_seq: int) -> None:
+        """Grant or refresh. It counts from when it was sent: others time it from when it arrived, which is later."""
+        sent_s = time.monotonic()
+        self._seq = await self._bucket.write_lease(lease_id, self._value(), expected_seq)
+        left_s = sent_s + self._ttl_s - time.monotonic()
+        if left_s <= 0:
+            return  # answered too late to count
+        self._confirmed(sent_s + self._ttl_s)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._tell_lost)
+
+    def _value(self) -> LeaseValue:
+        self._beats += 1
+        return LeaseValue(self._ttl_s, self._beats, self._holder)
