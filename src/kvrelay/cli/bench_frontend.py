@@ -112,8 +112,9 @@ def _print(cases: dict[str, dict[str, dict[str, float]]]) -> None:
         title="frontend with mock workers, medians; TTFT and CPU time a request in ms",
         title_justify="left",
         box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
     )
-    for column in ("server", "load", "requests/s", "tokens/s", "TTFT p50", "p99", "CPU", "failed"):
+    for column in ("server", "load", "req/s", "tok/s", "TTFT p50", "p99", "CPU", "failed"):
         table.add_column(column, justify="left" if column in ("server", "load") else "right", no_wrap=True)
     for name, loads in cases.items():
         for load, prompt, output, at_once, _ in LOADS:
