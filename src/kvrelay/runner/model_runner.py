@@ -132,6 +132,9 @@ class ModelRunner:
         self, batch: StepBatch, hidden: torch.Tensor, prompt_logprobs: dict[int, list[PositionLogprobs]]
     ) -> ModelOutput:
         if not len(hidden):
+            if self._device.type == "cuda":
+                # The step's blocks may be sent as soon as it returns. (To sample tokens waits for the device, too.)
+                torch.cuda.current_stream(self._device).synchronize()
             return ModelOutput([], {}, prompt_logprobs)
         rows = np.flatnonzero(batch.samples)
         slots = batch.slots[rows]
