@@ -86,6 +86,8 @@ async def test_one_prompt_is_explained_and_bad_input_refused(model_dir: Path) ->
         ):
             assert (await ask(cluster, "/v1/kvrelay/route", body))[0] == status
         assert (await ask(cluster, "/v1/kvrelay/route"))[0] == 405
+        for query, status in (("", 200), ("?blocks=0", 200), ("?blocks=1", 200), ("?blocks=2", 400), ("?blocks", 400)):
+            assert (await ask(cluster, f"/v1/kvrelay/router{query}"))[0] == status
 
 
 async def test_settings_reach_running_and_later_frontends(model_dir: Path) -> None:

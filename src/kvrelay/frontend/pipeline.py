@@ -26,13 +26,11 @@ from kvrelay.frontend.openai.answer import AnswerFormat
 from kvrelay.frontend.openai.chat import ChatFormat
 from kvrelay.frontend.openai.completions import CompletionFormat
 from kvrelay.frontend.openai.errors import DeadlineError, error_event
-from kvrelay.frontend.openai.plan import GenerationPlan, check_timeout, plan_chat, plan_completion
+from kvrelay.frontend.openai.plan import TIMEOUT_HEADER, GenerationPlan, check_timeout, plan_chat, plan_completion
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, parse_body
 from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts
 from kvrelay.frontend.sequence import Sequence, SequenceSpec
 from kvrelay.frontend.stop_strings import StopStrings
-
-TIMEOUT_HEADER = "x-request-timeout-s"
 
 
 class Pipeline:

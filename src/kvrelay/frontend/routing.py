@@ -11,6 +11,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, Response
 from kvrelay.frontend.models import Model, WorkerState
@@ -71,10 +72,18 @@ class RoutingEndpoints:
         exchange.respond(Response(200, msgspec.json.encode(answer)))
 
     async def show(self, exchange: Exchange, request_id: str) -> None:
-        """Every model's routing."""
-        with_blocks = parse_qs(exchange.request.query).get("blocks") == ["1"]
+        """Every model's routing. Raises InvalidInputError."""
+        with_blocks = _flag(exchange.request.query, "blocks")
         models = [_routing(model, with_blocks) for model in self._cluster.models]
         exchange.respond(Response(200, msgspec.json.encode(RouterAnswer(os.getpid(), models))))
+
+
+def _flag(query: str, name: str) -> bool:
+    """The parameter ``name``, 1 or 0 (which it is when absent). Raises InvalidInputError."""
+    values = parse_qs(query, keep_blank_values=True).get(name, ["0"])
+    if values not in (["0"], ["1"]):
+        raise InvalidInputError(f"{name} must be 0 or 1", param=name)
+    return values == ["1"]
 
 
 def _routing(model: Model, with_blocks: bool) -> ModelRouting:

@@ -15,6 +15,7 @@ from kvrelay.errors import InvalidInputError, PayloadTooLargeError, PromptTooLon
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
 from kvrelay.frontend.tokenizer import DefaultSampling
 
+TIMEOUT_HEADER = "x-request-timeout-s"
 DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 64
 MAX_STOP_CHARS = 4096

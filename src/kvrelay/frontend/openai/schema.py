@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import msgspec
 
 from kvrelay import __version__
 from kvrelay.frontend.openai.chat import ChatResponse
 from kvrelay.frontend.openai.completions import CompletionResponse
 from kvrelay.frontend.openai.errors import ErrorBody
+from kvrelay.frontend.openai.plan import TIMEOUT_HEADER
 from kvrelay.frontend.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -23,25 +27,65 @@ _POSTS: tuple[tuple[str, str, type[msgspec.Struct], type[msgspec.Struct] | None]
     ("/tokenize", "Text or messages to token ids", TokenizeRequest, None),
     ("/detokenize", "Token ids to text", DetokenizeRequest, None),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Get:
+    """A path that is read. ``errors`` are statuses, ``parameter`` the one that it has, if any."""
+
+    path: str
+    summary: str
+    errors: tuple[str, ...] = ()
+    content_type: str = "application/json"
+    parameter: dict[str, object] | None = None
+
+
 _GETS = (
-    ("/v1/models", "The models that are served now", "application/json"),
-    ("/v1/models/{model}", "One model", "application/json"),
-    ("/v1/kvrelay/router", "Settings, workers and their work; ?blocks=1: the index", "application/json"),
-    ("/health", "200 when a model can be served, else 503", "application/json"),
-    ("/live", "200 while this process answers", "application/json"),
-    ("/metrics", "Prometheus metrics", "text/plain"),
-    ("/version", "The version of the server", "application/json"),
-    ("/openapi.json", "This document", "application/json"),
+    _Get("/v1/models", "The models that are served now", ("401",)),
+    _Get(
+        "/v1/models/{model}",
+        "One model",
+        ("401", "404"),
+        parameter={"name": "model", "in": "path", "required": True, "schema": {"type": "string"}},
+    ),
+    _Get(
+        "/v1/kvrelay/router",
+        "Settings, workers and their work; with blocks=1 the index as well",
+        ("400", "401"),
+        parameter={"name": "blocks", "in": "query", "schema": {"type": "integer", "enum": [0, 1]}},
+    ),
+    _Get("/health", "Whether a model can be served", ("503",)),
+    _Get("/live", "200 while this process answers"),
+    _Get("/metrics", "Prometheus metrics", ("401",), content_type="text/plain"),
+    _Get("/version", "The version of the server"),
+    _Get("/openapi.json", "This document"),
 )
 _ERRORS = {
     "400": "The request is wrong; the body says what",
     "401": "The API key is missing or wrong",
     "404": "No such model",
-    "413": "The body is too large",
+    "413": "The request is too large, in general or for this API key",
     "429": "Too many requests; Retry-After says when to try again",
     "503": "No worker can take the request; Retry-After says when to try again",
     "504": "The request ran past its deadline",
 }
+_GENERATION_PARAMETERS: list[dict[str, object]] = [
+    {
+        "name": TIMEOUT_HEADER,
+        "in": "header",
+        "description": "Deadline in seconds, where the body has no timeout",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    },
+    {"name": "x-request-id", "in": "header", "description": "Becomes part of the id", "schema": {"type": "string"}},
+]
+_GENERATION_HEADERS = {
+    "x-request-id": {"description": "The answer's id", "schema": {"type": "string"}},
+    "x-kvrelay-worker": {"description": "Who took the first choice", "schema": {"type": "string"}},
+}
+_RETRY_AFTER = {
+    "retry-after": {"description": "Seconds", "required": True, "schema": {"type": "integer", "minimum": 1}}
+}
+_RETRIED = ("429", "503")
 
 
 def openapi_document() -> dict[str, object]:
@@ -51,8 +95,8 @@ def openapi_document() -> dict[str, object]:
     paths: dict[str, object] = {}
     for path, summary, request, response in _POSTS:
         paths[path] = {"post": _post(summary, request, response)}
-    for path, summary, content_type in _GETS:
-        paths[path] = {"get": _get(path, summary, content_type)}
+    for get in _GETS:
+        paths[get.path] = {"get": _get(get)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvrelay", "version": __version__, "description": "OpenAI's API with vLLM's extensions."},
@@ -63,33 +107,40 @@ def openapi_document() -> dict[str, object]:
 
 
 def _post(summary: str, request: type[msgspec.Struct], response: type[msgspec.Struct] | None) -> dict[str, object]:
+    answer: dict[str, object] = {"description": "The answer"}
     content: dict[str, object] = {"application/json": {"schema": _schema(response)}}
-    if "stream" in request.__struct_fields__:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+    parameters: list[dict[str, object]] = []
+    if response is not None:
+        # An event of a stream is a chunk of OpenAI's, the last one [DONE]; this version of OpenAPI cannot say that.
+        content["text/event-stream"] = {}
+        answer["headers"], parameters = _GENERATION_HEADERS, _GENERATION_PARAMETERS
     return {
         "summary": summary,
+        "parameters": parameters,
         "requestBody": {"required": True, "content": {"application/json": {"schema": _schema(request)}}},
-        "responses": {"200": {"description": "The answer", "content": content}, **_error_responses(_ERRORS)},
+        "responses": {"200": {**answer, "content": content}, **_error_responses(_ERRORS)},
     }
 
 
-def _get(path: str, summary: str, content_type: str) -> dict[str, object]:
-    operation: dict[str, object] = {"summary": summary}
-    errors: dict[str, str] = {}
-    if "{model}" in path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
-        errors = {"404": _ERRORS["404"]}
-    if path.startswith("/v1/"):
-        errors = {"401": _ERRORS["401"], **errors}
-    if path == "/health":
-        errors = {"503": "No model can be served"}
-    answer = {"description": "The answer", "content": {content_type: {}}}
-    return {**operation, "responses": {"200": answer, **_error_responses(errors)}}
+def _get(get: _Get) -> dict[str, object]:
+    answer = {"description": "The answer", "content": {get.content_type: {}}}
+    return {
+        "summary": get.summary,
+        "parameters": [get.parameter] if get.parameter else [],
+        "responses": {"200": answer, **_error_responses(get.errors)},
+    }
 
 
-def _error_responses(errors: dict[str, str]) -> dict[str, object]:
+def _error_responses(statuses: Iterable[str]) -> dict[str, object]:
     content = {"application/json": {"schema": _schema(ErrorBody)}}
-    return {status: {"description": text, "content": content} for status, text in errors.items()}
+    return {
+        status: {
+            "description": _ERRORS[status],
+            "headers": _RETRY_AFTER if status in _RETRIED else {},
+            "content": content,
+        }
+        for status in statuses
+    }
 
 
 def _any_value(kind: type) -> dict[str, object]:

@@ -1,0 +1,52 @@
+"""A running server keeps what its own OpenAPI document promises, whatever requests are made from that document.
+
+For every operation requests are drawn that the document allows, and others that it forbids; each answer must have a
+status, a content type, headers and a body that are documented, and what is forbidden must be refused. Allowed requests
+may be refused as well: a schema cannot say how long a prompt may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import hypothesis
+import pytest
+import schemathesis
+from tests.system.serving import Serve
+
+from kvrelay.frontend.openai.schema import openapi_document
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
+
+SERVE = ("--engine", "mock", "--prefill", "0", "--decode", "1", "--speedup-ratio", "0")
+SHORT = ("--max-model-len", "128", "--max-n", "4")
+"""What is generated here is requests, not tokens."""
+CHECKS = {
+    "positive_data_acceptance": {"enabled": False},
+    # The one error of a server that is the client's own wish: a deadline that has passed.
+    "not_a_server_error": {"expected-statuses": ["2xx", "3xx", "4xx", "504"]},
+}
+MAX_EXAMPLES = 40
+
+schema = schemathesis.openapi.from_dict(
+    openapi_document(), config=schemathesis.Config.from_dict({"seed": 1, "checks": CHECKS})
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serve]:
+    with Serve((*SERVE, *SHORT)) as running:
+        yield running
+    assert running.process.returncode == 0, running.output
+    assert "Traceback" not in running.output
+
+
+def test_the_document_is_the_servers_own(server: Serve) -> None:
+    assert httpx.get(f"{server.url}/openapi.json").json() == openapi_document()
+
+
+@schema.parametrize()
+@hypothesis.settings(max_examples=MAX_EXAMPLES, derandomize=True, deadline=None, database=None)
+def test_answers_are_as_documented(server: Serve, case: schemathesis.Case) -> None:
+    case.call_and_validate(base_url=server.url)
