@@ -7,6 +7,7 @@ import re
 from kvrelay.config import ControlConfig
 from kvrelay.control.base import ControlPlane
 from kvrelay.control.credentials import require_credentials
+from kvrelay.control.redelivery import ack_wait_for_lease
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.errors import ConfigError
 
@@ -39,6 +40,7 @@ async def connect_control(config: ControlConfig, clock: Clock | None = None) -> 
         config.connect_timeout_s,
         clock or MonotonicClock(),
         num_replicas=config.control_replicas,
+        ack_wait_s=ack_wait_for_lease(config.lease_ttl_s),
     )
     if not config.discovery:
         return plane

@@ -107,7 +107,7 @@ class PrefillDelivery(Protocol):
         """Give it back for another consumer."""
 
     async def in_progress(self) -> None:
-        """Beat: the redelivery timer starts again."""
+        """Beat: the redelivery timer starts again. To be called every ``redelivery.BEAT_INTERVAL_S``."""
 
 
 class PrefillQueue(Protocol):

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from kvrelay.control.base import Discovery, Lease, WatchEvent, WatchKind
 from kvrelay.control.held_lease import HeldLease
 from kvrelay.control.memory_events import MemoryEventBus, MemoryExchange
-from kvrelay.control.memory_queue import ACK_WAIT_S, MAX_DELIVERIES, MemoryPrefillQueue, MemoryQueue
+from kvrelay.control.memory_queue import MAX_DELIVERIES, MemoryPrefillQueue, MemoryQueue
+from kvrelay.control.redelivery import MAX_ACK_WAIT_S
 from kvrelay.core.clock import Clock, ManualClock, MonotonicClock
 from kvrelay.errors import ControlUnavailableError, LeaseLostError
 
@@ -42,7 +43,7 @@ class MemoryBroker:
         clock: Clock | None = None,
         unix_time: Callable[[], float] = time.time,
         *,
-        ack_wait_s: float = ACK_WAIT_S,
+        ack_wait_s: float = MAX_ACK_WAIT_S,
         max_deliveries: int = MAX_DELIVERIES,
     ) -> None:
         self.clock = clock or MonotonicClock()

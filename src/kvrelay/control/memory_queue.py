@@ -17,7 +17,6 @@ from kvrelay.core.handoff import RemotePrefillRequest
 
 _log = logging.getLogger(__name__)
 
-ACK_WAIT_S = 5.0
 MAX_DELIVERIES = 5
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvrelay.control.base import PrefillDelivery, PrefillQueue
+from kvrelay.control.redelivery import BEAT_INTERVAL_S
 from kvrelay.core.handoff import (
     HandoffAbandon,
     HandoffClaim,
@@ -48,7 +49,6 @@ from kvrelay.worker.stats import PrefillStats
 _log = logging.getLogger(__name__)
 
 PULL_TIMEOUT_S = 1.0
-BEAT_INTERVAL_S = 1.0
 CLAIM_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0
 MAX_REMEMBERED = 4096

@@ -10,6 +10,7 @@ from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.discovery import NatsDiscovery
 from kvrelay.control.nats.event_bus import NatsEventBus
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
+from kvrelay.control.redelivery import MAX_ACK_WAIT_S
 from kvrelay.core.clock import Clock
 
 
@@ -24,13 +25,20 @@ class NatsControlPlane:
 
     @classmethod
     async def connect(
-        cls, url: str, namespace: str, connect_timeout_s: float, clock: Clock, num_replicas: int = 0
+        cls,
+        url: str,
+        namespace: str,
+        connect_timeout_s: float,
+        clock: Clock,
+        *,
+        num_replicas: int = 0,
+        ack_wait_s: float = MAX_ACK_WAIT_S,
     ) -> NatsControlPlane:
         """Raises ConfigError, ControlUnavailableError. ``num_replicas``: see ``JetStream``."""
         connection = await NatsConnection.connect(url, connect_timeout_s)
         holder = f"{socket.gethostname()}:{os.getpid()}"
         discovery = NatsDiscovery(connection, namespace, clock, holder, num_replicas)
-        queue = NatsPrefillQueue(connection, namespace, num_replicas=num_replicas)
+        queue = NatsPrefillQueue(connection, namespace, num_replicas=num_replicas, ack_wait_s=ack_wait_s)
         try:
             await discovery.start()
             await queue.start()

@@ -25,12 +25,12 @@ from kvrelay.control.base import Keys, PrefillDelivery
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage, NatsSubscription, NoRespondersError
 from kvrelay.control.nats.jetstream import JetStream, parse_ack_subject
 from kvrelay.control.nats.kv_keys import encode_key
+from kvrelay.control.redelivery import MAX_ACK_WAIT_S
 from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError
 
 _log = logging.getLogger(__name__)
 
-ACK_WAIT_S = 5.0
 MAX_DELIVERIES = 5
 MAX_ENTRIES = 100_000
 MAX_AGE_S = 3600
@@ -95,7 +95,7 @@ class NatsPrefillQueue:
         connection: NatsConnection,
         namespace: str,
         *,
-        ack_wait_s: float = ACK_WAIT_S,
+        ack_wait_s: float = MAX_ACK_WAIT_S,
         max_deliveries: int = MAX_DELIVERIES,
         num_replicas: int = 0,
     ) -> None:

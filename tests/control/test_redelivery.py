@@ -1,0 +1,44 @@
+"""When an entry of the prefill queue goes to somebody else, by the leases of those who share it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.contracts.prefill_queue_contract import LINE, prefill, pulled
+
+from kvrelay.config import ControlConfig
+from kvrelay.control import connect_control
+from kvrelay.control.nats_process import NatsServerProcess
+from kvrelay.control.redelivery import BEAT_INTERVAL_S, MAX_ACK_WAIT_S, MIN_ACK_WAIT_S, ack_wait_for_lease
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "ack_wait_s"), [(0.5, MIN_ACK_WAIT_S), (2.0, 2.0), (10.0, MAX_ACK_WAIT_S), (60.0, MAX_ACK_WAIT_S)]
+)
+def test_the_wait_follows_the_lease_within_bounds(ttl_s, ack_wait_s):
+    assert ack_wait_for_lease(ttl_s) == ack_wait_s
+
+
+async def test_a_worker_with_a_short_lease_takes_nothing_from_one_that_works_on():
+    server = NatsServerProcess()
+    url = server.start()
+    patient = await connect_control(ControlConfig(control=url, lease_ttl_s=60.0))
+    hasty = await connect_control(ControlConfig(control=url, lease_ttl_s=0.5))
+    try:
+        await patient.prefill_queue.push(prefill("a"))
+        working = await pulled(patient.prefill_queue)
+        # With this the line has the short wait, for all.
+        assert await hasty.prefill_queue.pull(LINE, 0.0) is None
+        for _ in range(round(2 * MIN_ACK_WAIT_S / BEAT_INTERVAL_S)):
+            await asyncio.sleep(BEAT_INTERVAL_S)
+            await working.in_progress()
+        assert await hasty.prefill_queue.pull(LINE, 0.0) is None
+        # It has fallen silent.
+        again = await pulled(hasty.prefill_queue, MAX_ACK_WAIT_S - MIN_ACK_WAIT_S)
+        assert (again.request.handoff_id, again.num_deliveries) == ("a", 2)
+        await again.ack()
+    finally:
+        await patient.close()
+        await hasty.close()
+        await asyncio.to_thread(server.stop)
