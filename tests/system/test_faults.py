@@ -20,6 +20,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from tests.system import recovery
 from tests.system.serving import Serve, kvrelay
 
 from kvrelay.data import bundled_checkpoint_path
@@ -96,6 +97,7 @@ class Streams:
     def check(self) -> None:
         for number, answer in enumerate(self._answers):
             assert answer.result(60) == expected(number)
+        recovery.pauses_s.append(self.longest_pause_s)
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
@@ -112,8 +114,10 @@ def wait_until_whole(server: Serve) -> None:
         workers = server.status()["workers"]
         return sorted(worker["role"] for worker in workers if "error" not in worker) == ["decode"] * 2 + ["prefill"] * 2
 
+    start_s = time.monotonic()
     until(whole)
     until(lambda: kvrelay("status", "--check", "--control", server.control).returncode == 0)
+    recovery.recoveries_s.append(time.monotonic() - start_s)
 
 
 @contextmanager
