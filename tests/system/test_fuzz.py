@@ -43,6 +43,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 NUM_FRAMES = 20_000
 MAX_GROWTH_BYTES = 48 << 20
 MAX_NEW_DESCRIPTORS = 40
+MAX_LOG_BYTES = 100_000
 SERVE = (
     "--engine",
     "mock",
@@ -65,6 +66,7 @@ def server() -> Iterator[Serve]:
     assert "Traceback" not in running.output
     assert "restart in" not in running.output
     assert "killed" not in running.output
+    assert len(running.output) < MAX_LOG_BYTES
 
 
 @dataclass(frozen=True)

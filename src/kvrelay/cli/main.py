@@ -13,6 +13,8 @@ import sys
 import click
 
 from kvrelay import __version__
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.log_limit import LineFormatter, LogLimit
 from kvrelay.errors import KvrelayError
 
 COMMANDS = {
@@ -56,9 +58,10 @@ def cli(log_level: str) -> None:
 
     Example: kvrelay serve --prefill 1 --decode 1
     """
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(LogLimit(MonotonicClock()))
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(level=log_level.upper(), handlers=[handler])
 
 
 def main(arguments: list[str] | None = None) -> None:

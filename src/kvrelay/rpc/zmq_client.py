@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 from collections.abc import Callable
 
 import zmq
@@ -20,12 +21,13 @@ from kvrelay.rpc.zmq_socket import (
     PROBE_FRAME,
     ConnectionMonitor,
     CurveKeys,
-    MalformedLog,
     SocketReader,
     close_socket,
     configure,
     new_curve_keys,
 )
+
+_log = logging.getLogger(__name__)
 
 _EVENTS = (
     zmq.Event.HANDSHAKE_SUCCEEDED
@@ -73,7 +75,8 @@ class ZmqRpcClient:
         self._reader: SocketReader | None = None
         self._monitor: ConnectionMonitor | None = None
         self._handshake: asyncio.Future[bool] | None = None
-        self._malformed = MalformedLog()
+        self.num_malformed = 0
+        """Frames that were dropped because they did not decode."""
         self._on_message: Callable[[Message], None] | None = None
         self._on_disconnect: list[Callable[[], None]] = []
 
@@ -83,11 +86,6 @@ class ZmqRpcClient:
     @property
     def is_connected(self) -> bool:
         return self._state is _State.CONNECTED
-
-    @property
-    def num_malformed(self) -> int:
-        """Frames that were dropped because they did not decode."""
-        return self._malformed.count
 
     def on_message(self, handler: Callable[[Message], None]) -> None:
         """Messages that arrive before there is a handler wait for it."""
@@ -188,7 +186,8 @@ class ZmqRpcClient:
                 raise ProtocolError(f"a message of {len(frames)} frames instead of one")
             message = decode_message(frames[0])
         except ProtocolError as exc:
-            self._malformed.report(self.address.encode(), exc)
+            self.num_malformed += 1
+            _log.warning("dropped a frame from %s: %s (%d so far)", self.address, exc, self.num_malformed)
             return True
         self._on_message(message)
         return True

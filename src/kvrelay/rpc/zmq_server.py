@@ -25,7 +25,6 @@ from kvrelay.rpc.zmq_socket import (
     PROBE_FRAME,
     ConnectionMonitor,
     CurveKeys,
-    MalformedLog,
     SocketReader,
     close_socket,
     configure,
@@ -72,7 +71,8 @@ class ZmqRpcServer:
         self._endpoint = ""
         self._port_is_free = asyncio.Event()
         self._peers: set[Peer] = set()
-        self._malformed = MalformedLog()
+        self.num_malformed = 0
+        """Frames that were dropped because they did not decode."""
         self._on_message: Callable[[Peer, Message], None] | None = None
         self._on_peer_gone: Callable[[Peer], None] | None = None
         self._probes: dict[float, asyncio.Handle] = {}
@@ -89,11 +89,6 @@ class ZmqRpcServer:
     def peers(self) -> frozenset[Peer]:
         """Clients that have sent something and are not gone."""
         return frozenset(self._peers)
-
-    @property
-    def num_malformed(self) -> int:
-        """Frames that were dropped because they did not decode."""
-        return self._malformed.count
 
     def on_message(self, handler: Callable[[Peer, Message], None]) -> None:
         self._on_message = handler
@@ -181,7 +176,8 @@ class ZmqRpcServer:
                 raise ProtocolError(f"a message of {len(frames) - 1} frames instead of one")
             message = decode_message(frames[1])
         except ProtocolError as exc:
-            self._malformed.report(peer, exc)
+            self.num_malformed += 1
+            _log.warning("dropped a frame from peer %.16s: %s (%d so far)", peer.hex(), exc, self.num_malformed)
             return True
         if self._on_message is not None:
             self._on_message(peer, message)
@@ -227,7 +223,6 @@ class ZmqRpcServer:
         reader.wake()
         for peer in unreachable:
             self._peers.discard(peer)
-            self._malformed.forget(peer)
             if self._on_peer_gone is not None:
                 self._on_peer_gone(peer)
 

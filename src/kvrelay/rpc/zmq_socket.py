@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvrelay.errors import ProtocolError
 from kvrelay.rpc.heartbeat import Heartbeat
 
 _log = logging.getLogger(__name__)
@@ -27,8 +26,6 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 HIGH_WATER_MARK = 10_000
 LINGER_MS = 250
 READ_BUDGET = 256
-MALFORMED_LOG_INTERVAL_S = 60.0
-MAX_MALFORMED_LOGS = 10
 
 PROBE_FRAME = b"\x00"
 """Sent by a server to find out whether a peer is still there; clients ignore it."""
@@ -120,33 +117,6 @@ class ConnectionMonitor:
             return False
         self._handler(zmq.Event(parse_monitor_message(frames)["event"]))
         return True
-
-
-class MalformedLog:
-    """Counts malformed frames, and logs at most one a minute for each peer, and ten in all."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._logged_s: dict[bytes, float] = {}
-        self._minute_began_s = -MALFORMED_LOG_INTERVAL_S
-        self._num_logged = 0
-
-    def report(self, peer: bytes, error: ProtocolError) -> None:
-        self.count += 1
-        now = asyncio.get_running_loop().time()
-        last = self._logged_s.get(peer)
-        if last is not None and now - last < MALFORMED_LOG_INTERVAL_S:
-            return
-        self._logged_s[peer] = now
-        if now - self._minute_began_s >= MALFORMED_LOG_INTERVAL_S:
-            self._minute_began_s, self._num_logged = now, 0
-        self._num_logged += 1
-        if self._num_logged <= MAX_MALFORMED_LOGS:
-            # A peer that connects again and again has a new name each time, and may choose it.
-            _log.warning("dropped a frame from peer %.16s: %.200s (%d so far)", peer.hex(), error, self.count)
-
-    def forget(self, peer: bytes) -> None:
-        self._logged_s.pop(peer, None)
 
 
 async def close_socket(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], owns_context: bool) -> None:
