@@ -98,3 +98,5 @@ def test_adapters_and_seeds_separate() -> None:
 def test_what_is_not_a_token_is_refused(tokens: list[int]) -> None:
     with pytest.raises(InvalidInputError):
         compute_block_hashes(tokens, 2)
+    with pytest.raises(InvalidInputError):
+        compute_block_hashes(tuple(tokens), 2)

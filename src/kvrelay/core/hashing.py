@@ -15,6 +15,8 @@ saves.
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import repeat
@@ -100,14 +102,25 @@ def _block_type(block_size: int) -> np.dtype[np.void]:
     return np.dtype((np.void, 4 * block_size))
 
 
-def _token_bytes(tokens: Sequence[int] | TokenArray) -> bytes:
-    """The tokens as little-endian u32; at least all complete blocks of them."""
+def _token_bytes(tokens: Sequence[int] | TokenArray) -> bytes | array[int]:
+    """The tokens as little-endian u32."""
     try:
         if isinstance(tokens, np.ndarray):
             return _array_bytes(tokens)
+        if isinstance(tokens, list):
+            return _list_bytes(tokens)
         return struct.Struct(f"<{len(tokens)}I").pack(*tokens)  # struct.pack would copy the arguments once more
-    except (struct.error, OverflowError) as exc:
+    except (struct.error, OverflowError, TypeError) as exc:
         raise InvalidInputError(f"token ids must be unsigned 32-bit integers: {exc}", param="tokens") from exc
+
+
+def _list_bytes(tokens: list[int]) -> array[int]:
+    """Without the tuple that a list of arguments costs."""
+    words = array("I")
+    words.fromlist(tokens)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
 
 
 def _array_bytes(tokens: TokenArray) -> bytes:

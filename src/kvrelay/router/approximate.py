@@ -55,7 +55,7 @@ class ApproximateIndexer:
 
     def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, WorkerGroup]]:
         """As ``KvIndexer.find_holders``; a worker may come up more than once, the last time with the most blocks."""
-        self._expire()
+        self._expire(self._clock.now())
         return [(depth, self._group(mask)) for depth, mask in self._index.find_steps(sequence)]
 
     def _group(self, mask: int) -> WorkerGroup:
@@ -72,8 +72,9 @@ class ApproximateIndexer:
         """A prompt with these sequence hashes was sent to the worker."""
         if not sequence:
             return
-        self._expire()
-        window = self._current_window(len(sequence))
+        now = self._clock.now()
+        self._expire(now)
+        window = self._current_window(now, len(sequence))
         holder = window.holders.get(worker_id)
         if holder is None:
             holder = window.holders[worker_id] = f"{self._num_windows}/{worker_id}"
@@ -89,8 +90,7 @@ class ApproximateIndexer:
             if holder is not None:
                 self._drop(holder)
 
-    def _current_window(self, num_blocks: int) -> _Window:
-        now = self._clock.now()
+    def _current_window(self, now: float, num_blocks: int) -> _Window:
         if self._windows and now - self._windows[-1].start_s < self.ttl_s / WINDOWS_PER_TTL:
             window = self._windows[-1]
             if not window.num_blocks or window.num_blocks + num_blocks <= self._max_blocks // WINDOWS_PER_TTL:
@@ -99,8 +99,8 @@ class ApproximateIndexer:
         self._num_windows += 1
         return self._windows[-1]
 
-    def _expire(self) -> None:
-        oldest = self._clock.now() - self.ttl_s * (1 + 1 / WINDOWS_PER_TTL)
+    def _expire(self, now: float) -> None:
+        oldest = now - self.ttl_s * (1 + 1 / WINDOWS_PER_TTL)
         while self._windows and (self._windows[0].start_s <= oldest or self._num_blocks > self._max_blocks):
             window = self._windows.popleft()
             self._num_blocks -= window.num_blocks

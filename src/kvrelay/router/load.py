@@ -74,10 +74,11 @@ class LoadColumns:
 
 
 class _Bookkeeping(NamedTuple):
-    """The columns that ``LoadColumns`` are made from. ``own_context`` and ``num_requests``: placed by this router and
-    not finished; ``recent``: what ``recent_share`` is a share of; ``heard_at``: when the last sample arrived."""
+    """What else is known of each worker. ``others_context``: the part of ``context_tokens`` that this router has not
+    placed; ``num_requests``: placed and not finished; ``recent``: what ``recent_share`` is a share of; ``heard_at``:
+    when the last sample arrived."""
 
-    own_context: FloatColumn
+    others_context: FloatColumn
     num_requests: FloatColumn
     recent: FloatColumn
     heard_at: FloatColumn
@@ -176,15 +177,15 @@ class LoadTable:
         at = self._row.get(worker_id)
         if at is None:
             return self._parked.get(worker_id, OwnLoad())
-        kept = self._kept
-        return OwnLoad(int(self._shown.prefill_tokens[at]), int(kept.own_context[at]), int(kept.num_requests[at]))
+        shown, kept = self._shown, self._kept
+        context = int(shown.context_tokens[at] - kept.others_context[at])
+        return OwnLoad(int(shown.prefill_tokens[at]), context, int(kept.num_requests[at]))
 
     def _shift(self, worker_id: str, prefill: int, context: int, requests: int) -> None:
         at = self._row.get(worker_id)
         if at is not None:
             self._shown.prefill_tokens[at] += prefill
             self._shown.context_tokens[at] += context
-            self._kept.own_context[at] += context
             self._kept.num_requests[at] += requests
             return
         parked = self._parked.get(worker_id, OwnLoad()).shifted(prefill, context, requests)
@@ -223,22 +224,25 @@ class LoadTable:
         if at is None or (metrics.seq and metrics.seq <= self._last_seq.get(metrics.worker_id, 0)):
             return False
         self._last_seq[metrics.worker_id] = metrics.seq
-        shown, now = self._shown, self._clock.now()
-        shown.context_tokens[at] = max(self._kept.own_context[at], metrics.kv_active_blocks * self._block_size)
+        shown, kept, now = self._shown, self._kept, self._clock.now()
+        own = shown.context_tokens[at] - kept.others_context[at]
+        shown.context_tokens[at] = max(own, metrics.kv_active_blocks * self._block_size)
         shown.cache_usage[at] = metrics.gpu_cache_usage_perc
         shown.num_waiting[at] = metrics.num_requests_waiting
-        self._kept.heard_at[at] = now
+        kept.others_context[at] = shown.context_tokens[at] - own
+        kept.heard_at[at] = now
         self._fresh_until_s = min(self._fresh_until_s, now + self._stale_after_s)
         return True
 
     def _forget_stale(self, now: float) -> None:
         """Leave of the workers that have not been heard for long only what is known from here."""
-        shown, heard_at = self._shown, self._kept.heard_at
-        stale = heard_at < now - self._stale_after_s
+        shown, kept = self._shown, self._kept
+        stale = kept.heard_at < now - self._stale_after_s
         shown.cache_usage[stale] = 0.0
         shown.num_waiting[stale] = 0.0
-        shown.context_tokens[stale] = self._kept.own_context[stale]
-        self._fresh_until_s = float(heard_at[~stale].min(initial=math.inf)) + self._stale_after_s
+        shown.context_tokens[stale] -= kept.others_context[stale]
+        kept.others_context[stale] = 0.0
+        self._fresh_until_s = float(kept.heard_at[~stale].min(initial=math.inf)) + self._stale_after_s
 
     # -- columns, in row order ----------------------------------------------------------------------------------------
 
@@ -250,7 +254,8 @@ class LoadTable:
         return self._shown
 
     def __repr__(self) -> str:
+        context = self._shown.context_tokens.sum() - self._kept.others_context.sum()
         return (
             f"LoadTable(workers={len(self._ids)}, requests={self._kept.num_requests.sum():.0f}, "
-            f"prefill_tokens={self._shown.prefill_tokens.sum():.0f}, context_tokens={self._kept.own_context.sum():.0f})"
+            f"prefill_tokens={self._shown.prefill_tokens.sum():.0f}, context_tokens={context:.0f})"
         )
