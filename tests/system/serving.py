@@ -46,7 +46,7 @@ class Serve:
                 self.__exit__()
                 raise AssertionError(f"serve did not become ready:\n{self.output}")
             time.sleep(0.05)
-            self._read()
+            self.read()
         found = re.search(r"ready: (\S+) .* at (\S+)/v1 \(control (\S+)\)", self.output)
         assert found, self.output
         self.model, self.url, self.control = found.groups()
@@ -60,11 +60,13 @@ class Serve:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        self._read()
+        self.read()
         self._log.close()
 
-    def _read(self) -> None:
+    def read(self) -> str:
+        """What it and its children have written so far."""
         self.output = Path(self._log.name).read_text(encoding="utf-8")
+        return self.output
 
     def status(self) -> dict[str, Any]:
         """``kvrelay status --json``."""

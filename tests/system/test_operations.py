@@ -180,10 +180,16 @@ def check(operator: Operator, line: str, printed: str) -> None:
         assert worker["role"] == role
     elif line.startswith("kvrelay drain"):
         operator.until(lambda: operator.variables["PREFILL_WORKER"] not in operator.worker_ids())
+    elif "lease revoke" in line:
+        worker_id = operator.variables["DECODE_WORKER"]
+        operator.until(lambda: worker_id not in operator.worker_ids())
+        assert operator.started[worker_id].wait(20) == 0
     elif line.startswith("etcdctl --user"):
         worker_id = operator.variables["DECODE_WORKER"]
         assert f"kvrelay/default/workers/{worker_id}" in printed
         assert f"kvrelay/default/kv_metadata/{worker_id}/0" in printed
+        (worker,) = operator.status()["workers"]
+        operator.variables["DECODE_LEASE"] = worker["lease_id"]
 
 
 def nobody_else_gets_in(operator: Operator) -> None:

@@ -83,5 +83,5 @@ class KvMetadata(msgspec.Struct, frozen=True):
     device_id: int
     kv_compatibility: str
     public_key: str = ""
-    lease_ttl_s: float = 0.0
+    lease_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 10.0
     version: int = 1

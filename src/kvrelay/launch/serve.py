@@ -2,7 +2,8 @@
 
 It starts a NATS server on loopback unless it is given one, then the workers and frontends with the command lines that
 a cluster would use, waits until all of them are there, says so in one line, and watches them: a child that crashes is
-started again with growing pauses; one that crashes in a loop ends the whole with a non-zero exit.
+started again with growing pauses; one that crashes in a loop ends the whole with a non-zero exit. One that leaves with
+exit code 0 was told to, and stays away.
 """
 
 from __future__ import annotations
@@ -208,10 +209,7 @@ class Cluster:
 
     async def _revive(self, child: Child) -> None:
         if child.exit_code == 0:
-            # Drained on an operator's order: it is meant to be gone.
-            self._workers = [other for other in self._workers if other is not child]
-            if not self._workers:
-                self._stop.set()
+            self._let_go(child)
             return
         delay = restart_delay_s(child, time.monotonic())
         if delay is None:
@@ -223,6 +221,15 @@ class Cluster:
         await asyncio.sleep(delay)
         if not self._stop.is_set():
             restart(child)
+
+    def _let_go(self, child: Child) -> None:
+        """It was told to leave, by SIGTERM, ``kvrelay drain`` or a revoked lease: nobody wants it back."""
+        print(f"kvrelay: {child.name} (pid {child.pid}) was told to leave, and has left", file=sys.stderr)
+        self._workers = [other for other in self._workers if other is not child]
+        self._frontends = [other for other in self._frontends if other is not child]
+        if not self._workers or not self._frontends:
+            print("kvrelay: nobody is left to serve, stopping", file=sys.stderr)
+            self._stop.set()
 
     async def _shut_down(self) -> None:
         """Frontends first, so that nothing new comes; then the workers, drained; then the control plane."""

@@ -514,6 +514,7 @@ class Worker:
             "worker_id": self.settings.worker_id,
             "role": self.role,
             "epoch": self.epoch,
+            "lease_id": self._lease.lease_id if self._lease is not None else "",
             "model": self.settings.model,
             "pid": os.getpid(),
             "load": msgspec.to_builtins(metrics),

@@ -1,0 +1,87 @@
+"""Workers that are told to leave by their lease, with real NATS and etcd servers, and what ``serve`` makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from tests.control.etcd_server import EtcdServer, require_etcd
+from tests.system.serving import Serve, kvrelay
+from tests.system.test_faults import NUM_STREAMS, Streams, extra_worker, until, wait_until_whole
+
+from kvrelay.control.nats.connection import NatsConnection
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+FLAGS = ("--engine", "mock", "--decode-base-s", "0.02", "--max-local-prefill-length", "64", "--lease-ttl-s", "2")
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    require_etcd()
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module", params=["nats", "etcd"])
+def server(request: pytest.FixtureRequest) -> Iterator[Serve]:
+    with pytest.MonkeyPatch.context() as environment:
+        if request.param == "etcd":
+            environment.setenv("KVRELAY_DISCOVERY", request.getfixturevalue("etcd").url)
+        with Serve(("--prefill", "2", "--decode", "2", *FLAGS)) as running:
+            yield running
+    assert running.process.returncode == 0, running.output
+
+
+def revoke(lease_id: str, server: Serve, request: pytest.FixtureRequest) -> None:
+    """With the tool of whoever keeps the leases; what ``nats kv del`` sends is this message."""
+    if "KVRELAY_DISCOVERY" in os.environ:
+        assert request.getfixturevalue("etcd").ctl("lease", "revoke", lease_id).returncode == 0
+        return
+
+    async def delete() -> None:
+        connection = await NatsConnection.connect(server.control, 5.0)
+        subject = f"$KV.kvrelay_default.kvrelay/default/leases/{lease_id}"
+        await connection.request(subject, b"", headers={"KV-Operation": "DEL"})
+        await connection.close()
+
+    asyncio.run(delete())
+
+
+def entry_of(process: subprocess.Popen[bytes], server: Serve, role: str) -> dict[str, object]:
+    (entry,) = [worker for worker in server.workers(role) if worker["pid"] == process.pid]
+    return entry
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_worker_whose_lease_is_revoked_finishes_and_exits(server, role, request):
+    wait_until_whole(server)
+    with extra_worker(server, role) as process:
+        lease_id = entry_of(process, server, role)["lease_id"]
+        with Streams(server) as streams:
+            streams.wait_for_tokens(NUM_STREAMS * 5)
+            revoke(lease_id, server, request)
+            until(lambda: all(worker["pid"] != process.pid for worker in server.workers(role)))
+            streams.check()
+        assert process.wait(20) == 0
+    wait_until_whole(server)
+
+
+def test_serve_goes_on_without_those_who_were_told_to_leave():
+    with Serve(("--prefill", "0", "--decode", "2", *FLAGS)) as server:
+        first, second = server.workers("both")
+        assert kvrelay("drain", first["worker_id"], "--control", server.control).returncode == 0
+        until(lambda: f"(pid {first['pid']}) was told to leave, and has left" in server.read())
+        body = {"model": server.model, "prompt": "x", "max_tokens": 4}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert [worker["pid"] for worker in server.workers("both")] == [second["pid"]]
+        os.kill(second["pid"], signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        assert "nobody is left to serve" in server.read()
