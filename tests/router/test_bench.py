@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from kvrelay.cli.bench_router import bench_router
 from kvrelay.errors import InvalidInputError
-from kvrelay.router.bench import POLICIES, measure_growth, measure_peer
-from kvrelay.router.bench_command import router_command
+from kvrelay.router.bench import POLICIES, measure_peer
+from kvrelay.router.bench_speed import measure_growth
 
 FAST = ["--num-workers", "4", "--blocks-per-worker", "1024", "--repeats", "10"]
 
@@ -29,8 +32,11 @@ def trace(tmp_path: Path) -> Path:
 
 def test_json(trace: Path) -> None:
     options = [*FAST, "--max-blocks", "10000", "--trace", str(trace), "--trace-workers", "2", "--json"]
-    done = CliRunner().invoke(router_command, options, catch_exceptions=False)
+    done = CliRunner().invoke(bench_router, options, catch_exceptions=False)
     report = json.loads(done.stdout)
+    assert platform.python_version() in report["machine"]
+    assert report["versions"]["numpy"] == np.__version__
+    assert report["repeats"] == 10
     assert report["speed"]["num_workers"] == 4
     assert report["speed"]["hash_8192_list"]["p50_us"] > 0
     assert [rates["blocks_per_event"] for rates in report["speed"]["events"]] == [8, 512]
@@ -43,8 +49,14 @@ def test_json(trace: Path) -> None:
 
 def test_tables(trace: Path) -> None:
     options = [*FAST, "--no-growth", "--trace", str(trace), "--trace-limit", "5"]
-    done = CliRunner().invoke(router_command, options, catch_exceptions=False, env={"COLUMNS": "160"})
-    for text in ("hash 8,192 tokens, a list", "events of 512 blocks, a second: removed", "power-of-two", "small: 16"):
+    done = CliRunner().invoke(bench_router, options, catch_exceptions=False, env={"COLUMNS": "160"})
+    for text in (
+        "10 calls a figure",
+        "hash 8,192 tokens, a list",
+        "events of 512 blocks, a second: removed",
+        "power-of-two",
+        "small: 16",
+    ):
         assert text in done.stdout
     assert "growth" not in done.stdout
 
@@ -60,7 +72,7 @@ def test_a_row_of_growth_has_the_size_it_names() -> None:
 )
 def test_bad_input_is_refused(options: list[str]) -> None:
     with pytest.raises(InvalidInputError):
-        CliRunner().invoke(router_command, [*FAST, "--no-growth", *options], catch_exceptions=False)
+        CliRunner().invoke(bench_router, [*FAST, "--no-growth", *options], catch_exceptions=False)
 
 
 def test_a_python_without_the_peer_is_named(tmp_path: Path) -> None:

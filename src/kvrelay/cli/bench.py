@@ -6,10 +6,10 @@ from kvrelay.bench.commands import bench_group
 from kvrelay.cli.bench_chaos import bench_chaos
 from kvrelay.cli.bench_engine import bench_engine
 from kvrelay.cli.bench_frontend import bench_frontend
+from kvrelay.cli.bench_router import bench_router
 from kvrelay.cli.bench_routing import bench_routing
 from kvrelay.cli.bench_transfer import bench_transfer
-from kvrelay.router.bench_command import router_command
 
 bench = bench_group
-for command in (bench_chaos, bench_engine, bench_frontend, bench_routing, bench_transfer, router_command):
+for command in (bench_chaos, bench_engine, bench_frontend, bench_router, bench_routing, bench_transfer):
     bench.add_command(command)

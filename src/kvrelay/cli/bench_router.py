@@ -1,6 +1,7 @@
 """``kvrelay bench router``: the router's speed, its growth, and policies over request traces.
 
-What it owns: the command's options and tables. Measuring is in ``bench``, which is loaded only when the command runs.
+What it owns: the command's options and tables. Measuring is in ``kvrelay.router.bench``, which is loaded only when the
+command runs.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvrelay.cli.options import json_option
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvrelay.router.bench import GrowthRow, Latency, PeerSpeed, PolicyReplay, RouterBenchmark, SpeedReport
+    from kvrelay.router.bench import PeerSpeed, PolicyReplay, RouterBenchmark
+    from kvrelay.router.bench_speed import GrowthRow, Latency, SpeedReport
 
 _FILE = click.Path(path_type=Path)
 _GROWTH_WORKERS = (8, 64, 256, 1024)
@@ -44,8 +48,8 @@ _GROWTH_BLOCKS = (10_000, 100_000, 1_000_000, 10_000_000)
 @click.option("--trace-limit", type=click.IntRange(1), help="Replay only so many requests.")
 @click.option("--time-scale", type=float, default=1.0, show_default=True, help="2: requests arrive twice as fast.")
 @click.option("--peer-python", type=_FILE, help="An interpreter with ai-dynamo-runtime: measure its index too.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def router_command(
+@json_option
+def bench_router(
     num_workers: int,
     blocks_per_worker: int,
     repeats: int,
@@ -66,6 +70,7 @@ def router_command(
     """
     import msgspec
 
+    from kvrelay.bench.suite import describe_machine
     from kvrelay.errors import InvalidInputError
     from kvrelay.router.bench import run_router_benchmark
     from kvrelay.router.trace_replay import read_trace
@@ -73,6 +78,7 @@ def router_command(
     if not 0 < time_scale < float("inf"):
         raise InvalidInputError(f"--time-scale must be above 0, got {time_scale:g}", param="time_scale")
     benchmark = run_router_benchmark(
+        machine=describe_machine(),
         num_workers=num_workers,
         blocks_per_worker=blocks_per_worker,
         repeats=repeats,
@@ -97,6 +103,8 @@ def print_benchmark(benchmark: RouterBenchmark) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
+    versions = ", ".join(f"{name} {version}" for name, version in benchmark.versions.items())
+    console.print(f"{benchmark.machine}; {versions}; {benchmark.repeats:,} calls a figure", highlight=False)
     _print_speed(console, benchmark.speed, benchmark.peer)
     if benchmark.growth:
         _print_growth(console, benchmark.growth)
