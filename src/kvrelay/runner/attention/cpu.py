@@ -6,14 +6,16 @@ Owns the scratch memory of each thread, the tiling of prefill chunks and the cho
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvrelay.engine.base import Int32Array
-from kvrelay.runner.attention import cpu_kernels as kernels
+from kvrelay.runner.attention import cpu_decode, cpu_prefill
 from kvrelay.runner.attention.base import AttentionSpec
+from kvrelay.runner.attention.cpu_shared import KEYS
 from kvrelay.runner.kernels.numba_kernels import Buffer, as_numpy, use_threads
 from kvrelay.runner.kernels.numba_math import constant_marker
 from kvrelay.runner.slots import StepBatch
@@ -81,7 +83,7 @@ class CpuAttention:
             self._q_norms[layer], self._k_norms[layer], self._eps, self._scale, self._spec.windows[layer],
             out, self._scratch, self._state,
         )  # fmt: skip
-        kernels.decode(*arguments, use_threads(self._threads))
+        cpu_decode.decode(*arguments, use_threads(self._threads))
 
     def _prefill(
         self, layer: int, batch: StepBatch, tiles: _Tiles, qkv: npt.NDArray[np.generic], out: npt.NDArray[np.generic]
@@ -97,15 +99,20 @@ class CpuAttention:
             self._spec.windows[layer], out, self._scratch, self._state,
         )  # fmt: skip
         threads = use_threads(self._threads)
-        kernels.write(*write, threads)
-        kernels.prefill(*attend, threads)
+        cpu_prefill.write(*write, threads)
+        cpu_prefill.prefill(*attend, threads)
+
+
+def kernel_cache() -> Path:
+    """The directory that Numba keeps the compiled kernels in."""
+    return Path(cpu_decode.decode.stats.cache_path)
 
 
 def _scratch_size(spec: AttentionSpec) -> int:
     """Floats of one thread's scratch memory: the larger of what decode and prefill lay out."""
-    decode = 2 * spec.group_size * spec.head_dim + spec.group_size * kernels.CHUNK
+    decode = 2 * spec.group_size * spec.head_dim + spec.group_size * cpu_decode.CHUNK
     tile_rows = max(_TILE_ROWS // spec.group_size, 1) * spec.group_size
-    prefill = 2 * tile_rows * spec.head_dim + 2 * kernels.KEYS * spec.head_dim + kernels.ROWS * kernels.KEYS
+    prefill = 2 * tile_rows * spec.head_dim + 2 * KEYS * spec.head_dim + cpu_prefill.ROWS * KEYS
     return max(decode, prefill)
 
 
