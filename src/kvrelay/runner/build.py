@@ -6,6 +6,8 @@ Owns the choice of dtype, device and threads, and refuses what cannot be honoure
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -71,7 +73,7 @@ def build_model_runner(model_dir: Path, runner: RunnerConfig, engine: EngineConf
         max_num_batched_tokens=engine.max_num_batched_tokens,
     )
     states = SlotStates(engine.max_num_seqs, max_model_len, engine.block_size)
-    return ModelRunner(facts, model.decoder, attention, pool, states, graphs)
+    return ModelRunner(facts, model.decoder, attention, pool, states, graphs, _compiling(backend))
 
 
 def _numba_threads(num_threads: int) -> int:
@@ -88,6 +90,16 @@ def _kernels(backend: str, dtype: torch.dtype, num_threads: int) -> Kernels:
     from kvrelay.runner.kernels.torch_kernels import TorchKernels
 
     return TorchKernels(dtype)
+
+
+def _compiling(backend: str) -> Callable[[], AbstractContextManager[None]]:
+    """What the runner's first steps run within: only Numba's kernels are compiled then."""
+    if backend != "cpu":
+        return nullcontext
+    from kvrelay.runner.attention.cpu import kernel_cache
+    from kvrelay.runner.kernels.compile_once import compile_once
+
+    return lambda: compile_once(kernel_cache())
 
 
 def _attention_spec(config: ModelConfig, model: LoadedModel, max_model_len: int, device: torch.device) -> AttentionSpec:

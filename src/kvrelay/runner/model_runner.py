@@ -6,7 +6,8 @@ append. What to compute, and which blocks belong to whom, is decided by the sche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,13 +52,16 @@ class ModelRunner:
         pool: KvPool,
         states: SlotStates,
         graphs: DecodeGraphs | None = None,
+        compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """What ``warm_up`` compiles, it compiles within ``compiling()``."""
         self._facts = facts
         self._decoder = decoder
         self._attention = attention
         self._pool = pool
         self._states = states
         self._graphs = graphs
+        self._compiling = compiling
         self._device = pool.tensor.device
         self._sampler = Sampler(facts.eos_token_ids)
         self._prompt_logprobs = PromptLogprobs(states)
@@ -164,10 +168,11 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compile and touch what the first request would wait for: small and large prefills and decodes."""
         largest = min(self._facts.max_num_batched_tokens, self._facts.max_model_len - 1)
-        for num_tokens in dict.fromkeys((min(2, largest), min(128, largest))):
-            self._warm_up_prefill(num_tokens)
-        for num_seqs in dict.fromkeys((1, min(64, len(self._states.known)))):
-            self._warm_up_decode(num_seqs)
+        with self._compiling():
+            for num_tokens in dict.fromkeys((min(2, largest), min(128, largest))):
+                self._warm_up_prefill(num_tokens)
+            for num_seqs in dict.fromkeys((1, min(64, len(self._states.known)))):
+                self._warm_up_decode(num_seqs)
         if self._graphs is not None:
             self._graphs.capture()
 
