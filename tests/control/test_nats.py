@@ -20,7 +20,7 @@ from tests.contracts.waiting import eventually, watching
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
-from kvrelay.control.nats.connection import NatsConnection
+from kvrelay.control.nats.connection import NatsConnection, NatsMessage
 from kvrelay.control.nats.jetstream import Delivery, parse_ack_subject
 from kvrelay.control.nats.plane import NatsControlPlane
 from kvrelay.control.nats_process import NatsServerProcess, find_binary
@@ -154,6 +154,28 @@ def test_a_prefill_too_large_for_the_server_is_refused_by_name(nats: NatsServerP
         await connection.close()
         with pytest.raises(ControlUnavailableError):
             await connection.publish("a", b"")
+
+    asyncio.run(scenario())
+
+
+def test_a_flush_comes_behind_what_was_sent_before(nats: NatsServerProcess) -> None:
+    """A subscriber whose flush was answered misses nothing that is published from then on."""
+
+    async def scenario() -> None:
+        connection = await NatsConnection.connect(nats.url, 5.0)
+        written = bytearray()
+        transport = connection._client._transport
+        write, write_lines = transport.write, transport.writelines
+        transport.write = lambda data: (written.extend(data), write(data))
+        transport.writelines = lambda lines: (written.extend(b"".join(lines)), write_lines(lines))
+
+        async def ignore(message: NatsMessage) -> None: ...
+
+        for _ in range(3):
+            await connection.subscribe("a", ignore)
+        await connection.flush()
+        assert [line.split()[0] for line in bytes(written).splitlines()] == [b"SUB", b"SUB", b"SUB", b"PING"]
+        await connection.close()
 
     asyncio.run(scenario())
 
