@@ -59,6 +59,7 @@ def refused(*arguments: str, code: int = 2) -> str:
         (["sing"], "sing"),
         (["config", "set", "disagg.max_local_prefil_length", "5"], "did you mean disagg.max_local_prefill_length"),
         (["config", "set", "disagg.max_local_prefill_length", "many"], "whole number"),
+        (["config", "unset", "disagg.max_local_prefil_length"], "did you mean disagg.max_local_prefill_length"),
         (["make-model", "/tmp/kvrelay-never-made", "--arch", "gpt5"], "gpt5"),
         (["bench", "engine", "--num-prompts", "0"], "num-prompts"),
     ],

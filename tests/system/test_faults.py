@@ -213,12 +213,14 @@ def test_a_role_changes_under_load(server):
 
 def test_thresholds_change_while_it_runs(server):
     wait_until_whole(server)
-    for value in ("100000", "64"):
-        key = "disagg.max_local_prefill_length"
-        assert kvrelay("config", "set", key, value, "--control", server.control).returncode == 0
-        until(
-            lambda value=value: all(
-                worker["disagg"]["max_local_prefill_length"] == int(value) for worker in server.status()["workers"]
-            )
-        )
-        assert f"{key} {value}" in kvrelay("config", "get", "--control", server.control).stdout
+    key = "disagg.max_local_prefill_length"
+
+    def threshold_is(value: int) -> bool:
+        return all(worker["disagg"]["max_local_prefill_length"] == value for worker in server.status()["workers"])
+
+    assert kvrelay("config", "set", key, "100000", "--control", server.control).returncode == 0
+    until(lambda: threshold_is(100000))
+    assert f"{key} 100000" in kvrelay("config", "get", "--control", server.control).stdout
+    assert kvrelay("config", "unset", key, "--control", server.control).returncode == 0
+    until(lambda: threshold_is(64))
+    assert kvrelay("config", "get", "--control", server.control).stdout == ""

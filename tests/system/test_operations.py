@@ -174,6 +174,8 @@ def check(operator: Operator, line: str, printed: str) -> None:
         nobody_else_gets_in(operator)
     elif line.startswith("kvrelay config get"):
         assert printed == "disagg.max_local_prefill_length 512\n"
+    elif line.startswith("kvrelay config unset"):
+        assert operator._finish([sys.executable, "-m", "kvrelay", "config", "get"]) == ""
     elif line.startswith("kvrelay role"):
         role = line.rsplit(maxsplit=1)[-1]
         (worker,) = [w for w in operator.status()["workers"] if w["worker_id"] == operator.variables["PREFILL_WORKER"]]

@@ -45,3 +45,17 @@ def test_thresholds_change_at_run_time():
     for name, value in [("lease", 1), ("max_prefill_queue_size", "many"), ("max_prefill_queue_size", -1)]:
         with pytest.raises(ConfigError):
             policy.set(name, value)
+
+
+def test_a_threshold_goes_back_to_what_was_given():
+    given = DisaggConfig(max_local_prefill_length=100, max_prefill_queue_size=3)
+    policy = DisaggPolicy(given)
+    policy.set("max_local_prefill_length", 7)
+    policy.set("max_prefill_queue_size", 7)
+    policy.unset("max_local_prefill_length")
+    assert (policy.config.max_local_prefill_length, policy.config.max_prefill_queue_size) == (100, 7)
+    policy.unset("max_prefill_queue_size")
+    policy.unset("max_prefill_queue_size")
+    assert policy.config == given
+    with pytest.raises(ConfigError):
+        policy.unset("lease")

@@ -136,3 +136,16 @@ def config_set(key: str, value: str, config_file: Path | None, **flags: object) 
     from kvrelay.launch.admin import config_set as put
 
     run_async(put(_settings(config_file, flags), key, value))
+
+
+@config.command("unset")
+@click.argument("key")
+@_control
+def config_unset(key: str, config_file: Path | None, **flags: object) -> None:
+    """Take KEY back: every process goes on with what it was started with.
+
+    Example: kvrelay config unset disagg.max_prefill_queue_size --control nats://127.0.0.1:4222
+    """
+    from kvrelay.launch.admin import config_unset as unset
+
+    run_async(unset(_settings(config_file, flags), key))

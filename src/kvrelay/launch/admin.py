@@ -20,14 +20,14 @@ from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, KvrelayError, WorkerUnavailableError
 from kvrelay.launch.request_plane import client_of
 from kvrelay.router import runtime as router_settings
-from kvrelay.worker.disagg import DisaggPolicy
+from kvrelay.worker import disagg
 
 ORDER_TIMEOUT_S = 30.0
 STATUS_TIMEOUT_S = 2.0
+DISAGG_PREFIX = "disagg."
 ROUTER_PREFIX = "router."
 SETTABLE = (
-    "disagg.max_local_prefill_length",
-    "disagg.max_prefill_queue_size",
+    *(DISAGG_PREFIX + name for name in disagg.SETTABLE),
     *(ROUTER_PREFIX + name for name in router_settings.SETTABLE),
 )
 
@@ -146,8 +146,6 @@ async def print_order(config: ControlConfig, worker_id: str, command: str, argum
 
 async def config_set(config: ControlConfig, key: str, value: str) -> None:
     """Put a run-time setting into discovery, where workers and frontends watch it. Raises ConfigError."""
-    if key not in SETTABLE:
-        raise ConfigError(f"{key} cannot be set at run time{nearest(key, SETTABLE)}", param=key)
     checked = _checked(key, value)
     control = await connect_control(config)
     try:
@@ -158,13 +156,29 @@ async def config_set(config: ControlConfig, key: str, value: str) -> None:
 
 def _checked(key: str, value: str) -> object:
     """The text as the setting's own type. Raises ConfigError."""
+    _require_settable(key)
     if key.startswith(ROUTER_PREFIX):
         name = key.removeprefix(ROUTER_PREFIX)
         settings = router_settings.RuntimeSettings()
         settings.put(name, value)
         return settings.get(name)
-    DisaggPolicy(DisaggConfig()).set(key.removeprefix("disagg."), value)
+    disagg.DisaggPolicy(DisaggConfig()).set(key.removeprefix(DISAGG_PREFIX), value)
     return int(value)
+
+
+def _require_settable(key: str) -> None:
+    if key not in SETTABLE:
+        raise ConfigError(f"{key} cannot be set at run time{nearest(key, SETTABLE)}", param=key)
+
+
+async def config_unset(config: ControlConfig, key: str) -> None:
+    """Take a run-time setting back: every process has what it was started with again. Raises ConfigError."""
+    _require_settable(key)
+    control = await connect_control(config)
+    try:
+        await control.discovery.delete(Keys(config.namespace).config_value(key))
+    finally:
+        await control.close()
 
 
 async def config_get(config: ControlConfig, key: str | None) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from kvrelay.config import DisaggConfig
 from kvrelay.errors import ConfigError
 
+SETTABLE = ("max_local_prefill_length", "max_prefill_queue_size")
+
 
 class PrefillPlace(enum.StrEnum):
     """Where a prefill runs, and for local ones why. Values are metric labels."""
@@ -34,17 +36,21 @@ class DisaggPolicy:
     """Holds the thresholds and decides per request."""
 
     def __init__(self, config: DisaggConfig) -> None:
-        self.config = config
+        self.config = self._given = config
 
     def set(self, name: str, value: object) -> None:
         """Replace one threshold at run time. Raises ConfigError for an unknown name or a value out of range."""
-        if name not in ("max_local_prefill_length", "max_prefill_queue_size"):
-            raise ConfigError(f"disagg.{name} cannot be changed at run time", param=name)
+        self._check(name)
         try:
             number = int(str(value))
         except ValueError as exc:
             raise ConfigError(f"disagg.{name} must be a whole number, got {value!r}", param=name) from exc
         self.config = replace(self.config, **{name: number})
+
+    def unset(self, name: str) -> None:
+        """Back to the threshold that was given at the start. Raises ConfigError for an unknown name."""
+        self._check(name)
+        self.config = replace(self.config, **{name: getattr(self._given, name)})
 
     def decide(
         self, *, prompt_length: int, num_cached_tokens: int, prefill_fleet: PrefillFleet, must_be_local: bool = False
@@ -63,3 +69,8 @@ class DisaggPolicy:
         if prefill_fleet.queue_size >= self.config.max_prefill_queue_size:
             return PrefillPlace.LOCAL_QUEUE_FULL
         return PrefillPlace.REMOTE
+
+    @staticmethod
+    def _check(name: str) -> None:
+        if name not in SETTABLE:
+            raise ConfigError(f"disagg.{name} cannot be changed at run time", param=name)

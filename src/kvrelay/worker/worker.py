@@ -550,13 +550,15 @@ class Worker:
         )
 
     async def _watch_config(self) -> None:
-        """Thresholds that ``kvrelay config set`` changes, effective at once."""
+        """Thresholds that ``kvrelay config set`` and ``unset`` change, effective at once."""
         prefix = self._keys.config_value("disagg.")
         async for event in self._control.discovery.watch(prefix):
-            if event.kind is not WatchKind.PUT:
-                continue
+            name = event.key.removeprefix(prefix)
             try:
-                self._policy.set(event.key.removeprefix(prefix), msgspec.json.decode(event.value))
+                if event.kind is WatchKind.PUT:
+                    self._policy.set(name, msgspec.json.decode(event.value))
+                elif event.kind is WatchKind.DELETE:
+                    self._policy.unset(name)
             except (ConfigError, msgspec.DecodeError) as exc:
                 _log.warning("%s refused: %s", event.key, exc)
 
