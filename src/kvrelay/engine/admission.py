@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvrelay.core.status import RequestStatus
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.request import PrefillMode, Request, service_order
 from kvrelay.engine.waiting import WaitingQueue
 
 
@@ -110,7 +110,7 @@ class Admission:
         here = self._here.peek() if load.num_backlog_tokens < self._max_backlog_tokens else None
         if elsewhere is None or here is None:
             return elsewhere or here
-        return min(elsewhere, here, key=_key)
+        return min(elsewhere, here, key=service_order)
 
     def _is_blocked(self, load: EngineLoad) -> bool:
         """Whether the first in line is known not to fit, and nothing has come back since."""
@@ -147,7 +147,3 @@ class Admission:
             request.num_cached_tokens = request.num_computed_tokens
             self.num_queried_tokens += len(request.token_ids)
             self.num_hit_tokens += request.num_computed_tokens
-
-
-def _key(request: Request) -> tuple[int, int]:
-    return request.key

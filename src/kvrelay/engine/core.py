@@ -347,7 +347,7 @@ class EngineCore:
 
     def set_exclusive_prefill(self, exclusive: bool) -> None:
         """Whether hand-off prefills run in steps of their own; may change between steps."""
-        self.scheduler.exclusive_prefill = exclusive
+        self.scheduler.set_exclusive_prefill(exclusive)
 
     def kv_loaded(self, request_id: str, ok: bool) -> None:
         """The read that a KvLoad asked for has ended."""

@@ -122,6 +122,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_missing_tokens(self) -> int:
+        """Known tokens whose KV is still to be computed."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
     def is_waiting(self) -> bool:
         """Whether it waits for admission: it holds no blocks."""
         return self.status is RequestStatus.WAITING or self.status is RequestStatus.PREEMPTED
@@ -156,3 +161,8 @@ class Request:
         hashes = compute_block_hashes(tokens, block_size, parent=self.sequence_hashes[-1] if known else None)
         self.local_hashes.extend(hashes.local)
         self.sequence_hashes.extend(hashes.sequence)
+
+
+def service_order(request: Request) -> tuple[int, int]:
+    """``Request.key``, to sort by."""
+    return request.key

@@ -8,7 +8,7 @@ A step:  grow      blocks for decodes that fill their last one; preempt the leas
                        LOCAL    slot, prefilled chunk by chunk
                        REMOTE   no slot yet; RemotePrefillStart, joins with its first token (``remote_done``)
                        HANDOFF  slot, perhaps after a KvLoad; each chunk goes to the sender, the last with the token
-         rows      every decode, then prefill chunks under the token budget
+         rows      every decode, then prefill chunks under the token budget (``rows.py``)
          update    (after execution) tokens, ends, blocks that became full
 """
 
@@ -21,11 +21,13 @@ from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
 from kvrelay.engine.admission import Admission, EngineLoad
-from kvrelay.engine.base import HandoffChunk, KvLoad, ModelOutput, SchedulerOutput, StepOutput
+from kvrelay.engine.base import KvLoad, ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.engine.stopping import finish_reason, reported_stop_token
+from kvrelay.engine.reports import report_blocks, report_last_blocks, report_token
+from kvrelay.engine.request import PrefillMode, Request, service_order
+from kvrelay.engine.rows import RowPlanner, Rows
+from kvrelay.engine.stopping import finish_reason
 
 StartRemote = Callable[[Request], None]
 """Told of a REMOTE request whose blocks are allocated; opens the hand-off."""
@@ -50,7 +52,6 @@ class Scheduler:
         self.pool = pool
         self.output = StepOutput()
         self.requests: dict[str, Request] = {}
-        self.exclusive_prefill = exclusive_prefill
         self.num_preemptions = 0
         self.num_ended_blocks = 0
         """Blocks that the tokens of all requests took that have ended."""
@@ -58,7 +59,6 @@ class Scheduler:
         self.num_generated_tokens = 0
         # Every decode has to fit into a step, so that none starves and a prefill always has a token left to compute.
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._clock = clock
         self._start_remote = start_remote
         self.admission = Admission(pool, max_num_batched_tokens)
@@ -66,9 +66,8 @@ class Scheduler:
         self._num_outside = 0
         """Admitted without a slot (REMOTE_PREFILLING, LOADING_KV); one is kept for each."""
         self._needs_block: list[Request] = []
-        self._last_was_exclusive = False
-        self._decodes: list[Request] = []
-        self._chunks: list[tuple[Request, int]] = []
+        self._planner = RowPlanner(self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill)
+        self._rows = Rows([], [])
 
     def __repr__(self) -> str:
         return (
@@ -188,30 +187,22 @@ class Scheduler:
         held_elsewhere = request.num_load_tokens // self.pool.block_size
         return request.mode is PrefillMode.HANDOFF and request.num_sent_blocks > held_elsewhere
 
-    def _emit_chunk(self, request: Request, token_id: int | None, logprobs: PositionLogprobs | None) -> None:
-        """Hand the sender what is complete and not sent; with ``token_id`` everything, and it is the last chunk."""
-        first, last = request.num_sent_blocks, token_id is not None
-        end = len(request.block_ids) if last else request.num_computed_tokens // self.pool.block_size
-        if end <= first and not last:
-            return
-        request.num_sent_blocks = end
-        block_ids = tuple(request.block_ids[first:end])
-        self.output.handoff_chunks.append(
-            HandoffChunk(request.request_id, first, block_ids, last=last, token_id=token_id, logprobs=logprobs)
-        )
-
     # -- schedule -----------------------------------------------------------------------------------------------------
+
+    def set_exclusive_prefill(self, exclusive: bool) -> None:
+        """Whether a HANDOFF prefill runs in steps of its own; may change between steps."""
+        self._planner.exclusive_prefill = exclusive
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step's work; None when there is nothing to compute. Must be followed by ``update``."""
         preempted = self._grow_decodes()
         if not preempted:
             self._admit()
-        self._plan_rows()
-        if not self._decodes and not self._chunks:
+        rows = self._rows = self._planner.plan()
+        if not rows.num_tokens:
             return None
-        self.output.num_scheduled_tokens = len(self._decodes) + sum(count for _, count in self._chunks)
-        return self._batch.build(self._decodes, self._chunks)
+        self.output.num_scheduled_tokens = rows.num_tokens
+        return self._batch.build(rows.decodes, rows.chunks)
 
     def _grow_decodes(self) -> bool:
         """Give a block to each decode whose next token has no place. Returns whether anybody was preempted."""
@@ -219,7 +210,7 @@ class Scheduler:
             return False
         num_before = self.num_preemptions
         needing, self._needs_block = self._needs_block, []
-        for request in sorted(needing, key=_key):
+        for request in sorted(needing, key=service_order):
             while request.slot >= 0:
                 block_ids = self.pool.allocate(1, after=request.block_ids[-1])
                 if block_ids is not None:
@@ -230,7 +221,11 @@ class Scheduler:
 
     def _choose_victim(self, request: Request) -> Request:
         """The least urgent sequence with a slot. A hand-off in progress is none: its blocks may be being read."""
-        return max((other for other in self._batch if other.mode is not PrefillMode.HANDOFF), key=_key, default=request)
+        return max(
+            (other for other in self._batch if other.mode is not PrefillMode.HANDOFF),
+            key=service_order,
+            default=request,
+        )
 
     def _preempt(self, request: Request) -> None:
         """Take the blocks of ``request``; its KV will be computed again."""
@@ -251,7 +246,7 @@ class Scheduler:
             self._place(request)
 
     def _load(self) -> EngineLoad:
-        backlog = sum(_num_missing(request) for request in self._batch.prefilling)
+        backlog = sum(request.num_missing_tokens for request in self._batch.prefilling)
         return EngineLoad(self.num_admitted, len(self._batch), backlog)
 
     def _place(self, request: Request) -> None:
@@ -277,49 +272,24 @@ class Scheduler:
         request.move(RequestStatus.RUNNING, self._clock.now())
         self._batch.enter(request, decoding=False)
         if request.mode is PrefillMode.HANDOFF:
-            self._emit_chunk(request, None, None)
-
-    def _plan_rows(self) -> None:
-        """Choose the step's rows: every decode, then chunks, most urgent first; or one exclusive prefill's chunk."""
-        budget = self._max_num_batched_tokens
-        prefilling = sorted(self._batch.prefilling, key=_key)
-        self._chunks = []
-        if self.exclusive_prefill and not self._last_was_exclusive:
-            alone = next((request for request in prefilling if request.mode is PrefillMode.HANDOFF), None)
-            if alone is not None:
-                # Others take every second step, so that what a change of role left behind still ends.
-                self._last_was_exclusive = self._batch.num_decoding > 0 or _has_other(prefilling)
-                self._decodes = []
-                self._chunks.append((alone, min(budget, _num_missing(alone))))
-                return
-        self._decodes = self._batch.decode_rows()
-        budget -= len(self._decodes)
-        for request in prefilling:
-            if self.exclusive_prefill and request.mode is PrefillMode.HANDOFF:
-                continue
-            if budget == 0:
-                break
-            count = min(budget, _num_missing(request))
-            self._chunks.append((request, count))
-            budget -= count
-        self._last_was_exclusive = False
+            report_blocks(self.output, request, self.pool.block_size)
 
     # -- update -------------------------------------------------------------------------------------------------------
 
     def update(self, result: ModelOutput) -> None:
         """Take in what the executor computed for the last schedule."""
         self.num_generated_tokens += len(result.token_ids)
-        self.num_prefill_tokens += sum(count for _, count in self._chunks)
+        self.num_prefill_tokens += self._rows.num_prefill_tokens
         tokens = iter(result.token_ids)
         self._update_decodes(tokens, result.logprobs)
-        for row, (request, count) in enumerate(self._chunks, len(self._decodes)):
+        for row, (request, count) in enumerate(self._rows.chunks, len(self._rows.decodes)):
             self._update_chunk(request, count, row, tokens, result)
 
     def _update_decodes(self, tokens: Iterator[int], logprobs: dict[int, PositionLogprobs]) -> None:
         outputs = self.output.outputs
         size = self.pool.block_size
         ended: list[tuple[Request, int]] = []
-        for row, request in enumerate(self._decodes):
+        for row, request in enumerate(self._rows.decodes):
             token_id = next(tokens)
             known = request.token_ids
             known.append(token_id)
@@ -331,7 +301,7 @@ class Scheduler:
             if token_id in request.stop_ids or len(known) >= request.length_limit:
                 reason = finish_reason(request, token_id)
                 if reason is not None:
-                    self._emit_token(request, token_id, logprobs.get(row), reason)
+                    report_token(self.output, request, token_id, logprobs.get(row), reason)
                     ended.append((request, FINISH_STATUS[reason]))
                     continue
             if logprobs and row in logprobs:
@@ -348,12 +318,12 @@ class Scheduler:
             request.prompt_logprobs.extend(result.prompt_logprobs[row])
         if request.num_computed_tokens < len(request.token_ids):
             if request.mode is PrefillMode.HANDOFF:
-                self._emit_chunk(request, None, None)
+                report_blocks(self.output, request, self.pool.block_size)
         elif request.is_prefill_only:
-            self._emit_token(request, None, None, FinishReason.LENGTH)
+            report_token(self.output, request, None, None, FinishReason.LENGTH)
             self.finish(request, RequestStatus.FINISHED_LENGTH)
         elif request.mode is PrefillMode.HANDOFF:
-            self._emit_chunk(request, next(tokens), result.logprobs.get(row))
+            report_last_blocks(self.output, request, next(tokens), result.logprobs.get(row))
             self._batch.leave(request)
             request.move(RequestStatus.PREFILL_SENDING, self._clock.now())
         else:
@@ -366,37 +336,11 @@ class Scheduler:
         """The token behind a completed prefill."""
         request.token_ids.append(token_id)
         reason = finish_reason(request, token_id)
-        self._emit_token(request, token_id, logprobs, reason, remote=remote)
+        report_token(self.output, request, token_id, logprobs, reason, remote=remote)
         if reason is not None:
             self.finish(request, FINISH_STATUS[reason])
         elif request.num_computed_tokens == self.pool.block_size * len(request.block_ids):
             self._needs_block.append(request)
-
-    def _emit_token(
-        self,
-        request: Request,
-        token_id: int | None,
-        logprobs: PositionLogprobs | None,
-        reason: FinishReason | None,
-        *,
-        remote: bool = False,
-    ) -> None:
-        """Report a token with everything that goes along: the first one's extras, the last one's reason."""
-        first = not request.first_output_sent
-        with_prompt = first and request.sampling.prompt_logprobs is not None
-        self.output.outputs.append(
-            TokenOutput(
-                request.request_id,
-                () if token_id is None else (token_id,),
-                finish_reason=reason,
-                logprobs=None if logprobs is None else (logprobs,),
-                num_cached_tokens=request.num_cached_tokens if first else None,
-                prompt_logprobs=(None, *request.prompt_logprobs) if with_prompt else None,
-                stop_token=reported_stop_token(request, token_id) if reason is FinishReason.STOP else None,
-                remote_prefill=remote,
-            )
-        )
-        request.first_output_sent = True
 
     # -- places -------------------------------------------------------------------------------------------------------
 
@@ -422,15 +366,3 @@ class Scheduler:
             request.token_ids[first * size : end * size],
         )
         request.num_cached_blocks = end
-
-
-def _key(request: Request) -> tuple[int, int]:
-    return request.key
-
-
-def _num_missing(request: Request) -> int:
-    return len(request.token_ids) - request.num_computed_tokens
-
-
-def _has_other(prefilling: list[Request]) -> bool:
-    return any(request.mode is not PrefillMode.HANDOFF for request in prefilling)

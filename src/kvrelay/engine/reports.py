@@ -1,0 +1,69 @@
+"""What a step tells the worker of a request: its tokens to the frontend, its computed blocks to the sender.
+
+It keeps account on the request of what has been told. It decides nothing.
+"""
+
+from __future__ import annotations
+
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.messages import TokenOutput
+from kvrelay.core.status import FinishReason
+from kvrelay.engine.base import HandoffChunk, StepOutput
+from kvrelay.engine.request import Request
+from kvrelay.engine.stopping import reported_stop_token
+
+
+def report_token(
+    output: StepOutput,
+    request: Request,
+    token_id: int | None,
+    logprobs: PositionLogprobs | None,
+    reason: FinishReason | None,
+    *,
+    remote: bool = False,
+) -> None:
+    """A token with everything that goes along: the first one's extras, the last one's reason. ``remote``: it came with
+    the KV of a remote prefill. None for the token: there is none, only an end."""
+    first = not request.first_output_sent
+    with_prompt = first and request.sampling.prompt_logprobs is not None
+    output.outputs.append(
+        TokenOutput(
+            request.request_id,
+            () if token_id is None else (token_id,),
+            finish_reason=reason,
+            logprobs=None if logprobs is None else (logprobs,),
+            num_cached_tokens=request.num_cached_tokens if first else None,
+            prompt_logprobs=(None, *request.prompt_logprobs) if with_prompt else None,
+            stop_token=reported_stop_token(request, token_id) if reason is FinishReason.STOP else None,
+            remote_prefill=remote,
+        )
+    )
+    request.first_output_sent = True
+
+
+def report_blocks(output: StepOutput, request: Request, block_size: int) -> None:
+    """To the sender: the blocks that have become complete since the last call; nothing if there are none."""
+    end = request.num_computed_tokens // block_size
+    if end > request.num_sent_blocks:
+        _report_chunk(output, request, end, last=False)
+
+
+def report_last_blocks(output: StepOutput, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> None:
+    """To the sender: all other blocks, the last of which may be partly filled, and the first token."""
+    _report_chunk(output, request, len(request.block_ids), last=True, token_id=token_id, logprobs=logprobs)
+
+
+def _report_chunk(
+    output: StepOutput,
+    request: Request,
+    end: int,
+    *,
+    last: bool,
+    token_id: int | None = None,
+    logprobs: PositionLogprobs | None = None,
+) -> None:
+    first, request.num_sent_blocks = request.num_sent_blocks, end
+    block_ids = tuple(request.block_ids[first:end])
+    output.handoff_chunks.append(
+        HandoffChunk(request.request_id, first, block_ids, last=last, token_id=token_id, logprobs=logprobs)
+    )
