@@ -31,15 +31,14 @@ from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.base import Executor, RemotePrefillStart, StepOutput
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.handoffs import HandoffLedger
+from kvrelay.engine.overload import Overload
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.stopping import stop_token_ids
-from kvrelay.engine.watermark import KvWatermark
 from kvrelay.errors import (
     EngineDeadError,
     IntegrityError,
     InvalidInputError,
-    OverloadedError,
     PromptTooLongError,
 )
 
@@ -90,7 +89,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             exclusive_prefill=exclusive_prefill,
         )
-        self._watermark = KvWatermark(config.kv_watermark, executor.num_blocks, clock)
+        self.overload = Overload(config, self.scheduler, clock)
         limits = [executor.max_model_len, executor.num_blocks * executor.kv_layout.block_size]
         if config.max_model_len:
             limits.append(config.max_model_len)
@@ -120,6 +119,7 @@ class EngineCore:
             except Exception as exc:  # noqa: BLE001 - whatever a device or a kernel may raise
                 return self._die(exc)
             self.scheduler.update(result)
+        self.overload.observe()
         return self._take_output()
 
     def has_work(self) -> bool:
@@ -156,7 +156,10 @@ class EngineCore:
         """
         self._raise_if_dead()
         self._validate(request)
-        self._check_load(request)
+        if not self.scheduler.requests:
+            self.overload.begin_anew()
+        is_new = request.num_output_tokens == 0 and request.mode is not PrefillMode.HANDOFF
+        self.overload.check(len(request.token_ids), is_new=is_new)
         sampling = request.sampling
         self._num_arrived += 1
         request.arrival = self._num_arrived
@@ -211,18 +214,6 @@ class EngineCore:
             request.is_prefill_only or not 0 <= held < len(request.token_ids) or held % self.pool.block_size
         ):
             raise InvalidInputError(f"request {request.request_id} cannot be a hand-off", param="num_load_tokens")
-
-    def _check_load(self, request: Request) -> None:
-        """Raises OverloadedError. What others have begun (a continued request, a hand-off) is not weighed: they would
-        lose what they have, and an idle engine takes whatever fits."""
-        scheduler = self.scheduler
-        if scheduler.num_waiting >= self.config.max_num_waiting + scheduler.num_places:
-            raise OverloadedError(f"{scheduler.num_waiting} requests are waiting already")
-        is_idle = not scheduler.requests
-        self._watermark.observe(scheduler.num_ended_blocks, is_idle=is_idle)
-        is_new = request.num_output_tokens == 0 and request.mode is not PrefillMode.HANDOFF
-        if is_new and not is_idle:
-            self._watermark.check(self.pool.blocks_for(len(request.token_ids)), scheduler.num_demanded_blocks)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.REMOTE_PREFILLING and request.handoff_id is not None:

@@ -47,6 +47,7 @@ from kvrelay.errors import (
     EngineDeadError,
     InvalidInputError,
     KvrelayError,
+    OverloadedError,
     RetryElsewhereError,
 )
 from kvrelay.rpc.base import Peer, RpcServer
@@ -55,6 +56,7 @@ from kvrelay.worker.arrivals import Arrivals
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.worker.engine_thread import EngineThread
+from kvrelay.worker.gate import Gate
 from kvrelay.worker.stats import DecodeStats
 
 _log = logging.getLogger(__name__)
@@ -108,6 +110,7 @@ class DecodeSide:
         self._kv_compatibility = kv_compatibility
         self._block_size = block_size
         self._engine = engine
+        self._gate = Gate(engine)
         self._transfer = transfer
         self._checksums = checksums
         self._queue = queue
@@ -151,6 +154,11 @@ class DecodeSide:
             self._refuse(peer, message.request_id, "a request of this id is running", 400, retryable=False)
             return
         self.stats.num_requests += 1
+        try:
+            self._gate.enter(message)
+        except OverloadedError as exc:
+            self._refuse_error(peer, message.request_id, exc)
+            return
         self._peer_of[message.request_id] = peer
         self._requests_of[peer].add(message.request_id)
         self._watch_queue()
@@ -184,6 +192,7 @@ class DecodeSide:
 
     def _admit(self, core: EngineCore, peer: Peer, message: GenerateRequest) -> None:
         """On the engine thread: decide where the prefill runs and enqueue."""
+        self._gate.arrived(message)
         try:
             place = self._enqueue(core, message)
         except KvrelayError as exc:

@@ -65,6 +65,11 @@ class EngineThread:
         if self._thread.is_alive():
             self._thread.join()
 
+    def look(self, read: Callable[[EngineCore], T]) -> T:
+        """Give what ``read`` finds, at once, on the caller's thread: a step may be running, so it may read single
+        numbers and nothing that has to fit together, and must change nothing."""
+        return read(self._core)
+
     def post(self, order: Order) -> None:
         """Run ``order`` before the next step; from any thread. Its exceptions are logged."""
         self._inbox.put(_Entry(order))

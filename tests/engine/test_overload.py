@@ -1,4 +1,4 @@
-"""The bound on what an engine is asked for, in KV blocks: what it refuses, what it never refuses, when to come back."""
+"""The bounds on what an engine is asked for: what it refuses, what it never refuses, and when to come back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.overload import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, OnTheWay, ReliefRate
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.engine.watermark import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, KvWatermark, ReliefRate
 from kvrelay.errors import OverloadedError
 
 MakeEngine = Callable[..., EngineCore]
@@ -102,42 +102,60 @@ def test_the_count_follows_requests_that_go_and_come_back(make_engine: MakeEngin
     assert demand(engine) == 0
 
 
+def test_who_is_on_the_way_counts_as_well(engine: EngineCore) -> None:
+    check = engine.overload.check
+    check(NUM_BLOCKS * BLOCK_SIZE, is_new=True)
+    check(BLOCK_SIZE, is_new=True, ahead=OnTheWay(2, 31 * BLOCK_SIZE))
+    with pytest.raises(OverloadedError, match="wait for 32 KV blocks"):
+        check(BLOCK_SIZE, is_new=True, ahead=OnTheWay(2, 32 * BLOCK_SIZE))
+    check(BLOCK_SIZE, is_new=False, ahead=OnTheWay(2, 32 * BLOCK_SIZE))
+    with pytest.raises(OverloadedError, match="1001 requests are waiting already"):
+        check(BLOCK_SIZE, is_new=False, ahead=OnTheWay(1001, 0))
+
+
 # -- Retry-After ------------------------------------------------------------------------------------------------------
 
 
-def retry_after_s(watermark: KvWatermark, num_demanded: int) -> float:
+def retry_after_s(engine: EngineCore, num_blocks: int) -> float:
     with pytest.raises(OverloadedError) as caught:
-        watermark.check(1, num_demanded)
+        engine.overload.check(num_blocks * BLOCK_SIZE, is_new=True)
     return caught.value.retry_after_s
 
 
-def test_retry_after_is_the_excess_over_the_rate_at_which_demand_ends() -> None:
+def test_retry_after_is_the_excess_over_the_rate_at_which_demand_ends(make_engine: MakeEngine) -> None:
+    """Of 200 blocks, which is all there may be, the demand for two ends every second."""
     clock = ManualClock()
-    watermark = KvWatermark(1.0, 100, clock)
-    watermark.observe(0, is_idle=True)
-    assert retry_after_s(watermark, 120) == MIN_RETRY_AFTER_S, "nothing has ended yet: nothing is known"
-    for second in range(1, 11):
+    engine = make_engine(num_blocks=100, block_size=BLOCK_SIZE, kv_watermark=2, max_num_seqs=1, clock=clock)
+    for name in range(100):
+        engine.add_request(Request(str(name), prompt(name, 2), SamplingParams(max_tokens=1, ignore_eos=True)))
+    assert retry_after_s(engine, 20) == MIN_RETRY_AFTER_S, "nothing has ended yet: nothing is known"
+    for _ in range(20):
         clock.advance(1.0)
-        watermark.observe(2 * second, is_idle=False)
-    assert retry_after_s(watermark, 119) == pytest.approx(10.0, rel=0.05)
-    assert retry_after_s(watermark, 100) == MIN_RETRY_AFTER_S
-    assert retry_after_s(watermark, 10_000) == MAX_RETRY_AFTER_S
+        engine.step()
+    assert demand(engine) == 1.6
+    assert retry_after_s(engine, 60) == pytest.approx(10.0, rel=0.05)
+    assert retry_after_s(engine, 41) == MIN_RETRY_AFTER_S
+    assert retry_after_s(engine, 1000) == MAX_RETRY_AFTER_S
+    run(engine)
+    clock.advance(10.0)
+    for name in range(100):
+        engine.add_request(Request(str(name), prompt(name, 2), SamplingParams(max_tokens=1, ignore_eos=True)))
+    assert retry_after_s(engine, 60) == MIN_RETRY_AFTER_S, "what was before the engine was idle says nothing"
 
 
-def test_the_rate_forgets_what_is_long_ago_and_what_was_before_an_idle_time() -> None:
+def test_the_rate_forgets_what_is_long_ago() -> None:
     clock = ManualClock()
     rate = ReliefRate(clock)
     assert rate.per_s == 0
-    ended = 0
-    for per_s, seconds in ((1, 300), (10, 300)):
-        for _ in range(seconds):
+    for per_s in (1, 10):
+        for _ in range(300):
             clock.advance(1.0)
-            ended += per_s
-            rate.observe(ended, is_idle=False)
+            rate.add(per_s)
         assert rate.per_s == pytest.approx(per_s, rel=0.03)
-    clock.advance(3600.0)
-    rate.observe(ended, is_idle=True)
+    clock.advance(30.0)
+    assert rate.per_s < 5
+    rate.restart()
     assert rate.per_s == 0
     clock.advance(2.0)
-    rate.observe(ended + 10, is_idle=False)
+    rate.add(10)
     assert rate.per_s == pytest.approx(5.0, rel=0.05)
