@@ -181,7 +181,7 @@ async def test_sampling_reaches_the_worker(model_dir: Path) -> None:
         body = {
             "prompt": "a", "max_tokens": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 2,
             "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "logit_bias": {"7": -5},
-            "ignore_eos": True, "priority": -2, "timeout": 9,
+            "ignore_eos": True, "priority": -2,
         }  # fmt: skip
         await send(cluster.frontend.port, "POST", "/v1/completions", body)
         request = cluster.workers["w0"].requests[0]
@@ -189,7 +189,7 @@ async def test_sampling_reaches_the_worker(model_dir: Path) -> None:
         for name in ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty"):
             assert sampling[name] == body[name]
         assert sampling["logit_bias"] == {7: -5.0}
-        assert (request.priority, request.timeout_s) == (-2, 9.0)
+        assert request.priority == -2
 
 
 async def test_tokenize_and_back(model_dir: Path) -> None:

@@ -47,7 +47,7 @@ class EngineConfig(Settings):
     max_num_batched_tokens: int = setting(2048, "Token budget of one step (chunked prefill).", low=16)
     max_num_waiting: int = setting(1024, "Requests that may wait before new ones are refused (429).", low=0)
     kv_watermark: float = setting(
-        4.0, "New requests are refused (429) when those in progress hold or wait for so many KV pools; 0: never.", low=0
+        16.0, "New requests get 429 when those in progress hold or wait for so many KV pools; 0: never.", low=0
     )
     block_size: int = setting(16, "Tokens per KV block.", low=1, high=1024)
     num_blocks: int = setting(0, "Blocks in the KV pool; 0: from kv_cache_memory.", low=0)

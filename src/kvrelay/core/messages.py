@@ -38,7 +38,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
     output_token_ids: tuple[int, ...] = ()
     priority: int = 0
     hit_rate: float = 0.0
-    timeout_s: float | None = None
     lora: str | None = None
 
 

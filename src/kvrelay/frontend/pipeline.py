@@ -94,7 +94,7 @@ class Pipeline:
     ) -> None:
         plan = plan.within(self._keys.limits_of(exchange.request.client), [len(prompt.token_ids) for prompt in prompts])
         timeout_s = self._timeout_s(exchange, plan)
-        specs = _specs(request_id, model, plan, prompts, timeout_s)
+        specs = _specs(request_id, model, plan, prompts)
         headers = [(b"x-request-id", request_id.encode())]
         answer: StreamedAnswer | WholeAnswer
         answer = StreamedAnswer(plan, form, exchange, headers) if plan.stream else WholeAnswer(plan, form)
@@ -180,9 +180,7 @@ class BrokenStreamError(KvrelayError):
     """The answer had begun and ended with an error event: nothing more can be said to the client."""
 
 
-def _specs(
-    request_id: str, model: Model, plan: GenerationPlan, prompts: Items[Prompt], timeout_s: float | None
-) -> list[SequenceSpec]:
+def _specs(request_id: str, model: Model, plan: GenerationPlan, prompts: Items[Prompt]) -> list[SequenceSpec]:
     """All choices in order: those of the first prompt, those of the second, ..."""
     specs: list[SequenceSpec] = []
     for prompt in prompts:
@@ -195,7 +193,6 @@ def _specs(
                     prompt_token_ids=prompt.token_ids,
                     sampling=sampling,
                     priority=plan.priority,
-                    timeout_s=timeout_s,
                     include_stop=plan.include_stop,
                 )
             )

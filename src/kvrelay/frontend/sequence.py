@@ -64,7 +64,6 @@ class SequenceSpec:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
-    timeout_s: float | None = None
     include_stop: bool = False
 
 
@@ -220,7 +219,6 @@ class Sequence:
             output_token_ids=tuple(self.output_token_ids),
             priority=spec.priority,
             hit_rate=hit_rate,
-            timeout_s=spec.timeout_s,
         )
 
     def _leave_router(self) -> None:
