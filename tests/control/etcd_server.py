@@ -13,19 +13,26 @@ import pytest
 
 
 class EtcdServer:
-    """A real server on loopback, with a short election timeout, which lets leases be as short as one second."""
+    """A real server on loopback, with a short election timeout, which lets leases be as short as one second.
 
-    def __init__(self, directory: Path) -> None:
+    With ``tls``, a certificate and its key, it speaks TLS only and takes only clients that have the same certificate.
+    """
+
+    def __init__(self, directory: Path, tls: tuple[Path, Path] | None = None) -> None:
         self.directory = directory
+        self.tls = tls
         self.client_port, self.peer_port = free_port(), free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"etcd://127.0.0.1:{self.client_port}"
+        return f"etcd{'s' if self.tls else ''}://127.0.0.1:{self.client_port}"
 
     def start(self) -> None:
-        client, peer = (f"http://127.0.0.1:{port}" for port in (self.client_port, self.peer_port))
+        client, peer = (
+            f"http{'s' if self.tls else ''}://127.0.0.1:{self.client_port}",
+            f"http://127.0.0.1:{self.peer_port}",
+        )
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
@@ -40,6 +47,8 @@ class EtcdServer:
                     f"--initial-cluster=test={peer}",
                     "--heartbeat-interval=10",
                     "--election-timeout=100",
+                    *self._tls_flags("--cert-file", "--key-file", "--trusted-ca-file"),
+                    *(["--client-cert-auth"] if self.tls else []),
                 ],
                 stdout=log,
                 stderr=log,
@@ -60,13 +69,22 @@ class EtcdServer:
 
     def ctl(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["etcdctl", f"--endpoints=127.0.0.1:{self.client_port}", *words],
+            [
+                "etcdctl",
+                f"--endpoints=127.0.0.1:{self.client_port}",
+                *self._tls_flags("--cert", "--key", "--cacert"),
+                *words,
+            ],
             env={**os.environ, "ETCDCTL_API": "3"},
             capture_output=True,
             text=True,
             timeout=20,
             check=False,
         )
+
+    def _tls_flags(self, cert: str, key: str, ca: str) -> list[str]:
+        """The certificate is its own authority."""
+        return [f"{cert}={self.tls[0]}", f"{key}={self.tls[1]}", f"{ca}={self.tls[0]}"] if self.tls else []
 
 
 def free_port() -> int:

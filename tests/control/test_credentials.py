@@ -44,6 +44,21 @@ async def test_refused(control: str, discovery: str, name: str) -> None:
     require_credentials(ControlConfig(control=control, discovery=discovery, insecure=True))
 
 
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("nats://h?ca=ca.pem", "no URL with TLS"),
+        ("nats://h?cert=me.pem&key=me.key", "no URL with TLS"),
+        ("tls://h?key=me.key", "a key without a cert"),
+        ("tls://h?ca=/does/not/exist.pem", "cannot read /does/not/exist.pem of the control URL: No such file"),
+        ("tls://h?cert=/does/not/exist.pem", "cannot read /does/not/exist.pem"),
+    ],
+)
+def test_certificates_that_would_not_be_used(url: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        _options([_parse(url)])
+
+
 def test_one_login_and_the_options_of_any_server() -> None:
     urls = "nats://10.0.0.1:4222,nats://me:secret@10.0.0.2:4222,nats://10.0.0.3:4222?creds=me.creds"
     options = _options([_parse(url) for url in urls.split(",")])

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tests.certificates import make_certificate
 from tests.contracts.waiting import Watching, eventually
 from tests.control.etcd_server import EtcdServer, free_port, require_etcd
 
 from kvrelay.control.base import Lease, WatchKind
 from kvrelay.control.etcd import EtcdDiscovery
 from kvrelay.control.etcd_channel import EtcdAddress
+from kvrelay.control.tls import TlsFiles
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError
 
 pytestmark = pytest.mark.system
@@ -265,6 +267,47 @@ async def test_users_with_passwords(tmp_path: Path) -> None:
         server.stop()
 
 
+async def test_certificates_of_both_sides(tmp_path: Path) -> None:
+    require_etcd()
+    (tmp_path / "other").mkdir()
+    certificate, key = make_certificate(tmp_path)
+    other, other_key = make_certificate(tmp_path / "other")
+    server = EtcdServer(tmp_path, tls=(certificate, key))
+    server.start()
+    both = tmp_path / "both.pem"
+    both.write_bytes(certificate.read_bytes() + key.read_bytes())
+    try:
+        for files in (f"ca={certificate}&cert={certificate}&key={key}", f"ca={certificate}&cert={both}"):
+            discovery = await EtcdDiscovery.connect(f"{server.url}?{files}", connect_timeout_s=5.0)
+            lease = await discovery.grant(TTL_S)
+            await discovery.put(PREFIX + "a", b"1", lease)
+            assert server.ctl("get", "--print-value-only", PREFIX + "a").stdout == "1\n"
+            await lease.revoke()
+            await discovery.close()
+        for files in (f"ca={certificate}", f"ca={certificate}&cert={other}&key={other_key}", f"ca={other}&cert={both}"):
+            with pytest.raises(ControlUnavailableError, match="cannot be reached") as caught:
+                await EtcdDiscovery.connect(f"{server.url}?{files}", connect_timeout_s=1.0)
+            assert "\n" not in caught.value.message
+    finally:
+        server.stop()
+
+
+async def test_unusable_certificates_are_refused_by_name(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    (tmp_path / "nonsense.pem").write_text("nonsense")
+    for files, reason in (
+        (f"ca={tmp_path}/none.pem", "cannot read .*none.pem of the discovery URL: No such file"),
+        (f"ca={tmp_path}", "cannot read .*: Is a directory"),
+        (f"cert={certificate}&key={tmp_path}/none.key", "none.key"),
+        (f"ca={tmp_path}/nonsense.pem", "cannot use the TLS files of the discovery URL"),
+        (f"cert={certificate}", "cannot use the TLS files"),
+        (f"key={key}", "a key without a cert"),
+    ):
+        with pytest.raises(ConfigError, match=reason) as caught:
+            await EtcdDiscovery.connect(f"etcds://127.0.0.1:1?{files}", connect_timeout_s=0.5)
+        assert "\n" not in caught.value.message
+
+
 async def test_a_server_that_is_not_there_is_one_clear_error_in_time() -> None:
     port = free_port()
     begin = time.monotonic()
@@ -276,7 +319,18 @@ async def test_a_server_that_is_not_there_is_one_clear_error_in_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://x:1", "etcd://", "etcd://h:99999999", "etcd://user@h", "etcd://h/path", "etcd://h?x=1", "h:2379"]
+    "url",
+    [
+        "http://x:1",
+        "etcd://",
+        "etcd://h:99999999",
+        "etcd://user@h",
+        "etcd://h/path",
+        "etcd://h?x=1",
+        "etcd://h?ca=ca.pem",
+        "etcds://h?ca=ca.pem&x=1",
+        "h:2379",
+    ],
 )
 def test_bad_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError):
@@ -284,7 +338,9 @@ def test_bad_urls_are_refused(url: str) -> None:
 
 
 def test_urls() -> None:
-    assert EtcdAddress.parse("etcd://h") == EtcdAddress("h", 2379, False, None, None)
-    assert EtcdAddress.parse("etcds://u:p%40@h:1") == EtcdAddress("h", 1, True, "u", "p@")
+    assert EtcdAddress.parse("etcd://h") == EtcdAddress("h", 2379, None, None, None)
+    assert EtcdAddress.parse("etcds://u:p%40@h:1") == EtcdAddress("h", 1, TlsFiles("discovery"), "u", "p@")
+    files = TlsFiles("discovery", ca="a b.pem", cert="c", key="k")
+    assert EtcdAddress.parse("etcds://h?ca=a%20b.pem&cert=c&key=k") == EtcdAddress("h", 2379, files, None, None)
     assert EtcdAddress.parse("etcd://[::1]:7").target == "[::1]:7"
     assert "secret" not in repr(EtcdAddress.parse("etcd://u:secret@h"))

@@ -50,6 +50,7 @@ def refused(*arguments: str, code: int = 2) -> str:
         (["frontend", "--port", "0", "--control", "nats://10.0.0.1:4222"], "without credentials"),
         (["status", "--control", "nats://10.0.0.1:4222"], "without credentials"),
         (["status", "--control", "nats://t@127.0.0.1:1", "--discovery", "etcd://10.0.0.1:2379"], "without credentials"),
+        (["status", "--control", "tls://t@127.0.0.1:1?ca=/does/not/exist.pem"], "cannot read /does/not/exist.pem"),
         (
             ["worker", "--worker-host", "10.0.0.1", "--request-plane-security", "none", "--control", "nats://t@h:1"],
             "without CURVE",

@@ -109,7 +109,7 @@ class Operator:
             self.started[new] = started
 
     def worker_ids(self) -> list[str]:
-        """Faster than ``kvrelay status``, but for etcd, whose client takes the certificate from the environment."""
+        """Faster than ``kvrelay status``, but for etcd."""
         if "KVRELAY_DISCOVERY" in self.env:
             return [str(worker["worker_id"]) for worker in self.status()["workers"]]
         return [worker.worker_id for worker in asyncio.run(workers_of(self))]

@@ -8,15 +8,18 @@ leases alive nor reconnects a watch, and has no TLS.
 from __future__ import annotations
 
 import asyncio
+import os
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvrelay.control.tls import TLS_OPTIONS, TlsFiles
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError
 
 RETRY_S = 0.25
 """Pause between attempts while the server is away."""
+REASON_TIMEOUT_S = 0.2
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),
@@ -32,11 +35,12 @@ _CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class EtcdAddress:
-    """``etcd://[USER:PASSWORD@]HOST[:2379]``, or ``etcds://`` with TLS. ``repr`` and ``str`` hide the password."""
+    """``etcd://[USER:PASSWORD@]HOST[:2379]``, or ``etcds://...[?ca=FILE&cert=FILE&key=FILE]`` with TLS. ``repr`` and
+    ``str`` hide the password."""
 
     host: str
     port: int
-    tls: bool
+    tls: TlsFiles | None
     user: str | None
     password: str | None
 
@@ -48,14 +52,20 @@ class EtcdAddress:
             port = parts.port or 2379
         except ValueError as exc:
             raise ConfigError(f"{url!r} is not an etcd URL: {exc}", param="discovery") from exc
-        if parts.scheme not in ("etcd", "etcds") or not parts.hostname or parts.path.strip("/") or parts.query:
-            raise ConfigError("discovery must look like etcd://[USER:PASSWORD@]HOST:PORT", param="discovery")
+        options = dict(urllib.parse.parse_qsl(parts.query))
+        is_known = parts.scheme in ("etcd", "etcds") and set(options) <= set(TLS_OPTIONS)
+        if not is_known or not parts.hostname or parts.path.strip("/"):
+            raise ConfigError(
+                "discovery must look like etcd://[USER:PASSWORD@]HOST:PORT or etcds://...?ca=FILE&cert=FILE&key=FILE",
+                param="discovery",
+            )
         if (parts.username is None) != (parts.password is None):
             raise ConfigError("an etcd URL with a user needs a password too", param="discovery")
         user, password = (
             None if text is None else urllib.parse.unquote(text) for text in (parts.username, parts.password)
         )
-        return cls(parts.hostname, port, parts.scheme == "etcds", user, password)
+        tls = TlsFiles.of_url("discovery", options, is_tls=parts.scheme == "etcds")
+        return cls(parts.hostname, port, tls, user, password)
 
     @property
     def target(self) -> str:
@@ -71,6 +81,8 @@ class EtcdChannel:
     """Calls to one etcd endpoint. Used from one event loop."""
 
     def __init__(self, address: EtcdAddress, timeout_s: float) -> None:
+        # Its core writes to stderr what we report as errors.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         try:
             from aetcd import rpc
             from grpc import ssl_channel_credentials  # type: ignore[import-untyped]
@@ -80,8 +92,10 @@ class EtcdChannel:
         self.address = address
         self.timeout_s = timeout_s
         self.closed = False
-        if address.tls:
-            self._channel: Any = rpc.secure_channel(address.target, ssl_channel_credentials(), options=_CHANNEL_OPTIONS)
+        if address.tls is not None:
+            address.tls.context()  # gRPC takes any bytes, and fails when it connects
+            credentials = ssl_channel_credentials(*address.tls.pem())
+            self._channel: Any = rpc.secure_channel(address.target, credentials, options=_CHANNEL_OPTIONS)
         else:
             self._channel = rpc.insecure_channel(address.target, options=_CHANNEL_OPTIONS)
         self.kv: Any = rpc.KVStub(self._channel)
@@ -92,13 +106,25 @@ class EtcdChannel:
 
     async def connect(self, timeout_s: float) -> None:
         """Wait until the server answers. Raises ControlUnavailableError, or ConfigError for bad credentials."""
-        probe = self.rpc.RangeRequest(key=b"kvrelay/", count_only=True)
         try:
             if self.address.user is not None:
                 await self._authenticate(timeout_s)
-            await self.kv.Range(probe, timeout=timeout_s, metadata=self.metadata, wait_for_ready=True)
+            await self._probe(timeout_s, wait_for_ready=True)
         except self.rpc.AioRpcError as exc:
-            raise self.mapped(exc) from exc
+            raise self.mapped(await self._reason(exc)) from exc
+
+    async def _probe(self, timeout_s: float, *, wait_for_ready: bool) -> None:
+        request = self.rpc.RangeRequest(key=b"kvrelay/", count_only=True)
+        await self.kv.Range(request, timeout=timeout_s, metadata=self.metadata, wait_for_ready=wait_for_ready)
+
+    async def _reason(self, error: Exception) -> Exception:
+        """A call that waited for a connection does not say why there is none; one that does not wait does."""
+        if self._code(error) == "DEADLINE_EXCEEDED":
+            try:
+                await self._probe(REASON_TIMEOUT_S, wait_for_ready=False)
+            except self.rpc.AioRpcError as exc:
+                return error if self._code(exc) == "DEADLINE_EXCEEDED" else exc
+        return error
 
     async def call(self, method: Callable[..., Any], request: Any) -> Any:
         """One request, one answer, within ``timeout_s``. Raises as ``mapped`` says."""

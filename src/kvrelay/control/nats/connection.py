@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from nats import errors as nats_errors
 from nats.aio.client import Client
 
+from kvrelay.control.tls import TLS_OPTIONS, TlsFiles
 from kvrelay.errors import ConfigError, ControlUnavailableError, PayloadTooLargeError
 
 _log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ RECONNECT_INTERVAL_S = 0.25
 PING_INTERVAL_S = 2.0
 MAX_SILENT_PINGS = 2
 SCHEMES = ("nats", "tls")
-URL_OPTIONS = ("ca", "cert", "key", "creds")
+URL_OPTIONS = (*TLS_OPTIONS, "creds")
 
 
 class NoRespondersError(ControlUnavailableError):
@@ -299,19 +300,10 @@ def _options(servers: list[SplitResult]) -> dict[str, Any]:
         options["user"], options["password"] = unquote(parts.username or ""), unquote(parts.password)
     elif parts.username is not None:
         options["token"] = unquote(parts.username)
-    if any(server.scheme == "tls" for server in servers):
-        options["tls"] = _tls_context(query)
+    files = TlsFiles.of_url("control", query, is_tls=any(server.scheme == "tls" for server in servers))
+    if files is not None:
+        options["tls"] = files.context()
     return options
-
-
-def _tls_context(query: Mapping[str, str]) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=query.get("ca"))
-        if "cert" in query:
-            context.load_cert_chain(query["cert"], query.get("key"))
-    except (OSError, ssl.SSLError) as exc:
-        raise ConfigError(f"cannot load the TLS files of the control URL: {exc}", param="control") from exc
-    return context
 
 
 def _one_line(error: BaseException | None) -> str:
