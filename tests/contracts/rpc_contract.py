@@ -150,6 +150,29 @@ class RpcContract:
 
         run(open_network, scenario)
 
+    def test_what_was_said_before_the_end_arrives(self, open_network: OpenNetwork) -> None:
+        """Also when it is more than sockets take at once."""
+        burst = [OutputBatch((TokenOutput("r", tuple(range(2_000)), num_cached_tokens=n),)) for n in range(500)]
+
+        async def scenario(network: RpcNetwork) -> None:
+            desk = await started_desk(network)
+            leaving, staying = [await started_caller(network, desk.server.address) for _ in range(2)]
+            for message in burst:
+                leaving.client.send(message)
+            await leaving.client.close()
+            await eventually(lambda: len(desk.gone) == 1)
+            assert desk.messages == burst
+            staying.client.send(Ping(1))
+            await eventually(lambda: desk.messages[-1] == Ping(1))
+            for message in burst:
+                assert desk.server.send(desk.received[-1][0], message)
+            await desk.server.close()
+            await eventually(lambda: staying.num_losses == 1)
+            assert staying.received == burst
+            await staying.client.close()
+
+        run(open_network, scenario)
+
     def test_the_client_hears_when_the_server_leaves(self, open_network: OpenNetwork) -> None:
         async def scenario(network: RpcNetwork) -> None:
             desk = await started_desk(network)

@@ -16,23 +16,22 @@ from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient
 
 
 class ZmqNetwork:
-    """Loopback TCP, one context for all."""
+    """Loopback TCP."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys | None) -> None:
-        self._context = context
+    def __init__(self, keys: CurveKeys | None) -> None:
         self._keys = keys
 
     def server(self, port: int = 0) -> RpcServer:
-        return ZmqRpcServer(port=port, curve_keys=self._keys, context=self._context)
+        return ZmqRpcServer(port=port, curve_keys=self._keys)
 
     def client(self, address: str) -> RpcClient:
         server_key = self._keys.public if self._keys is not None else None
-        return ZmqRpcClient(address, 2.0, server_key=server_key, context=self._context)
+        return ZmqRpcClient(address, 2.0, server_key=server_key)
 
     def send_garbage(self, client: RpcClient, frame: bytes) -> None:
         assert isinstance(client, ZmqRpcClient)
-        assert client._socket is not None
-        client._socket.send(frame, zmq.NOBLOCK)
+        assert client._endpoint is not None
+        client._endpoint.socket.send(frame, zmq.NOBLOCK)
 
 
 class MemoryNetwork(LoopbackNetwork):
@@ -43,12 +42,7 @@ class MemoryNetwork(LoopbackNetwork):
 
 @contextlib.asynccontextmanager
 async def zmq_network(keys: CurveKeys | None) -> AsyncIterator[ZmqNetwork]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        yield ZmqNetwork(context, keys)
-    finally:
-        # Also the sockets that a failed test has left open, for which it would wait.
-        context.destroy(linger=0)
+    yield ZmqNetwork(keys)
 
 
 @contextlib.asynccontextmanager

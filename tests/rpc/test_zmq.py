@@ -192,7 +192,7 @@ def test_messages_wait_for_a_handler_without_spinning(monkeypatch: pytest.Monkey
                 return real(client)
 
             monkeypatch.setattr(ZmqRpcClient, "_receive_one", counted)
-            client._reader._receive_one = client._receive_one  # type: ignore[union-attr]
+            client._endpoint.reader._receive_one = client._receive_one  # type: ignore[union-attr]
             await asyncio.sleep(0.1)
             assert num_turns < 20
             received: list[Message] = []
@@ -221,8 +221,8 @@ def test_foreign_bytes_on_the_port_hurt_nobody(caplog: pytest.LogCaptureFixture)
             client.send(Ping(0))
             await eventually(lambda: received[-1:] == [Ping(0)])
             num_before = server.num_malformed + len(received)
-            raw = client._socket
-            assert raw is not None
+            assert client._endpoint is not None
+            raw = client._endpoint.socket
             for _ in range(2000):
                 raw.send(rng.randbytes(rng.randrange(40)), zmq.NOBLOCK)
             raw.send_multipart([b"two", b"frames"], zmq.NOBLOCK)

@@ -16,18 +16,13 @@ import zmq
 from kvrelay.core.messages import Message, decode_message, encode_message
 from kvrelay.errors import ConfigError, PayloadTooLargeError, ProtocolError, WorkerUnavailableError
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from kvrelay.rpc.zmq_socket import (
-    MAX_FRAME_BYTES,
-    PROBE_FRAME,
-    ConnectionMonitor,
-    CurveKeys,
-    SocketReader,
-    close_socket,
-    configure,
-    new_curve_keys,
-)
+from kvrelay.rpc.zmq_socket import MAX_FRAME_BYTES, PROBE_FRAME, CurveKeys, Endpoint, new_curve_keys
 
 _log = logging.getLogger(__name__)
+
+NEVER_MS = 24 * 3600 * 1000
+"""Until ZMQ would make a lost connection again: its owner has closed it by then. Its own word for never, -1, also drops
+what has arrived and has not been read when the connection ends."""
 
 _EVENTS = (
     zmq.Event.HANDSHAKE_SUCCEEDED
@@ -37,7 +32,6 @@ _EVENTS = (
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
     | zmq.Event.HANDSHAKE_FAILED_AUTH
 )
-DRAIN_BUDGET = 50_000
 
 
 class _State(enum.Enum):
@@ -50,7 +44,7 @@ class _State(enum.Enum):
 
 class ZmqRpcClient:
     """RpcClient over ZMQ. ``server_key`` is the server's public CURVE key; without ``curve_keys`` the client's own pair
-    is made on the spot. A context given by the caller is shared, otherwise the client has one of its own."""
+    is made on the spot."""
 
     def __init__(
         self,
@@ -60,20 +54,14 @@ class ZmqRpcClient:
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
         server_key: bytes | None = None,
         curve_keys: CurveKeys | None = None,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self.address = address
         self._connect_timeout_s = connect_timeout_s
         self._heartbeat = heartbeat
         self._server_key = server_key
         self._curve_keys = curve_keys
-        self._owns_context = context is None
-        self._shared_context = context
         self._state = _State.NEW
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._reader: SocketReader | None = None
-        self._monitor: ConnectionMonitor | None = None
+        self._endpoint: Endpoint | None = None
         self._handshake: asyncio.Future[bool] | None = None
         self.num_malformed = 0
         """Frames that were dropped because they did not decode."""
@@ -90,8 +78,8 @@ class ZmqRpcClient:
     def on_message(self, handler: Callable[[Message], None]) -> None:
         """Messages that arrive before there is a handler wait for it."""
         self._on_message = handler
-        if self._reader is not None:
-            self._reader.wake()
+        if self._endpoint is not None:
+            self._endpoint.reader.wake()
 
     def on_disconnect(self, handler: Callable[[], None]) -> None:
         """A handler that comes after the loss is called on the next turn of the loop."""
@@ -102,12 +90,11 @@ class ZmqRpcClient:
 
     async def start(self) -> None:
         """Connect. Raises WorkerUnavailableError: refused at once, or no answer within the connect timeout."""
-        self._context = self._shared_context or zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._endpoint = Endpoint(zmq.DEALER, self._heartbeat, self._receive_one, _EVENTS, self._on_event)
         self._state = _State.CONNECTING
         self._handshake = asyncio.get_running_loop().create_future()
         try:
-            self._connect(self._socket)
+            self._connect(self._endpoint)
             async with asyncio.timeout(self._connect_timeout_s):
                 is_accepted = await self._handshake
         except TimeoutError as exc:
@@ -126,15 +113,15 @@ class ZmqRpcClient:
     def send(self, message: Message) -> None:
         """Queue a message. Raises WorkerUnavailableError when the connection is gone or its queue is full, and
         PayloadTooLargeError for a message above the limit."""
-        socket, reader = self._socket, self._reader
-        if socket is None or reader is None or self._state is not _State.CONNECTED:
+        endpoint = self._endpoint
+        if endpoint is None or self._state is not _State.CONNECTED:
             raise WorkerUnavailableError(f"no connection to {self.address}")
         frame = encode_message(message)
         if len(frame) > MAX_FRAME_BYTES:
             raise PayloadTooLargeError(f"a {type(message).__name__} of {len(frame)} bytes is above {MAX_FRAME_BYTES}")
-        reader.wake()
+        endpoint.reader.wake()
         try:
-            socket.send(frame, zmq.NOBLOCK)
+            endpoint.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again as exc:
             raise WorkerUnavailableError(f"the queue of messages to {self.address} is full") from exc
         except zmq.ZMQError as exc:
@@ -142,42 +129,30 @@ class ZmqRpcClient:
 
     async def close(self) -> None:
         """End the connection. What is queued has a quarter of a second to leave. Idempotent."""
-        socket, self._socket = self._socket, None
-        if socket is None or self._context is None:
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is None:
             return
-        if self._state is not _State.CONNECTED:
-            socket.setsockopt(zmq.LINGER, 0)
-        self._state = _State.CLOSED
-        if self._reader is not None:
-            self._reader.close()
-        if self._monitor is not None:
-            self._monitor.close()
-        await close_socket(socket, self._context, self._owns_context)
+        is_connected, self._state = self.is_connected, _State.CLOSED
+        await endpoint.close(drop_queued=not is_connected)
 
-    def _connect(self, socket: zmq.Socket[bytes]) -> None:
-        configure(socket, self._heartbeat)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    def _connect(self, endpoint: Endpoint) -> None:
+        socket = endpoint.socket
+        socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
         socket.setsockopt(zmq.IPV6, int("[" in self.address))
         if self._server_key is not None:
-            keys = self._curve_keys or new_curve_keys()
-            socket.curve_serverkey = self._server_key
-            socket.curve_publickey = keys.public
-            socket.curve_secretkey = keys.secret
-        self._monitor = ConnectionMonitor(socket, _EVENTS, self._on_event)
-        self._reader = SocketReader(socket, self._receive_one)
+            endpoint.use_curve(self._curve_keys or new_curve_keys(), self._server_key)
         socket.connect(self.address)
 
     def _receive_one(self) -> bool:
-        socket = self._socket
-        if socket is None:
+        endpoint = self._endpoint
+        if endpoint is None:
             return False
         if self._on_message is None:
             # What has arrived waits; but the descriptor has to be appeased, or it wakes the loop for ever.
-            socket.getsockopt(zmq.EVENTS)
+            endpoint.socket.getsockopt(zmq.EVENTS)
             return False
-        try:
-            frames = socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+        frames = endpoint.receive()
+        if frames is None:
             return False
         if frames == [PROBE_FRAME]:
             return True
@@ -207,9 +182,9 @@ class ZmqRpcClient:
             self._handshake.set_result(is_accepted)
 
     def _lose(self) -> None:
-        if self._reader is not None:
+        if self._endpoint is not None:
             # What the server said before it left comes before the news that it left.
-            self._reader.drain(DRAIN_BUDGET)
+            self._endpoint.reader.drain()
         self._state = _State.LOST
         handlers, self._on_disconnect = self._on_disconnect, []
         for handler in handlers:

@@ -8,7 +8,6 @@ to any more is gone. Whatever a peer sent before it left is handed on before ``o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import socket as sockets
@@ -20,30 +19,19 @@ from kvrelay.core.messages import Message, decode_message, encode_message
 from kvrelay.errors import AddressInUseError, ConfigError, ProtocolError
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from kvrelay.rpc.zmq_socket import (
-    MAX_FRAME_BYTES,
-    PROBE_FRAME,
-    ConnectionMonitor,
-    CurveKeys,
-    SocketReader,
-    close_socket,
-    configure,
-)
+from kvrelay.rpc.zmq_socket import MAX_FRAME_BYTES, PROBE_FRAME, CurveKeys, Endpoint
 
 _log = logging.getLogger(__name__)
 
 PROBE_DELAYS_S = (0.0, 0.02, 0.1, 0.5)
 """The monitor hears of a broken connection a little before the socket does, so one probe may be too early."""
-DRAIN_BUDGET = 50_000
-UNBIND_TIMEOUT_S = 0.5
 WILDCARDS = ("0.0.0.0", "*", "::")
 
 
 class ZmqRpcServer:
     """RpcServer over ZMQ. ``advertise_host`` is the name that others connect to when ``host`` is a wildcard.
 
-    With ``curve_keys`` only clients that know the public key can connect, and all traffic is encrypted. A context given
-    by the caller is shared, otherwise the server has one (and one I/O thread) of its own.
+    With ``curve_keys`` only clients that know the public key can connect, and all traffic is encrypted.
     """
 
     def __init__(
@@ -54,22 +42,14 @@ class ZmqRpcServer:
         advertise_host: str | None = None,
         heartbeat: Heartbeat = DEFAULT_HEARTBEAT,
         curve_keys: CurveKeys | None = None,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._host = host
         self._port = port
         self._advertise_host = advertise_host
         self._heartbeat = heartbeat
         self._curve_keys = curve_keys
-        self._owns_context = context is None
-        self._shared_context = context
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._reader: SocketReader | None = None
-        self._monitor: ConnectionMonitor | None = None
+        self._endpoint: Endpoint | None = None
         self._address = ""
-        self._endpoint = ""
-        self._port_is_free = asyncio.Event()
         self._peers: set[Peer] = set()
         self.num_malformed = 0
         """Frames that were dropped because they did not decode."""
@@ -98,20 +78,15 @@ class ZmqRpcServer:
 
     async def start(self) -> None:
         """Bind. Raises AddressInUseError, or ConfigError for an address that this machine does not have."""
-        context = self._shared_context or zmq.Context()
-        socket = context.socket(zmq.ROUTER)
+        endpoint = Endpoint(zmq.ROUTER, self._heartbeat, self._receive_one, zmq.Event.DISCONNECTED, self._on_event)
         try:
-            self._bind(socket)
+            self._bind(endpoint)
         except zmq.ZMQError as exc:
-            socket.close(linger=0)
-            if self._owns_context:
-                context.term()
+            await endpoint.close()
             if exc.errno == errno.EADDRINUSE:
                 raise AddressInUseError(f"port {self._port} of {self._host} is in use") from exc
             raise ConfigError(f"cannot listen on {self._host}:{self._port}: {exc}", param="host") from exc
-        self._context, self._socket = context, socket
-        self._monitor = ConnectionMonitor(socket, zmq.Event.DISCONNECTED | zmq.Event.CLOSED, self._on_event)
-        self._reader = SocketReader(socket, self._receive_one)
+        self._endpoint = endpoint
 
     def send(self, peer: Peer, message: Message) -> bool:
         """Queue a message. False when the peer is gone, its queue is full, or the message is larger than the limit."""
@@ -119,42 +94,33 @@ class ZmqRpcServer:
         if len(frame) > MAX_FRAME_BYTES:
             _log.error("a %s of %d bytes is above the limit and was not sent", type(message).__name__, len(frame))
             return False
-        if self._socket is None or self._reader is None or peer not in self._peers:
+        if self._endpoint is None or peer not in self._peers:
             return False
-        self._reader.wake()
-        return self._send_frame(self._socket, peer, frame)
+        self._endpoint.reader.wake()
+        return self._send_frame(self._endpoint.socket, peer, frame)
 
     async def close(self) -> None:
         """Unbind. What is queued has a quarter of a second to leave. No ``on_peer_gone`` follows. Idempotent."""
-        socket, self._socket = self._socket, None
-        if socket is None or self._context is None or self._reader is None or self._monitor is None:
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is None:
             return
         for probe in self._probes.values():
             probe.cancel()
-        self._reader.close()
         self._peers.clear()
-        socket.unbind(self._endpoint)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(UNBIND_TIMEOUT_S):
-                await self._port_is_free.wait()
-        self._monitor.close()
-        await close_socket(socket, self._context, self._owns_context)
+        await endpoint.close()
 
-    def _bind(self, socket: zmq.Socket[bytes]) -> None:
-        configure(socket, self._heartbeat)
+    def _bind(self, endpoint: Endpoint) -> None:
+        socket = endpoint.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._curve_keys is not None:
-            socket.curve_server = True
-            socket.curve_publickey = self._curve_keys.public
-            socket.curve_secretkey = self._curve_keys.secret
+            endpoint.use_curve(self._curve_keys)
         is_ipv6 = ":" in self._host
         socket.setsockopt(zmq.IPV6, int(is_ipv6))
         host = f"[{self._host}]" if is_ipv6 else self._host
         socket.bind(f"tcp://{host}:{self._port or '*'}")
-        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        self._endpoint = endpoint.decode().rstrip("\0")
-        port = self._endpoint.rsplit(":", 1)[1]
+        bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        port = bound.decode().rstrip("\0").rsplit(":", 1)[1]
         if self._advertise_host is not None:
             host = self._advertise_host
         elif self._host in WILDCARDS:
@@ -162,12 +128,8 @@ class ZmqRpcServer:
         self._address = f"tcp://{host}:{port}"
 
     def _receive_one(self) -> bool:
-        socket = self._socket
-        if socket is None:
-            return False
-        try:
-            frames = socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+        frames = self._endpoint.receive() if self._endpoint is not None else None
+        if frames is None:
             return False
         peer = Peer(frames[0])
         self._peers.add(peer)
@@ -194,9 +156,6 @@ class ZmqRpcServer:
         return True
 
     def _on_event(self, event: zmq.Event) -> None:
-        if event is zmq.Event.CLOSED:
-            self._port_is_free.set()
-            return
         for delay_s in PROBE_DELAYS_S:
             self._probe_later(delay_s)
 
@@ -208,14 +167,15 @@ class ZmqRpcServer:
         self._probes[delay_s] = asyncio.get_running_loop().call_later(delay_s, self._probe)
 
     def _probe(self) -> None:
-        socket, reader = self._socket, self._reader
-        if socket is None or reader is None:
+        endpoint = self._endpoint
+        if endpoint is None:
             return
-        unreachable = [peer for peer in self._peers if not self._can_reach(socket, peer)]
+        reader = endpoint.reader
+        unreachable = [peer for peer in self._peers if not self._can_reach(endpoint.socket, peer)]
         if not unreachable:
             reader.wake()
             return
-        if not reader.drain(DRAIN_BUDGET):
+        if not reader.drain():
             # They may have left messages behind, which come first.
             reader.wake()
             self._probe_later(PROBE_DELAYS_S[1])

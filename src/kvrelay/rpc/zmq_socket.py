@@ -1,4 +1,4 @@
-"""What ZMQ server and client share: socket options, keys, reading on the event loop, connection events.
+"""What ZMQ server and client share: a socket with its options and keys, read on the event loop, and its events there.
 
 It owns the way from a ZMQ socket to callbacks on the running loop. It does not know messages or peers.
 
@@ -10,7 +10,6 @@ sends. There is no future and no task per message.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,13 +18,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvrelay.rpc.heartbeat import Heartbeat
 
-_log = logging.getLogger(__name__)
-
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """``LIMIT``: a larger message is refused by the sender, and ends the connection that it arrives on."""
 HIGH_WATER_MARK = 10_000
 LINGER_MS = 250
 READ_BUDGET = 256
+DRAIN_BUDGET = 50_000
 
 PROBE_FRAME = b"\x00"
 """Sent by a server to find out whether a peer is still there; clients ignore it."""
@@ -45,7 +43,7 @@ def new_curve_keys() -> CurveKeys:
     return CurveKeys(public, secret)
 
 
-def configure(socket: zmq.Socket[bytes], heartbeat: Heartbeat) -> None:
+def _configure(socket: zmq.Socket[bytes], heartbeat: Heartbeat) -> None:
     """Bounds and heartbeats."""
     socket.set_hwm(HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -75,7 +73,7 @@ class SocketReader:
             self._is_scheduled = True
             self._loop.call_soon(self._drain)
 
-    def drain(self, budget: int) -> bool:
+    def drain(self, budget: int = DRAIN_BUDGET) -> bool:
         """Read up to ``budget`` messages now. True when nothing is left."""
         return any(self._is_closed or not self._receive_one() for _ in range(budget))
 
@@ -119,8 +117,47 @@ class ConnectionMonitor:
         return True
 
 
-async def close_socket(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], owns_context: bool) -> None:
-    """Close, giving queued messages LINGER_MS to leave. The wait, if any, is not on the event loop."""
-    socket.close()
-    if owns_context:
-        await asyncio.to_thread(context.term)
+class Endpoint:
+    """A socket, from here to ``close``, in a context (with an I/O thread) of its own; not bound or connected yet.
+
+    ``receive_one`` is called whenever there may be something, until it returns False (nothing left), ``on_event`` with
+    those of ``events`` that happen.
+    """
+
+    def __init__(
+        self,
+        socket_type: zmq.SocketType,
+        heartbeat: Heartbeat,
+        receive_one: Callable[[], bool],
+        events: int,
+        on_event: Callable[[zmq.Event], None],
+    ) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(socket_type)
+        _configure(self.socket, heartbeat)
+        self._monitor = ConnectionMonitor(self.socket, events, on_event)
+        self.reader = SocketReader(self.socket, receive_one)
+
+    def use_curve(self, keys: CurveKeys, server_key: bytes | None = None) -> None:
+        """Encrypt: as a client of the server with that public key, or as a server."""
+        if server_key is None:
+            self.socket.curve_server = True
+        else:
+            self.socket.curve_serverkey = server_key
+        self.socket.curve_publickey = keys.public
+        self.socket.curve_secretkey = keys.secret
+
+    def receive(self) -> list[bytes] | None:
+        """The frames of the next message, None when there is none."""
+        try:
+            return self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    async def close(self, *, drop_queued: bool = False) -> None:
+        """What is queued has LINGER_MS to leave, or no time at all; then the address is free. No callback follows."""
+        self.reader.close()
+        self._monitor.close()
+        # Without unbinding before: that would end connections with what is queued for them.
+        self.socket.close(linger=0 if drop_queued else None)
+        await asyncio.to_thread(self._context.term)
