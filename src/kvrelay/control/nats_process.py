@@ -15,15 +15,16 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+from kvrelay.control.scratch import ScratchDirectory
 from kvrelay.errors import AddressInUseError, ConfigError, ControlUnavailableError
 
 BINARY = "nats-server"
+SCRATCH_PREFIX = "kvrelay-nats-"
 READY_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.02
@@ -35,7 +36,8 @@ PR_SET_PDEATHSIG = 1
 class NatsServerProcess:
     """One ``nats-server`` child.
 
-    ``store_dir`` keeps streams over restarts; None: a temporary directory that ``stop`` removes. ``port`` 0 takes a
+    ``store_dir`` keeps streams over restarts; None: a temporary directory that ``stop`` removes, or, if this process is
+    killed, the next one that starts such a server. ``port`` 0 takes a
     free one, which later starts of the same object keep, so that clients find the server again. With ``user`` and
     ``password``, or ``token``, clients have to authenticate. All methods block, for at most READY_TIMEOUT_S.
     On Linux the server ends with this process, however that ends.
@@ -52,9 +54,8 @@ class NatsServerProcess:
         token: str = "",
         binary: Path | None = None,
     ) -> None:
-        self._is_temporary = store_dir is None
-        self._given_dir = store_dir
-        self._dir: Path | None = None
+        self._dir = store_dir
+        self._scratch: ScratchDirectory | None = None
         self._host = host
         self._port = port
         self._user, self._password, self._token = user, password, token
@@ -131,9 +132,9 @@ class NatsServerProcess:
                 process.kill()
                 process.wait()
             self._process = None
-        if self._is_temporary and self._dir is not None:
-            shutil.rmtree(self._dir, ignore_errors=True)
-            self._dir = None
+        if self._scratch is not None:
+            self._scratch.remove()
+            self._scratch = self._dir = None
 
     def kill(self) -> None:
         """End it by SIGKILL; its data stays. ``start`` brings it back on the same port."""
@@ -155,10 +156,8 @@ class NatsServerProcess:
 
     def _prepare_directory(self) -> Path:
         if self._dir is None:
-            if self._given_dir is None:
-                self._dir = Path(tempfile.mkdtemp(prefix="kvrelay-nats-"))
-            else:
-                self._dir = self._given_dir
+            self._scratch = ScratchDirectory(SCRATCH_PREFIX)
+            self._dir = self._scratch.path
         try:
             self._dir.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
