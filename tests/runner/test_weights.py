@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvrelay.errors import CheckpointError, ConfigError
+from kvrelay.runner.kernels import numba_kernels
 from kvrelay.runner.weights import weights_fingerprint
 
 
@@ -100,3 +101,10 @@ def test_fingerprint(model: Path, checkpoint_of: Callable[[str], Path]) -> None:
 def test_settings_that_cannot_be_honoured(model: Path, build: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         build(model, **settings)
+
+
+def test_bfloat16_needs_a_cpu_that_multiplies_it(model: Path, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_kernels, "multiplies_bfloat16", lambda: False)
+    with pytest.raises(ConfigError, match="AVX-512"):
+        build(model, dtype="bfloat16")
+    assert build(model, dtype="auto").kv_layout.dtype == "float32"

@@ -129,9 +129,15 @@ def _dtype(requested: str, stored: str, device: torch.device) -> str:
         return stored if requested == "auto" else requested
     if requested == "float16":
         raise ConfigError("dtype float16 runs on CUDA only; on the CPU use bfloat16 or float32", param="dtype")
+    from kvrelay.runner.kernels.numba_kernels import multiplies_bfloat16
+
+    if requested == "bfloat16" and not multiplies_bfloat16():
+        raise ConfigError(
+            "dtype bfloat16: this CPU has neither AVX-512 nor AVX-NE-CONVERT to compute it; use float32", param="dtype"
+        )
     if requested != "auto":
         return requested
-    return stored if stored == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    return "bfloat16" if stored == "bfloat16" and multiplies_bfloat16() else "float32"
 
 
 def _max_model_len(requested: int, limit: int) -> int:

@@ -25,6 +25,11 @@ _PARALLEL_FROM = 24_576
 _PACK_ROWS = 64
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has the instructions that oneDNN's bfloat16 products need (AVX-512 or AVX-NE-CONVERT)."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """The tensor's memory as an array; bfloat16 as uint16, for Numba knows no bfloat16."""
     array: npt.NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
