@@ -54,10 +54,11 @@ class Publisher:
         self._replay = await self._bus.serve(self._keys.worker_replay(self._worker_id), self._serve_replay)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def update(self, events: list[KvEvent], load: LoadMetrics) -> None:
-        """What a step changed."""
+    def update(self, events: list[KvEvent], load: LoadMetrics | None) -> None:
+        """What a step changed; without a sample the load is as it was."""
         self._pending += events
-        self._load = load
+        if load is not None:
+            self._load = load
         self._changed.set()
 
     async def close(self) -> None:

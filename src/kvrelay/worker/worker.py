@@ -25,8 +25,8 @@ import msgspec
 
 from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, TransferConfig
 from kvrelay.control.base import ControlPlane, Keys, Lease, WatchKind
+from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import LoadMetrics
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffReleased
 from kvrelay.core.hashing import HASH_SEED
 from kvrelay.core.layout import Compatibility
@@ -61,10 +61,11 @@ from kvrelay.worker.decode_side import DecodeSide
 from kvrelay.worker.disagg import DisaggPolicy
 from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.fleet import Fleet
+from kvrelay.worker.load import LoadSampler
 from kvrelay.worker.metrics import WorkerStats
 from kvrelay.worker.peers import Connect, DecodePeer, DecodePeers
 from kvrelay.worker.prefill_side import PrefillSide
-from kvrelay.worker.publisher import Publisher
+from kvrelay.worker.publisher import MIN_INTERVAL_S, Publisher
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class Worker:
         )
         self._engine = EngineThread(core, self._on_step, self._on_failure)
         self._checksums = BlockChecksums(executor, required=settings.transfer.kv_checksums)
-        self._load: LoadMetrics | None = None
+        self._load = LoadSampler(core, MIN_INTERVAL_S, MonotonicClock())
         self._events = KvEventLog(settings.worker_id, self.epoch)
         self._publisher = Publisher(settings.worker_id, self.epoch, control.events, self._keys, self._events)
         self._policy = DisaggPolicy(settings.disagg)
@@ -417,10 +418,8 @@ class Worker:
         abandons = self._core.drain_abandons()
         if step.outputs or step.remote_prefills or abandons:
             self._loop.call_soon_threadsafe(self._decode.deliver, step, abandons)
-        load = self._core.metrics()
-        # Orders change the load as well: what a release frees, for instance.
-        if step.kv_events or self._load is None or load != msgspec.structs.replace(self._load, seq=load.seq):
-            self._load = load
+        load = self._load.sample()
+        if step.kv_events or load is not None:
             self._loop.call_soon_threadsafe(self._publisher.update, step.kv_events, load)
 
     def _on_abandon(self, peer: DecodePeer, message: HandoffAbandon) -> None:

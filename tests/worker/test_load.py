@@ -1,0 +1,83 @@
+"""When the load is sampled, on a clock moved by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvrelay.core.clock import ManualClock
+from kvrelay.core.events import LoadMetrics
+from kvrelay.worker.load import LoadSampler
+
+INTERVAL_S = 0.05
+
+
+@dataclasses.dataclass
+class Core:
+    """An engine that is told how busy it is."""
+
+    num_waiting: int = 0
+    is_busy: bool = True
+    num_asked: int = 0
+
+    def has_work(self) -> bool:
+        return self.is_busy
+
+    def metrics(self) -> LoadMetrics:
+        self.num_asked += 1
+        return LoadMetrics(
+            worker_id="w",
+            request_active_slots=0,
+            request_total_slots=1,
+            kv_active_blocks=0,
+            kv_total_blocks=1,
+            num_requests_waiting=self.num_waiting,
+            gpu_cache_usage_perc=0.0,
+            gpu_prefix_cache_hit_rate=0.0,
+            seq=self.num_asked,
+        )
+
+
+@pytest.fixture
+def core() -> Core:
+    return Core()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(100.0)
+
+
+@pytest.fixture
+def sampler(core: Core, clock: ManualClock) -> LoadSampler:
+    return LoadSampler(core, INTERVAL_S, clock)
+
+
+def waiting(load: LoadMetrics | None) -> int | None:
+    return None if load is None else load.num_requests_waiting
+
+
+def test_while_it_works_the_engine_is_asked_once_in_an_interval(sampler, core, clock):
+    seen = []
+    for number in range(10):
+        core.num_waiting = number
+        seen.append(waiting(sampler.sample()))
+        clock.advance(INTERVAL_S / 4)
+    assert seen == [0, None, None, None, 4, None, None, None, 8, None]
+    assert core.num_asked == 3
+
+
+def test_the_last_step_is_sampled_whenever_it_comes(sampler, core):
+    assert waiting(sampler.sample()) == 0
+    core.num_waiting, core.is_busy = 7, False
+    assert waiting(sampler.sample()) == 7
+
+
+def test_what_has_not_changed_is_not_sent_again(sampler, core, clock):
+    assert waiting(sampler.sample()) == 0
+    clock.advance(INTERVAL_S)
+    assert sampler.sample() is None
+    core.num_waiting = 1
+    clock.advance(INTERVAL_S)
+    assert waiting(sampler.sample()) == 1
