@@ -62,7 +62,6 @@ def entry_of(process: subprocess.Popen[bytes], server: Serve, role: str) -> dict
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_worker_whose_lease_is_revoked_finishes_and_exits(server, role, request):
-    wait_until_whole(server)
     with extra_worker(server, role) as process:
         lease_id = entry_of(process, server, role)["lease_id"]
         with Streams(server) as streams:
