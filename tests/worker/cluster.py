@@ -30,7 +30,8 @@ from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcServer
 from kvrelay.transfer import build_transport
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
-from kvrelay.worker.worker import Worker, WorkerSettings, new_worker_id
+from kvrelay.worker.settings import WorkerSettings, new_worker_id
+from kvrelay.worker.worker import Worker
 
 VOCAB_SIZE = 1000
 WAIT_S = 20.0
@@ -52,6 +53,7 @@ class Node:
     worker: Worker
     core: EngineCore
     server: LoopbackRpcServer
+    transport: LoopbackTransport
     control: ControlPlane
     running: asyncio.Task[None]
 
@@ -208,7 +210,7 @@ class Cluster:
             self._watch_writes(transport)
         worker = Worker(settings, executor, core, transport, control, server, self._connect)
         await worker.start()
-        node = Node(worker, core, server, control, asyncio.create_task(worker.run()))
+        node = Node(worker, core, server, transport, control, asyncio.create_task(worker.run()))
         self.nodes.append(node)
         return node
 

@@ -22,7 +22,7 @@ async def granted(shared: Cluster, decode: Node) -> None:
 
 async def expire_lease(node: Node) -> str:
     """As another worker's watch does after a pause: at once, whatever is in flight."""
-    lease = node.worker._lease
+    lease = node.worker._membership._lease
     old = lease.lease_id
     await lease._bucket.expire_lease(old, lease._seq)
     return old
@@ -30,7 +30,7 @@ async def expire_lease(node: Node) -> str:
 
 async def revoke_lease(node: Node) -> None:
     """As an operator does with ``nats kv del``."""
-    lease = node.worker._lease
+    lease = node.worker._membership._lease
     await lease._bucket.end_lease(lease.lease_id)
 
 
@@ -61,7 +61,7 @@ async def test_a_prefill_worker_cut_off_from_the_control_plane_stops_in_time():
         await shared.until(lambda: prefill.worker._prefill.num_handoffs == 0)
         assert prefill.worker._prefill.stats.num_prefills == 0
         mend()
-        await shared.until(lambda: prefill.worker._lease.alive_until_s > time.monotonic())
+        await shared.until(lambda: prefill.worker._membership._lease.alive_until_s > time.monotonic())
         await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
         await shared.until(lambda: not decode.worker._fleet.has_ended(prefill.id))
         client.send("again", prompt(300, 5))
@@ -78,7 +78,7 @@ async def test_a_lost_lease_withdraws_what_is_queued_and_what_moves():
         assert await client.answer("r") == expected(prompt(3000), 8)
         await shared.until(lambda: decode.core.ledger.num_grants == 0)
         await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished == 0)
-        assert not prefill.worker._transport._posts
+        assert not prefill.transport._posts
 
 
 async def test_a_grant_that_comes_after_the_lease_was_lost_is_not_used():
@@ -88,7 +88,7 @@ async def test_a_grant_that_comes_after_the_lease_was_lost_is_not_used():
         hold_back(decode, HandoffAbandon)
         client.send("r", prompt(3000))
         await shared.until(lambda: bool(held))
-        lease = prefill.worker._lease
+        lease = prefill.worker._membership._lease
         old = await expire_lease(prefill)
         await shared.until(lambda: lease.lease_id not in ("", old))
         await shared.until(lambda: decode.core.ledger.num_grants == 0)
@@ -131,7 +131,7 @@ async def test_transfers_stop_before_the_lease_is_given_back():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         order = []
-        revoke, close = prefill.worker._lease.revoke, prefill.worker._transport.close
+        revoke, close = prefill.worker._membership._lease.revoke, prefill.transport.close
 
         async def revoking():
             order.append("lease")
@@ -141,7 +141,7 @@ async def test_transfers_stop_before_the_lease_is_given_back():
             order.append("transfers")
             close()
 
-        prefill.worker._lease.revoke, prefill.worker._transport.close = revoking, closing
+        prefill.worker._membership._lease.revoke, prefill.transport.close = revoking, closing
         shared.fabric.faults.delay_polls = STUCK
         prefill.fail_at_step(6)
         client.send("r", prompt(3000))
@@ -173,7 +173,7 @@ async def test_a_worker_whose_transfer_thread_fails_leaves():
         def broken():
             raise RuntimeError("no such device")
 
-        decode.worker._transport.poll = broken
+        decode.transport.poll = broken
         decode.worker._transfer.open_handoff()
         assert "no such device" in str(await shared.gone(decode))
 
@@ -243,7 +243,7 @@ async def test_what_a_worker_may_write_outlives_a_lease_that_ended_before_its_ti
         hold_back(decode, HandoffAbandon)
         client.send("r", prompt(3000))
         await granted(shared, decode)
-        async with prefill.worker._lease._lock:  # no beat
+        async with prefill.worker._membership._lease._lock:  # no beat
             await revoke_lease(prefill)
             await shared.until(lambda: decode.worker._fleet.has_ended(prefill.id))
             num_bytes = prefill.worker._transfer.stats().num_bytes

@@ -95,7 +95,7 @@ async def test_whichever_write_is_damaged(number):
     """Chunks of 256 tokens; the last write carries HandoffDone."""
     async with cluster(transfer=CHECKED) as shared:
         prefill, decode, client = await shared.pair()
-        perform = prefill.worker._transport._perform
+        perform = prefill.transport._perform
         num_writes = 0
 
         def damage_one(post):
@@ -104,7 +104,7 @@ async def test_whichever_write_is_damaged(number):
             num_writes += post.op is TransferOp.WRITE
             return perform(post)
 
-        prefill.worker._transport._perform = damage_one
+        prefill.transport._perform = damage_one
         await answers_are_right(client, r=prompt(1000))
         assert num_writes == 4
         assert mismatches(prefill, decode) == (0, 1)

@@ -205,7 +205,7 @@ async def test_what_the_prefill_worker_cannot_do_is_computed_here_at_once(fault)
             raise TransferError("cannot be reached") if fault == "transfer" else RuntimeError("a defect")
 
         if fault in ("transfer", "defect"):
-            prefill.worker._transport.add_peer = unreachable
+            prefill.transport.add_peer = unreachable
         elif fault == "model":
             side._model = "another"
         else:

@@ -32,7 +32,8 @@ from kvrelay.launch.signals import on_terminate
 from kvrelay.rpc import Heartbeat, ZmqRpcClient, ZmqRpcServer
 from kvrelay.rpc.base import RpcClient
 from kvrelay.transfer import build_transport
-from kvrelay.worker.worker import Worker, WorkerSettings, new_worker_id
+from kvrelay.worker.settings import WorkerSettings, new_worker_id
+from kvrelay.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
 

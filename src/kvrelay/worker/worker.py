@@ -11,47 +11,23 @@ see us as gone, for from then on they reuse the blocks that we were allowed to w
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import math
 import os
-import socket
-import time
-import uuid
 from collections.abc import Coroutine
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import msgspec
 
-from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, TransferConfig
-from kvrelay.control.base import ControlPlane, Keys, Lease, WatchKind
+from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffReleased
-from kvrelay.core.hashing import HASH_SEED
-from kvrelay.core.layout import Compatibility
-from kvrelay.core.messages import (
-    PROTOCOL_VERSION,
-    AbortRequest,
-    AdminReply,
-    AdminRequest,
-    GenerateRequest,
-    Message,
-    Ping,
-    Pong,
-)
-from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
+from kvrelay.core.messages import AbortRequest, AdminRequest, GenerateRequest, Message, Ping, Pong
+from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.stats import engine_stats
-from kvrelay.errors import (
-    ConfigError,
-    ControlUnavailableError,
-    FatalError,
-    KvrelayError,
-    LeaseLostError,
-    WorkerUnavailableError,
-)
+from kvrelay.errors import ControlUnavailableError, FatalError, LeaseLostError, WorkerUnavailableError
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.transfer.base import Transport
@@ -62,41 +38,16 @@ from kvrelay.worker.disagg import DisaggPolicy
 from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.fleet import Fleet
 from kvrelay.worker.load import LoadSampler
+from kvrelay.worker.membership import RETRY_INTERVAL_S, Membership
 from kvrelay.worker.metrics import WorkerStats
+from kvrelay.worker.orders import obey
 from kvrelay.worker.peers import Connect, DecodePeer, DecodePeers
 from kvrelay.worker.prefill_side import PrefillSide
 from kvrelay.worker.publisher import MIN_INTERVAL_S, Publisher
+from kvrelay.worker.runtime import follow_thresholds
+from kvrelay.worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)
-
-REGISTER_INTERVAL_S = 0.5
-FENCE_MARGIN_SHARE = 0.1
-"""Of a lease's time to live: so much before its end the last byte is to be posted. Covers a post that blocks for its
-copy, and clocks that do not run alike."""
-
-ORDERS = ("status", "drain", "role", "check_integrity", "cache", "clear_cache")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """What a worker is told at start. ``worker_id`` is drawn anew at every start; ``public_key`` is what its request
-    plane asks for, empty when it is open."""
-
-    model: str
-    model_path: str
-    role: WorkerRole
-    engine_kind: str
-    engine: EngineConfig
-    transfer: TransferConfig
-    control: ControlConfig
-    disagg: DisaggConfig
-    worker_id: str
-    public_key: str = ""
-
-
-def new_worker_id(role: WorkerRole) -> str:
-    """An id that no earlier incarnation of any worker had; it begins with the role at birth, for the eye only."""
-    return f"{role}-{uuid.uuid4().hex[:10]}"
 
 
 class Worker:
@@ -121,29 +72,28 @@ class Worker:
         self._server = server
         self._keys = Keys(settings.control.namespace)
         self._loop = asyncio.get_running_loop()
-        self._lease: Lease | None = None
-        self._is_listed = False
         self._role_lock = asyncio.Lock()
         self._draining = asyncio.Event()
         self._failed = asyncio.Event()
         self._failure: FatalError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._compatibility = Compatibility(
-            model=settings.model,
-            weights_fingerprint=executor.weights_fingerprint,
-            layout=executor.kv_layout,
-            hash_seed=HASH_SEED,
-            protocol=PROTOCOL_VERSION,
-        ).digest()
-        self._transport = transport
+        self._membership = Membership(
+            settings,
+            executor,
+            control.discovery,
+            transport_name=transport.name,
+            address=lambda: server.address,
+            on_lost=self._on_lease_lost,
+            on_revoked=self._on_lease_revoked,
+        )
         self._transfer = TransferThread(
-            transport, settings.transfer, fence=self._fence_s, on_failed=self._on_transfer_failed
+            transport, settings.transfer, fence=self._membership.fence_s, on_failed=self._on_transfer_failed
         )
         self._engine = EngineThread(core, self._on_step, self._on_failure)
         self._checksums = BlockChecksums(executor, required=settings.transfer.kv_checksums)
         self._load = LoadSampler(core, MIN_INTERVAL_S, MonotonicClock())
-        self._events = KvEventLog(settings.worker_id, self.epoch)
-        self._publisher = Publisher(settings.worker_id, self.epoch, control.events, self._keys, self._events)
+        events = KvEventLog(settings.worker_id, self.epoch)
+        self._publisher = Publisher(settings.worker_id, self.epoch, control.events, self._keys, events)
         self._policy = DisaggPolicy(settings.disagg)
         self._fleet = Fleet(
             control.discovery,
@@ -164,7 +114,7 @@ class Worker:
             worker_id=settings.worker_id,
             model=settings.model,
             layout=executor.kv_layout,
-            kv_compatibility=self._compatibility,
+            kv_compatibility=self._membership.kv_compatibility,
             engine=self._engine,
             transfer=self._transfer,
             checksums=self._checksums,
@@ -176,7 +126,7 @@ class Worker:
             worker_id=settings.worker_id,
             model=settings.model,
             address=lambda: server.address,
-            kv_compatibility=self._compatibility,
+            kv_compatibility=self._membership.kv_compatibility,
             block_size=executor.kv_layout.block_size,
             engine=self._engine,
             transfer=self._transfer,
@@ -197,16 +147,17 @@ class Worker:
         self._server.on_peer_gone(self._decode.peer_gone)
         await self._server.start()
         self._transfer.start()
-        agent = await self._register_memory()
+        registered = self._transfer.register(
+            self._executor.kv_region,
+            block_bytes=self._executor.kv_layout.block_bytes,
+            kv_compatibility=self._membership.kv_compatibility,
+        )
+        agent = await asyncio.wrap_future(registered)
         self._engine.start()
-        self._lease = await self._control.discovery.grant(self.settings.control.lease_ttl_s)
-        metadata = self._metadata(agent, self._lease.ttl_s)
-        self._lease.on_lost(self._on_lease_lost)
-        self._lease.on_revoked(lambda: self._on_lease_revoked(metadata))
-        await self._publish_memory(metadata)
+        await self._membership.join(agent)
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
         self._fleet.start()
-        self._spawn(self._watch_config())
+        self._spawn(follow_thresholds(self._control.discovery, self._keys, self._policy))
         await self._enter_role(self.role)
 
     async def run(self) -> None:
@@ -235,7 +186,7 @@ class Worker:
     async def _drain(self) -> None:
         async with self._role_lock:
             try:
-                await self._unlist()
+                await self._membership.unlist()
             except ControlUnavailableError as exc:
                 _log.warning("cannot leave discovery: %s", exc)
             await self._finish()
@@ -253,11 +204,7 @@ class Worker:
         self._transfer.fail_all("the worker leaves")
         await self._prefill.close()
         await asyncio.to_thread(self._transfer.close)
-        try:
-            if self._lease is not None:
-                await self._lease.revoke()
-        except ControlUnavailableError as exc:
-            _log.warning("cannot revoke the lease, it runs out by itself: %s", exc)
+        await self._membership.leave()
         await self._fleet.close()
         await self._publisher.close()
         await self._decode.close()
@@ -280,7 +227,7 @@ class Worker:
                 return
             before = self.role
             try:
-                await self._unlist()
+                await self._membership.unlist()
                 await self._finish()
                 if self._draining.is_set():
                     raise WorkerUnavailableError("the worker is leaving")
@@ -293,7 +240,7 @@ class Worker:
 
     async def _enter_role(self, role: WorkerRole) -> None:
         self._assume(role)
-        await self._register()
+        await self._membership.register(role, self.epoch)
 
     def _assume(self, role: WorkerRole) -> None:
         """Work in ``role``, whoever knows of it."""
@@ -310,15 +257,6 @@ class Worker:
         await self._prefill.drain()
         await self._decode.drain()
 
-    async def _register(self) -> None:
-        key = self._keys.worker(self.settings.worker_id)
-        await self._control.discovery.put(key, msgspec.json.encode(self._info()), self._lease)
-        self._is_listed = True
-
-    async def _unlist(self) -> None:
-        self._is_listed = False
-        await self._control.discovery.delete(self._keys.worker(self.settings.worker_id))
-
     async def _register_again(self) -> None:
         """After a change of role that failed: until it succeeds, or somebody else changes the role."""
         epoch, role = self.epoch, self.role
@@ -327,71 +265,10 @@ class Worker:
                 if self._draining.is_set() or (self.epoch, self.role) != (epoch, role):
                     return
                 try:
-                    return await self._register()
+                    return await self._membership.register(role, epoch)
                 except (ControlUnavailableError, LeaseLostError) as exc:
                     _log.debug("cannot register: %s", exc)
-            await asyncio.sleep(REGISTER_INTERVAL_S)
-
-    def _info(self) -> WorkerInfo:
-        settings = self.settings
-        return WorkerInfo(
-            worker_id=settings.worker_id,
-            epoch=self.epoch,
-            role=self.role,
-            model=settings.model,
-            model_path=settings.model_path,
-            address=self._server.address,
-            max_model_len=self._executor.max_model_len,
-            block_size=self._executor.kv_layout.block_size,
-            num_blocks=self._executor.num_blocks,
-            vocab_size=self._executor.vocab_size,
-            kv_compatibility=self._compatibility,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            engine=settings.engine_kind,
-            transport=self._transport.name,
-            max_num_seqs=settings.engine.max_num_seqs,
-            public_key=settings.public_key,
-            weights_fingerprint=self._executor.weights_fingerprint,
-            lease_ttl_s=settings.control.lease_ttl_s,
-        )
-
-    async def _register_memory(self) -> bytes:
-        """Gives the transport's connection blob."""
-        block_bytes = self._executor.kv_layout.block_bytes
-        registered = self._transfer.register(
-            self._executor.kv_region, block_bytes=block_bytes, kv_compatibility=self._compatibility
-        )
-        return await asyncio.wrap_future(registered)
-
-    async def _publish_memory(self, metadata: KvMetadata) -> None:
-        key = self._keys.worker_kv_metadata(metadata.worker_id, metadata.rank)
-        await self._control.discovery.put(key, msgspec.json.encode(metadata), self._lease)
-
-    async def _publish_memory_again(self, metadata: KvMetadata) -> None:
-        while True:
-            try:
-                return await self._publish_memory(metadata)
-            except (ControlUnavailableError, LeaseLostError) as exc:
-                _log.debug("cannot publish the KV metadata: %s", exc)
-            await asyncio.sleep(REGISTER_INTERVAL_S)
-
-    def _metadata(self, agent: bytes, lease_ttl_s: float) -> KvMetadata:
-        region = self._executor.kv_region
-        return KvMetadata(
-            worker_id=self.settings.worker_id,
-            rank=0,
-            transport=self._transport.name,
-            agent=agent,
-            address=region.address,
-            num_bytes=region.num_bytes,
-            block_bytes=self._executor.kv_layout.block_bytes,
-            device=region.device,
-            device_id=region.device_id,
-            kv_compatibility=self._compatibility,
-            public_key=self.settings.public_key,
-            lease_ttl_s=lease_ttl_s,
-        )
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 
@@ -408,9 +285,12 @@ class Worker:
             case Ping():
                 self._server.send(peer, Pong(message.nonce, self.settings.worker_id))
             case AdminRequest():
-                self._spawn(self._admin(peer, message))
+                self._spawn(self._obey(peer, message))
             case _:
                 _log.warning("an unexpected %s was dropped", type(message).__name__)
+
+    async def _obey(self, peer: Peer, message: AdminRequest) -> None:
+        self._server.send(peer, await obey(message, self, self._engine))
 
     def _on_step(self, step: StepOutput) -> None:
         """On the engine thread, after every step."""
@@ -449,17 +329,12 @@ class Worker:
         self._prefill.abandon_all("lease lost")
         self._transfer.fail_all("lease lost")
 
-    def _on_lease_revoked(self, metadata: KvMetadata) -> None:
+    def _on_lease_revoked(self) -> None:
         """Somebody wants us to leave. What had gone with the lease is known as lost by now; until we have finished,
         peers find our memory as they do in any other drain."""
         _log.warning("lease revoked: draining")
         self.request_drain()
-        self._spawn(self._publish_memory_again(metadata))
-
-    def _fence_s(self) -> float:
-        """On the transfer thread: until when it may post."""
-        lease = self._lease
-        return -math.inf if lease is None else lease.alive_until_s - lease.ttl_s * FENCE_MARGIN_SHARE
+        self._spawn(self._membership.publish_memory_again())
 
     def _on_transfer_failed(self, error: Exception) -> None:
         failure = FatalError(f"the KV transfer failed: {error!r}")
@@ -476,35 +351,7 @@ class Worker:
 
         self._loop.call_soon_threadsafe(leave)
 
-    # -- orders of an operator ----------------------------------------------------------------------------------------
-
-    async def _admin(self, peer: Peer, message: AdminRequest) -> None:
-        try:
-            payload = await self._perform(message)
-        except (KvrelayError, ValueError) as exc:
-            self._server.send(peer, AdminReply(message.nonce, error=str(exc)))
-        else:
-            self._server.send(peer, AdminReply(message.nonce, payload=json.dumps(payload)))
-
-    async def _perform(self, message: AdminRequest) -> object:
-        match message.command:
-            case "status":
-                return await self.status()
-            case "drain":
-                self.request_drain()
-                return {"draining": True}
-            case "role":
-                await self.set_role(WorkerRole(message.argument))
-                return {"role": self.role, "epoch": self.epoch}
-            case "check_integrity":
-                return await self._engine.call(_integrity)
-            case "cache":
-                hashes = await self._engine.call(lambda core: core.pool.cached_hashes())
-                return {"blocks": [f"{block:016x}" for block in hashes]}
-            case "clear_cache":
-                await self._engine.call(lambda core: core.clear_cache())
-                return {"cleared": True}
-        raise ConfigError(f"unknown order {message.command}; known are {', '.join(ORDERS)}")
+    # -- what it says of itself ---------------------------------------------------------------------------------------
 
     async def status(self) -> dict[str, object]:
         """Everything an operator asks for, as JSON values."""
@@ -513,7 +360,7 @@ class Worker:
             "worker_id": self.settings.worker_id,
             "role": self.role,
             "epoch": self.epoch,
-            "lease_id": self._lease.lease_id if self._lease is not None else "",
+            "lease_id": self._membership.lease_id,
             "model": self.settings.model,
             "pid": os.getpid(),
             "load": msgspec.to_builtins(metrics),
@@ -529,9 +376,7 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """Whether this worker is in discovery, as far as it knows without asking, and is not leaving."""
-        lease = self._lease
-        is_alive = lease is not None and lease.alive_until_s > time.monotonic()
-        return self._is_listed and is_alive and not self._draining.is_set()
+        return self._membership.is_listed and not self._draining.is_set()
 
     def stats(self) -> WorkerStats:
         """Everything that is counted, at once: nothing of it waits for the engine or for a server."""
@@ -548,26 +393,7 @@ class Worker:
             transfer=self._transfer.stats(),
         )
 
-    async def _watch_config(self) -> None:
-        """Thresholds that ``kvrelay config set`` and ``unset`` change, effective at once."""
-        prefix = self._keys.config_value("disagg.")
-        async for event in self._control.discovery.watch(prefix):
-            name = event.key.removeprefix(prefix)
-            try:
-                if event.kind is WatchKind.PUT:
-                    self._policy.set(name, msgspec.json.decode(event.value))
-                elif event.kind is WatchKind.DELETE:
-                    self._policy.unset(name)
-            except (ConfigError, msgspec.DecodeError) as exc:
-                _log.warning("%s refused: %s", event.key, exc)
-
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _integrity(core: EngineCore) -> dict[str, object]:
-    core.check_integrity()
-    metrics = core.metrics()
-    return {"ok": True, "blocks_in_use": metrics.kv_active_blocks, "blocks": metrics.kv_total_blocks}

@@ -1,0 +1,174 @@
+"""This worker's place in discovery: its lease, where its KV memory lies, its entry in the list of workers.
+
+    join()       the lease begins, kv_metadata/ID/0 appears    peers can reach our memory
+    register()   workers/ID appears, or changes                frontends and peers send work
+    unlist()     workers/ID disappears                         no new work; hand-offs go on
+    leave()      the lease ends, everything goes               peers reuse the blocks that we were allowed to write
+
+It does not know when these are due, nor what has to end when the lease is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from kvrelay.control.base import Discovery, Keys, Lease
+from kvrelay.core.hashing import HASH_SEED
+from kvrelay.core.layout import Compatibility
+from kvrelay.core.messages import PROTOCOL_VERSION
+from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
+from kvrelay.engine.base import Executor
+from kvrelay.errors import ControlUnavailableError, LeaseLostError
+from kvrelay.worker.settings import WorkerSettings
+
+_log = logging.getLogger(__name__)
+
+RETRY_INTERVAL_S = 0.5
+FENCE_MARGIN_SHARE = 0.1
+"""Of a lease's time to live: so much before its end the last byte is to be posted. Covers a post that blocks for its
+copy, and clocks that do not run alike."""
+
+
+class Membership:
+    """From ``join`` to ``leave``. Methods that talk to discovery raise ControlUnavailableError, or LeaseLostError while
+    there is no lease to put a key under.
+
+    ``address`` gives the request plane's; ``on_lost`` and ``on_revoked`` are the lease's.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        executor: Executor,
+        discovery: Discovery,
+        *,
+        transport_name: str,
+        address: Callable[[], str],
+        on_lost: Callable[[], None],
+        on_revoked: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._executor = executor
+        self._discovery = discovery
+        self._keys = Keys(settings.control.namespace)
+        self._transport_name = transport_name
+        self._address = address
+        self._on_lost = on_lost
+        self._on_revoked = on_revoked
+        self.kv_compatibility = Compatibility(
+            model=settings.model,
+            weights_fingerprint=executor.weights_fingerprint,
+            layout=executor.kv_layout,
+            hash_seed=HASH_SEED,
+            protocol=PROTOCOL_VERSION,
+        ).digest()
+        """What two workers must share to exchange KV."""
+        self._lease: Lease | None = None
+        self._agent = b""
+        self._is_listed = False
+
+    @property
+    def lease_id(self) -> str:
+        """Empty before ``join``."""
+        return "" if self._lease is None else self._lease.lease_id
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether others find this worker in the list, as far as it knows without asking."""
+        return self._is_listed and self._lease is not None and self._lease.alive_until_s > time.monotonic()
+
+    def fence_s(self) -> float:
+        """Until when a write may be posted, by the monotonic clock. From any thread."""
+        lease = self._lease
+        return -math.inf if lease is None else lease.alive_until_s - lease.ttl_s * FENCE_MARGIN_SHARE
+
+    async def join(self, agent: bytes) -> None:
+        """Begin the lease and say where the KV memory lies. ``agent`` is the transport's connection blob."""
+        self._agent = agent
+        self._lease = await self._discovery.grant(self._settings.control.lease_ttl_s)
+        self._lease.on_lost(self._on_lost)
+        self._lease.on_revoked(self._on_revoked)
+        await self._publish_memory(self._lease)
+
+    async def publish_memory_again(self) -> None:
+        """Behind a revocation: until it succeeds."""
+        while self._lease is not None:
+            try:
+                return await self._publish_memory(self._lease)
+            except (ControlUnavailableError, LeaseLostError) as exc:
+                _log.debug("cannot publish the KV metadata: %s", exc)
+            await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def register(self, role: WorkerRole, epoch: int) -> None:
+        """Enter the list of workers, or change the entry."""
+        key = self._keys.worker(self._settings.worker_id)
+        await self._discovery.put(key, msgspec.json.encode(self._info(role, epoch)), self._lease)
+        self._is_listed = True
+
+    async def unlist(self) -> None:
+        """Get no new work."""
+        self._is_listed = False
+        await self._discovery.delete(self._keys.worker(self._settings.worker_id))
+
+    async def leave(self) -> None:
+        """End the lease: to be called when nothing of ours moves any more. While discovery is away it runs out."""
+        if self._lease is None:
+            return
+        try:
+            await self._lease.revoke()
+        except ControlUnavailableError as exc:
+            _log.warning("cannot revoke the lease, it runs out by itself: %s", exc)
+
+    async def _publish_memory(self, lease: Lease) -> None:
+        metadata = self._metadata(lease.ttl_s)
+        key = self._keys.worker_kv_metadata(metadata.worker_id, metadata.rank)
+        await self._discovery.put(key, msgspec.json.encode(metadata), lease)
+
+    def _info(self, role: WorkerRole, epoch: int) -> WorkerInfo:
+        settings, executor = self._settings, self._executor
+        return WorkerInfo(
+            worker_id=settings.worker_id,
+            epoch=epoch,
+            role=role,
+            model=settings.model,
+            model_path=settings.model_path,
+            address=self._address(),
+            max_model_len=executor.max_model_len,
+            block_size=executor.kv_layout.block_size,
+            num_blocks=executor.num_blocks,
+            vocab_size=executor.vocab_size,
+            kv_compatibility=self.kv_compatibility,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            engine=settings.engine_kind,
+            transport=self._transport_name,
+            max_num_seqs=settings.engine.max_num_seqs,
+            public_key=settings.public_key,
+            weights_fingerprint=executor.weights_fingerprint,
+            lease_ttl_s=settings.control.lease_ttl_s,
+        )
+
+    def _metadata(self, lease_ttl_s: float) -> KvMetadata:
+        region = self._executor.kv_region
+        return KvMetadata(
+            worker_id=self._settings.worker_id,
+            rank=0,
+            transport=self._transport_name,
+            agent=self._agent,
+            address=region.address,
+            num_bytes=region.num_bytes,
+            block_bytes=self._executor.kv_layout.block_bytes,
+            device=region.device,
+            device_id=region.device_id,
+            kv_compatibility=self.kv_compatibility,
+            public_key=self._settings.public_key,
+            lease_ttl_s=lease_ttl_s,
+        )

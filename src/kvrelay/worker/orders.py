@@ -1,0 +1,66 @@
+"""An operator's orders, as they come over the request plane, and their answers in JSON.
+
+What an order does is the worker's and the engine's; here it is told apart by name, and what goes wrong is answered.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Protocol
+
+from kvrelay.core.messages import AdminReply, AdminRequest
+from kvrelay.core.workers import WorkerRole
+from kvrelay.engine.core import EngineCore
+from kvrelay.errors import ConfigError, KvrelayError
+from kvrelay.worker.engine_thread import EngineThread
+
+ORDERS = ("status", "drain", "role", "check_integrity", "cache", "clear_cache")
+
+
+class Ordered(Protocol):
+    """Of a worker what can be ordered."""
+
+    role: WorkerRole
+    epoch: int
+
+    async def status(self) -> dict[str, object]: ...
+
+    def request_drain(self) -> None: ...
+
+    async def set_role(self, role: WorkerRole) -> None: ...
+
+
+async def obey(message: AdminRequest, worker: Ordered, engine: EngineThread) -> AdminReply:
+    """Do as the operator says. An order that fails, or that is none, is answered with the reason."""
+    try:
+        payload = await _perform(message, worker, engine)
+    except (KvrelayError, ValueError) as exc:
+        return AdminReply(message.nonce, error=str(exc))
+    return AdminReply(message.nonce, payload=json.dumps(payload))
+
+
+async def _perform(message: AdminRequest, worker: Ordered, engine: EngineThread) -> object:
+    match message.command:
+        case "status":
+            return await worker.status()
+        case "drain":
+            worker.request_drain()
+            return {"draining": True}
+        case "role":
+            await worker.set_role(WorkerRole(message.argument))
+            return {"role": worker.role, "epoch": worker.epoch}
+        case "check_integrity":
+            return await engine.call(_integrity)
+        case "cache":
+            hashes = await engine.call(lambda core: core.pool.cached_hashes())
+            return {"blocks": [f"{block:016x}" for block in hashes]}
+        case "clear_cache":
+            await engine.call(lambda core: core.clear_cache())
+            return {"cleared": True}
+    raise ConfigError(f"unknown order {message.command}; known are {', '.join(ORDERS)}")
+
+
+def _integrity(core: EngineCore) -> dict[str, object]:
+    core.check_integrity()
+    metrics = core.metrics()
+    return {"ok": True, "blocks_in_use": metrics.kv_active_blocks, "blocks": metrics.kv_total_blocks}
