@@ -15,7 +15,7 @@ from tests.contracts.prefill_queue_contract import LINE, prefill
 
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
-from kvrelay.control.base import ControlPlane
+from kvrelay.control.base import ControlPlane, PrefillDelivery
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats_process import NatsServerProcess, find_binary
 from kvrelay.errors import ControlUnavailableError
@@ -79,10 +79,10 @@ def test_the_server_that_leads_everything_dies(cluster: Cluster) -> None:
             cluster.kill(leaders[0])
 
             await _until_it_succeeds(lambda: control.discovery.put("kvrelay/test/y", b"2", lease))
-            assert await control.discovery.list("kvrelay/test/") == {"kvrelay/test/x": b"1", "kvrelay/test/y": b"2"}
+            listed = await _until_it_succeeds(lambda: control.discovery.list("kvrelay/test/"))
+            assert listed == {"kvrelay/test/x": b"1", "kvrelay/test/y": b"2"}
             await _until_it_succeeds(lambda: control.prefill_queue.push(prefill("after")))
-            delivery = await control.prefill_queue.pull(LINE, PATIENCE_S)
-            assert delivery is not None
+            delivery = await _until_it_succeeds(lambda: _pull(control))
             assert delivery.request.handoff_id == "before"
             assert not lost
         finally:
@@ -131,6 +131,14 @@ async def _until_it_succeeds(attempt: Callable[[], Awaitable[T]]) -> T:
                 return await attempt()
             except ControlUnavailableError:
                 await asyncio.sleep(0.1)
+
+
+async def _pull(control: ControlPlane) -> PrefillDelivery:
+    """The queue is not empty: no delivery means that nobody leads its consumer yet."""
+    delivery = await control.prefill_queue.pull(LINE, 1.0)
+    if delivery is None:
+        raise ControlUnavailableError("nothing was delivered")
+    return delivery
 
 
 async def _stream_info(url: str, stream: str) -> dict[str, Any]:

@@ -200,8 +200,6 @@ class FakeCluster:
             ),
         )
         await frontend.start()
-        if self.workers:
-            await self.until(lambda: bool(frontend.cluster.models))
         return frontend
 
     @staticmethod

@@ -41,6 +41,20 @@ async def test_models_come_with_their_first_worker_and_go_with_their_last(model_
         assert await names() == ["other"]
 
 
+async def test_a_frontend_listens_when_it_has_met_the_workers(model_dir: Path) -> None:
+    """It may share its port with others, which would have served who is sent here too early."""
+    cluster = FakeCluster(model_dir)
+    try:
+        for number in range(3):
+            await cluster.add_worker(f"w{number}", Script())
+        gone = await cluster.add_worker("gone", Script())
+        await gone.die()
+        frontend = await cluster.start()
+        assert frontend.cluster.model(None).worker_ids == ["w0", "w1", "w2"]
+    finally:
+        await cluster.close()
+
+
 async def test_other_weights_under_a_name_wait_for_the_last_old_worker(
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -79,6 +79,10 @@ class Cluster:
         self._served: dict[str, _Served] = {}
         self._loading: dict[str, asyncio.Lock] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._unmet: set[str] = set()
+        """Workers that nobody has tried to reach yet."""
+        self._all_met = asyncio.Event()
+        self._all_met.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._subscriptions: list[Subscription] = []
         self._settings = RuntimeSettings()
@@ -126,13 +130,11 @@ class Cluster:
 
     async def wait_synced(self, timeout_s: float) -> bool:
         """Until the workers that were registered at the start, and the settings of then, are known."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._workers_listed.wait()
-                await self._settings_listed.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await _happens(self._workers_listed, timeout_s) and await _happens(self._settings_listed, timeout_s)
+
+    async def wait_met(self, timeout_s: float) -> bool:
+        """Until every known worker is connected, or was found unreachable."""
+        return await _happens(self._all_met, timeout_s)
 
     async def close(self) -> None:
         tasks = [*self._tasks, *self._keepers.values()]
@@ -199,6 +201,8 @@ class Cluster:
             served.model.remove_worker(info.worker_id)
             served.link.retire()
         if info.role.takes_requests and info.worker_id not in self._keepers:
+            self._unmet.add(info.worker_id)
+            self._all_met.clear()
             keeper = asyncio.get_running_loop().create_task(self._keep_worker(info.worker_id))
             self._keepers[info.worker_id] = keeper
             keeper.add_done_callback(lambda task: self._keeper_done(info.worker_id, task))
@@ -216,8 +220,15 @@ class Cluster:
         info = self._infos.get(worker_id)
         return info if info is not None and info.role.takes_requests else None
 
+    def _has_been_met(self, worker_id: str) -> None:
+        """With or without success."""
+        self._unmet.discard(worker_id)
+        if not self._unmet:
+            self._all_met.set()
+
     def _keeper_done(self, worker_id: str, task: asyncio.Task[None]) -> None:
         self._keepers.pop(worker_id, None)
+        self._has_been_met(worker_id)
         if task.cancelled():
             return
         if (error := task.exception()) is not None:
@@ -237,6 +248,7 @@ class Cluster:
             except KvrelayError as exc:
                 level = logging.WARNING if num_failures == 0 else logging.DEBUG
                 _log.log(level, "worker %s cannot be used yet: %s", worker_id, exc)
+                self._has_been_met(worker_id)
                 await asyncio.sleep(RECONNECT_BACKOFF_S[min(num_failures, len(RECONNECT_BACKOFF_S) - 1)])
                 num_failures += 1
                 continue
@@ -254,6 +266,7 @@ class Cluster:
             link.revive(info)
             model.add_worker(info, link)
             _log.info("worker %s serves %s", worker_id, model.name)
+            self._has_been_met(worker_id)
             await link.wait_ended()
         finally:
             del self._served[worker_id]
@@ -334,3 +347,12 @@ class Cluster:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _happens(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

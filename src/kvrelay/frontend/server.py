@@ -20,6 +20,7 @@ from kvrelay.frontend.metrics import FrontendMetrics
 _log = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 5.0
+MEET_TIMEOUT_S = 2.0
 
 
 class Frontend:
@@ -62,6 +63,9 @@ class Frontend:
         await self.cluster.start()
         if not await self.cluster.wait_synced(SYNC_TIMEOUT_S):
             _log.warning("discovery did not list the workers within %g s", SYNC_TIMEOUT_S)
+        # Another frontend may share the port: whoever is sent here must not hear that there are no workers.
+        if not await self.cluster.wait_met(MEET_TIMEOUT_S):
+            _log.warning("not all workers could be reached within %g s", MEET_TIMEOUT_S)
         await self._server.start()
 
     async def close(self) -> None:
