@@ -26,64 +26,29 @@ import logging
 import math
 import queue
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import RecomputeError, TransferError
-from kvrelay.transfer.base import Completion, Notification, TransferOp, TransferPlan, Transport
-from kvrelay.transfer.compat import check_compatible
-from kvrelay.transfer.plan import check_bounds, split_plan
+from kvrelay.errors import TransferError
+from kvrelay.transfer.base import Notification, TransferOp, TransferPlan, Transport
+from kvrelay.transfer.plan import split_plan
+from kvrelay.transfer.queues import OnDone, Transfer, TransferQueues
 from kvrelay.transfer.stats import StatsCounter, TransferStats
-
-OnDone = Callable[[str | None], None]
 
 MAX_POST_BYTES = 32 * 1024 * 1024
 """On one host a post blocks for the whole copy; this bounds how long notifications and deadlines wait for it."""
-MAX_POSTS_PER_PEER = 8
-MAX_FAILED_GROUPS = 4096
 _EAGER_POLLS_PER_INTERVAL = 8
 _EAGER_POLLS = 64
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, slots=True)
-class _Transfer:
-    """A submitted transfer. ``parts`` are still to be posted; ``in_flight`` posts have not ended."""
-
-    op: TransferOp
-    worker_id: str
-    plan: TransferPlan
-    notify: bytes | None
-    on_done: OnDone
-    group: str | None
-    term: int
-    submitted_s: float
-    deadline_s: float
-    parts: deque[TransferPlan]
-    in_flight: int = 0
-
-
-class _Peer:
-    """Queue and posts of one peer."""
-
-    def __init__(self) -> None:
-        self.waiting: deque[_Transfer] = deque()
-        self.posts: dict[int, _Transfer] = {}
-
-    @property
-    def transfers(self) -> list[_Transfer]:
-        """Everything unfinished, in order, each once."""
-        return list(dict.fromkeys([*self.posts.values(), *self.waiting]))
 
 
 class TransferThread:
@@ -105,9 +70,8 @@ class TransferThread:
         self._transport = transport
         self._config = config
         self._clock = clock or MonotonicClock()
-        self._fence = fence or _never
+        self._queues = TransferQueues(transport, self._clock, fence or _never, self._finish)
         self._on_failed = on_failed
-        self._term = 0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._lock = threading.Lock()
@@ -115,15 +79,9 @@ class TransferThread:
         self._num_handoffs = 0
         self._num_unfinished = 0
         self._counter = StatsCounter()
-        self._region: MemoryRegion | None = None
-        self._required: tuple[int, str] = (0, "")
-        self._known: dict[str, KvMetadata] = {}
         self._leaving: set[str] = set()
         self._on_notification: Callable[[Notification], None] | None = None
-        self._peers: dict[str, _Peer] = {}
-        self._owners: dict[int, _Transfer] = {}
         self._polls_since_progress = 0
-        self._failed_groups: OrderedDict[str, str] = OrderedDict()
 
     # -- from any thread -------------------------------------------------------------------------------------------
 
@@ -135,14 +93,7 @@ class TransferThread:
 
         ``block_bytes`` and ``kv_compatibility``, where given, are what every peer has to have too.
         """
-
-        def run() -> bytes:
-            agent = self._transport.register(region)
-            self._region = region
-            self._required = (block_bytes, kv_compatibility)
-            return agent
-
-        return self._post_call(run)
+        return self._post_call(lambda: self._queues.register(region, block_bytes, kv_compatibility))
 
     def on_notification(self, handler: Callable[[Notification], None]) -> None:
         """``handler`` runs on the transfer thread, must not block, and must not trust the payload."""
@@ -150,11 +101,11 @@ class TransferThread:
 
     def add_peer(self, metadata: KvMetadata) -> Future[None]:
         """Connect to a peer. The future raises IncompatiblePeerError, or TransferError when it cannot be reached."""
-        return self._post_call(lambda: self._connect(metadata))
+        return self._post_call(lambda: self._queues.connect(metadata))
 
     def has_peer(self, worker_id: str) -> bool:
         """Whether the peer was added and not removed. Its connection may be down; the next transfer makes it anew."""
-        return worker_id in self._known and worker_id not in self._leaving
+        return self._queues.knows(worker_id) and worker_id not in self._leaving
 
     def remove_peer(self, worker_id: str) -> Future[None]:
         """Tear the connection down, fail what is under way on it, forget the peer."""
@@ -187,7 +138,8 @@ class TransferThread:
         deadline_s = now + (limit if timeout_s is None else min(limit, timeout_s))
         parts = deque(split_plan(plan, MAX_POST_BYTES))
         with self._lock:
-            transfer = _Transfer(op, worker_id, plan, notify, on_done, group, self._term, now, deadline_s, parts)
+            term = self._queues.term
+            transfer = Transfer(op, worker_id, plan, notify, on_done, group, term, now, deadline_s, parts)
             accepted = not self._closed
             if accepted:
                 self._num_unfinished += 1
@@ -200,9 +152,9 @@ class TransferThread:
         """Tear every connection down and fail what is unfinished. From now on nothing of it is posted; what was posted
         has stopped when the thread has come to it. Peers stay known: later submissions connect anew."""
         with self._lock:
-            self._term += 1
+            self._queues.withdraw()
             if not self._closed:
-                self._inbox.put(lambda: self._disconnect_all(reason))
+                self._inbox.put(lambda: self._queues.disconnect_all(reason))
 
     def open_handoff(self) -> None:
         """From now on peers may need our polling. Pairs with ``close_handoff``."""
@@ -234,8 +186,7 @@ class TransferThread:
 
     def __repr__(self) -> str:
         return (
-            f"<TransferThread {self._transport.name}: {len(self._known)} peers, {self._num_unfinished} unfinished, "
-            f"{self._num_handoffs} hand-offs open>"
+            f"<TransferThread {self._queues!r}, {self._num_unfinished} unfinished, {self._num_handoffs} hand-offs open>"
         )
 
     def _post_call(self, function: Callable[[], T]) -> Future[T]:
@@ -273,17 +224,13 @@ class TransferThread:
                 self._on_failed(failure)
 
     def _step(self) -> None:
-        self._expire()
-        for worker_id, peer in list(self._peers.items()):
-            # Pumping one may disconnect another.
-            if self._peers.get(worker_id) is peer:
-                self._pump(worker_id, peer)
+        self._queues.post_due()
         completions, notifications = self._transport.poll()
         # Notifications first: "prefill done" is what somebody waits for.
         for notification in notifications:
             self._notify(notification)
         for completion in completions:
-            self._complete(completion)
+            self._queues.complete(completion)
         self._polls_since_progress = 0 if completions or notifications else self._polls_since_progress + 1
 
     def _take_commands(self) -> bool:
@@ -300,142 +247,24 @@ class TransferThread:
 
     def _wait_s(self) -> float | None:
         """How long to wait for a command before the next poll; None: until one comes."""
-        if self._peers:
+        if not self._queues.is_idle:
             if self._polls_since_progress == 0:
                 return 0
             eager = self._polls_since_progress < _EAGER_POLLS
             return self._config.poll_interval_s / (_EAGER_POLLS_PER_INTERVAL if eager else 1)
         return self._config.poll_interval_s if self._num_handoffs else None
 
-    def _connect(self, metadata: KvMetadata) -> None:
-        if self._region is None:
-            raise TransferError("the KV pool is not registered yet", peer=metadata.worker_id)
-        block_bytes, kv_compatibility = self._required
-        check_compatible(
-            metadata, transport=self._transport.name, block_bytes=block_bytes, kv_compatibility=kv_compatibility
-        )
-        self._disconnect(metadata.worker_id, f"worker {metadata.worker_id} was added anew")
-        self._transport.add_peer(metadata)
-        self._known[metadata.worker_id] = metadata
-
-    def _accept(self, transfer: _Transfer) -> None:
-        if transfer.term != self._term:
-            self._finish(transfer, "withdrawn before it was begun")
-            return
-        remote, region = self._known.get(transfer.worker_id), self._region
-        if remote is None or region is None:
-            self._finish(transfer, f"worker {transfer.worker_id} is not connected")
-            return
-        try:
-            # The whole plan at once, before a first part of it moves.
-            check_bounds(transfer.plan, region.num_bytes, remote.num_bytes, transfer.worker_id)
-        except TransferError as exc:
-            self._finish(transfer, exc.message)
-            return
-        self._peers.setdefault(transfer.worker_id, _Peer()).waiting.append(transfer)
+    def _accept(self, transfer: Transfer) -> None:
+        self._queues.accept(transfer)
         self._polls_since_progress = 0
 
-    def _pump(self, worker_id: str, peer: _Peer) -> None:
-        """Post what may be posted to one peer."""
-        while peer.waiting and len(peer.posts) < MAX_POSTS_PER_PEER:
-            transfer = peer.waiting[0]
-            earlier_error = None if transfer.group is None else self._failed_groups.get(transfer.group)
-            if earlier_error is not None:
-                peer.waiting.popleft()
-                self._finish(transfer, earlier_error)
-                continue
-            if transfer.term != self._term:
-                self._disconnect_all("withdrawn")
-                return
-            if self._clock.now() >= min(transfer.deadline_s, self._fence()):
-                self._expire()
-                return
-            notify = transfer.notify if len(transfer.parts) == 1 else None
-            if (notify is not None and peer.posts) or not self._post(worker_id, peer, transfer, notify):
-                return
-            if not transfer.parts:
-                peer.waiting.popleft()
-        if not peer.waiting and not peer.posts:
-            self._peers.pop(worker_id, None)
-
-    def _post(self, worker_id: str, peer: _Peer, transfer: _Transfer, notify: bytes | None) -> bool:
-        try:
-            if not self._transport.has_peer(worker_id):
-                self._transport.add_peer(self._known[worker_id])
-            handle = self._transport.post(transfer.op, worker_id, transfer.parts[0], notify)
-        except RecomputeError as exc:
-            self._disconnect(worker_id, exc.message)
-            return False
-        transfer.parts.popleft()
-        self._owners[handle] = peer.posts[handle] = transfer
-        transfer.in_flight += 1
-        return True
-
-    def _complete(self, completion: Completion) -> None:
-        transfer = self._owners.pop(completion.handle, None)
-        if transfer is None:
-            return  # failed already, with its connection
-        peer = self._peers[transfer.worker_id]
-        del peer.posts[completion.handle]
-        transfer.in_flight -= 1
-        if completion.error is not None:
-            if not peer.waiting or peer.waiting[0] is not transfer:
-                peer.waiting.appendleft(transfer)
-            self._disconnect(transfer.worker_id, completion.error)
-            return
-        if transfer.in_flight == 0 and not transfer.parts:
-            self._finish(transfer, None)
-        if not peer.waiting and not peer.posts:
-            self._peers.pop(transfer.worker_id, None)
-
-    def _expire(self) -> None:
-        """Fail what has passed its deadline, or everything behind the fence. What was posted takes its connection with
-        it."""
-        now = self._clock.now()
-        if self._peers and now >= self._fence():
-            self._disconnect_all("the lease has run out, so nothing may be written any more")
-            return
-        for worker_id, peer in list(self._peers.items()):
-            late = [transfer for transfer in peer.transfers if now >= transfer.deadline_s]
-            if any(transfer.in_flight for transfer in late):
-                self._disconnect(worker_id, f"a transfer with worker {worker_id} ran past its deadline")
-                continue
-            for transfer in late:
-                peer.waiting.remove(transfer)
-                self._finish(transfer, f"a transfer with worker {worker_id} was not begun before its deadline")
-
-    def _disconnect(self, worker_id: str, error: str) -> None:
-        """Tear the connection down, then fail everything that was under way or queued on it."""
-        if self._transport.has_peer(worker_id):
-            self._transport.remove_peer(worker_id)
-        peer = self._peers.pop(worker_id, None)
-        if peer is None:
-            return
-        transfers = peer.transfers
-        for handle in peer.posts:
-            self._owners.pop(handle, None)
-        # Whoever still holds this object must find nothing in it to post.
-        peer.posts.clear()
-        peer.waiting.clear()
-        for transfer in transfers:
-            self._finish(transfer, error)
-
-    def _disconnect_all(self, error: str) -> None:
-        for worker_id in list(self._peers):
-            self._disconnect(worker_id, error)
-
     def _forget(self, worker_id: str) -> None:
-        self._known.pop(worker_id, None)
+        self._queues.forget(worker_id)
         self._leaving.discard(worker_id)
-        self._disconnect(worker_id, f"worker {worker_id} was removed")
         with self._lock:
             self._counter.forget(worker_id)
 
-    def _finish(self, transfer: _Transfer, error: str | None) -> None:
-        if error is not None and transfer.group is not None:
-            self._failed_groups.setdefault(transfer.group, error)
-            while len(self._failed_groups) > MAX_FAILED_GROUPS:
-                self._failed_groups.popitem(last=False)
+    def _finish(self, transfer: Transfer, error: str | None) -> None:
         seconds = self._clock.now() - transfer.submitted_s
         with self._lock:
             self._num_unfinished -= 1
@@ -466,7 +295,7 @@ class TransferThread:
                 break
             if command is not None:
                 command()
-        self._disconnect_all("the transfer thread is closed")
+        self._queues.disconnect_all("the transfer thread is closed")
         self._transport.close()
 
 

@@ -30,7 +30,8 @@ from kvrelay.core.messages import encode_message
 from kvrelay.engine.base import HandoffChunk, KvLoad
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.plan import plan_blocks
-from kvrelay.transfer.thread import OnDone, TransferThread
+from kvrelay.transfer.queues import OnDone
+from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.engine_thread import EngineThread
 
