@@ -22,6 +22,7 @@ from kvrelay.transfer import thread as thread_module
 from kvrelay.transfer.base import Notification, TransferOp
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
+from kvrelay.transfer.queues import MAX_POSTS_PER_PEER
 from kvrelay.transfer.thread import TransferThread
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=4, head_dim=8, dtype="float32")
@@ -296,7 +297,7 @@ def test_behind_the_fence_nothing_moves(cluster: Cluster) -> None:
     cluster.fabric.faults.delay_polls = 1_000_000_000
     for block in range(20):
         cluster.write(block, [block])
-    wait_for(lambda: len(cluster.prefill.thread._transport._posts) == thread_module.MAX_POSTS_PER_PEER)
+    wait_for(lambda: len(cluster.prefill.thread._transport._posts) == MAX_POSTS_PER_PEER)
     cluster.fence_s = 5.0
     cluster.clock.advance(5.0)
     cluster.wait(20)
@@ -354,7 +355,7 @@ def test_fail_all_stops_what_is_on_its_way(cluster: Cluster) -> None:
     cluster.fabric.faults.delay_polls = 1_000_000_000
     for block in range(20):
         cluster.write(block, [block])
-    wait_for(lambda: len(cluster.prefill.thread._transport._posts) == thread_module.MAX_POSTS_PER_PEER)
+    wait_for(lambda: len(cluster.prefill.thread._transport._posts) == MAX_POSTS_PER_PEER)
     cluster.prefill.thread.fail_all("lease lost")
     assert {error for _, error in cluster.wait(20)} == {"lease lost"}
     assert not cluster.prefill.thread._transport._posts
