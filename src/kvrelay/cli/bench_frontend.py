@@ -33,10 +33,18 @@ LOADS = (
 @click.option("--rounds", default=3, type=click.IntRange(1, 100), help="Turns; medians are reported.")
 @click.option("--scale", default=1.0, type=click.FloatRange(0.01, 100), help="Multiplies the number of requests.")
 @click.option("--url", "urls", multiple=True, help="NAME=URL of another server, measured in the same run.")
+@click.option("--plain", is_flag=True, help="Send only fields that OpenAI's own API knows, to every server.")
 @serve_args_option
 @json_option
 def bench_frontend(
-    model: str | None, workers: int, rounds: int, scale: float, urls: tuple[str, ...], serve_args: str, as_json: bool
+    model: str | None,
+    workers: int,
+    rounds: int,
+    scale: float,
+    urls: tuple[str, ...],
+    plain: bool,
+    serve_args: str,
+    as_json: bool,
 ) -> None:
     """Load a frontend with mock workers: requests/s, streamed tokens/s, time to the first token, CPU time of the
     process that answers, where its /metrics tell.
@@ -49,7 +57,9 @@ def bench_frontend(
     own = serve_command(model, f"--engine mock --speedup-ratio 0 --prefill 0 --decode {workers}", serve_args)
     cases = (Case("kvrelay", command=own), *(parse_case(text) for text in urls))
     check_names(cases)
-    turns = [{"case": case.name, **run_on_loop(_turn(case, scale, seed))} for seed in range(rounds) for case in cases]
+    turns = [
+        {"case": case.name, **run_on_loop(_turn(case, scale, seed, plain))} for seed in range(rounds) for case in cases
+    ]
     report: dict[str, Any] = {"workers": workers, "rounds": rounds, "cases": _summarise(turns)}
     if as_json:
         click.echo(msgspec.json.encode(report).decode())
@@ -57,22 +67,23 @@ def bench_frontend(
         _print(report["cases"])
 
 
-async def _turn(case: Any, scale: float, seed: int) -> dict[str, dict[str, float]]:
+async def _turn(case: Any, scale: float, seed: int, plain: bool) -> dict[str, dict[str, float]]:
     """All loads against one server."""
     from kvrelay.bench.cases import CaseTimes, running
 
     with tempfile.TemporaryDirectory() as folder:
         async with running(case, Path(folder), CaseTimes()) as target:
             return {
-                name: await _measure(target, name, (prompt, output), (at_once, round(count * scale)), seed)
+                name: await _measure(target, name, (prompt, output), (at_once, round(count * scale)), seed, plain)
                 for name, prompt, output, at_once, count in LOADS
             }
 
 
 async def _measure(
-    target: Any, name: str, lengths: tuple[int, int], requests: tuple[int, int], seed: int
+    target: Any, name: str, lengths: tuple[int, int], requests: tuple[int, int], seed: int, plain: bool
 ) -> dict[str, float]:
     """One load. ``lengths``: prompt and answer in tokens; ``requests``: at once and in all."""
+    from kvrelay.bench.client.payload import BodyOptions
     from kvrelay.bench.client.service import cpu_seconds
     from kvrelay.bench.load.lengths import Length
     from kvrelay.bench.load.mix import ClassSpec, Dataset
@@ -84,7 +95,8 @@ async def _measure(
     dataset = Dataset(prompt=prompt, output=output, vocab_size=400)
     spec = ClassSpec(name.replace(" ", "_"), dataset, max_concurrency=at_once, num_requests=max(at_once, count))
     cpu_before_s = await cpu_seconds(target)
-    options = ServeOptions(target=target, classes=(spec,), seed=seed, retokenize=False)
+    body = BodyOptions(model="", plain=plain)
+    options = ServeOptions(target=target, classes=(spec,), body=body, seed=seed, retokenize=False)
     report = (await run_serve(options, ProgressBar(None))).report
     cpu_after_s = await cpu_seconds(target)
     require_success(report)
