@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,8 +16,10 @@ from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.handoffs import HandoffCounters
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import AddressInUseError, ConfigError
+from kvrelay.frontend import keys_file
 from kvrelay.frontend.api_keys import new_api_key
 from kvrelay.frontend.http import HttpServer, open_listener
+from kvrelay.launch import monitoring as monitoring_module
 from kvrelay.launch.monitoring import LIMITS, MonitoringApp, monitoring
 from kvrelay.transfer.stats import TransferStats
 from kvrelay.worker.metrics import WorkerStats
@@ -95,6 +98,29 @@ async def test_metrics_need_a_key_beyond_loopback(tmp_path: Path) -> None:
         ):
             assert (await send(port, "GET", "/metrics", headers=headers)).status == status
         assert (await get(port, "/health")).status == (await get(port, "/live")).status == 200
+
+
+async def test_a_key_of_the_metrics_is_revoked_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_file, "POLL_INTERVAL_S", 0.002)
+    path, (old, old_line), (new, new_line) = tmp_path / "keys", new_api_key("old"), new_api_key("new")
+    path.write_text(old_line)
+    listener = open_listener("127.0.0.1", 0)
+    monkeypatch.setattr(monitoring_module, "open_listener", lambda *_, **__: listener)
+    port = listener.getsockname()[1]
+
+    async def status_for(key: str) -> int:
+        return (await send(port, "GET", "/metrics", headers={"authorization": f"Bearer {key}"})).status
+
+    async with monitoring(MetricsConfig(metrics_host="0.0.0.0", metrics_keys_file=str(path))) as app:
+        app.watch(IdleWorker(True))
+        assert [await status_for(key) for key in (old, new)] == [200, 401]
+        path.write_text(new_line)
+        async with asyncio.timeout(5.0):
+            while await status_for(old) != 401:
+                await asyncio.sleep(0.002)
+        assert await status_for(new) == 200
 
 
 async def test_a_port_in_use_is_refused() -> None:

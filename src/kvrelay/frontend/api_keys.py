@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kvrelay.config import KeyLimits
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, InvalidInputError
 
 KEY_PREFIX = "kvr-"
 NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
@@ -34,6 +34,30 @@ class ApiKey:
     limits: KeyLimits = NO_LIMITS
 
 
+@dataclass(frozen=True, slots=True)
+class KeyChanges:
+    """What a new keys file changes: names, in order. ``changed`` have another key or other limits."""
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+
+    @classmethod
+    def between(cls, before: Mapping[str, ApiKey], after: Mapping[str, ApiKey]) -> KeyChanges:
+        return cls(
+            added=tuple(sorted(after.keys() - before.keys())),
+            removed=tuple(sorted(before.keys() - after.keys())),
+            changed=tuple(sorted(name for name in before.keys() & after.keys() if before[name] != after[name])),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed)
+
+    def __str__(self) -> str:
+        kinds = (("added", self.added), ("removed", self.removed), ("changed", self.changed))
+        return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds if names)
+
+
 def new_api_key(name: str, limits: KeyLimits = NO_LIMITS) -> tuple[str, str]:
     """A fresh key, and the line of the keys file that admits it. Raises ConfigError for a name that fits no line."""
     if NAME.fullmatch(name) is None:
@@ -49,19 +73,27 @@ def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("latin-1")).digest()
 
 
-class ApiKeys:
-    """The keys that are admitted, by name. Without any, everybody is."""
+class KeyRevokedError(InvalidInputError):
+    """The key that let a request in is none any more."""
 
-    def __init__(self, keys: Mapping[str, ApiKey]) -> None:
-        self._keys = dict(keys)
+    status = 401
+
+
+class ApiKeys:
+    """The keys that are admitted, by name. Without any, everybody is.
+
+    Those of the file may be replaced while requests run; who was let in before is asked for by name only.
+    """
+
+    def __init__(self, own: Mapping[str, ApiKey], from_file: Mapping[str, ApiKey]) -> None:
+        self._own = dict(own)
+        self._keys = {**own, **from_file}
 
     @classmethod
     def load(cls, api_key: str, keys_file: str) -> ApiKeys:
         """The one of the settings (named ``default``) and those of the file. Raises ConfigError."""
-        keys = {"default": ApiKey(hashlib.sha256(api_key.encode()).digest())} if api_key else {}
-        if keys_file:
-            keys |= read_keys_file(Path(keys_file))
-        return cls(keys)
+        own = {"default": ApiKey(hashlib.sha256(api_key.encode()).digest())} if api_key else {}
+        return cls(own, read_keys_file(Path(keys_file)) if keys_file else {})
 
     def __repr__(self) -> str:
         return f"ApiKeys({', '.join(self._keys)})"
@@ -69,10 +101,25 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the keys that are admitted."""
+        return frozenset(self._keys)
+
+    def replace_file(self, from_file: Mapping[str, ApiKey]) -> KeyChanges:
+        """From now on these are the keys of the file; says what that changes."""
+        before, self._keys = self._keys, {**self._own, **from_file}
+        return KeyChanges.between(before, self._keys)
+
     def limits_of(self, name: str) -> KeyLimits:
-        """Of the key of this name; those of ``""`` and of the key in the settings are none of their own."""
+        """Of the key of this name; ``""``, where no key is needed, has none. Raises KeyRevokedError when it has gone
+        since the request was let in: nobody goes on without the limits that he had."""
+        if not name:
+            return NO_LIMITS
         known = self._keys.get(name)
-        return NO_LIMITS if known is None else known.limits
+        if known is None:
+            raise KeyRevokedError("this API key has been revoked", code="invalid_api_key")
+        return known.limits
 
     def name_of(self, authorization: str) -> str | None:
         """The name of the key in an authorization header, ``""`` where no key is needed, None if there is no match."""

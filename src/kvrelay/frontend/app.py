@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import msgspec
@@ -19,6 +20,7 @@ from kvrelay.frontend.answers import ClientGoneError
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, HttpRequest, Response
+from kvrelay.frontend.keys_file import following
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.errors import error_body, error_response
@@ -79,6 +81,7 @@ class FrontendApp:
     def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
         """Raises ConfigError when the API keys cannot be read."""
         self._keys = ApiKeys.load(config.api_key, config.api_keys_file)
+        self._keys_file = config.api_keys_file
         self._rate_limit = RateLimit(MonotonicClock())
         self._requests_per_minute = config.requests_per_minute
         self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
@@ -103,6 +106,10 @@ class FrontendApp:
             "/openapi.json": Route("GET", self._document),
         }
         self._model_route = Route("GET", self._model)
+
+    def following_keys(self) -> AbstractAsyncContextManager[None]:
+        """While it is open, a changed file of API keys is taken over."""
+        return following(self._keys_file, self._keys, lambda: self._rate_limit.keep(self._keys.names))
 
     # -- HttpApplication ----------------------------------------------------------------------------------------------
 
@@ -147,8 +154,8 @@ class FrontendApp:
         return route
 
     def _check_rate(self, request: HttpRequest) -> None:
-        """Raises OverloadedError for a client that asks for work too often. Not by the head alone: a refusal there
-        ends the connection, and with it what the client still waits for."""
+        """Raises OverloadedError for a client that asks for work too often, KeyRevokedError for one that may no longer.
+        Not by the head alone: a refusal there ends the connection, and with it what the client still waits for."""
         own = self._keys.limits_of(request.client).requests_per_minute
         per_minute = self._requests_per_minute if own is None else own
         wait_s = self._rate_limit.take(request.client, per_minute)

@@ -1,10 +1,12 @@
 """Requests per minute and API key: a token bucket for each. Pure, with an injected clock.
 
 A bucket holds a minute's worth and refills evenly, so a client may spend its minute in one burst and then goes on at
-the average rate. There are as many buckets as keys. Each frontend process counts for itself.
+the average rate. There are no more buckets than keys. Each frontend process counts for itself.
 """
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 from kvrelay.core.clock import Clock
 
@@ -20,6 +22,10 @@ class RateLimit:
 
     def __repr__(self) -> str:
         return f"RateLimit(keys={len(self._buckets)})"
+
+    def keep(self, keys: Set[str]) -> None:
+        """Forget all others."""
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if key in keys}
 
     def take(self, key: str, requests_per_minute: int) -> float | None:
         """Count one request; 0: no limit. None: it may go on; else the seconds after which the next one may."""

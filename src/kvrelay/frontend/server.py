@@ -9,6 +9,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 from kvrelay.config import FrontendConfig
 from kvrelay.control.base import ControlPlane, Keys
@@ -40,6 +41,7 @@ class Frontend:
         self.cluster = Cluster(control, keys, connect, build_router)
         self.metrics.watch_workers(self.cluster.count_workers)
         self._config = config
+        self._background = AsyncExitStack()
         self._app = FrontendApp(config, self.cluster, self.metrics)
         limits = HttpLimits(max_body_bytes=config.max_body_bytes)
         tls = server_tls(config.tls_cert, config.tls_key)
@@ -66,11 +68,13 @@ class Frontend:
         # Another frontend may share the port: whoever is sent here must not hear that there are no workers.
         if not await self.cluster.wait_met(MEET_TIMEOUT_S):
             _log.warning("not all workers could be reached within %g s", MEET_TIMEOUT_S)
+        await self._background.enter_async_context(self._app.following_keys())
         await self._server.start()
 
     async def close(self) -> None:
         """Accept nothing new, let open requests end within ``shutdown_timeout_s``, then leave."""
         await self._server.close(self._config.shutdown_timeout_s)
+        await self._background.aclose()
         await self._app.close()
         await self.cluster.close()
 

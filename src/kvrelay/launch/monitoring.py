@@ -7,12 +7,13 @@ healthy. It joins the HTTP server, which is the frontend's, with the worker's nu
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from kvrelay.config import MetricsConfig
 from kvrelay.core.addresses import is_loopback
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener
+from kvrelay.frontend.keys_file import following
 from kvrelay.frontend.openai.errors import error_body
 from kvrelay.worker.metrics import WorkerMetrics
 from kvrelay.worker.worker import Worker
@@ -30,6 +31,7 @@ class MonitoringApp:
     def __init__(self, config: MetricsConfig) -> None:
         """Raises ConfigError when the API keys cannot be read."""
         self._keys = ApiKeys.load("", config.metrics_keys_file)
+        self._keys_file = config.metrics_keys_file
         self._needs_key = not is_loopback(config.metrics_host)
         self._worker: Worker | None = None
         self._metrics: WorkerMetrics | None = None
@@ -38,6 +40,10 @@ class MonitoringApp:
             "/health": self._health,
             "/live": lambda: OK,
         }
+
+    def following_keys(self) -> AbstractAsyncContextManager[None]:
+        """While it is open, a changed file of API keys is taken over."""
+        return following(self._keys_file, self._keys)
 
     def watch(self, worker: Worker) -> None:
         """This is the worker to tell about."""
@@ -90,6 +96,7 @@ async def monitoring(config: MetricsConfig) -> AsyncIterator[MonitoringApp]:
     server = HttpServer(app, listener, LIMITS)
     await server.start()
     try:
-        yield app
+        async with app.following_keys():
+            yield app
     finally:
         await server.close(CLOSE_TIMEOUT_S)

@@ -1,0 +1,83 @@
+"""Takes a changed file of API keys over while the process runs, so that a key is revoked without a restart.
+
+Once a second it looks at the file's inode, size and times, which works on every file system and through the symbolic
+links that orchestrators swap. It reads only a file that has changed. One that cannot be read, or is malformed, changes
+nothing: half a file must neither lock everybody out nor let anybody in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from kvrelay.errors import ConfigError
+from kvrelay.frontend.api_keys import ApiKeys, read_keys_file
+
+_log = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 1.0
+
+FileState = tuple[int, int, int, int]
+NEVER_SEEN: FileState = (-1, -1, -1, -1)
+
+
+class KeysFile:
+    """One file of keys, and the ``keys`` that follow it."""
+
+    def __init__(self, path: Path, keys: ApiKeys, on_change: Callable[[], None] = lambda: None) -> None:
+        self._path = path
+        self._keys = keys
+        self._on_change = on_change
+        # Not the file's state now: it may have changed since ``keys`` were read.
+        self._seen: FileState | None = NEVER_SEEN
+
+    def poll(self) -> None:
+        """Take the file over if it has changed; what is wrong with it is logged once."""
+        state = _state_of(self._path)
+        if state == self._seen:
+            return
+        # What is written between this look and the reading has a state of its own, which the next poll sees.
+        self._seen = state
+        try:
+            changes = self._keys.replace_file(read_keys_file(self._path))
+        except ConfigError as exc:
+            _log.error("%s; the API keys stay as they are", exc.message)
+            return
+        if changes:
+            # Not only information: who may use the service is another one now.
+            _log.warning("API keys of %s taken over: %s", self._path, changes)
+            self._on_change()
+
+
+def _state_of(path: Path) -> FileState | None:
+    """What a change of the file changes: also the time of its last change of status, for contents that keep size and
+    time. None when there is no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+@asynccontextmanager
+async def following(keys_file: str, keys: ApiKeys, on_change: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
+    """While it is open, ``keys`` are those of ``keys_file`` (none: nothing to follow); ``on_change`` hears of it."""
+    if not keys_file:
+        yield
+        return
+    task = asyncio.create_task(_poll(KeysFile(Path(keys_file), keys, on_change)))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _poll(file: KeysFile) -> None:
+    while True:
+        await asyncio.sleep(POLL_INTERVAL_S)
+        file.poll()
