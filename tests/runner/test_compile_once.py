@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import subprocess
@@ -91,6 +92,15 @@ def test_a_failure_gives_the_turn_away(tmp_path: Path) -> None:
 
 def test_no_directory_no_turns(tmp_path: Path) -> None:
     with compile_once(tmp_path / "none", sleep=never):
+        pass
+
+
+def test_a_file_system_without_locks_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with compile_once(tmp_path, sleep=never):
         pass
 
 

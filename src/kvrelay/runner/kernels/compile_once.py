@@ -54,10 +54,13 @@ def _lock_file(cache: Path) -> Iterator[IO[bytes] | None]:
 
 
 def _try_lock(lock: IO[bytes], kind: int) -> bool:
+    """False while another process has it. A file system without locks says yes to everybody."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError as exc:
+        _log.debug("compiling without a lock: %s", exc)
     return True
 
 
