@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tests.frontend.doubles import FakeCluster, Script, running
@@ -70,6 +72,16 @@ async def test_other_weights_under_a_name_wait_for_the_last_old_worker(
         await cluster.deregister("w0")
         await cluster.until(lambda: [model.worker_ids for model in frontend.cluster.models] == [["w1"]])
         assert await tokens_of(cluster) == [20, 20]
+
+
+async def test_who_waits_for_a_name_costs_no_tokenizer(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may wait for hours, and is looked at twice a second."""
+    caplog.set_level(logging.DEBUG)
+    async with running(model_dir, Script()) as cluster:
+        assert cluster.frontend is not None
+        cluster.frontend.cluster._tokenizer_of = Mock(side_effect=AssertionError("loaded for nobody"))
+        await cluster.add_worker("w1", Script(), weights_fingerprint="new")
+        await cluster.until(lambda: caplog.text.count("other weights under the name tiny") >= 3)
 
 
 async def test_a_worker_that_returns_to_a_name_now_taken_waits(model_dir: Path) -> None:

@@ -294,9 +294,10 @@ class Cluster:
             model = self._models.get(info.model)
             if model is not None and model.weights_fingerprint == info.weights_fingerprint:
                 return model
+            # Before: the one that waits comes again and again. Behind: meanwhile an old worker may have come back.
+            _check_is_free(model)
             tokenizer = await asyncio.to_thread(self._tokenizer_of, Path(info.model_path))
-            if model is not None and model.is_available:
-                raise WorkerUnavailableError(f"other workers serve other weights under the name {info.model}")
+            _check_is_free(model)
             router = self._build_router(info.block_size, self._request_replay)
             model = self._models[info.model] = Model(info, tokenizer, router)
             model.tune(self._settings)
@@ -347,6 +348,12 @@ class Cluster:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _check_is_free(old: Model | None) -> None:
+    """Raises WorkerUnavailableError while workers still serve the model that has the name."""
+    if old is not None and old.is_available:
+        raise WorkerUnavailableError(f"other workers serve other weights under the name {old.name}")
 
 
 async def _happens(event: asyncio.Event, timeout_s: float) -> bool:
