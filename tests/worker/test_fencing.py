@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 
-from tests.worker.cluster import Cluster, Node, cluster, expected, prompt
+from tests.worker.cluster import WAIT_S, Cluster, Node, cluster, expected, prompt
 
 from kvrelay.control.base import WatchKind
 from kvrelay.core.handoff import HandoffAbandon, HandoffGrant
@@ -226,6 +227,43 @@ async def test_a_decode_worker_whose_lease_is_revoked_finishes_its_requests():
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         assert listed == [WatchKind.PUT, WatchKind.DELETE]
+
+
+async def test_a_revoked_lease_is_replaced_when_the_last_write_under_it_has_ended():
+    """Peers that find its memory again take back at once what it was allowed to write."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        began, may_end = hold_a_post(prefill)
+        try:
+            client.send("r", prompt(3000))
+            await shared.until(began.is_set)
+            lease = prefill.worker._membership._lease
+            old = lease.lease_id
+            await revoke_lease(prefill)
+            await shared.until(lambda: lease.lease_id not in ("", old))
+            # Behind whatever else waits for the new lease.
+            await prefill.control.discovery.put("kvrelay/default/config/last", b"", lease)
+            assert prefill.id not in str(await decode.control.discovery.list("kvrelay/default/kv_metadata/"))
+            assert decode.core.ledger.num_grants == 1
+        finally:
+            may_end.set()
+        assert await client.answer("r") == expected(prompt(3000), 8)
+        assert await shared.gone(prefill) is None
+        await shared.until(lambda: decode.core.ledger.num_grants == 0)
+
+
+def hold_a_post(node: Node) -> tuple[threading.Event, threading.Event]:
+    """The node's next post blocks for its copy: set when it does, and what lets it go on."""
+    began, may_end = threading.Event(), threading.Event()
+    post = node.transport.post
+
+    def held(*arguments: object) -> int:
+        began.set()
+        assert may_end.wait(WAIT_S)
+        return post(*arguments)
+
+    node.transport.post = held
+    return began, may_end
 
 
 async def keep_listings(node: Node, worker_id: str, kinds: list[WatchKind]) -> None:

@@ -110,13 +110,7 @@ class TransferThread:
     def remove_peer(self, worker_id: str) -> Future[None]:
         """Tear the connection down, fail what is under way on it, forget the peer."""
         self._leaving.add(worker_id)
-        try:
-            return self._post_call(lambda: self._forget(worker_id))
-        except TransferError:
-            # Closed: every connection is torn down.
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done
+        return self._post_teardown(lambda: self._forget(worker_id))
 
     def submit(
         self,
@@ -148,13 +142,12 @@ class TransferThread:
             # The caller may hold a lock that on_done takes.
             threading.Thread(target=on_done, args=("the transfer thread is closed",), daemon=True).start()
 
-    def fail_all(self, reason: str) -> None:
+    def fail_all(self, reason: str) -> Future[None]:
         """Tear every connection down and fail what is unfinished. From now on nothing of it is posted; what was posted
-        has stopped when the thread has come to it. Peers stay known: later submissions connect anew."""
+        has stopped when the future is done. Peers stay known: later submissions connect anew."""
         with self._lock:
             self._queues.withdraw()
-            if not self._closed:
-                self._inbox.put(lambda: self._queues.disconnect_all(reason))
+        return self._post_teardown(lambda: self._queues.disconnect_all(reason))
 
     def open_handoff(self) -> None:
         """From now on peers may need our polling. Pairs with ``close_handoff``."""
@@ -206,6 +199,15 @@ class TransferThread:
                 raise TransferError("the transfer thread is closed")
             self._inbox.put(run)
         return future
+
+    def _post_teardown(self, function: Callable[[], None]) -> Future[None]:
+        """The same for what is done already when the thread is closed: every connection is torn down then."""
+        try:
+            return self._post_call(function)
+        except TransferError:
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
 
     # -- on the transfer thread ------------------------------------------------------------------------------------
 

@@ -330,11 +330,16 @@ class Worker:
         self._transfer.fail_all("lease lost")
 
     def _on_lease_revoked(self) -> None:
-        """Somebody wants us to leave. What had gone with the lease is known as lost by now; until we have finished,
-        peers find our memory as they do in any other drain."""
+        """Somebody wants us to leave. What had gone with the lease is known as lost by now."""
         _log.warning("lease revoked: draining")
         self.request_drain()
-        self._spawn(self._membership.publish_memory_again())
+        self._spawn(self._come_back())
+
+    async def _come_back(self) -> None:
+        """Until we have finished, peers find our memory as they do in any other drain. When they find it again they
+        take back what we were allowed to write: none of that may still move."""
+        await asyncio.wrap_future(self._transfer.fail_all("lease revoked"))
+        await self._membership.publish_memory_again()
 
     def _on_transfer_failed(self, error: Exception) -> None:
         failure = FatalError(f"the KV transfer failed: {error!r}")
