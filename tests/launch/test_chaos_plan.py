@@ -10,14 +10,25 @@ import pytest
 
 from kvrelay.errors import ConfigError
 from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, fresh_prompt, judge, keep_stable, make_prompts
-from kvrelay.launch.chaos.plan import KILL_WINDOW_S, MAX_KILLS_PER_WINDOW, ROLES, START_QUIET_S, FaultKind, make_plan
+from kvrelay.launch.chaos.plan import (
+    AGAINST_WORKERS,
+    CRASHES,
+    KILL_WINDOW_S,
+    MAX_KILLS_PER_WINDOW,
+    ROLES,
+    START_QUIET_S,
+    FaultKind,
+    make_plan,
+)
 from kvrelay.launch.chaos.report import (
     FaultRecord,
+    FaultSummary,
     RequestRecord,
     Spread,
     problems_of,
     spread,
     summarise_faults,
+    targets_of,
     worst_pauses,
 )
 
@@ -35,15 +46,17 @@ def test_a_plan_has_every_kind_in_order_of_time_and_ends_early_enough(seed):
     assert times[0] >= START_QUIET_S
     assert times[-1] < 110
     assert {fault.kind for fault in plan} == set(FaultKind)
-    assert all((fault.role in ROLES) == (fault.kind in list(FaultKind)[:5]) for fault in plan)
+    assert all((fault.role in ROLES) == (fault.kind in AGAINST_WORKERS) for fault in plan)
     assert all(0 <= fault.choice < 1 and 0 <= fault.severity < 1 for fault in plan)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_kills_stay_below_what_a_supervisor_calls_a_crash_loop(seed):
     plan = make_plan(600, seed, interval_s=0.3)
-    for role in ROLES:
-        times = [fault.at_s for fault in plan if fault.kind is FaultKind.KILL and fault.role == role]
+    names = {fault.name for fault in plan if fault.kind in CRASHES}
+    assert names == {"kill prefill", "kill decode", "kill_frontend"}
+    for name in names:
+        times = [fault.at_s for fault in plan if fault.name == name]
         assert len(times) > MAX_KILLS_PER_WINDOW
         for number, at_s in enumerate(times):
             assert sum(at_s <= other < at_s + KILL_WINDOW_S for other in times[number:]) <= MAX_KILLS_PER_WINDOW
@@ -126,12 +139,17 @@ def test_faults_are_summed_up_by_name():
         FaultRecord("burst", 0.05, 0.06),
         FaultRecord("freeze decode", 4.0, 9.0, 1.0),
         FaultRecord("drain decode", 5.9, 7.0, 1.1),
+        FaultRecord("kill_frontend", 30.0, 31.0, 1.0, num_reconnected=3),
+        FaultRecord("kill_frontend", 40.0, 41.0, 1.0, num_reconnected=2),
     ]
     summaries = summarise_faults(faults, requests, 1.0)
     assert summaries["kill decode"].count == 2
     assert summaries["kill decode"].recovery == Spread(2, 4.0, 4.98, 5.0)
     assert summaries["kill decode"].pause is not None
     assert (summaries["kill decode"].pause.count, summaries["kill decode"].pause.max_s) == (2, 4.0)
+    assert {name: summary.num_reconnected for name, summary in summaries.items() if summary.num_reconnected} == {
+        "kill_frontend": 5
+    }
     assert summaries["burst"].recovery is None
     assert summaries["burst"].pause is not None
     assert summaries["burst"].pause.count == 2
@@ -166,3 +184,23 @@ def test_every_bad_request_and_every_unhealed_fault_is_a_problem():
     assert [line.split(":")[0] for line in problems] == [
         "wrong", "missing", "repeated", "failed", "hung", "freeze prefill",
     ]  # fmt: skip
+
+
+def killed(p99_s: float) -> FaultSummary:
+    return FaultSummary(3, 0, None, 2, Spread(9, 0.1, p99_s, p99_s))
+
+
+def test_targets_are_met_missed_or_not_measured():
+    faults = {"kill decode": killed(1.4), "kill prefill": killed(3.9)}
+    verdicts = Counter({Verdict.RIGHT: 90, Verdict.MISSING: 1, Verdict.REPEATED: 1})
+    met = {target.name: (target.value, target.is_met) for target in targets_of(verdicts, 5, faults, 2.0)}
+    assert met == {
+        "wrong, missing, repeated": (2, False),
+        "failed": (0, True),
+        "hung": (0, True),
+        "leaked blocks": (5, False),
+        "pause P99 after SIGKILL of a worker, s": (3.9, True),
+        "pause P99 after SIGKILL of a decode worker, s": (1.4, False),
+    }
+    unmeasured = [target.name for target in targets_of(Counter(), 0, {}, 2.0) if target.is_met is None]
+    assert unmeasured == ["pause P99 after SIGKILL of a worker, s", "pause P99 after SIGKILL of a decode worker, s"]

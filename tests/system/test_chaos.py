@@ -11,8 +11,12 @@ from kvrelay.launch.chaos.plan import FaultKind, make_plan
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(240)]
 
-SEED = 11
+SEED = 14
 DURATION_S = 45
+INTERVAL_S = 2.0
+"""With this seed every kind of fault comes once."""
+PAUSES = {"pause P99 after SIGKILL of a worker, s", "pause P99 after SIGKILL of a decode worker, s"}
+"""Targets that a busy machine may miss."""
 
 
 def test_nothing_is_lost_in_a_minute_of_chaos():
@@ -25,6 +29,8 @@ def test_nothing_is_lost_in_a_minute_of_chaos():
         str(DURATION_S),
         "--seed",
         str(SEED),
+        "--fault-interval",
+        str(INTERVAL_S),
         "--json",
         timeout_s=220,
     )
@@ -33,10 +39,11 @@ def test_nothing_is_lost_in_a_minute_of_chaos():
     bad = ("wrong", "missing", "repeated", "failed", "hung", "leaked_blocks", "skipped_faults")
     assert {name: report[name] for name in bad} == dict.fromkeys(bad, 0)
     assert report["problems"] == []
+    assert {target["name"] for target in report["targets"] if target["is_met"] is False} <= PAUSES
     assert report["right"] > 50
     assert report["cancelled"] > 0
     assert report["remote_prefills"] > 20
-    planned = [fault.name for fault in make_plan(DURATION_S, SEED)]
+    planned = [fault.name for fault in make_plan(DURATION_S, SEED, interval_s=INTERVAL_S)]
     assert {name: summary["count"] for name, summary in report["faults"].items()} == {
         name: planned.count(name) for name in planned
     }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @engine_option
 @click.option("--prefill", "num_prefill", default=2, type=click.IntRange(2, 16), help="Prefill workers.")
 @click.option("--decode", "num_decode", default=2, type=click.IntRange(2, 16), help="Decode workers.")
+@click.option("--frontends", "num_frontends", default=2, type=click.IntRange(1, 16), help="Frontend processes.")
 @click.option("--clients", "num_clients", default=8, type=click.IntRange(1, 256), help="Clients that ask all the time.")
 @click.option("--fault-interval", default=3.0, type=click.FloatRange(0.2, 600.0), help="Mean seconds between faults.")
 @click.option("--lease-ttl", "lease_ttl_s", default=2.0, type=click.FloatRange(0.5, 60.0), help="Lease time, seconds.")
@@ -40,13 +41,15 @@ def bench_chaos(
     engine_kind: str,
     num_prefill: int,
     num_decode: int,
+    num_frontends: int,
     num_clients: int,
     fault_interval: float,
     lease_ttl_s: float,
     log_path: Path | None,
     as_json: bool,
 ) -> None:
-    """Kill, stop, drain and switch workers, restart NATS, let clients leave, all at random, and compare every answer.
+    """Kill, stop, drain and switch workers, kill frontends, kill and stop NATS, let clients leave, all at random, and
+    compare every answer.
 
     Ends with 1 if any answer was wrong, any request failed or hung, or any block leaked.
 
@@ -62,6 +65,7 @@ def bench_chaos(
         seed=seed,
         num_prefill=num_prefill,
         num_decode=num_decode,
+        num_frontends=num_frontends,
         num_clients=num_clients,
         lease_ttl_s=lease_ttl_s,
         fault_interval_s=fault_interval,
@@ -80,7 +84,7 @@ def _print(report: ChaosReport) -> None:
     console = Console()
     table = Table(title=f"chaos, {report.engine} engine, seed {report.seed}", title_justify="left")
     table.add_column("fault", no_wrap=True)
-    for column in ("count", "recovery p50 s", "max s", "alone", "streams", "pause p99 s", "max s"):
+    for column in ("count", "recovery p50 s", "max s", "reconnected", "alone", "streams", "pause p99 s", "max s"):
         table.add_column(column, justify="right")
     for name, fault in report.faults.items():
         recovery, pause = fault.recovery, fault.pause
@@ -88,14 +92,19 @@ def _print(report: ChaosReport) -> None:
             name,
             str(fault.count),
             *((f"{recovery.p50_s:.2f}", f"{recovery.max_s:.2f}") if recovery else ("-", "-")),
+            str(fault.num_reconnected),
             str(fault.num_alone),
             *((str(pause.count), f"{pause.p99_s:.2f}", f"{pause.max_s:.2f}") if pause else ("-", "-", "-")),
         )
     console.print(table)
     for item in dataclasses.fields(report):
-        if item.name not in ("faults", "problems", "worst_pauses"):
+        if item.name not in ("faults", "targets", "problems", "worst_pauses"):
             console.print(f"{item.name.replace('_', ' ')}: {_shown(getattr(report, item.name))}", highlight=False)
     console.print("worst pauses:", *report.worst_pauses, sep="\n  ", highlight=False, markup=False)
+    for target in report.targets:
+        value = "-" if target.value is None else f"{target.value:g}"
+        verdict = {True: "met", False: "missed", None: "not measured"}[target.is_met]
+        console.print(f"target {verdict}: {target.name} {value} (at most {target.limit:g})", highlight=False)
     for problem in report.problems:
         console.print(problem, style="red", highlight=False, markup=False)
 

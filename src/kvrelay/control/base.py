@@ -174,6 +174,7 @@ class Keys:
     def __init__(self, namespace: str) -> None:
         self.root = f"kvrelay/{namespace}/"
         self.workers = f"{self.root}workers/"
+        self.leases = f"{self.root}leases/"
         self.kv_metadata = f"{self.root}kv_metadata/"
         self.config = f"{self.root}config/"
         self.subject_root = f"kvrelay.{namespace}."
@@ -182,6 +183,10 @@ class Keys:
 
     def worker(self, worker_id: str) -> str:
         return self.workers + worker_id
+
+    def lease(self, lease_id: str) -> str:
+        """Where a lease is kept that is a key itself, in NATS: who deletes it has revoked it."""
+        return self.leases + lease_id
 
     def worker_kv_metadata(self, worker_id: str, rank: int) -> str:
         return f"{self.kv_metadata}{worker_id}/{rank}"

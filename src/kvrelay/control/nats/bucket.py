@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvrelay.control.base import Keys
 from kvrelay.control.nats.connection import NatsMessage, NoRespondersError
 from kvrelay.control.nats.jetstream import (
     EXPECTED_SEQUENCE,
@@ -72,7 +73,7 @@ class Bucket:
         self.name = f"kvrelay_{namespace}"
         self.stream = f"KV_{self.name}"
         self._subjects = f"$KV.{self.name}."
-        self._leases = f"kvrelay/{namespace}/leases/"
+        self._leases = Keys(namespace).leases
 
     async def ensure(self) -> None:
         """Create it unless it exists."""

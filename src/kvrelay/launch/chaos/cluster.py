@@ -12,6 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from kvrelay.control.base import Keys
 from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.launch.admin import cluster_status, list_workers, order
 from kvrelay.launch.children import Child, kvrelay_command, start_child, stop_children
+from kvrelay.launch.routing import routing_state
 
 READY = re.compile(r"ready: (\S+) .* at (\S+)/v1 \(control (\S+)\)")
 CHILD_ENDED = re.compile(r"kvrelay: (.+) \(pid \d+\) ended with exit code (-?\d+)")
+FRONTEND_COMMAND = kvrelay_command("frontend")
 POLL_INTERVAL_S = 0.1
 LOG_TAIL_CHARS = 2000
 STOP_TIMEOUT_S = 60.0
@@ -40,17 +43,20 @@ class Member:
     role: str
     pid: int
     is_extra: bool
+    lease_id: str
     blocks_in_use: int | None = None
 
 
 class ClusterUnderTest:
-    """A running cluster with ``num_workers[role]`` workers of each role. An async context manager."""
+    """A running cluster with ``num_workers[role]`` workers of each role, and frontends that share a port. An async
+    context manager."""
 
     def __init__(
         self,
         serve_flags: Sequence[str],
         worker_flags: Sequence[str],
         num_workers: dict[str, int],
+        num_frontends: int,
         start_timeout_s: float,
         log_path: Path | None = None,
     ) -> None:
@@ -58,6 +64,7 @@ class ClusterUnderTest:
         self._worker_flags = worker_flags
         self._start_timeout_s = start_timeout_s
         self.num_workers = num_workers
+        self.num_frontends = num_frontends
         self.model = self.url = ""
         self.start_s = 0.0
         self.control = ControlConfig()
@@ -67,6 +74,7 @@ class ClusterUnderTest:
 
     async def __aenter__(self) -> ClusterUnderTest:
         shape = [f"--{role}={count}" for role, count in self.num_workers.items()]
+        shape.append(f"--frontends={self.num_frontends}")
         command = kvrelay_command("serve", "--port", "0", *shape, *self._serve_flags)
         self._log = tempfile.TemporaryFile() if self._log_path is None else self._log_path.open("w+b")  # noqa: SIM115
         self._serve = start_child("serve", command, output=self._log)
@@ -173,6 +181,14 @@ class ClusterUnderTest:
             raise FatalError(f"{worker_id} is not in discovery")
         await order(infos[worker_id], command, argument)
 
+    async def revoke(self, lease_id: str) -> None:
+        """End a worker's lease, with the server's own means. Raises KvrelayError."""
+        control = await connect_control(self.control)
+        try:
+            await control.discovery.delete(Keys(self.control.namespace).lease(lease_id))
+        finally:
+            await control.close()
+
     def start_worker(self, role: str) -> int:
         """One more worker, started by hand as on another machine; gives its pid."""
         command = kvrelay_command("worker", "--role", role, "--control", self.control.control, *self._worker_flags)
@@ -210,6 +226,31 @@ class ClusterUnderTest:
         children = psutil.Process(self._serve.pid).children()
         return next((child.pid for child in children if "nats-server" in child.name()), None)
 
+    # -- frontends ----------------------------------------------------------------------------------------------------
+
+    def frontend_pids(self) -> list[int]:
+        """The frontends that live, in order of their pids."""
+        pids = []
+        for child in psutil.Process(self._serve.pid).children():
+            with suppress(psutil.NoSuchProcess):  # a zombie, too
+                if child.cmdline()[: len(FRONTEND_COMMAND)] == FRONTEND_COMMAND:
+                    pids.append(child.pid)
+        return sorted(pids)
+
+    async def until_frontends_answer(self, timeout_s: float) -> float | None:
+        """Wait until all of them are there and each has answered; gives the seconds that it took, or None."""
+        start_s = time.monotonic()
+        answered: set[int] = set()
+        while time.monotonic() - start_s < timeout_s:
+            # They share a port: each connection goes to any of them.
+            with suppress(KvrelayError):
+                answered.add((await routing_state(self.url))["pid"])
+            pids = self.frontend_pids()
+            if len(pids) == self.num_frontends and answered.issuperset(pids):
+                return time.monotonic() - start_s
+            await asyncio.sleep(POLL_INTERVAL_S)
+        return None
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     async def stop(self) -> list[str]:
@@ -224,4 +265,5 @@ class ClusterUnderTest:
 
 def _member(status: dict[str, Any], extras: set[int]) -> Member:
     in_use = status["integrity"]["blocks_in_use"] if "integrity" in status else None
-    return Member(status["worker_id"], status["role"], status["pid"], status["pid"] in extras, in_use)
+    is_extra = status["pid"] in extras
+    return Member(status["worker_id"], status["role"], status["pid"], is_extra, status["lease_id"], in_use)

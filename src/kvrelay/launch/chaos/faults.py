@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -26,8 +26,11 @@ from kvrelay.launch.chaos.report import FaultRecord
 SWITCHED_S = 2.0
 """How long a worker keeps its other role."""
 NUM_LEAVERS = 8
+NATS, FRONTEND = "nats", "frontend"
+"""What else only one fault at a time is done to."""
 NATS_GONE_S = 0.3
 """Until then its supervisor has noticed, and the old connections are closed."""
+NATS_FROZEN_LEASES = 1.5
 MIN_FREEZE_LEASES = 0.5
 MAX_FREEZE_LEASES = 4.0
 """Some freezes end before the request plane's heartbeats give up, some before the lease does, some later."""
@@ -51,7 +54,7 @@ class FaultInjector:
         self._burst_size = burst_size
         self._short = [prompt for prompt in prompts if prompt.max_tokens <= 8]
         self._longest = max(prompts, key=_length)
-        self._locks = {role: asyncio.Lock() for role in (*ROLES, "nats")}
+        self._locks = {role: asyncio.Lock() for role in (*ROLES, NATS, FRONTEND)}
         self.records: list[FaultRecord] = []
 
     async def run(self, fault: Fault) -> None:
@@ -59,28 +62,35 @@ class FaultInjector:
         began_s = time.monotonic()
         try:
             await self._inject(fault)
-        except (KvrelayError, aiohttp.ClientError, ProcessLookupError) as exc:
-            self.records.append(FaultRecord(fault.name, began_s, time.monotonic(), problem=str(exc) or repr(exc)))
+        except* (KvrelayError, aiohttp.ClientError, ProcessLookupError) as group:
+            problem = "; ".join(str(exc) or repr(exc) for exc in group.exceptions)
+            self._record(fault, began_s, None, problem)
 
     async def _inject(self, fault: Fault) -> None:
         match fault.kind:
             case FaultKind.KILL:
                 await self._kill(fault)
-            case FaultKind.TERMINATE | FaultKind.DRAIN:
+            case FaultKind.TERMINATE | FaultKind.DRAIN | FaultKind.REVOKE:
                 await self._replace(fault)
             case FaultKind.FREEZE:
                 await self._freeze(fault)
             case FaultKind.SWITCH_ROLE:
                 await self._switch_role(fault)
+            case FaultKind.KILL_FRONTEND:
+                await self._kill_frontend(fault)
             case FaultKind.KILL_NATS:
                 await self._kill_nats(fault)
+            case FaultKind.FREEZE_NATS:
+                await self._freeze_nats(fault)
             case FaultKind.DISCONNECT | FaultKind.CANCEL:
                 await self._leave(fault)
             case FaultKind.BURST:
                 await self._burst(fault)
 
-    def _record(self, fault: Fault, at_s: float, recovery_s: float | None, problem: str = "") -> None:
-        self.records.append(FaultRecord(fault.name, at_s, time.monotonic(), recovery_s, problem))
+    def _record(
+        self, fault: Fault, at_s: float, recovery_s: float | None, problem: str = "", num_reconnected: int = 0
+    ) -> None:
+        self.records.append(FaultRecord(fault.name, at_s, time.monotonic(), recovery_s, problem, num_reconnected))
 
     # -- against workers ----------------------------------------------------------------------------------------------
 
@@ -122,10 +132,7 @@ class FaultInjector:
             pid = self._cluster.start_worker(fault.role)
             victim = await self._victim_besides(fault, pid)
             at_s = time.monotonic()
-            if fault.kind is FaultKind.TERMINATE:
-                os.kill(victim.pid, signal.SIGTERM)
-            else:
-                await self._cluster.tell(victim.worker_id, "drain")
+            await self._ask_to_leave(fault.kind, victim)
             code = await self._cluster.until_exit(victim, self._cluster.heal_timeout_s)
             if code:
                 self._record(fault, at_s, None, f"the drained worker ended with exit code {code}")
@@ -135,6 +142,20 @@ class FaultInjector:
                 )
             else:
                 await self._heal(fault, at_s, [fault.role])
+
+    async def _ask_to_leave(self, kind: FaultKind, victim: Member) -> None:
+        match kind:
+            case FaultKind.TERMINATE:
+                os.kill(victim.pid, signal.SIGTERM)
+            case FaultKind.REVOKE:
+                await self._order(self._cluster.revoke, victim.lease_id)
+            case _:
+                await self._order(self._cluster.tell, victim.worker_id, "drain")
+
+    async def _order(self, give: Callable[..., Awaitable[None]], *arguments: str) -> None:
+        """Who gives orders needs the control server, so none of its faults lasts meanwhile."""
+        async with self._locks[NATS]:
+            await give(*arguments)
 
     async def _victim_besides(self, fault: Fault, new_pid: int) -> Member:
         """A member other than the new one, once that has joined. ``serve`` keeps one child of each role: its last."""
@@ -168,20 +189,48 @@ class FaultInjector:
             victim = await self._victim(fault, fault.role)
             at_s = time.monotonic()
             try:
-                await self._cluster.tell(victim.worker_id, "role", other)
+                await self._order(self._cluster.tell, victim.worker_id, "role", other)
                 await asyncio.sleep(SWITCHED_S)
             finally:
                 back_s = time.monotonic()
-                await self._cluster.tell(victim.worker_id, "role", fault.role)
+                await self._order(self._cluster.tell, victim.worker_id, "role", fault.role)
             await self._heal(fault, at_s, ROLES, since_s=back_s)
 
-    async def _kill_nats(self, fault: Fault) -> None:
-        async with self._alone("nats"):
-            pid = self._cluster.nats_pid()
-            if pid is None:
-                raise FatalError("there is no NATS server")
+    # -- against what they hang on ------------------------------------------------------------------------------------
+
+    async def _kill_frontend(self, fault: Fault) -> None:
+        async with self._alone(FRONTEND):
+            pids = self._cluster.frontend_pids()
+            if not pids:
+                raise FatalError("there is no frontend")
+            num_reconnected = self._client.num_reconnected
             at_s = time.monotonic()
-            os.kill(pid, signal.SIGKILL)
+            with self._client.frontend_away():
+                os.kill(pids[int(fault.choice * len(pids))], signal.SIGKILL)
+                waited_s = await self._cluster.until_frontends_answer(self._cluster.heal_timeout_s)
+            self._record_healed(fault, at_s, waited_s, num_reconnected=self._client.num_reconnected - num_reconnected)
+
+    async def _freeze_nats(self, fault: Fault) -> None:
+        async with self._alone(NATS):
+            pid = self._nats_pid()
+            at_s = time.monotonic()
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(NATS_FROZEN_LEASES * self._lease_ttl_s)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await self._heal(fault, at_s, ROLES, since_s=time.monotonic(), num_away=1)
+
+    def _nats_pid(self) -> int:
+        pid = self._cluster.nats_pid()
+        if pid is None:
+            raise FatalError("there is no NATS server")
+        return pid
+
+    async def _kill_nats(self, fault: Fault) -> None:
+        async with self._alone(NATS):
+            at_s = time.monotonic()
+            os.kill(self._nats_pid(), signal.SIGKILL)
             await asyncio.sleep(NATS_GONE_S)
             # Another fault may have taken one worker of a role just now; the rest must be back in discovery.
             await self._heal(fault, at_s, ROLES, num_away=1)
@@ -192,12 +241,13 @@ class FaultInjector:
         """Record the time from ``since_s`` (default: the fault) until the roles are whole again."""
         start_s = time.monotonic()
         waited_s = await self._cluster.until_whole(roles, self._cluster.heal_timeout_s, num_away)
-        if waited_s is None:
-            self._record(
-                fault, at_s, None, f"the cluster was not whole again after {self._cluster.heal_timeout_s:.0f} s"
-            )
-        else:
-            self._record(fault, at_s, start_s + waited_s - (at_s if since_s is None else since_s))
+        since_s = at_s if since_s is None else since_s
+        self._record_healed(fault, at_s, None if waited_s is None else start_s + waited_s - since_s)
+
+    def _record_healed(self, fault: Fault, at_s: float, recovery_s: float | None, num_reconnected: int = 0) -> None:
+        """None: it has not healed in time."""
+        problem = f"the cluster was not whole again after {self._cluster.heal_timeout_s:.0f} s"
+        self._record(fault, at_s, recovery_s, problem if recovery_s is None else "", num_reconnected)
 
     # -- by clients ---------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import aiohttp
@@ -25,6 +26,7 @@ SILENCE_LIMIT_S = 30.0
 """A request without a byte for so long is hung."""
 REFUSED_STATUSES = (429, 503)
 MAX_REFUSALS = 60
+RECONNECT_INTERVAL_S = 0.1
 
 
 class RequestRefusedError(RetryElsewhereError):
@@ -35,7 +37,11 @@ class RequestRefusedError(RetryElsewhereError):
 
 
 class RequestFailedError(KvrelayError):
-    """An error status, an error inside the stream, or a stream that broke off."""
+    """An error status, or an error inside the stream."""
+
+
+class ConnectionBrokeError(RequestFailedError):
+    """A stream ended before the answer was whole."""
 
 
 class Choice(msgspec.Struct):
@@ -78,6 +84,8 @@ class ChaosClient:
         self.refusals = RefusalCount()
         self.num_output_tokens = 0
         self.num_cancelled = 0
+        self.num_reconnected = 0
+        self._may_break = False
 
     async def __aenter__(self) -> ChaosClient:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENCE_LIMIT_S)
@@ -86,6 +94,15 @@ class ChaosClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
+
+    @contextmanager
+    def frontend_away(self) -> Iterator[None]:
+        """Meanwhile a frontend is dead: whoever loses the connection comes again, and has not failed."""
+        self._may_break = True
+        try:
+            yield
+        finally:
+            self._may_break = False
 
     # -- whole requests -----------------------------------------------------------------------------------------------
 
@@ -101,7 +118,7 @@ class ChaosClient:
             record = RequestRecord(time.monotonic(), prompt.stream)
             tokens: list[int] = []
             try:
-                await self._collect(prompt, tokens, record)
+                await self._collect_whole(prompt, tokens, record)
             except RequestRefusedError as exc:
                 self.refusals.add(time.monotonic() - record.begin_s)
                 if patient and attempt < MAX_REFUSALS:
@@ -136,23 +153,31 @@ class ChaosClient:
     async def leave_after(self, prompt: KnownPrompt, num_chunks: int) -> None:
         """Go away, cutting the connection, after so many chunks of the stream."""
         self.num_cancelled += 1
-        async with self._session.post(self._url, json=self._body(prompt)) as response:
-            if response.status == 200:
-                count = 0
-                async for _ in _chunks(response):
-                    count += 1
-                    if count >= num_chunks:
-                        break
-            response.close()
+        with self._forgiven():
+            async with self._session.post(self._url, json=self._body(prompt)) as response:
+                if response.status == 200:
+                    count = 0
+                    async for _ in _chunks(response):
+                        count += 1
+                        if count >= num_chunks:
+                            break
+                response.close()
 
     async def leave_within(self, prompt: KnownPrompt, seconds: float) -> None:
         """Go away after ``seconds``, whether an answer has begun or not."""
         self.num_cancelled += 1
-        try:
+        with self._forgiven(), suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._session.post(self._url, json=self._body(prompt)) as response:
                 await response.read()
-        except TimeoutError:
-            pass
+
+    @contextmanager
+    def _forgiven(self) -> Iterator[None]:
+        """Who was about to leave does not mind that the frontend was faster."""
+        try:
+            yield
+        except (RequestFailedError, aiohttp.ClientError) as exc:
+            if not self._lost_frontend(exc):
+                raise
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 
@@ -169,6 +194,28 @@ class ChaosClient:
         if prompt.seed is not None:
             body["seed"] = prompt.seed
         return body
+
+    async def _collect_whole(self, prompt: KnownPrompt, tokens: list[int], record: RequestRecord) -> None:
+        """As ``_collect``; who loses the frontend sends the request again and begins anew. The record goes on, so the
+        pause lasts until the new answer's first token."""
+        for attempt in itertools.count():
+            try:
+                return await self._collect(prompt, tokens, record)
+            except (RequestFailedError, aiohttp.ClientError) as exc:
+                if not self._lost_frontend(exc):
+                    raise
+            if attempt == 0:
+                self.num_reconnected += 1
+            tokens.clear()
+            await asyncio.sleep(RECONNECT_INTERVAL_S)
+
+    def _lost_frontend(self, exc: Exception) -> bool:
+        """Whether the connection broke while a frontend is dead. One that is silent has not broken."""
+        return (
+            self._may_break
+            and isinstance(exc, ConnectionBrokeError | aiohttp.ClientConnectionError | aiohttp.ClientPayloadError)
+            and not isinstance(exc, aiohttp.ServerTimeoutError)
+        )
 
     async def _collect(self, prompt: KnownPrompt, tokens: list[int], record: RequestRecord) -> None:
         """Append the answer's tokens to ``tokens`` as they come."""
@@ -194,13 +241,13 @@ class ChaosClient:
 
 
 async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[Answer]:
-    """The values of a server-sent stream. Raises RequestFailedError when it ends without its end mark."""
+    """The values of a server-sent stream. Raises ConnectionBrokeError when it ends without its end mark."""
     async for line in response.content:
         if line == b"data: [DONE]\n":
             return
         if line.startswith(b"data: "):
             yield msgspec.json.decode(line[len(b"data: ") :], type=Answer)
-    raise RequestFailedError("the stream broke off")
+    raise ConnectionBrokeError("the stream broke off")
 
 
 async def _raise_status(response: aiohttp.ClientResponse) -> None:

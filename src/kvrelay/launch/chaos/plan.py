@@ -15,7 +15,7 @@ START_QUIET_S = 2.0
 MIN_DURATION_S = 10.0
 KILL_WINDOW_S = 60.0
 MAX_KILLS_PER_WINDOW = 3
-"""Per role. A supervisor that sees one child crash five times within a minute rightly gives up."""
+"""Of one role, or of frontends. A supervisor that sees one child crash five times within a minute rightly gives up."""
 
 
 class FaultKind(enum.StrEnum):
@@ -27,12 +27,18 @@ class FaultKind(enum.StrEnum):
     """SIGTERM of a worker, after a replacement was started by hand."""
     DRAIN = "drain"
     """``kvrelay drain`` of a worker, after a replacement was started by hand."""
+    REVOKE = "revoke"
+    """A worker's lease is revoked, after a replacement was started by hand."""
     FREEZE = "freeze"
     """SIGSTOP of a worker for longer than its lease, then SIGCONT."""
     SWITCH_ROLE = "switch_role"
     """A worker changes sides, and later changes back."""
+    KILL_FRONTEND = "kill_frontend"
+    """SIGKILL of a frontend, which its supervisor starts again; its clients come again with their requests."""
     KILL_NATS = "kill_nats"
     """SIGKILL of the NATS server, which its supervisor starts again."""
+    FREEZE_NATS = "freeze_nats"
+    """SIGSTOP of the NATS server for a lease and a half, then SIGCONT."""
     DISCONNECT = "disconnect"
     """Clients that go away in the middle of their streams."""
     CANCEL = "cancel"
@@ -42,8 +48,17 @@ class FaultKind(enum.StrEnum):
 
 
 ROLES = ("prefill", "decode")
-_WITH_ROLE = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.DRAIN, FaultKind.FREEZE, FaultKind.SWITCH_ROLE)
-_WITHOUT_ROLE = (FaultKind.KILL_NATS, FaultKind.DISCONNECT, FaultKind.CANCEL, FaultKind.BURST)
+AGAINST_WORKERS = (
+    FaultKind.KILL,
+    FaultKind.TERMINATE,
+    FaultKind.DRAIN,
+    FaultKind.REVOKE,
+    FaultKind.FREEZE,
+    FaultKind.SWITCH_ROLE,
+)
+"""These strike one role; the others have none."""
+CRASHES = (FaultKind.KILL, FaultKind.KILL_FRONTEND)
+"""What a supervisor counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +104,14 @@ def make_plan(duration_s: float, seed: int, *, interval_s: float = 3.0, quiet_en
 
 
 def _round(rng: random.Random) -> list[tuple[FaultKind, str]]:
-    entries = [(kind, role) for kind in _WITH_ROLE for role in ROLES] + [(kind, "") for kind in _WITHOUT_ROLE]
+    entries = [(kind, role) for kind in FaultKind for role in (ROLES if kind in AGAINST_WORKERS else ("",))]
     rng.shuffle(entries)
     return entries
 
 
 def _is_allowed(faults: list[Fault], kind: FaultKind, role: str, at_s: float) -> bool:
     """Whether one more of this kind stays within the limit on kills."""
-    if kind is not FaultKind.KILL:
+    if kind not in CRASHES:
         return True
     recent = [f for f in faults if f.kind is kind and f.role == role and at_s - f.at_s < KILL_WINDOW_S]
     return len(recent) < MAX_KILLS_PER_WINDOW

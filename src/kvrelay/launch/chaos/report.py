@@ -11,10 +11,13 @@ from itertools import pairwise
 import numpy as np
 
 from kvrelay.launch.chaos.answers import Verdict
+from kvrelay.launch.chaos.plan import ROLES, FaultKind
 
 BAD = (Verdict.WRONG, Verdict.MISSING, Verdict.REPEATED, Verdict.FAILED, Verdict.HUNG)
 MAX_EXAMPLES = 20
 NUM_WORST = 8
+KILL_GRACE_S = 2.0
+MAX_BROKEN_PAUSE_S = 1.0
 BEFORE_S = 1.0
 """A fault that ended so shortly before a pause may still have caused it."""
 
@@ -51,6 +54,8 @@ class FaultRecord:
     end_s: float
     recovery_s: float | None = None
     problem: str = ""
+    num_reconnected: int = 0
+    """Requests that lost their frontend by it, and were sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +74,34 @@ class FaultSummary:
     other fault, how long the streams in flight were silent."""
 
     count: int
+    num_reconnected: int
     recovery: Spread | None
     num_alone: int
     pause: Spread | None
 
 
 @dataclass(frozen=True, slots=True)
-class ChaosReport:
-    """The whole run. ``refused`` requests got 429 or 503 with Retry-After and were sent again.
-    ``remote_prefills`` is a lower bound: what killed workers did last is not known. The two pauses are each
-    stream's longest silence, the wait for the first token included: before the faults, and during them."""
+class Target:
+    """What was promised: ``value`` is at most ``limit``. Without a measurement ``value`` and ``is_met`` are None."""
 
+    name: str
+    limit: float
+    value: float | None
+    is_met: bool | None
+
+    @classmethod
+    def of(cls, name: str, limit: float, value: float | None) -> Target:
+        return cls(name, limit, value, None if value is None else value <= limit)
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosReport:
+    """The whole run. ``refused`` requests got 429 or 503 with Retry-After and were sent again. ``reconnected`` ones
+    lost their frontend and were sent again; they count besides as what became of them. ``remote_prefills`` is a lower
+    bound: what killed workers did last is not known. The two pauses are each stream's longest silence, the wait for the
+    first token included: before the faults, and during them."""
+
+    machine: str
     engine: str
     duration_s: float
     seed: int
@@ -93,6 +115,7 @@ class ChaosReport:
     repeated: int
     failed: int
     hung: int
+    reconnected: int
     refused: int
     refusal_max_s: float
     cancelled: int
@@ -103,6 +126,7 @@ class ChaosReport:
     longest_pause: Spread | None
     worst_pauses: tuple[str, ...]
     faults: dict[str, FaultSummary]
+    targets: tuple[Target, ...]
     problems: tuple[str, ...]
 
     @property
@@ -133,11 +157,32 @@ def summarise_faults(
         pauses = (r.longest_pause_s(fault.at_s, window_s) for fault in alone for r in requests if r.is_stream)
         summaries[name] = FaultSummary(
             count=len(own),
+            num_reconnected=sum(fault.num_reconnected for fault in own),
             recovery=spread(fault.recovery_s for fault in own if fault.recovery_s is not None),
             num_alone=len(alone),
             pause=spread(pause for pause in pauses if pause is not None),
         )
     return summaries
+
+
+def targets_of(
+    verdicts: Counter[Verdict], leaked_blocks: int, faults: dict[str, FaultSummary], lease_ttl_s: float
+) -> tuple[Target, ...]:
+    """What reliability promises while one worker of each role lives. A killed decode worker breaks the connections of
+    its streams, so they go on at once; what a killed prefill worker had pulled may have to wait for its lease."""
+    wrong = sum(verdicts[verdict] for verdict in (Verdict.WRONG, Verdict.MISSING, Verdict.REPEATED))
+    pauses = {role: faults[f"{FaultKind.KILL} {role}"].pause for role in ROLES if f"{FaultKind.KILL} {role}" in faults}
+    p99s = {role: pause.p99_s for role, pause in pauses.items() if pause is not None}
+    return (
+        Target.of("wrong, missing, repeated", 0, wrong),
+        Target.of("failed", 0, verdicts[Verdict.FAILED]),
+        Target.of("hung", 0, verdicts[Verdict.HUNG]),
+        Target.of("leaked blocks", 0, leaked_blocks),
+        Target.of(
+            "pause P99 after SIGKILL of a worker, s", lease_ttl_s + KILL_GRACE_S, max(p99s.values(), default=None)
+        ),
+        Target.of("pause P99 after SIGKILL of a decode worker, s", MAX_BROKEN_PAUSE_S, p99s.get("decode")),
+    )
 
 
 def worst_pauses(

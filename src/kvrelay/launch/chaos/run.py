@@ -17,6 +17,7 @@ from pathlib import Path
 
 import aiohttp
 
+from kvrelay.bench.suite import describe_machine
 from kvrelay.engine.mock import mock_generate
 from kvrelay.errors import FatalError
 from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, fresh_prompt, keep_stable, make_prompts
@@ -33,6 +34,7 @@ from kvrelay.launch.chaos.report import (
     problems_of,
     spread,
     summarise_faults,
+    targets_of,
     worst_pauses,
 )
 
@@ -53,11 +55,13 @@ class ChaosOptions:
     seed: int = 0
     num_prefill: int = 2
     num_decode: int = 2
+    num_frontends: int = 2
     num_clients: int = 8
     num_prompts: int = 120
     num_blocks: int = 512
     """Of a worker's KV pool: few, so that cached prefixes are evicted and prompts have to be computed again."""
-    max_waiting_requests: int = 64
+    max_waiting_requests: int = 32
+    """Of each frontend."""
     lease_ttl_s: float = 2.0
     fault_interval_s: float = 3.0
     decode_step_s: float = 0.02
@@ -95,7 +99,9 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         str(options.max_waiting_requests),
     ]
     worker_flags = [str(options.model_path), *options.worker_flags]
-    cluster = ClusterUnderTest(flags, worker_flags, num_workers, START_TIMEOUT_S, options.log_path)
+    cluster = ClusterUnderTest(
+        flags, worker_flags, num_workers, options.num_frontends, START_TIMEOUT_S, options.log_path
+    )
     progress("starting the cluster")
     async with cluster, ChaosClient(cluster.url, cluster.model) as client:
         prompts, calm = await _learn(options, client, progress)
@@ -104,7 +110,7 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
             client,
             prompts,
             lease_ttl_s=options.lease_ttl_s,
-            burst_size=options.max_waiting_requests * 2,
+            burst_size=options.max_waiting_requests * options.num_frontends * 2,
         )
         skipped = await _disturb(options, plan, client, injector, prompts, cluster.heal_timeout_s, progress)
         progress("waiting until nothing is in flight")
@@ -217,7 +223,8 @@ async def _disturb(
     await asyncio.sleep(max(0.0, start_s + options.duration_s - time.monotonic()))
     late: set[asyncio.Future[None]] = set()
     if running:
-        _, late = await asyncio.wait(running, timeout=heal_timeout_s)
+        done, late = await asyncio.wait(running, timeout=heal_timeout_s)
+        await asyncio.gather(*done)
     for task in late:
         task.cancel()
     stop.set()
@@ -238,7 +245,9 @@ def _report(
     problems: Sequence[str],
 ) -> ChaosReport:
     verdicts = count_verdicts(client.records)
+    summaries = summarise_faults(faults, client.records, options.lease_ttl_s)
     return ChaosReport(
+        machine=describe_machine(),
         engine=options.engine,
         duration_s=options.duration_s,
         seed=options.seed,
@@ -252,6 +261,7 @@ def _report(
         repeated=verdicts[Verdict.REPEATED],
         failed=verdicts[Verdict.FAILED],
         hung=verdicts[Verdict.HUNG],
+        reconnected=client.num_reconnected,
         refused=client.refusals.count,
         refusal_max_s=round(client.refusals.max_s, 4),
         cancelled=client.num_cancelled,
@@ -261,7 +271,8 @@ def _report(
         undisturbed_pause=_pauses(calm),
         longest_pause=_pauses(client.records),
         worst_pauses=worst_pauses(client.records, faults),
-        faults=summarise_faults(faults, client.records, options.lease_ttl_s),
+        faults=summaries,
+        targets=targets_of(verdicts, leaked, summaries, options.lease_ttl_s),
         problems=(*problems, *problems_of(client.records, faults)),
     )
 
