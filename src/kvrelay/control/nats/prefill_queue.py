@@ -242,7 +242,8 @@ class NatsPrefillQueue:
                 f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{line.consumer}", _next_request(timeout_s), reply=inbox
             )
             async with asyncio.timeout(timeout_s + ANSWER_MARGIN_S):
-                message = await arrived
+                # Shielded: cancelled itself it could not take what is on its way, to be given back.
+                message = await asyncio.shield(arrived)
         except TimeoutError:
             self._connection.check_connected()
         finally:
