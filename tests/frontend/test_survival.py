@@ -115,6 +115,17 @@ async def test_refused_everywhere_says_when_the_first_worker_is_free(
         assert [len(worker.requests) for worker in cluster.workers.values()] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_worker_that_leaves_does_not_say_when_one_is_free(model_dir: Path, first: int) -> None:
+    full = RequestRefused("", "the queue is full", 429, True, retry_after_s=40.0)
+    leaving = RequestRefused("", "the worker is draining", 503, True)
+    refusals = (full, leaving)[first], (leaving, full)[first]
+    async with running(model_dir, *(Script(refuse=refusal) for refusal in refusals)) as cluster:
+        answer = await ask(cluster)
+        assert answer.headers["retry-after"] == "40"
+        assert [len(worker.requests) for worker in cluster.workers.values()] == [1, 1]
+
+
 async def test_a_final_refusal_is_passed_on(model_dir: Path) -> None:
     refusal = RequestRefused("", "does not fit into the KV pool", 400, False)
     async with running(model_dir, Script(refuse=refusal), Script(TOKENS)) as cluster:

@@ -135,7 +135,9 @@ class Sequence:
         self._link = None
         self._leave_router()
         self._metrics.refused(self._model.name)
-        self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)
+        if refusal.status == OverloadedError.status:
+            # Who refuses for another reason, because it leaves for instance, does not know when somebody is free.
+            self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)
         error = _refusal_error(refusal, self._retry_after_s)
         if not refusal.retryable:
             self._fail(error)
@@ -325,9 +327,11 @@ class Sequence:
 
 
 def _refusal_error(refusal: RequestRefused, retry_after_s: float) -> KvrelayError:
-    """What the client is told if no other worker takes it; ``retry_after_s`` is that of the worker free first."""
+    """What the client is told if no other worker takes it. ``retry_after_s`` is that of the overloaded worker that is
+    free first, infinite where there is none."""
     if refusal.status == OverloadedError.status:
         return OverloadedError(refusal.reason, retry_after_s=retry_after_s)
     if refusal.status == WorkerUnavailableError.status:
-        return WorkerUnavailableError(refusal.reason, retry_after_s=retry_after_s)
+        wait_s = retry_after_s if retry_after_s < math.inf else refusal.retry_after_s
+        return WorkerUnavailableError(refusal.reason, retry_after_s=wait_s)
     return RefusedError(refusal.reason, refusal.status)
