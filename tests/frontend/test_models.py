@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -72,6 +73,21 @@ async def test_other_weights_under_a_name_wait_for_the_last_old_worker(
         await cluster.deregister("w0")
         await cluster.until(lambda: [model.worker_ids for model in frontend.cluster.models] == [["w1"]])
         assert await tokens_of(cluster) == [20, 20]
+
+
+async def test_a_checkpoint_that_cannot_be_read_is_tried_again(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = Path(shutil.copytree(model_dir, tmp_path / "damaged"))
+    template = damaged / "chat_template.jinja"
+    template.write_bytes(b"\xff")
+    async with running(model_dir, Script()) as cluster:
+        frontend = cluster.frontend
+        assert frontend is not None
+        await cluster.add_worker("w1", Script(), model="other", model_path=str(damaged))
+        await cluster.until(lambda: str(template) in caplog.text)
+        template.write_text("{{ messages }}")
+        await cluster.until(lambda: len(frontend.cluster.models) == 2)
 
 
 async def test_who_waits_for_a_name_costs_no_tokenizer(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -121,7 +121,7 @@ def _read_settings(path: Path) -> TokenizerSettings:
 def _chat_template(path: Path, config: dict[str, object]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return _read_text(file)
     template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, list):
         # Several named templates; "default" is the one for plain chats.
@@ -130,12 +130,19 @@ def _chat_template(path: Path, config: dict[str, object]) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise CheckpointError(f"cannot read {file}: {exc}") from exc
+
+
 def _read_json(file: Path) -> dict[str, object]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
+        value = json.loads(_read_text(file))
+    except ValueError as exc:
         raise CheckpointError(f"cannot read {file}: {exc}") from exc
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")
