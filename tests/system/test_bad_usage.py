@@ -80,7 +80,9 @@ def test_a_port_in_use():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"127.0.0.1:{port}" in refused("serve", "--port", str(port))
+        line = refused("serve", "--port", str(port))
+        assert f"127.0.0.1:{port}" in line
+        assert "choose another port" in line
 
 
 def test_a_directory_that_is_no_checkpoint(tmp_path):

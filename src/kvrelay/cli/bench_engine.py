@@ -38,7 +38,7 @@ def bench_engine(
 ) -> None:
     """Run a batch of random prompts through the engine, in this process, without any server.
 
-    Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64 --dtype bfloat16
+    Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64
     """
     from kvrelay.launch.engine_benchmark import EngineLoad, run_engine_benchmark
     from kvrelay.launch.models import resolve_model

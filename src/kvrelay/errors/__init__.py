@@ -16,6 +16,8 @@ handler needs; the message is one line that a person can act on.
 
 from __future__ import annotations
 
+import errno
+
 
 class KvrelayError(Exception):
     """Base of everything that kvrelay raises on purpose. ``exit_code`` is what the command line ends with."""
@@ -105,6 +107,12 @@ class AddressInUseError(KvrelayError):
     """The port that was asked for belongs to another process."""
 
     exit_code = 2
+
+    @classmethod
+    def at(cls, host: str, port: int, reason: OSError) -> AddressInUseError:
+        """What to tell when the operating system does not let us listen there."""
+        remedy = "; choose another port" if reason.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+        return cls(f"cannot listen on {host}:{port}: {reason.strerror or reason}{remedy}")
 
 
 # -- recompute --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +25,8 @@ from kvrelay.worker import disagg
 
 ORDER_TIMEOUT_S = 30.0
 STATUS_TIMEOUT_S = 2.0
+TABLE_WIDTH = 1000
+"""No column is ever cut, however narrow the terminal or the pipe."""
 DISAGG_PREFIX = "disagg."
 ROUTER_PREFIX = "router."
 SETTABLE = (
@@ -99,8 +102,12 @@ def require_idle(report: dict[str, Any]) -> None:
 
 
 def status_table(report: dict[str, Any]) -> None:
-    """Print the report for a person."""
-    table = Table(title=f"prefill queue: {report['prefill_queue_size']}", title_justify="left")
+    """Print the report for a person. Ids are shown whole, since they are copied into other commands."""
+    print(f"prefill queue: {report['prefill_queue_size']}")
+    if not report["workers"]:
+        print("no worker is registered")
+        return
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in (
         "worker",
         "role",
@@ -129,7 +136,7 @@ def status_table(report: dict[str, Any]) -> None:
             f"{status['handoffs_in']}/{status['handoffs_out']}",
             str(status["decode"]["num_remote_done"] + status["prefill"]["num_prefills"]),
         )
-    Console().print(table)
+    Console(width=TABLE_WIDTH).print(table)
 
 
 async def print_order(config: ControlConfig, worker_id: str, command: str, argument: str = "") -> None:
@@ -168,7 +175,8 @@ def _checked(key: str, value: str) -> object:
 
 def _require_settable(key: str) -> None:
     if key not in SETTABLE:
-        raise ConfigError(f"{key} cannot be set at run time{nearest(key, SETTABLE)}", param=key)
+        hint = nearest(key, SETTABLE) or f"; there are {', '.join(SETTABLE)}"
+        raise ConfigError(f"{key} is no run-time setting{hint}", param=key)
 
 
 async def config_unset(config: ControlConfig, key: str) -> None:
@@ -182,7 +190,9 @@ async def config_unset(config: ControlConfig, key: str) -> None:
 
 
 async def config_get(config: ControlConfig, key: str | None) -> None:
-    """Print what was set at run time, one ``key value`` a line."""
+    """Print what was set at run time, one ``key value`` a line. Raises ConfigError."""
+    if key is not None:
+        _require_settable(key)
     control = await connect_control(config)
     try:
         keys = Keys(config.namespace)

@@ -20,7 +20,11 @@ def resolve_model(model: str | None) -> Path:
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{model} is no checkpoint: it has no config.json", param="model")
         return path.resolve()
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if path.exists():
+        raise CheckpointError(
+            f"{model} is a file: a checkpoint is a directory with config.json and .safetensors files", param="model"
+        )
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise CheckpointError(f"checkpoint directory {model} does not exist", param="model")
     return _from_hub(model)
 

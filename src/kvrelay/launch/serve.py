@@ -248,7 +248,7 @@ def _check_port(config: FrontendConfig) -> int:
         try:
             probe.bind((config.host, config.port))
         except OSError as exc:
-            raise AddressInUseError(f"cannot listen on {config.host}:{config.port}: {exc.strerror}") from exc
+            raise AddressInUseError.at(config.host, config.port, exc) from exc
         return int(probe.getsockname()[1])
 
 

@@ -55,7 +55,7 @@ def open_listener(host: str, port: int, *, reuse_port: bool = True) -> socket.so
         listener.setblocking(False)
     except OSError as exc:
         listener.close()
-        raise AddressInUseError(f"cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+        raise AddressInUseError.at(host, port, exc) from exc
     return listener
 
 

@@ -1,0 +1,50 @@
+"""What an operator reads: ids can be copied, and what is wrong is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvrelay.config import ControlConfig
+from kvrelay.errors import ConfigError
+from kvrelay.launch.admin import config_get, config_set, status_table
+
+WORKER_IDS = ("prefill-0a1b2c3d4e", "decode-0a1b2c3d4f")
+
+
+def status_of(worker_id: str) -> dict[str, Any]:
+    load = {
+        "request_active_slots": 12,
+        "request_total_slots": 256,
+        "num_requests_waiting": 3,
+        "kv_active_blocks": 1000,
+        "kv_total_blocks": 16384,
+        "kv_demand_perc": 0.1,
+    }
+    counts = {"decode": {"num_remote_done": 123}, "prefill": {"num_prefills": 0}, "handoffs_in": 1, "handoffs_out": 2}
+    return {"worker_id": worker_id, "role": "prefill", "model": "a-model-with-a-long-name", "load": load, **counts}
+
+
+def test_a_narrow_table_shows_whole_worker_ids(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status_table({"prefill_queue_size": 5, "workers": [status_of(worker_id) for worker_id in WORKER_IDS]})
+    shown = capsys.readouterr().out
+    assert "prefill queue: 5" in shown
+    for word in (*WORKER_IDS, "12/256", "1000/16384", "10%", "1/2", "123"):
+        assert word in shown
+    assert "…" not in shown
+
+
+def test_a_cluster_without_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    status_table({"prefill_queue_size": 0, "workers": []})
+    assert "no worker is registered" in capsys.readouterr().out
+
+
+async def test_a_key_that_nobody_knows() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean disagg\.max_local_prefill_length"):
+        await config_get(ControlConfig(), "disagg.max_local_prefil_length")
+    with pytest.raises(ConfigError, match=r"no run-time setting; .*disagg\.max_prefill_queue_size.*router\."):
+        await config_set(ControlConfig(), "nonsense", "1")
