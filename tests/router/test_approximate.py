@@ -50,6 +50,21 @@ def test_one_prompt_larger_than_the_bound_is_dropped_with_the_next() -> None:
     assert scores(indexer, 100) == {"a": 1}
 
 
+def test_blocks_that_are_gone_are_gone_from_every_window() -> None:
+    clock = ManualClock()
+    indexer = ApproximateIndexer(8.0, clock)
+    sequence = compute_sequence_hashes([1, 2, 3], 1)
+    for name in ("a", "b", "a"):
+        indexer.place(name, sequence)
+        clock.advance(3)
+    indexer.remove("a", sequence[1:])
+    indexer.remove("stranger", sequence)
+    assert scores(indexer, 1, 2, 3) == {"a": 1, "b": 3}
+    indexer.place("a", sequence)
+    assert scores(indexer, 1, 2, 3) == {"a": 3, "b": 3}
+    indexer.index.check_integrity()
+
+
 def test_a_worker_that_left_starts_anew() -> None:
     clock = ManualClock()
     indexer = ApproximateIndexer(8.0, clock)

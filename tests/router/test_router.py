@@ -13,7 +13,7 @@ import pytest
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import BlockStored, LoadMetrics
+from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, LoadMetrics
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import ConfigError, WorkerUnavailableError
@@ -213,6 +213,22 @@ def test_a_burst_of_equal_prompts_is_not_computed_everywhere() -> None:
     assert [built.choose(request(f"r{number}", 4000)).worker_id for number in range(1, 4)] == [first] * 3
     plain = router("dynamo-v0", "a", "b", "c", "d")
     assert plain.choose(request("r0", 4000)).overlap_blocks == plain.choose(request("r1", 4000)).overlap_blocks == 0
+
+
+@pytest.mark.parametrize("cleared", [False, True], ids=["evicted", "cleared"])
+def test_what_was_placed_and_is_gone_again_is_not_expected_any_more(cleared: bool) -> None:
+    """Or else a worker that has just joined gets nothing while the others' caches overflow."""
+    built = router("kv", "a")
+    log = KvEventLog("a", 0)
+    built.choose(request("r", 400))
+    publish(built, log, range(400))
+    built.first_token("r")
+    built.finished("r", 10)
+    built.add_worker(worker("new"))
+    assert built.explain(request("again", 400)).worker_id == "a"
+    gone = AllBlocksCleared() if cleared else BlockRemoved(compute_block_hashes(range(400), 4).sequence)
+    built.apply_events(log.append([gone]))
+    assert built.explain(request("again", 400)).worker_id == "new"
 
 
 def test_a_light_load_stays_where_its_prefix_is() -> None:

@@ -83,6 +83,13 @@ class ApproximateIndexer:
         window.num_blocks += len(sequence)
         self._num_blocks += len(sequence)
 
+    def remove(self, worker_id: str, block_hashes: Sequence[int]) -> None:
+        """The worker says that these blocks are gone. One that it computes again is missed until it says so."""
+        for window in self._windows:
+            holder = window.holders.get(worker_id)
+            if holder is not None:
+                self._index.remove(holder, block_hashes)
+
     def remove_worker(self, worker_id: str) -> None:
         """Forget the worker, and all that was placed there."""
         for window in self._windows:

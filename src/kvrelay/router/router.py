@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import Clock
-from kvrelay.core.events import KvEventBatch, LoadMetrics
+from kvrelay.core.events import AllBlocksCleared, BlockRemoved, KvEventBatch, LoadMetrics
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import WorkerUnavailableError
@@ -281,6 +281,12 @@ class PolicyRouter:
         """Feed the index; nothing to do under a policy without one."""
         if isinstance(self._indexer, KvIndexer):
             self._indexer.apply(batch)
+        if self._anticipated is not None:
+            for event in batch.events:
+                if isinstance(event, BlockRemoved):
+                    self._anticipated.remove(batch.worker_id, event.block_hashes)
+                elif isinstance(event, AllBlocksCleared):
+                    self._anticipated.remove_worker(batch.worker_id)
 
     def apply_replay(self, worker_id: str, reply: bytes) -> None:
         if isinstance(self._indexer, KvIndexer):
