@@ -61,6 +61,17 @@ def test_namespaces_do_not_see_each_other(nats: NatsServerProcess) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("value", [b"", b"{", b'{"ttl_s": 1}', b'{"holder": "\xff"}'])
+def test_a_malformed_lease_is_passed_over(nats: NatsServerProcess, value: bytes) -> None:
+    async def scenario() -> None:
+        async with plane(nats.url, "noise") as control:
+            await control.discovery.put("kvrelay/noise/leases/stranger", value)
+            await control.discovery.put("kvrelay/x", value)
+            assert await control.discovery.get("kvrelay/x") == value
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     "url", ["", "http://h:1", "nats://", "nats://h:0x1", "nats://h:99999", "nats://h:4222?x=1", "h"]
 )

@@ -92,7 +92,7 @@ class Fleet:
             self._fence(worker_id)
         try:
             self._ttl_s[worker_id] = msgspec.json.decode(value, type=KvMetadata).lease_ttl_s
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             _log.warning("KV metadata of %s refused: %s", worker_id, exc)
 
     def _lease_ended(self, worker_id: str) -> None:
@@ -116,7 +116,7 @@ class Fleet:
         if event.kind is WatchKind.PUT:
             try:
                 info = msgspec.json.decode(event.value, type=WorkerInfo)
-            except msgspec.DecodeError as exc:
+            except (msgspec.DecodeError, UnicodeDecodeError) as exc:
                 _log.warning("discovery entry %s refused: %s", event.key, exc)
                 return
             if info.model == self._model and info.role is WorkerRole.PREFILL:

@@ -25,5 +25,5 @@ async def follow_thresholds(discovery: Discovery, keys: Keys, policy: DisaggPoli
                 policy.set(name, msgspec.json.decode(event.value))
             elif event.kind is WatchKind.DELETE:
                 policy.unset(name)
-        except (ConfigError, msgspec.DecodeError) as exc:
+        except (ConfigError, msgspec.DecodeError, UnicodeDecodeError) as exc:
             _log.warning("%s refused: %s", event.key, exc)

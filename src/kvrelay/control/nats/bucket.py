@@ -175,7 +175,7 @@ class Bucket:
             return LeaseRecord(lease_id, None, seq, stored_s)
         try:
             value = msgspec.json.decode(message.data, type=LeaseValue)
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             _log.warning("lease %s in bucket %s is malformed: %s", lease_id, self.name, exc)
             return None
         return LeaseRecord(lease_id, value.ttl_s, seq, stored_s)

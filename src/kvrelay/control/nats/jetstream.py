@@ -204,7 +204,7 @@ def _decode(what: str, data: bytes, reply_type: type[T]) -> T:
         failure = msgspec.json.decode(data, type=_Failure)
         if failure.error is None:
             return msgspec.json.decode(data, type=reply_type)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ControlUnavailableError(f"cannot read the control server's answer to {what}: {exc}") from exc
     error = failure.error
     kind = WrongSequenceError if error.err_code in WRONG_SEQUENCES else JetStreamError
