@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from kvrelay.core.clock import ManualClock
+from kvrelay.core.relief import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.overload import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, OnTheWay, ReliefRate
+from kvrelay.engine.overload import OnTheWay
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import OverloadedError
 
@@ -143,19 +144,20 @@ def test_retry_after_is_the_excess_over_the_rate_at_which_demand_ends(make_engin
     assert retry_after_s(engine, 60) == MIN_RETRY_AFTER_S, "what was before the engine was idle says nothing"
 
 
-def test_the_rate_forgets_what_is_long_ago() -> None:
+def test_the_retry_after_of_the_waiting_line_is_how_long_it_takes_to_get_in(make_engine: MakeEngine) -> None:
+    """One place, five may wait; a request ends every four seconds."""
     clock = ManualClock()
-    rate = ReliefRate(clock)
-    assert rate.per_s == 0
-    for per_s in (1, 10):
-        for _ in range(300):
-            clock.advance(1.0)
-            rate.add(per_s)
-        assert rate.per_s == pytest.approx(per_s, rel=0.03)
-    clock.advance(30.0)
-    assert rate.per_s < 5
-    rate.restart()
-    assert rate.per_s == 0
-    clock.advance(2.0)
-    rate.add(10)
-    assert rate.per_s == pytest.approx(5.0, rel=0.05)
+    engine = make_engine(
+        num_blocks=100, block_size=BLOCK_SIZE, kv_watermark=0, max_num_seqs=1, max_num_waiting=5, clock=clock
+    )
+    for name in range(6):
+        engine.add_request(Request(str(name), prompt(name, 2), SamplingParams(max_tokens=1, ignore_eos=True)))
+    assert retry_after_s(engine, 1) == MIN_RETRY_AFTER_S, "nothing has ended yet: nothing is known"
+    for name in range(6, 12):
+        clock.advance(4.0)
+        engine.step()
+        engine.add_request(Request(str(name), prompt(name, 2), SamplingParams(max_tokens=1, ignore_eos=True)))
+    assert retry_after_s(engine, 1) == pytest.approx(4.0, rel=0.2)
+    with pytest.raises(OverloadedError, match="8 requests are waiting") as caught:
+        engine.overload.check(BLOCK_SIZE, is_new=True, ahead=OnTheWay(2, BLOCK_SIZE))
+    assert caught.value.retry_after_s == pytest.approx(12.0, rel=0.2)

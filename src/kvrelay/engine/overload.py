@@ -12,12 +12,9 @@ from dataclasses import dataclass
 
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
+from kvrelay.core.relief import ReliefRate
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.errors import OverloadedError
-
-MEAN_OVER_S = 30.0
-MIN_RETRY_AFTER_S = 1.0
-MAX_RETRY_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +36,9 @@ class Overload:
         self._scheduler = scheduler
         self._max_num_waiting = config.max_num_waiting
         self._max_blocks = config.kv_watermark * scheduler.pool.num_blocks or math.inf
-        self._relief = ReliefRate(clock)
-        self._num_relieved = 0
+        self._ended_requests = ReliefRate(clock)
+        self._ended_blocks = ReliefRate(clock)
+        self._num_requests_seen = self._num_blocks_seen = 0
 
     def check(self, num_tokens: int, *, is_new: bool, ahead: OnTheWay = NOBODY) -> None:
         """Raises OverloadedError if a request of ``num_tokens`` is too much. It only reads numbers, so any thread may
@@ -51,8 +49,12 @@ class Overload:
         """
         scheduler, pool = self._scheduler, self._scheduler.pool
         num_waiting = scheduler.num_waiting + ahead.num_requests
-        if num_waiting >= self._max_num_waiting + scheduler.num_places:
-            raise OverloadedError(f"{num_waiting} requests are waiting already")
+        num_too_many = num_waiting + 1 - self._max_num_waiting - scheduler.num_places
+        if num_too_many > 0:
+            raise OverloadedError(
+                f"{num_waiting} requests are waiting already",
+                retry_after_s=self._ended_requests.retry_after_s(num_too_many),
+            )
         if not is_new or not (scheduler.requests or ahead.num_requests):
             return
         num_demanded = scheduler.num_demanded_blocks + pool.blocks_for(ahead.num_tokens)
@@ -62,51 +64,18 @@ class Overload:
             raise OverloadedError(
                 f"requests hold or wait for {num_demanded} KV blocks; with the {num_needed} of this one that is above "
                 f"the watermark of {self._max_blocks:g}",
-                retry_after_s=self._retry_after_s(excess),
+                retry_after_s=self._ended_blocks.retry_after_s(excess),
             )
 
     def observe(self) -> None:
         """After a step, on the engine's thread: what has ended since the last one."""
-        num_ended = self._scheduler.num_ended_blocks
-        if num_ended > self._num_relieved:
-            self._relief.add(num_ended - self._num_relieved)
-            self._num_relieved = num_ended
+        num_requests, num_blocks = self._scheduler.num_ended_requests, self._scheduler.num_ended_blocks
+        if num_requests > self._num_requests_seen:
+            self._ended_requests.add(num_requests - self._num_requests_seen)
+            self._ended_blocks.add(num_blocks - self._num_blocks_seen)
+            self._num_requests_seen, self._num_blocks_seen = num_requests, num_blocks
 
     def begin_anew(self) -> None:
         """The engine is idle: what it did not do was not asked of it."""
-        self._relief.restart()
-
-    def _retry_after_s(self, excess: float) -> float:
-        """When so much demand will have ended, if it goes on ending as it did; the least there is, if none has yet."""
-        per_s = self._relief.per_s
-        return min(max(excess / per_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S) if per_s else MIN_RETRY_AFTER_S
-
-
-class ReliefRate:
-    """Blocks per second whose demand ends: an exponentially weighted mean over the time since ``restart``."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.restart()
-
-    def restart(self) -> None:
-        self._since_s = self._added_s = self._clock.now()
-        self._weighted = 0.0
-
-    def add(self, num_blocks: int) -> None:
-        """The demand for so many has ended."""
-        now_s = self._clock.now()
-        self._weighted = self._weighted * _decay(now_s - self._added_s) + num_blocks
-        self._added_s = now_s
-
-    @property
-    def per_s(self) -> float:
-        """0 when nothing is known yet."""
-        now_s = self._clock.now()
-        # What the weights of a time this short add up to; without it the mean would begin at zero.
-        weight_s = MEAN_OVER_S * (1.0 - _decay(now_s - self._since_s))
-        return self._weighted * _decay(now_s - self._added_s) / weight_s if weight_s else 0.0
-
-
-def _decay(seconds: float) -> float:
-    return math.exp(-seconds / MEAN_OVER_S)
+        self._ended_requests.restart()
+        self._ended_blocks.restart()

@@ -53,8 +53,9 @@ class Scheduler:
         self.output = StepOutput()
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
+        self.num_ended_requests = 0
         self.num_ended_blocks = 0
-        """Blocks that the tokens of all requests took that have ended."""
+        """Blocks that the tokens of these requests took."""
         self.num_prefill_tokens = 0
         self.num_generated_tokens = 0
         # Every decode has to fit into a step, so that none starves and a prefill always has a token left to compute.
@@ -136,6 +137,7 @@ class Scheduler:
             self.admission.discard(request)
         request.move(status, self._clock.now())
         self._free_blocks(request)
+        self.num_ended_requests += 1
         self.num_ended_blocks += self.pool.blocks_for(len(request.token_ids))
         del self.requests[request.request_id]
 

@@ -20,6 +20,7 @@ from kvrelay.frontend.answers import ClientGoneError
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, HttpRequest, Response
+from kvrelay.frontend.in_flight import InFlight
 from kvrelay.frontend.keys_file import following
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
@@ -82,14 +83,16 @@ class FrontendApp:
         """Raises ConfigError when the API keys cannot be read."""
         self._keys = ApiKeys.load(config.api_key, config.api_keys_file)
         self._keys_file = config.api_keys_file
-        self._rate_limit = RateLimit(MonotonicClock())
+        clock = MonotonicClock()
+        self._rate_limit = RateLimit(clock)
         self._requests_per_minute = config.requests_per_minute
         self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
         self._cluster = cluster
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
         self._openapi = msgspec.json.encode(openapi_document())
-        pipeline = Pipeline(config, cluster, metrics, self._keys)
+        in_flight = InFlight(config.max_waiting_requests, metrics, clock)
+        pipeline = Pipeline(config, cluster, metrics, self._keys, in_flight)
         routing = RoutingEndpoints(cluster)
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),

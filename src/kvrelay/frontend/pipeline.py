@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
 
 from kvrelay.config import FrontendConfig
-from kvrelay.errors import InvalidInputError, KvrelayError, OverloadedError
+from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.frontend.answers import ClientGoneError, StreamedAnswer, WholeAnswer
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, Response
+from kvrelay.frontend.in_flight import InFlight
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import AnswerFormat
@@ -36,11 +35,14 @@ from kvrelay.frontend.stop_strings import StopStrings
 class Pipeline:
     """Generates answers for ``/v1/completions`` and ``/v1/chat/completions``."""
 
-    def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics, keys: ApiKeys) -> None:
+    def __init__(
+        self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics, keys: ApiKeys, in_flight: InFlight
+    ) -> None:
         self._config = config
         self._cluster = cluster
         self._metrics = metrics
         self._keys = keys
+        self._in_flight = in_flight
 
     async def complete(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/completions``. Raises KvrelayError before the answer has begun."""
@@ -98,7 +100,7 @@ class Pipeline:
         headers = [(b"x-request-id", request_id.encode())]
         answer: StreamedAnswer | WholeAnswer
         answer = StreamedAnswer(plan, form, exchange, headers) if plan.stream else WholeAnswer(plan, form)
-        with self._admitted(len(specs)):
+        with self._in_flight.admitted(len(specs)):
             try:
                 await self._run(
                     answer, exchange, [self._sequence(spec, model, plan, answer) for spec in specs], timeout_s
@@ -160,20 +162,6 @@ class Pipeline:
             return check_timeout(float(text))
         except ValueError as exc:
             raise InvalidInputError(f"{TIMEOUT_HEADER} is not a number", param=TIMEOUT_HEADER) from exc
-
-    @contextmanager
-    def _admitted(self, num_sequences: int) -> Iterator[None]:
-        """Count the sequences as in flight. Raises OverloadedError at once when there are too many."""
-        limit = self._config.max_waiting_requests
-        if num_sequences > limit:
-            raise InvalidInputError(f"prompts times n is {num_sequences}, above {limit}", param="n")
-        if self._metrics.num_in_flight + num_sequences > limit:
-            raise OverloadedError(f"{limit} requests are in flight already")
-        self._metrics.num_in_flight += num_sequences
-        try:
-            yield
-        finally:
-            self._metrics.num_in_flight -= num_sequences
 
 
 class BrokenStreamError(KvrelayError):
