@@ -11,6 +11,8 @@ import pytest
 from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import send
 
+from kvrelay.frontend.tokenizer import load_tokenizer
+
 BODY: dict[str, object] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "return_token_ids": True}
 
 
@@ -87,6 +89,16 @@ async def test_a_checkpoint_that_cannot_be_read_is_tried_again(
         await cluster.add_worker("w1", Script(), model="other", model_path=str(damaged))
         await cluster.until(lambda: str(template) in caplog.text)
         template.write_text("{{ messages }}")
+        await cluster.until(lambda: len(frontend.cluster.models) == 2)
+
+
+async def test_an_unexpected_error_does_not_shut_a_worker_out(model_dir: Path) -> None:
+    async with running(model_dir, Script()) as cluster:
+        frontend = cluster.frontend
+        assert frontend is not None
+        outcomes = [OSError("too many open files"), load_tokenizer(model_dir)]
+        frontend.cluster._tokenizer_of = Mock(side_effect=outcomes)
+        await cluster.add_worker("w1", Script(), model="other")
         await cluster.until(lambda: len(frontend.cluster.models) == 2)
 
 

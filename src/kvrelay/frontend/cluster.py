@@ -48,6 +48,7 @@ RouterFactory = Callable[[int, ReplayRequester], Router]
 RECONNECT_BACKOFF_S = (0.05, 0.1, 0.2, 0.5)
 REPLAY_TIMEOUT_S = 2.0
 WATCH_RETRY_S = 1.0
+KEEPER_RETRY_S = 1.0
 ROUTER_SECTION = "router."
 
 
@@ -233,10 +234,19 @@ class Cluster:
             return
         if (error := task.exception()) is not None:
             _log.error("the connection to %s failed", worker_id, exc_info=error)
+            self._spawn(self._keep_again(worker_id))
             return
+        # It may have come back while its connection was being closed.
+        self._keep_if_wanted(worker_id)
+
+    async def _keep_again(self, worker_id: str) -> None:
+        """Behind a defect of ours, or what this machine lacks for a moment: neither is the worker's end."""
+        await asyncio.sleep(KEEPER_RETRY_S)
+        self._keep_if_wanted(worker_id)
+
+    def _keep_if_wanted(self, worker_id: str) -> None:
         info = self._wanted(worker_id)
         if info is not None:
-            # It came back while its connection was being closed.
             self._learn(info)
 
     async def _keep_worker(self, worker_id: str) -> None:
