@@ -70,6 +70,7 @@ class ClusterUnderTest:
         self.control = ControlConfig()
         self._log_path = log_path
         self._extras: list[Child] = []
+        self._joined_pids: set[int] = set()
         self._num_prefills: dict[str, int] = {}
 
     async def __aenter__(self) -> ClusterUnderTest:
@@ -137,7 +138,9 @@ class ClusterUnderTest:
         for status in report["workers"]:
             if "error" not in status:
                 self._num_prefills[status["worker_id"]] = status["prefill"]["num_prefills"]
-        return [_member(status, extras) for status in report["workers"] if "error" not in status]
+        members = [_member(status, extras) for status in report["workers"] if "error" not in status]
+        self._joined_pids.update(member.pid for member in members)
+        return members
 
     async def until_whole(self, roles: Sequence[str], timeout_s: float, num_away: int = 0) -> float | None:
         """Wait until each role has all its workers, but for ``num_away``; gives the seconds that it took, or None when
@@ -255,12 +258,19 @@ class ClusterUnderTest:
 
     async def stop(self) -> list[str]:
         """End everything in order; gives what did not end cleanly. May be called twice."""
-        problems: list[str] = []
         children, self._extras = [*self._extras, self._serve], []
         for child in children:
             await stop_children([child], STOP_TIMEOUT_S)
-        problems += [f"{child.name} ended with exit code {child.exit_code}" for child in children if child.exit_code]
-        return problems
+        return [
+            f"{child.name} ended with exit code {child.exit_code}"
+            for child in children
+            if child.exit_code and not self._was_starting(child)
+        ]
+
+    def _was_starting(self, child: Child) -> bool:
+        """Whether SIGTERM met it before it could listen for it: the replacement of a fault that came too late."""
+        has_joined = child is self._serve or child.pid in self._joined_pids
+        return child.exit_code == -signal.SIGTERM and not has_joined
 
 
 def _member(status: dict[str, Any], extras: set[int]) -> Member:
