@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from tests.worker.cluster import cluster, expected, prompt
 
-from kvrelay.core.handoff import HandoffDone
+from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffGrant, HandoffRefused
 from kvrelay.core.messages import encode_message
 from kvrelay.core.workers import WorkerRole
 
@@ -45,6 +46,30 @@ async def test_hit_blocks_are_read_from_the_decode_worker():
         assert await client.answer("remote") == expected(base + prompt(200, 5), 8)
         peers = (await prefill.status())["transfer"]["peers"]
         assert {row["op"] for row in peers} == {"read", "write"}
+
+
+@pytest.mark.parametrize(
+    "forge", [lambda ids: ids[:-1], lambda ids: (*ids, 3), lambda ids: (-1, *ids[1:])], ids=["few", "many", "negative"]
+)
+async def test_a_grant_of_blocks_that_cannot_be_is_given_up(forge):
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        grant = decode.worker._core.grant
+
+        def forged(claim: HandoffClaim) -> HandoffGrant | HandoffRefused:
+            answer = grant(claim)
+            assert isinstance(answer, HandoffGrant)
+            return msgspec.structs.replace(answer, block_ids=forge(answer.block_ids))
+
+        decode.worker._core.grant = forged
+        client.send("forged", prompt(300))
+        assert await client.answer("forged") == expected(prompt(300), 8)
+        assert prefill.worker._prefill.stats.num_failed == 1
+
+        decode.worker._core.grant = grant
+        client.send("next", prompt(300, 5))
+        assert await client.answer("next") == expected(prompt(300, 5), 8)
+        assert prefill.worker._prefill.stats.num_prefills == 1
 
 
 async def test_abort_at_every_stage_frees_everything():

@@ -34,9 +34,11 @@ from kvrelay.errors import (
     IncompatiblePeerError,
     KvrelayError,
     LeaseLostError,
+    ProtocolError,
     StaleHandoffError,
     WorkerUnavailableError,
 )
+from kvrelay.transfer.plan import MAX_BLOCK_ID
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.engine_thread import EngineThread
@@ -243,6 +245,7 @@ class PrefillSide:
         if isinstance(answer, HandoffRefused):
             self.stats.num_refused += 1
             return f"refused: {answer.reason}"
+        _check_blocks(request, answer, self._layout.block_size)
         if term != self._term:
             raise LeaseLostError("the lease was lost while it was claimed")
         if not peer.client.is_connected:
@@ -336,6 +339,15 @@ def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *ar
 
 def _engine_request_id(handoff_id: str, generation: int) -> str:
     return f"{handoff_id}/{generation}"
+
+
+def _check_blocks(request: RemotePrefillRequest, grant: HandoffGrant, block_size: int) -> None:
+    """Blocks are paired with ours on the engine's thread, where it is too late to refuse. Raises ProtocolError."""
+    num_needed = -(-len(request.token_ids) // block_size)
+    if len(grant.block_ids) != num_needed:
+        raise ProtocolError(f"granted {len(grant.block_ids)} blocks for a prefill that takes {num_needed}")
+    if not all(0 <= block_id <= MAX_BLOCK_ID for block_id in grant.block_ids):
+        raise ProtocolError("granted a block that no pool can have")
 
 
 def _engine_request(delivery: PrefillDelivery, grant: HandoffGrant) -> Request:
