@@ -45,6 +45,17 @@ async def test_refused(control: str, discovery: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "address", ["10.0.0.1:4222", "localhost:4222", "secret@10.0.0.1:4222", "nats://", "nats://[::1"]
+)
+def test_what_is_no_url_is_not_called_another_machine(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"--control .* is no URL: expected nats://HOST:PORT") as caught:
+        require_credentials(ControlConfig(control=address))
+    assert "secret" not in caught.value.message
+    with pytest.raises(ConfigError, match=r"--discovery .* is no URL: expected etcd://HOST:PORT"):
+        require_credentials(ControlConfig(control="nats://127.0.0.1:4222", discovery=address))
+
+
+@pytest.mark.parametrize(
     ("url", "reason"),
     [
         ("nats://h?ca=ca.pem", "no URL with TLS"),

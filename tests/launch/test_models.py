@@ -17,6 +17,8 @@ def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
         resolve_model(str(path))
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="none does not exist"):
-        resolve_model(str(tmp_path / "none"))
+@pytest.mark.parametrize("model", ["./none", "/nowhere/none", "some/where/none", "none/", "where/none/"])
+def test_a_directory_that_is_not_there(model: str) -> None:
+    """A hub is not asked for what can only be a path."""
+    with pytest.raises(CheckpointError, match=f"checkpoint directory {model} does not exist"):
+        resolve_model(model)

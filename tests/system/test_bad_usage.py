@@ -49,6 +49,7 @@ def refused(*arguments: str, code: int = 2) -> str:
         (["frontend", "--host", "10.0.0.1", "--control", "nats://127.0.0.1:4222"], "--insecure"),
         (["frontend", "--port", "0", "--control", "nats://10.0.0.1:4222"], "without credentials"),
         (["status", "--control", "nats://10.0.0.1:4222"], "without credentials"),
+        (["status", "--control", "127.0.0.1:4222"], "is no URL: expected nats://HOST:PORT"),
         (["status", "--control", "nats://t@127.0.0.1:1", "--discovery", "etcd://10.0.0.1:2379"], "without credentials"),
         (["status", "--control", "tls://t@127.0.0.1:1?ca=/does/not/exist.pem"], "cannot read /does/not/exist.pem"),
         (
@@ -60,6 +61,7 @@ def refused(*arguments: str, code: int = 2) -> str:
         (["sing"], "sing"),
         (["config", "set", "disagg.max_local_prefil_length", "5"], "did you mean disagg.max_local_prefill_length"),
         (["config", "set", "disagg.max_local_prefill_length", "many"], "whole number"),
+        (["config", "get", "disagg.max_local_prefil_length"], "did you mean disagg.max_local_prefill_length"),
         (["config", "unset", "disagg.max_local_prefil_length"], "did you mean disagg.max_local_prefill_length"),
         (["make-model", "/tmp/kvrelay-never-made", "--arch", "gpt5"], "gpt5"),
         (["bench", "engine", "--num-prompts", "0"], "num-prompts"),

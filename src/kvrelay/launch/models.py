@@ -24,7 +24,7 @@ def resolve_model(model: str | None) -> Path:
         raise CheckpointError(
             f"{model} is a file: a checkpoint is a directory with config.json and .safetensors files", param="model"
         )
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1:
         raise CheckpointError(f"checkpoint directory {model} does not exist", param="model")
     return _from_hub(model)
 

@@ -174,7 +174,7 @@ class Cluster:
         """A child that ends while starting has said why on stderr."""
         for child in self._workers + self._frontends:
             if child.exit_code is not None:
-                error = FatalError(f"{child.name} ended with exit code {child.exit_code} while starting")
+                error = FatalError(f"{child.name} ended with exit code {child.exit_code} while starting, see above")
                 error.exit_code = USAGE_EXIT_CODE if child.exit_code == USAGE_EXIT_CODE else 1
                 raise error
 
