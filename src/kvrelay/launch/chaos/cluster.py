@@ -11,9 +11,9 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import psutil
 
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
-from kvrelay.control.base import Keys
+from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.launch.admin import cluster_status, list_workers, order
 from kvrelay.launch.children import Child, kvrelay_command, start_child, stop_children
@@ -31,6 +31,8 @@ READY = re.compile(r"ready: (\S+) .* at (\S+)/v1 \(control (\S+)\)")
 CHILD_ENDED = re.compile(r"kvrelay: (.+) \(pid \d+\) ended with exit code (-?\d+)")
 FRONTEND_COMMAND = kvrelay_command("frontend")
 POLL_INTERVAL_S = 0.1
+LOOK_CONNECT_TIMEOUT_S = 1.0
+ORDER_CONNECT_TIMEOUT_S = 10.0
 LOG_TAIL_CHARS = 2000
 STOP_TIMEOUT_S = 60.0
 
@@ -98,7 +100,7 @@ class ClusterUnderTest:
             await asyncio.sleep(POLL_INTERVAL_S)
         self.start_s = time.monotonic() - start_s
         self.model, self.url, control = found.groups()
-        self.control = ControlConfig(control=control, connect_timeout_s=1.0)
+        self.control = ControlConfig(control=control, connect_timeout_s=LOOK_CONNECT_TIMEOUT_S)
 
     @property
     def heal_timeout_s(self) -> float:
@@ -175,20 +177,23 @@ class ClusterUnderTest:
 
     async def tell(self, worker_id: str, command: str, argument: str = "") -> None:
         """An operator's order to one worker. Raises KvrelayError."""
-        control = await connect_control(self.control)
-        try:
+        async with self._operator() as control:
             infos = {info.worker_id: info for info in await list_workers(control, Keys(self.control.namespace))}
-        finally:
-            await control.close()
         if worker_id not in infos:
             raise FatalError(f"{worker_id} is not in discovery")
         await order(infos[worker_id], command, argument)
 
     async def revoke(self, lease_id: str) -> None:
         """End a worker's lease, with the server's own means. Raises KvrelayError."""
-        control = await connect_control(self.control)
-        try:
+        async with self._operator() as control:
             await control.discovery.delete(Keys(self.control.namespace).lease(lease_id))
+
+    @asynccontextmanager
+    async def _operator(self) -> AsyncIterator[ControlPlane]:
+        """A connection with more patience than those that only look who is there. Raises ControlUnavailableError."""
+        control = await connect_control(replace(self.control, connect_timeout_s=ORDER_CONNECT_TIMEOUT_S))
+        try:
+            yield control
         finally:
             await control.close()
 
