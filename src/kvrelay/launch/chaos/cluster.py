@@ -28,7 +28,7 @@ from kvrelay.launch.children import Child, kvrelay_command, start_child, stop_ch
 from kvrelay.launch.routing import routing_state
 
 READY = re.compile(r"ready: (\S+) .* at (\S+)/v1 \(control (\S+)\)")
-CHILD_ENDED = re.compile(r"kvrelay: (.+) \(pid \d+\) ended with exit code (-?\d+)")
+CHILD_ENDED = re.compile(r"kvrelay: (.+) \(pid (\d+)\) ended with exit code (-?\d+)")
 FRONTEND_COMMAND = kvrelay_command("frontend")
 POLL_INTERVAL_S = 0.1
 LOOK_CONNECT_TIMEOUT_S = 1.0
@@ -73,6 +73,7 @@ class ClusterUnderTest:
         self._log_path = log_path
         self._extras: list[Child] = []
         self._joined_pids: set[int] = set()
+        """Processes that were seen at work."""
         self._num_prefills: dict[str, int] = {}
 
     async def __aenter__(self) -> ClusterUnderTest:
@@ -101,6 +102,8 @@ class ClusterUnderTest:
         self.start_s = time.monotonic() - start_s
         self.model, self.url, control = found.groups()
         self.control = ControlConfig(control=control, connect_timeout_s=LOOK_CONNECT_TIMEOUT_S)
+        self._joined_pids.update(self.frontend_pids())
+        await self.members()
 
     @property
     def heal_timeout_s(self) -> float:
@@ -119,9 +122,13 @@ class ClusterUnderTest:
         return self._serve.exit_code is None
 
     def unclean_exits(self) -> list[str]:
-        """Children of ``serve`` that ended by themselves with an error; those that were killed do not count."""
-        ended = CHILD_ENDED.findall(self.log)
-        return [f"{name} ended with exit code {code}" for name, code in ended if int(code) != -signal.SIGKILL]
+        """Children of ``serve`` that ended by themselves with an error. Those that were killed do not count, nor those
+        that could not reach the control server while they started: ``serve`` starts them again."""
+        return [
+            f"{name} ended with exit code {code}"
+            for name, pid, code in CHILD_ENDED.findall(self.log)
+            if int(code) != -signal.SIGKILL and int(pid) in self._joined_pids
+        ]
 
     @property
     def num_remote_prefills(self) -> int:
@@ -254,6 +261,7 @@ class ClusterUnderTest:
             with suppress(KvrelayError):
                 answered.add((await routing_state(self.url))["pid"])
             pids = self.frontend_pids()
+            self._joined_pids |= answered
             if len(pids) == self.num_frontends and answered.issuperset(pids):
                 return time.monotonic() - start_s
             await asyncio.sleep(POLL_INTERVAL_S)
