@@ -35,6 +35,7 @@ def refused(*arguments: str, code: int = 2) -> str:
     ("arguments", "message"),
     [
         (["serve", "--prefil", "1"], "--prefill"),
+        (["serve", "--log-level", "debug"], "kvrelay --log-level debug serve"),
         (["serve", "--port", "99999"], "99999"),
         (["serve", "--dtype", "int4"], "int4"),
         (["serve", "--block-size", "0"], "block_size must be between 1 and 1024"),

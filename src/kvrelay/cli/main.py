@@ -77,13 +77,21 @@ def run(arguments: list[str]) -> int:
         click.echo(exc.format_message())
         return 2
     except click.ClickException as exc:
-        where = f" (see '{exc.ctx.command_path} --help')" if isinstance(exc, click.UsageError) and exc.ctx else ""
-        return _fail(f"{exc.format_message()}{where}", exc.exit_code)
+        return _fail(f"{exc.format_message()}{_hint(exc)}", exc.exit_code)
     except KvrelayError as exc:
         return _fail(exc.message, exc.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return 130
     return result if isinstance(result, int) else 0
+
+
+def _hint(error: click.ClickException) -> str:
+    """What to do about bad usage, in parentheses, or nothing."""
+    if isinstance(error, click.NoSuchOption) and error.option_name == "--log-level":
+        return " (it stands before the command: kvrelay --log-level debug serve)"
+    if isinstance(error, click.UsageError) and error.ctx:
+        return f" (see '{error.ctx.command_path} --help')"
+    return ""
 
 
 def _fail(message: str, code: int) -> int:
