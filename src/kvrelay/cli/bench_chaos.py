@@ -82,9 +82,12 @@ def bench_chaos(
 
 def _print(report: ChaosReport) -> None:
     console = Console()
-    table = Table(title=f"chaos, {report.engine} engine, seed {report.seed}", title_justify="left")
+    title = f"chaos, {report.engine} engine, seed {report.seed}"
+    # Without lines between its columns it fits a terminal of 80.
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("fault", no_wrap=True)
-    for column in ("count", "recovery p50 s", "max s", "reconnected", "alone", "streams", "pause p99 s", "max s"):
+    figures = ("recovery\np50 s", "\nmax s", "recon-\nnected", "alone", "streams", "pause\np99 s", "\nmax s")
+    for column in ("count", *figures):
         table.add_column(column, justify="right")
     for name, fault in report.faults.items():
         recovery, pause = fault.recovery, fault.pause
