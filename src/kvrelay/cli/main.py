@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 
 import click
@@ -17,6 +18,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.log_limit import LineFormatter, LogLimit
 from kvrelay.errors import KvrelayError
 
+LOG_LEVEL_VARIABLE = "KVRELAY_LOG_LEVEL"
 COMMANDS = {
     "serve": ("kvrelay.cli.serve:serve", "Serve a model on this machine, prefill and decode apart."),
     "frontend": ("kvrelay.cli.processes:frontend", "Run a frontend of a cluster."),
@@ -52,12 +54,19 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="kvrelay")
-@click.option("--log-level", default="warning", type=click.Choice(["debug", "info", "warning", "error"]))
+@click.option(
+    "--log-level",
+    default="warning",
+    envvar=LOG_LEVEL_VARIABLE,
+    show_envvar=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+)
 def cli(log_level: str) -> None:
     """LLM serving with prefill and decode apart: the KV cache handed over like a baton.
 
     Example: kvrelay serve --prefill 1 --decode 1
     """
+    os.environ[LOG_LEVEL_VARIABLE] = log_level  # for the processes that the command starts
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(LogLimit(MonotonicClock()))
     handler.setFormatter(LineFormatter())
