@@ -104,7 +104,7 @@ class Corpus:
         self.requests = [
             encode_message(message)
             for message in (
-                GenerateRequest("fuzz", name, tokens, sampling, (7, 8), timeout_s=5.0),
+                GenerateRequest("fuzz", name, tokens, sampling, (7, 8), hit_rate=0.5),
                 GenerateRequest("fuzz-2", name, tokens * 8, msgspec.structs.replace(sampling, logprobs=3, seed=1)),
                 AbortRequest("fuzz"),
                 HandoffClaim("fuzz", "prefill-0", worker.kv_compatibility),
