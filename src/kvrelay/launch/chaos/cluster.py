@@ -157,6 +157,7 @@ class ClusterUnderTest:
         start_s = time.monotonic()
         while time.monotonic() - start_s < timeout_s:
             members = await self.members()
+            self._start_failed_again()
             if members is not None and all(self._has_all(members, role, num_away) for role in roles):
                 return time.monotonic() - start_s
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -219,6 +220,12 @@ class ClusterUnderTest:
             return pid
         child.process = start_child(child.name, child.command, output=self._log).process
         return child.pid
+
+    def _start_failed_again(self) -> None:
+        """As ``start_again``, for all of them: a replacement may meet the next fault while it starts."""
+        for child in self._extras:
+            if child.exit_code and child.pid not in self._joined_pids:
+                child.process = start_child(child.name, child.command, output=self._log).process
 
     async def until_exit(self, member: Member, timeout_s: float) -> int | None:
         """Wait for the process to end; gives its exit code, 0 for a child of ``serve`` (see ``unclean_exits``).
