@@ -157,7 +157,7 @@ class ClusterUnderTest:
         start_s = time.monotonic()
         while time.monotonic() - start_s < timeout_s:
             members = await self.members()
-            self._start_failed_again()
+            self.start_failed_again()
             if members is not None and all(self._has_all(members, role, num_away) for role in roles):
                 return time.monotonic() - start_s
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -205,24 +205,16 @@ class ClusterUnderTest:
         finally:
             await control.close()
 
-    def start_worker(self, role: str) -> int:
-        """One more worker, started by hand as on another machine; gives its pid."""
+    def start_worker(self, role: str) -> Child:
+        """One more worker, started by hand as on another machine."""
         command = kvrelay_command("worker", "--role", role, "--control", self.control.control, *self._worker_flags)
         child = start_child(f"{role} worker by hand", command, output=self._log)
         self._extras.append(child)
-        return child.pid
+        return child
 
-    def start_again(self, pid: int) -> int:
-        """The pid of that worker; of a new one, if it has failed. A worker that cannot reach the control server while
-        it starts ends with an error, and whoever supervises it tries again."""
-        child = next(child for child in self._extras if child.pid == pid)
-        if not child.exit_code:
-            return pid
-        child.process = start_child(child.name, child.command, output=self._log).process
-        return child.pid
-
-    def _start_failed_again(self) -> None:
-        """As ``start_again``, for all of them: a replacement may meet the next fault while it starts."""
+    def start_failed_again(self) -> None:
+        """A worker that cannot reach the control server while it starts ends with an error, and whoever supervises it
+        tries again."""
         for child in self._extras:
             if child.exit_code and child.pid not in self._joined_pids:
                 child.process = start_child(child.name, child.command, output=self._log).process

@@ -22,6 +22,7 @@ from kvrelay.launch.chaos.cluster import ClusterUnderTest, Member
 from kvrelay.launch.chaos.load import ChaosClient
 from kvrelay.launch.chaos.plan import ROLES, Fault, FaultKind
 from kvrelay.launch.chaos.report import FaultRecord
+from kvrelay.launch.children import Child
 
 SWITCHED_S = 2.0
 """How long a worker keeps its other role."""
@@ -129,8 +130,7 @@ class FaultInjector:
     async def _replace(self, fault: Fault) -> None:
         """Start another one by hand, then ask the victim to leave; a child that ``serve`` needs is not chosen."""
         async with self._alone(fault.role):
-            pid = self._cluster.start_worker(fault.role)
-            victim = await self._victim_besides(fault, pid)
+            victim = await self._victim_besides(fault, self._cluster.start_worker(fault.role))
             at_s = time.monotonic()
             await self._ask_to_leave(fault.kind, victim)
             code = await self._cluster.until_exit(victim, self._cluster.heal_timeout_s)
@@ -157,13 +157,13 @@ class FaultInjector:
         async with self._locks[NATS]:
             await give(*arguments)
 
-    async def _victim_besides(self, fault: Fault, new_pid: int) -> Member:
+    async def _victim_besides(self, fault: Fault, new: Child) -> Member:
         """A member other than the new one, once that has joined. ``serve`` keeps one child of each role: its last."""
         deadline = time.monotonic() + self._cluster.heal_timeout_s
         while time.monotonic() < deadline:
-            new_pid = self._cluster.start_again(new_pid)
+            self._cluster.start_failed_again()
             members = [member for member in await self._cluster.members() or () if member.role == fault.role]
-            old = [member for member in members if member.pid != new_pid]
+            old = [member for member in members if member.pid != new.pid]
             if len(members) > self._cluster.num_workers[fault.role]:
                 is_last_child = sum(not member.is_extra for member in old) < 2
                 choice = [member for member in old if member.is_extra or not is_last_child]
