@@ -131,11 +131,11 @@ class Cluster:
 
     async def wait_synced(self, timeout_s: float) -> bool:
         """Until the workers that were registered at the start, and the settings of then, are known."""
-        return await _happens(self._workers_listed, timeout_s) and await _happens(self._settings_listed, timeout_s)
+        return await _happen(timeout_s, self._workers_listed, self._settings_listed)
 
     async def wait_met(self, timeout_s: float) -> bool:
         """Until every known worker is connected, or was found unreachable."""
-        return await _happens(self._all_met, timeout_s)
+        return await _happen(timeout_s, self._all_met)
 
     async def close(self) -> None:
         tasks = [*self._tasks, *self._keepers.values()]
@@ -366,10 +366,12 @@ def _check_is_free(old: Model | None) -> None:
         raise WorkerUnavailableError(f"other workers serve other weights under the name {old.name}")
 
 
-async def _happens(event: asyncio.Event, timeout_s: float) -> bool:
+async def _happen(timeout_s: float, *events: asyncio.Event) -> bool:
+    """Whether all of them are set within ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
-            await event.wait()
+            for event in events:
+                await event.wait()
     except TimeoutError:
         return False
     return True
