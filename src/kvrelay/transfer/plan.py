@@ -48,7 +48,7 @@ def plan_blocks(layout: KVLayout, local_block_ids: Sequence[int], remote_block_i
     One piece per run of blocks adjacent on both sides, whatever order they are listed in. Raises TransferError for
     lists of different lengths and ids that no pool can have.
     """
-    local, remote = _block_ids(local_block_ids), _block_ids(remote_block_ids)
+    local, remote = checked_block_ids(local_block_ids), checked_block_ids(remote_block_ids)
     if len(local) != len(remote):
         raise TransferError(f"{len(local)} local blocks do not pair with {len(remote)} remote blocks")
     if len(local) == 0:
@@ -81,7 +81,7 @@ def plan_transfer(
     """
     if local.layout.dtype != remote.layout.dtype or local.layout.head_dim != remote.layout.head_dim:
         raise IncompatiblePeerError("the pools differ in dtype or head size")
-    local_ids, remote_ids = _block_ids(local_block_ids), _block_ids(remote_block_ids)
+    local_ids, remote_ids = checked_block_ids(local_block_ids), checked_block_ids(remote_block_ids)
     if first_token < 0 or num_tokens < 0:
         raise TransferError(f"no such tokens: {num_tokens} from {first_token} on")
     end = first_token + num_tokens
@@ -152,7 +152,8 @@ def check_bounds(plan: TransferPlan, local_bytes: int, remote_bytes: int, peer: 
             raise TransferError(f"a transfer with worker {peer} would leave {side} KV pool", peer=peer)
 
 
-def _block_ids(ids: Sequence[int]) -> Int64Array:
+def checked_block_ids(ids: Sequence[int]) -> Int64Array:
+    """Block ids as an array. Raises TransferError for ids that no pool can have."""
     try:
         array = np.asarray(ids, dtype=np.int64).reshape(-1)
     except (OverflowError, ValueError, TypeError) as exc:

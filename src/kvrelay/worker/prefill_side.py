@@ -38,7 +38,7 @@ from kvrelay.errors import (
     StaleHandoffError,
     WorkerUnavailableError,
 )
-from kvrelay.transfer.plan import MAX_BLOCK_ID
+from kvrelay.transfer.plan import checked_block_ids
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.engine_thread import EngineThread
@@ -342,12 +342,12 @@ def _engine_request_id(handoff_id: str, generation: int) -> str:
 
 
 def _check_blocks(request: RemotePrefillRequest, grant: HandoffGrant, block_size: int) -> None:
-    """Blocks are paired with ours on the engine's thread, where it is too late to refuse. Raises ProtocolError."""
+    """Blocks are paired with ours on the engine's thread, where it is too late to refuse. Raises ProtocolError,
+    TransferError."""
     num_needed = -(-len(request.token_ids) // block_size)
     if len(grant.block_ids) != num_needed:
         raise ProtocolError(f"granted {len(grant.block_ids)} blocks for a prefill that takes {num_needed}")
-    if not all(0 <= block_id <= MAX_BLOCK_ID for block_id in grant.block_ids):
-        raise ProtocolError("granted a block that no pool can have")
+    checked_block_ids(grant.block_ids)
 
 
 def _engine_request(delivery: PrefillDelivery, grant: HandoffGrant) -> Request:
