@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from tests.contracts.discovery_contract import DiscoveryContract
-from tests.control.etcd_server import EtcdServer, require_etcd
+from tests.control.etcd_server import EtcdServer, running_etcd
 
 from kvrelay.control.base import Discovery, Lease
 from kvrelay.control.etcd import EtcdDiscovery
@@ -52,11 +52,8 @@ class EtcdDiscoveryServer:
 
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    require_etcd()
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
-    server.start()
-    yield server
-    server.stop()
+    with running_etcd(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
 
 
 @contextlib.asynccontextmanager

@@ -7,6 +7,8 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running_etcd(directory: Path) -> Iterator[EtcdServer]:
+    """A server for as long as it is needed; skips where there is none to start."""
+    require_etcd()
+    server = EtcdServer(directory)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 def require_etcd() -> None:

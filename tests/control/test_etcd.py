@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.certificates import make_certificate
 from tests.contracts.waiting import Watching, eventually
-from tests.control.etcd_server import EtcdServer, free_port, require_etcd
+from tests.control.etcd_server import EtcdServer, free_port, require_etcd, running_etcd
 
 from kvrelay.control.base import Lease, WatchKind
 from kvrelay.control.etcd import EtcdDiscovery
@@ -27,11 +27,8 @@ TTL_S = 1.0
 
 @pytest.fixture(scope="module")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    require_etcd()
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
-    server.start()
-    yield server
-    server.stop()
+    with running_etcd(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from tests.control.etcd_server import EtcdServer, require_etcd
+from tests.control.etcd_server import EtcdServer, running_etcd
 from tests.system.serving import Serve, kvrelay
 from tests.system.test_faults import NUM_STREAMS, Streams, extra_worker, until, wait_until_whole
 
@@ -23,11 +23,8 @@ FLAGS = ("--engine", "mock", "--decode-base-s", "0.02", "--max-local-prefill-len
 
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    require_etcd()
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
-    server.start()
-    yield server
-    server.stop()
+    with running_etcd(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module", params=["nats", "etcd"])

@@ -153,19 +153,14 @@ class EtcdDiscovery:
         call = channel.watches.Watch(metadata=channel.metadata)
         try:
             request = channel.rpc.WatchCreateRequest(key=start, range_end=end, start_revision=first_revision)
-            await call.write(channel.rpc.WatchRequest(create_request=request))
-            while True:
-                answer = await call.read()
-                if not hasattr(answer, "events") or answer.canceled or answer.compact_revision:
-                    return  # ended, or what we wanted next is compacted: list again
-                for event in answer.events:
-                    yield _watch_event(event)
-        except channel.rpc.AioRpcError as exc:
-            if channel.token_expired(exc):
-                await channel.authenticate()
-            raise channel.mapped(exc) from exc
-        except asyncio.InvalidStateError as exc:
-            raise ControlUnavailableError(f"{channel.address} closed the stream") from exc
+            async with channel.streaming():
+                await call.write(channel.rpc.WatchRequest(create_request=request))
+                while True:
+                    answer = await call.read()
+                    if not hasattr(answer, "events") or answer.canceled or answer.compact_revision:
+                        return  # ended, or what we wanted next is compacted: list again
+                    for event in answer.events:
+                        yield _watch_event(event)
         except asyncio.CancelledError:
             if not channel.closed_under_us():
                 raise

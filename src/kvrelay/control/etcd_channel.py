@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +143,19 @@ class EtcdChannel:
                 raise
             await self.authenticate()
         raise AssertionError("the second attempt returns or raises")
+
+    @asynccontextmanager
+    async def streaming(self) -> AsyncIterator[None]:
+        """Around the reads and writes of a stream, whose failures are raised as ControlUnavailableError and the like.
+        Behind an expired token the next stream has a new one."""
+        try:
+            yield
+        except self.rpc.AioRpcError as exc:
+            if self.token_expired(exc):
+                await self.authenticate()
+            raise self.mapped(exc) from exc
+        except asyncio.InvalidStateError as exc:
+            raise ControlUnavailableError(f"{self.address} closed the stream") from exc
 
     def closed_under_us(self) -> bool:
         """gRPC ends the calls of a channel that is closed with CancelledError, though nobody cancelled the task."""

@@ -156,14 +156,9 @@ class EtcdLease(HeldLease):
             timeout=min(channel.timeout_s, max(self._ttl_s / 3, RETRY_S)), metadata=channel.metadata
         )
         try:
-            await call.write(channel.rpc.LeaseKeepAliveRequest(ID=self._id))
-            answer = await call.read()
-        except channel.rpc.AioRpcError as exc:
-            if channel.token_expired(exc):
-                await channel.authenticate()
-            raise channel.mapped(exc) from exc
-        except asyncio.InvalidStateError as exc:
-            raise ControlUnavailableError(f"{channel.address} closed the stream") from exc
+            async with channel.streaming():
+                await call.write(channel.rpc.LeaseKeepAliveRequest(ID=self._id))
+                answer = await call.read()
         finally:
             call.cancel()
         if not hasattr(answer, "TTL"):
