@@ -9,7 +9,7 @@ import pytest
 from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.mock import MockExecutor
+from kvrelay.executors.mock import MockExecutor
 
 VOCAB_SIZE = 500
 EOS = (2,)

@@ -15,9 +15,9 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.base import RemotePrefillStart, SchedulerOutput, StepOutput
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.mock import MockExecutor, mock_generate
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
+from kvrelay.executors.mock import MockExecutor, mock_generate
 
 MakeEngine = Callable[..., EngineCore]
 VOCAB_SIZE, EOS = 500, (2,)

@@ -20,9 +20,9 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.base import HandoffChunk, KvLoad, RemotePrefillStart
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.mock import MockExecutor, mock_generate
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import OverloadedError
+from kvrelay.executors.mock import MockExecutor, mock_generate
 
 MakeEngine = Callable[..., EngineCore]
 VOCAB_SIZE, EOS = 500, (2,)

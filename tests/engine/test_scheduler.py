@@ -11,8 +11,8 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
 from kvrelay.engine.base import ModelOutput, SchedulerOutput
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.mock import mock_generate
 from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.executors.mock import mock_generate
 
 MakeEngine = Callable[..., EngineCore]
 VOCAB_SIZE, EOS = 500, (2,)

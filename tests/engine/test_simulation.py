@@ -11,9 +11,9 @@ import pytest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.mock import mock_generate
 from kvrelay.engine.request import Request
 from kvrelay.errors import OverloadedError
+from kvrelay.executors.mock import mock_generate
 
 MakeEngine = Callable[..., EngineCore]
 VOCAB_SIZE, EOS = 500, (2,)

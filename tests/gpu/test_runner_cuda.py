@@ -14,8 +14,8 @@ from kvrelay.config.settings import EngineConfig, RunnerConfig  # noqa: E402
 from kvrelay.core.layout import KVLayout  # noqa: E402
 from kvrelay.core.sampling import SamplingParams  # noqa: E402
 from kvrelay.engine.base import Executor, NewSequence, SchedulerOutput  # noqa: E402
-from kvrelay.runner import build_executor  # noqa: E402
-from kvrelay.runner.kv_pool import KvPool  # noqa: E402
+from kvrelay.executors.torch import build_executor  # noqa: E402
+from kvrelay.executors.torch.kv_pool import KvPool  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +61,7 @@ def build(model: Path, device: str, dtype: str = "float32", attention: str = "au
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "qwen3-moe"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from kvrelay.runner.checkpoints import make_model
+    from kvrelay.executors.torch.checkpoints import make_model
 
     path = tmp_path_factory.mktemp("models") / request.param
     make_model(path, request.param, "tiny", dtype="float32")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.system.serving import kvrelay
 
-from kvrelay.runner.checkpoints import make_model
+from kvrelay.executors.torch.checkpoints import make_model
 
 pytestmark = pytest.mark.system
 

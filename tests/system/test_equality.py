@@ -74,7 +74,7 @@ def complete_all(server: Serve, prompts: list[tuple[int, ...]], *, stream: bool)
 
 def offline(prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The engine in this process, without any server."""
-    from kvrelay.runner import build_executor
+    from kvrelay.executors.torch import build_executor
 
     engine = EngineConfig(kv_cache_memory="512MiB")
     executor = build_executor(bundled_checkpoint_path(), RunnerConfig(dtype="float32", num_threads=2), engine)

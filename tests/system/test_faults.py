@@ -24,7 +24,7 @@ from tests.system import recovery
 from tests.system.serving import Serve, kvrelay
 
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.engine.mock import mock_generate
+from kvrelay.executors.mock import mock_generate
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

@@ -35,7 +35,7 @@ from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.core.workers import WorkerInfo
-from kvrelay.engine.mock import mock_generate
+from kvrelay.executors.mock import mock_generate
 from kvrelay.launch.admin import list_workers
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]

@@ -18,7 +18,7 @@ import pytest
 from tests.system.serving import Serve, kvrelay
 from tests.system.test_faults import CONFIG, EOS_IDS, NUM_STREAMS, Streams, until
 
-from kvrelay.engine.mock import mock_generate
+from kvrelay.executors.mock import mock_generate
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 

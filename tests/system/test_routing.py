@@ -26,7 +26,7 @@ from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.engine.mock import mock_generate
+from kvrelay.executors.mock import mock_generate
 from kvrelay.launch.admin import list_workers, order
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]

@@ -44,7 +44,7 @@ def test_encoder_is_the_tokenizer(tokenizer: Tokenizer) -> None:
 def test_the_bundled_tokenizer_is_what_the_script_makes(tokenizer: Tokenizer) -> None:
     from train_bundled.text import tokenizer_corpus
 
-    from kvrelay.runner.checkpoints.tokenizer import train_tokenizer
+    from kvrelay.executors.torch.checkpoints.tokenizer import train_tokenizer
 
     assert train_tokenizer(tokenizer_corpus(), 1024).to_str() == tokenizer.to_str()
 

@@ -24,7 +24,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.mock import MockExecutor, mock_generate
+from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcServer
 from kvrelay.transfer import build_transport

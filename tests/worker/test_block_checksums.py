@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.checksums import block_checksum
-from kvrelay.engine.mock import MockExecutor
+from kvrelay.executors.mock import MockExecutor
 from kvrelay.worker.checksums import BlockChecksums
 
 WAIT_S = 20.0

@@ -11,9 +11,9 @@ from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.mock import MockExecutor
 from kvrelay.engine.request import Request
 from kvrelay.errors import EngineDeadError
+from kvrelay.executors.mock import MockExecutor
 from kvrelay.worker.engine_thread import EngineThread
 
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.data.prose import JOBS, NAMES, sentence, story
 from kvrelay.data.recall import cue, fact, question, value
-from kvrelay.runner.checkpoints.tokenizer import BOS, EOS, SPECIAL_TOKENS
+from kvrelay.executors.torch.checkpoints.tokenizer import BOS, EOS, SPECIAL_TOKENS
 
 PLAIN, NOISE, ANSWER = 1.0, 0.05, 5.0
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You answer questions about codes.", "You tell short stories.")

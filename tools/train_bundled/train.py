@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvrelay.runner.checkpoints.tokenizer import BOS_ID, EOS_ID, train_tokenizer, write_tokenizer
+from kvrelay.executors.torch.checkpoints.tokenizer import BOS_ID, EOS_ID, train_tokenizer, write_tokenizer
 from train_bundled.model import Shape, TrainedLlama, hf_config
 from train_bundled.text import ANSWER, TextMaker, tokenizer_corpus
 from train_bundled.wiring import wire

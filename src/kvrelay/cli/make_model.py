@@ -19,7 +19,7 @@ def make_model_command(directory: Path, arch: str, size: str, seed: int, shards:
 
     Example: kvrelay make-model /tmp/tiny --arch llama --size tiny
     """
-    from kvrelay.runner.checkpoints import make_model
+    from kvrelay.executors.torch.checkpoints import make_model
 
     make_model(directory, arch, size, seed=seed, shards=shards, dtype=dtype)
     click.echo(f"wrote {arch} {size} to {directory}")

@@ -43,7 +43,7 @@ def run_engine_benchmark(
     model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: EngineLoad, num_runs: int
 ) -> dict[str, Any]:
     """Load the model, warm up, run the batch ``num_runs`` times; gives medians and spread, and the settings."""
-    from kvrelay.runner import build_executor
+    from kvrelay.executors.torch import build_executor
 
     executor = build_executor(model_path, runner, engine)
     try:

@@ -63,10 +63,10 @@ class WorkerOptions:
 def build_engine_executor(options: WorkerOptions) -> Executor:
     """The torch runner, or the mock with its timing model. Raises InvalidInputError."""
     if options.engine_kind == "mock":
-        from kvrelay.launch.mock_model import build_mock_executor
+        from kvrelay.executors.mock import build_mock_executor
 
         return build_mock_executor(options.model_path, options.engine, options.mock)
-    from kvrelay.runner import build_executor
+    from kvrelay.executors.torch import build_executor
 
     return build_executor(options.model_path, options.runner, options.engine)
 

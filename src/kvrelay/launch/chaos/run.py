@@ -18,8 +18,8 @@ from pathlib import Path
 import aiohttp
 
 from kvrelay.bench.suite import describe_machine
-from kvrelay.engine.mock import mock_generate
 from kvrelay.errors import FatalError
+from kvrelay.executors.mock import mock_generate
 from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, fresh_prompt, keep_stable, make_prompts
 from kvrelay.launch.chaos.cluster import ClusterUnderTest
 from kvrelay.launch.chaos.faults import FaultInjector

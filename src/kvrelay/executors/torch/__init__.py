@@ -1,0 +1,33 @@
+"""Runs a step on a device: models, kernels, attention, sampling. The door is ``build_executor``.
+
+Torch lives here and is imported when an executor is built, not before.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvrelay.config.settings import EngineConfig, RunnerConfig
+from kvrelay.engine.base import Executor
+from kvrelay.executors.torch.parallel import ParallelRank
+
+__all__ = ["ParallelRank", "build_executor"]
+
+# OpenMP threads that wait shall sleep, not spin: workers share cores with each other and with the frontend, and
+# spinning ones slow each other down thirtyfold. A few microseconds of spinning bridge the gap between two kernels of a
+# step (a fifth more tokens with two threads). Torch's and Numba's libraries read this once, when they are loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+
+def build_executor(
+    model_dir: Path, runner: RunnerConfig, engine: EngineConfig, *, rank: ParallelRank | None = None
+) -> Executor:
+    """Load the checkpoint in ``model_dir`` and allocate its KV pool; ``rank`` is this process's part of the model.
+
+    Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the culprit.
+    """
+    from kvrelay.executors.torch.build import build_model_runner
+
+    return build_model_runner(model_dir, runner, engine, rank or ParallelRank())

@@ -1,0 +1,146 @@
+"""Composition of a runner: checkpoint, device, memory and kernels put together by configuration.
+
+Owns the choice of dtype, device and threads, and refuses what cannot be honoured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from kvrelay.config.settings import EngineConfig, RunnerConfig
+from kvrelay.core.layout import KVLayout
+from kvrelay.errors import ConfigError
+from kvrelay.executors.torch.attention.base import AttentionSpec
+from kvrelay.executors.torch.attention.factory import build_attention, choose_backend
+from kvrelay.executors.torch.attention.torch_ref import TorchAttention
+from kvrelay.executors.torch.config import ModelConfig, load_model_config
+from kvrelay.executors.torch.cuda_graphs import DecodeGraphs
+from kvrelay.executors.torch.kernels.base import Kernels
+from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
+from kvrelay.executors.torch.model_runner import ModelFacts, ModelRunner
+from kvrelay.executors.torch.models.loading import LoadedModel, load_model
+from kvrelay.executors.torch.parallel import ParallelRank
+from kvrelay.executors.torch.rope import rope_table
+from kvrelay.executors.torch.slots import SlotStates
+from kvrelay.executors.torch.weights import Checkpoint, weights_fingerprint
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_model_runner(model_dir: Path, runner: RunnerConfig, engine: EngineConfig, rank: ParallelRank) -> ModelRunner:
+    """Load the checkpoint and allocate the pool. Raises CheckpointError, UnsupportedModelError, ConfigError."""
+    config = load_model_config(model_dir)
+    device = _device(runner.device)
+    dtype_name = _dtype(runner.dtype, config.dtype, device)
+    dtype = _DTYPES[dtype_name]
+    max_model_len = _max_model_len(engine.max_model_len, config.max_position)
+    num_threads = runner.num_threads or len(os.sched_getaffinity(0))
+    backend = choose_backend(runner.attention_backend, device)
+    if device.type == "cpu":
+        torch.set_num_threads(num_threads)
+    if backend == "cpu":
+        num_threads = _numba_threads(num_threads)
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        block_size=engine.block_size,
+        head_dim=config.head_dim,
+        dtype=dtype_name,
+        tp_size=rank.tp_size,
+        pp_size=rank.pp_size,
+    )
+    with Checkpoint(model_dir, dtype) as checkpoint, torch.inference_mode():
+        model = load_model(config, checkpoint, _kernels(backend, dtype, num_threads), device)
+    num_blocks = decide_num_blocks(layout, engine.num_blocks, engine.kv_cache_memory, lambda: auto_pool_bytes(device))
+    use_graphs = device.type == "cuda" and backend == "torch" and config.moe is None and not runner.enforce_eager
+    pool = KvPool(layout, num_blocks, device, dtype, spare_blocks=int(use_graphs))
+    attention = build_attention(
+        backend, _attention_spec(config, model, max_model_len, device), pool.tensor, dtype, num_threads
+    )
+    graphs = None
+    if use_graphs and isinstance(attention, TorchAttention):
+        graphs = DecodeGraphs(model.decoder, attention, device, num_blocks, engine.max_num_seqs)
+    facts = ModelFacts(
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        weights_fingerprint=weights_fingerprint(model_dir),
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+    )
+    states = SlotStates(engine.max_num_seqs, max_model_len, engine.block_size)
+    return ModelRunner(facts, model.decoder, attention, pool, states, graphs, _compiling(backend))
+
+
+def _numba_threads(num_threads: int) -> int:
+    from kvrelay.executors.torch.kernels.numba_kernels import usable_threads
+
+    return usable_threads(num_threads)
+
+
+def _kernels(backend: str, dtype: torch.dtype, num_threads: int) -> Kernels:
+    if backend == "cpu":
+        from kvrelay.executors.torch.kernels.numba_kernels import NumbaKernels
+
+        return NumbaKernels(dtype, num_threads)
+    from kvrelay.executors.torch.kernels.torch_kernels import TorchKernels
+
+    return TorchKernels(dtype)
+
+
+def _compiling(backend: str) -> Callable[[], AbstractContextManager[None]]:
+    """What the runner's first steps run within: only Numba's kernels are compiled then."""
+    if backend != "cpu":
+        return nullcontext
+    from kvrelay.executors.torch.attention.cpu import kernel_cache
+    from kvrelay.executors.torch.kernels.compile_once import compile_once
+
+    return lambda: compile_once(kernel_cache())
+
+
+def _attention_spec(config: ModelConfig, model: LoadedModel, max_model_len: int, device: torch.device) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        windows=config.windows,
+        rope=torch.from_numpy(rope_table(config.rope, config.head_dim, max_model_len)).to(device),
+        norm_eps=config.norm_eps,
+        q_norms=model.q_norms,
+        k_norms=model.k_norms,
+    )
+
+
+def _device(requested: str) -> torch.device:
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: torch finds no CUDA device", param="device")
+    if requested == "cuda" or (requested == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _dtype(requested: str, stored: str, device: torch.device) -> str:
+    """ "auto" is the checkpoint's type, or float32 where the device does not compute it well."""
+    if device.type == "cuda":
+        return stored if requested == "auto" else requested
+    if requested == "float16":
+        raise ConfigError("dtype float16 runs on CUDA only; on the CPU use bfloat16 or float32", param="dtype")
+    from kvrelay.executors.torch.kernels.numba_kernels import multiplies_bfloat16
+
+    if requested == "bfloat16" and not multiplies_bfloat16():
+        raise ConfigError(
+            "dtype bfloat16: this CPU has neither AVX-512 nor AVX-NE-CONVERT to compute it; use float32", param="dtype"
+        )
+    if requested != "auto":
+        return requested
+    return "bfloat16" if stored == "bfloat16" and multiplies_bfloat16() else "float32"
+
+
+def _max_model_len(requested: int, limit: int) -> int:
+    if requested > limit:
+        raise ConfigError(f"max_model_len {requested} is beyond the checkpoint's {limit}", param="max_model_len")
+    return requested or limit

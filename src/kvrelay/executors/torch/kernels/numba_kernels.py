@@ -1,0 +1,125 @@
+"""The contract on the CPU: Numba on torch's memory, into buffers that are kept, and oneDNN for the matrix products.
+
+oneDNN's packed products run at full speed for bfloat16 and, unlike others, give a row the same bits whatever the
+other rows are: a request's tokens then do not depend on its neighbours. Owns the buffers and the choice between one
+thread and several.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from kvrelay.executors.torch.kernels import numba_elementwise as kernels
+from kvrelay.executors.torch.kernels.base import Linear
+
+# Below so many elements a kernel takes less time than waking another thread.
+_PARALLEL_FROM = 24_576
+# The batch size that packed weights are laid out for; any other works too.
+_PACK_ROWS = 64
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has the instructions that oneDNN's bfloat16 products need (AVX-512 or AVX-NE-CONVERT)."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The tensor's memory as an array; bfloat16 as uint16, for Numba knows no bfloat16."""
+    array: npt.NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+class Buffer:
+    """Memory for results of [T, width], kept between steps and grown when a step is larger than any before."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._flat = torch.empty(0, dtype=dtype)
+        self._last = self._flat.view(0, 1)
+
+    def take(self, rows: int, width: int) -> torch.Tensor:
+        if self._last.shape == (rows, width):
+            return self._last
+        needed = rows * width
+        if self._flat.numel() < needed:
+            self._flat = torch.empty(needed, dtype=self._dtype)
+        self._last = self._flat[:needed].view(rows, width)
+        return self._last
+
+
+def usable_threads(num_threads: int) -> int:
+    """How many threads Numba's kernels may use: all of them on OpenMP, which several engines of one process can share.
+
+    Without OpenMP's library it is one: Numba's own pool aborts the process when two threads enter it.
+    """
+    try:
+        import_module("numba.np.ufunc.omppool")
+    except ImportError:
+        return 1
+    numba.config.THREADING_LAYER = "omp"
+    return min(num_threads, int(numba.config.NUMBA_NUM_THREADS))
+
+
+def use_threads(num_threads: int) -> int:
+    """Numba's next kernel, called from this thread, runs on so many threads; with 1 no other is woken."""
+    numba.set_num_threads(num_threads)
+    return num_threads
+
+
+class NumbaKernels:
+    """``num_threads`` as ``usable_threads`` gave it."""
+
+    def __init__(self, dtype: torch.dtype, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._normed, self._activated = Buffer(dtype), Buffer(dtype)
+        self._residual = Buffer(torch.float32)
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            return lambda x: F.linear(x, weight, bias)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+        product = torch.ops.mkldnn._linear_pointwise.default
+        none: list[float] = []
+
+        def apply(x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = product(x, packed, bias, "none", none, "")
+            return result
+
+        return apply
+
+    def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.float()
+
+    def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        out = self._residual.take(len(token_ids), table.shape[1])
+        kernels.embed(as_numpy(table), token_ids.numpy(), out.numpy())
+        return out
+
+    def rms_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = self._normed.take(*residual.shape)
+        arguments = (residual.numpy(), weight.numpy(), np.float32(eps), as_numpy(out))
+        kernels.norm(*arguments, self._threads(out))
+        return out
+
+    def add_rms_norm(
+        self, residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        out = self._normed.take(*residual.shape)
+        arguments = (residual.numpy(), as_numpy(delta), weight.numpy(), np.float32(eps), as_numpy(out))
+        kernels.add_norm(*arguments, self._threads(out))
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out = self._activated.take(gate_up.shape[0], gate_up.shape[1] // 2)
+        kernels.silu_mul(as_numpy(gate_up), as_numpy(out), self._threads(out))
+        return out
+
+    def _threads(self, out: torch.Tensor) -> int:
+        return use_threads(self._num_threads if out.numel() >= _PARALLEL_FROM else 1)

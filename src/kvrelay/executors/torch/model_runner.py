@@ -1,0 +1,214 @@
+"""The executor of the engine: a step's batch through the model on one device, and the next tokens out of it.
+
+Owns the model, the KV pool's memory and the slots' state. ``execute`` is prepare -> forward -> logits -> sample ->
+append. What to compute, and which blocks belong to whom, is decided by the scheduler; hand-offs pass by here unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.base import Int32Array, ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.executors.torch.attention.base import Attention
+from kvrelay.executors.torch.cuda_graphs import DecodeGraphs
+from kvrelay.executors.torch.kv_pool import KvPool
+from kvrelay.executors.torch.models.decoder import Decoder
+from kvrelay.executors.torch.prompt_logprobs import PromptLogprobs
+from kvrelay.executors.torch.sampling.logprobs import logprobs_of
+from kvrelay.executors.torch.sampling.sampler import Sampler
+from kvrelay.executors.torch.slots import SlotStates, StepBatch
+
+_NO_INTS = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What others ask of a loaded model."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    weights_fingerprint: str
+    max_num_batched_tokens: int
+
+
+class ModelRunner:
+    """Fulfils ``kvrelay.engine.base.Executor``. Used from one thread at a time, but for ``checksum_blocks``."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        decoder: Decoder,
+        attention: Attention,
+        pool: KvPool,
+        states: SlotStates,
+        graphs: DecodeGraphs | None = None,
+        compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """What ``warm_up`` compiles, it compiles within ``compiling()``."""
+        self._facts = facts
+        self._decoder = decoder
+        self._attention = attention
+        self._pool = pool
+        self._states = states
+        self._graphs = graphs
+        self._compiling = compiling
+        self._device = pool.tensor.device
+        self._sampler = Sampler(facts.eos_token_ids)
+        self._prompt_logprobs = PromptLogprobs(states)
+
+    def __repr__(self) -> str:
+        return f"ModelRunner({self._pool!r}, {self._states!r})"
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return self._pool.layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def kv_region(self) -> MemoryRegion:
+        return self._pool.region
+
+    @property
+    def max_model_len(self) -> int:
+        return self._facts.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._facts.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._facts.eos_token_ids
+
+    @property
+    def weights_fingerprint(self) -> str:
+        return self._facts.weights_fingerprint
+
+    def execute(self, work: SchedulerOutput) -> ModelOutput:
+        """Run one step; see ``SchedulerOutput`` for the order in which its parts apply."""
+        states = self._states
+        for slot in work.released_slots:
+            self._prompt_logprobs.forget(slot)
+        states.apply(work)
+        if work.num_seqs == 0:
+            return ModelOutput([])
+        batch = states.batch(work)
+        with torch.inference_mode():
+            prompt_tokens = self._prompt_logprobs.tokens(batch)
+            hidden, num_samples = self._forward(batch, prompt_tokens)
+            prompt_logprobs = self._prompt_logprobs.collect(batch, self._decoder, hidden[num_samples:])
+            output = self._sample(batch, hidden[:num_samples], prompt_logprobs)
+        states.advance(batch)
+        return output
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        return self._pool.checksums(block_ids)
+
+    def _forward(self, batch: StepBatch, prompt_tokens: npt.NDArray[np.int64]) -> tuple[torch.Tensor, int]:
+        """Hidden states of the tokens that sample, then of ``prompt_tokens``; and the number of the former."""
+        last_tokens = batch.row_offsets[1:][batch.samples].astype(np.int64) - 1
+        needed = np.concatenate((last_tokens, prompt_tokens)) if len(prompt_tokens) else last_tokens
+        num_samples = len(last_tokens)
+        if self._graphs is not None and self._graphs.fits(batch) and not len(prompt_tokens):
+            return self._graphs.run(batch)[torch.from_numpy(needed).to(self._device)], num_samples
+        self._attention.begin(batch)
+        rows = None
+        if num_samples < len(batch.token_ids) or len(prompt_tokens):
+            # A step without results still has to run its last layer's attention: one row stands in.
+            rows = torch.from_numpy(needed if len(needed) else np.zeros(1, dtype=np.int64)).to(self._device)
+        token_ids = torch.from_numpy(batch.token_ids).to(self._device)
+        return self._decoder.forward(token_ids, self._attention, rows), num_samples
+
+    def _sample(
+        self, batch: StepBatch, hidden: torch.Tensor, prompt_logprobs: dict[int, list[PositionLogprobs]]
+    ) -> ModelOutput:
+        if not len(hidden):
+            if self._device.type == "cuda":
+                # The step's blocks may be sent as soon as it returns. (To sample tokens waits for the device, too.)
+                torch.cuda.current_stream(self._device).synchronize()
+            return ModelOutput([], {}, prompt_logprobs)
+        rows = np.flatnonzero(batch.samples)
+        slots = batch.slots[rows]
+        logits = self._decoder.logits(hidden)
+        token_ids = self._sampler.sample(logits, slots, self._states)
+        self._states.append(slots, token_ids)
+        return ModelOutput(token_ids.tolist(), self._logprobs(logits, token_ids, rows, slots), prompt_logprobs)
+
+    def _logprobs(
+        self,
+        logits: torch.Tensor,
+        token_ids: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.intp],
+        slots: Int32Array,
+    ) -> dict[int, PositionLogprobs]:
+        wanted = np.flatnonzero(self._states.sampling.wants_logprobs[slots])
+        if not len(wanted):
+            return {}
+        counts = [self._states.sampling.params[int(slots[i])].logprobs or 0 for i in wanted]
+        chosen = torch.from_numpy(token_ids[wanted]).to(self._device)
+        entries = logprobs_of(logits[torch.from_numpy(wanted).to(self._device)], chosen, max(counts))
+        return {
+            int(rows[i]): PositionLogprobs(entry.chosen, entry.top[:count])
+            for i, entry, count in zip(wanted, entries, counts)
+        }
+
+    def warm_up(self) -> None:
+        """Compile and touch what the first request would wait for: small and large prefills and decodes."""
+        largest = min(self._facts.max_num_batched_tokens, self._facts.max_model_len - 1)
+        with self._compiling():
+            for num_tokens in dict.fromkeys((min(2, largest), min(128, largest))):
+                self._warm_up_prefill(num_tokens)
+            for num_seqs in dict.fromkeys((1, min(64, len(self._states.known)))):
+                self._warm_up_decode(num_seqs)
+        if self._graphs is not None:
+            self._graphs.capture()
+
+    def _warm_up_prefill(self, num_tokens: int) -> None:
+        self.execute(_warm_up_work([0], num_tokens, num_computed=0))
+        self._leave([0])
+
+    def _warm_up_decode(self, num_seqs: int) -> None:
+        slots = list(range(num_seqs))
+        self.execute(_warm_up_work(slots, 1, num_computed=min(self._facts.max_model_len - 2, 255)))
+        self._leave(slots)
+
+    def _leave(self, slots: list[int]) -> None:
+        nothing, no_flags = _NO_INTS, np.zeros(0, dtype=np.bool_)
+        self.execute(SchedulerOutput(0, (), tuple(slots), nothing, nothing, no_flags, nothing, nothing, nothing))
+
+    def shutdown(self) -> None:
+        """Let go of graphs; memory goes with the last reference, for a transport may still hold the region."""
+        self._graphs = None
+
+
+def _warm_up_work(slots: list[int], num_tokens: int, num_computed: int) -> SchedulerOutput:
+    """Sequences of token 0 that all live in block 0: what they write there, no one reads."""
+    length = num_computed + num_tokens
+    sequences = tuple(
+        NewSequence(slot, "warm-up", [0] * length, length, num_computed, (0,), SamplingParams(temperature=0.0), 0)
+        for slot in slots
+    )
+    return SchedulerOutput(
+        step=0,
+        new_seqs=sequences,
+        released_slots=(),
+        slots=np.array(slots, dtype=np.int32),
+        num_tokens=np.full(len(slots), num_tokens, dtype=np.int32),
+        samples=np.ones(len(slots), dtype=np.bool_),
+        block_slots=_NO_INTS,
+        block_indices=_NO_INTS,
+        block_ids=_NO_INTS,
+    )

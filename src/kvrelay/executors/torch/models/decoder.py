@@ -1,0 +1,111 @@
+"""A decoder-only transformer: embedding, layers of attention and feed-forward, final norm, output head.
+
+One class covers Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE: they differ in data (biases, norms, windows,
+experts), not in structure. Knows neither files nor the batch: attention is an object that the caller has begun, the
+pieces between the products come from ``Kernels``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.executors.torch.attention.base import Attention
+from kvrelay.executors.torch.kernels.base import Kernels, Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFeedForward:
+    """down(silu(gate(x)) * up(x)), gate and up fused."""
+
+    gate_up: Linear
+    down: Linear
+
+    def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        return self.down(kernels.silu_mul(self.gate_up(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class SparseFeedForward:
+    """Mixture of experts: each token's ``top_k`` experts by router probability, weighted by it."""
+
+    router: Linear
+    experts: tuple[DenseFeedForward, ...]
+    top_k: int
+    normalize: bool
+
+    def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        weights, chosen = torch.softmax(self.router(x).float(), dim=-1).topk(self.top_k, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        # Rows sorted by expert, so that each expert computes its rows at once.
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        tokens = order // self.top_k
+        shares = weights.flatten()[order]
+        # One place per (token, choice), summed at the end in the order of choice: a token's result must not
+        # depend on which other tokens went to its experts.
+        parts = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
+        start = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                rows = slice(start, start + count)
+                out = expert.forward(x[tokens[rows]], kernels)
+                parts[order[rows]] = out.float() * shares[rows, None]
+                start += count
+        return parts.view(len(x), self.top_k, -1).sum(dim=1).to(x.dtype)
+
+
+FeedForward = DenseFeedForward | SparseFeedForward
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    input_norm: torch.Tensor
+    qkv: Linear
+    output: Linear
+    post_norm: torch.Tensor
+    feed_forward: FeedForward
+
+
+class Decoder:
+    """Layers with their weights. ``forward`` gives hidden states, ``logits`` scores of the vocabulary."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        embedding: torch.Tensor,
+        layers: tuple[DecoderLayer, ...],
+        final_norm: torch.Tensor,
+        head: Linear,
+        norm_eps: float,
+    ) -> None:
+        self._kernels = kernels
+        self._embedding = embedding
+        self._layers = layers
+        self._final_norm = final_norm
+        self._head = head
+        self._eps = norm_eps
+
+    def forward(self, token_ids: torch.Tensor, attention: Attention, rows: torch.Tensor | None) -> torch.Tensor:
+        """Normalised hidden states [R, hidden] of the tokens ``rows`` (None: of all) of a step of T tokens.
+
+        The last layer computes only ``rows`` after its attention: the others' results would go nowhere.
+        """
+        kernels, eps = self._kernels, self._eps
+        residual = kernels.embed(self._embedding, token_ids)
+        x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
+        last = len(self._layers) - 1
+        for i, layer in enumerate(self._layers):
+            attended = attention.forward(i, layer.qkv(x))
+            if i == last and rows is not None:
+                attended, residual = attended[rows], residual[rows]
+            x = kernels.add_rms_norm(residual, layer.output(attended), layer.post_norm, eps)
+            next_norm = self._final_norm if i == last else self._layers[i + 1].input_norm
+            x = kernels.add_rms_norm(residual, layer.feed_forward.forward(x, kernels), next_norm, eps)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores [R, vocab] in the model's dtype, for hidden states from ``forward``."""
+        return self._head(hidden)

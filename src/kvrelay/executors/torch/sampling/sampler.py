@@ -1,0 +1,118 @@
+"""One draw for the whole batch.
+
+Greedy rows take the argmax; random rows invert their cumulative distribution at a number that depends on seed and
+output index alone. A row's token never depends on the other rows: rows are grouped by how they are drawn, and each
+group's arithmetic is row by row. Termination is the engine's business.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvrelay.engine.base import Int32Array
+from kvrelay.executors.torch.sampling.adjust import adjust_row
+from kvrelay.executors.torch.sampling.uniform import uniform
+from kvrelay.executors.torch.slots import SlotStates
+
+# Rows whose top_k is at most this are drawn among the best so many; others that filter need a full sort.
+_SMALL_TOP_K = 64
+
+
+class Sampler:
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample(self, logits: torch.Tensor, slots: Int32Array, states: SlotStates) -> npt.NDArray[np.int64]:
+        """The next token of each row of ``logits`` [R, vocab], left as they are, for the sequences in ``slots`` [R]."""
+        table = states.sampling
+        num_outputs = states.known[slots] - states.num_prompt[slots]
+        adjusts = table.adjusts[slots] | (num_outputs < table.min_tokens[slots])
+        random = table.is_random[slots]
+        if not adjusts.any() and not random.any():
+            return _argmax(logits)
+        scores = logits.float()
+        if adjusts.any():
+            scores = scores.clone() if scores is logits else scores
+            for row in np.flatnonzero(adjusts):
+                slot = int(slots[row])
+                tokens = states.tokens[slot, : states.known[slot]]
+                adjust_row(scores[row], table.params[slot], tokens, int(states.num_prompt[slot]), self._eos_token_ids)
+        token_ids = _argmax(scores) if not random.all() else np.zeros(len(slots), dtype=np.int64)
+        filters, small = table.filters[slots], (table.top_k[slots] > 0) & (table.top_k[slots] <= _SMALL_TOP_K)
+        numbers = uniform(table.seeds[slots], num_outputs.astype(np.int64))
+        for chosen, draw in (
+            (random & ~filters, _draw_plain),
+            (random & filters & small, _draw_small),
+            (random & filters & ~small, _draw_sorted),
+        ):
+            rows = np.flatnonzero(chosen)
+            if len(rows):
+                token_ids[rows] = draw(_take(scores, rows), states, slots[rows], numbers[rows])
+        return token_ids
+
+
+def _argmax(logits: torch.Tensor) -> npt.NDArray[np.int64]:
+    token_ids: npt.NDArray[np.int64] = logits.argmax(dim=-1).cpu().numpy()
+    return token_ids
+
+
+def _take(scores: torch.Tensor, rows: npt.NDArray[np.intp]) -> torch.Tensor:
+    return scores if len(rows) == len(scores) else scores[torch.from_numpy(rows).to(scores.device)]
+
+
+def _column(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values).to(device)[:, None]
+
+
+def _draw_plain(
+    scores: torch.Tensor, states: SlotStates, slots: Int32Array, numbers: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    probabilities = torch.softmax(scores / _column(states.sampling.temperature[slots], scores.device), dim=-1)
+    return _invert(probabilities, numbers).cpu().numpy()
+
+
+def _draw_small(
+    scores: torch.Tensor, states: SlotStates, slots: Int32Array, numbers: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    best = scores.topk(min(_SMALL_TOP_K, scores.shape[-1]), dim=-1)
+    return _draw_descending(best.values, best.indices, states, slots, numbers)
+
+
+def _draw_sorted(
+    scores: torch.Tensor, states: SlotStates, slots: Int32Array, numbers: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    values, indices = torch.sort(scores, dim=-1, descending=True, stable=True)
+    return _draw_descending(values, indices, states, slots, numbers)
+
+
+def _draw_descending(
+    values: torch.Tensor,
+    indices: torch.Tensor,
+    states: SlotStates,
+    slots: Int32Array,
+    numbers: npt.NDArray[np.float64],
+) -> npt.NDArray[np.int64]:
+    """min-p, then top-k, then top-p of what is left, as vLLM orders them; ``values`` are best first."""
+    table, device = states.sampling, values.device
+    values = values / _column(table.temperature[slots], device)
+    top_k = np.where(table.top_k[slots] > 0, table.top_k[slots], values.shape[-1])
+    ranks = torch.arange(values.shape[-1], device=device)
+    dropped = ranks >= _column(top_k, device)
+    relative = torch.exp(values - values[:, :1])
+    dropped |= relative < _column(table.min_p[slots], device)
+    probabilities = torch.softmax(values.masked_fill(dropped, float("-inf")), dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    # The best token always stays: rounding must not leave a row without any.
+    outside = (before >= _column(table.top_p[slots], device)) & (ranks > 0)
+    places = _invert(probabilities.masked_fill(outside, 0.0), numbers)
+    return indices.gather(1, places[:, None])[:, 0].cpu().numpy()
+
+
+def _invert(probabilities: torch.Tensor, numbers: npt.NDArray[np.float64]) -> torch.Tensor:
+    """The first place in each row where the running sum exceeds number * sum: an index of positive probability."""
+    sums = probabilities.double().cumsum(dim=-1)
+    targets = _column(numbers, probabilities.device) * sums[:, -1:]
+    places = (sums <= targets).sum(dim=-1)
+    return places.clamp_(max=probabilities.shape[-1] - 1)
