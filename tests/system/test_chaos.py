@@ -7,7 +7,7 @@ import json
 import pytest
 from tests.system.serving import kvrelay
 
-from kvrelay.launch.chaos.plan import FaultKind, make_plan
+from kvrelay.bench.chaos.plan import FaultKind, make_plan
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -28,7 +28,7 @@ COMMANDS = {
     "role": ("kvrelay.cli.cluster:role", "Change what a worker does."),
     "config": ("kvrelay.cli.cluster:config", "Read or change a setting of a running cluster."),
     "api-key": ("kvrelay.cli.api_key:api_key", "Make an API key for a client."),
-    "bench": ("kvrelay.cli.bench:bench", "Measure engines, servers, routers, transfers and data sets."),
+    "bench": ("kvrelay.bench.commands:bench_group", "Measure engines, servers, routers, transfers and data sets."),
     "make-model": ("kvrelay.cli.make_model:make_model_command", "Write a checkpoint with random weights."),
 }
 

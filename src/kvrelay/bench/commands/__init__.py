@@ -1,19 +1,25 @@
-"""The command line of the room: ``kvrelay bench ...``, one module per command.
+"""``kvrelay bench ...``, one module per command.
 
-Modules here load click only; what a command needs is imported when it runs, so that ``--help`` stays fast. Further
-commands (engine, router, transfer, frontend) are added to ``bench_group`` by the rooms' owners.
+``bench_group`` is the room's door: the command line loads it by name, when a ``bench`` command is called. Modules here
+load click and settings only; what a command measures with is imported when it runs, so that ``--help`` stays fast.
 """
 
 from __future__ import annotations
 
 import click
 
+from kvrelay.bench.commands.chaos import bench_chaos
 from kvrelay.bench.commands.compare import compare_command
+from kvrelay.bench.commands.engine import bench_engine
+from kvrelay.bench.commands.frontend import bench_frontend
 from kvrelay.bench.commands.interference import interference_command
 from kvrelay.bench.commands.prefixes import prefixes_command
+from kvrelay.bench.commands.router import bench_router
+from kvrelay.bench.commands.routing import bench_routing
 from kvrelay.bench.commands.serve import serve_command
 from kvrelay.bench.commands.suite import all_command
 from kvrelay.bench.commands.sweep import sweep_command
+from kvrelay.bench.commands.transfer import bench_transfer
 
 
 @click.group("bench")
@@ -32,5 +38,11 @@ for _command in (
     interference_command,
     prefixes_command,
     all_command,
+    bench_chaos,
+    bench_engine,
+    bench_frontend,
+    bench_router,
+    bench_routing,
+    bench_transfer,
 ):
     bench_group.add_command(_command)

@@ -13,10 +13,8 @@ from pathlib import Path
 import msgspec
 
 from kvrelay import __version__
-from kvrelay.config import RouterConfig
-from kvrelay.errors import InvalidInputError
-from kvrelay.router import peer_dynamo
-from kvrelay.router.bench_speed import (
+from kvrelay.bench.parts import peer_dynamo
+from kvrelay.bench.parts.router_speed import (
     BLOCK_SIZE,
     MATCHED_BLOCKS,
     GrowthRow,
@@ -24,7 +22,9 @@ from kvrelay.router.bench_speed import (
     measure_growth,
     measure_speed,
 )
-from kvrelay.router.trace_replay import ReplayResult, TraceRequest, WorkerModel, infinite_hit_ratio, replay_trace
+from kvrelay.bench.parts.trace_replay import ReplayResult, TraceRequest, WorkerModel, infinite_hit_ratio, replay_trace
+from kvrelay.config import RouterConfig
+from kvrelay.errors import InvalidInputError
 
 PEER_TIMEOUT_S = 300.0
 MEASURED_PACKAGES = ("numpy", "xxhash", "msgspec")

@@ -6,7 +6,7 @@ signals, by ``kvrelay``'s own orders and over HTTP. Nothing here reaches into a 
 
 from __future__ import annotations
 
-from kvrelay.launch.chaos.report import ChaosReport
-from kvrelay.launch.chaos.run import ChaosOptions, run_chaos
+from kvrelay.bench.chaos.report import ChaosReport
+from kvrelay.bench.chaos.run import ChaosOptions, run_chaos
 
 __all__ = ["ChaosOptions", "ChaosReport", "run_chaos"]

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
+from kvrelay.bench.chaos.answers import KnownPrompt, Verdict, judge
+from kvrelay.bench.chaos.report import RequestRecord
 from kvrelay.errors import KvrelayError, RetryElsewhereError
-from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, judge
-from kvrelay.launch.chaos.report import RequestRecord
 
 DrawPrompt = Callable[[random.Random], KnownPrompt]
 """The next prompt to ask."""

@@ -16,12 +16,12 @@ from dataclasses import replace
 
 import aiohttp
 
+from kvrelay.bench.chaos.answers import KnownPrompt
+from kvrelay.bench.chaos.cluster import ClusterUnderTest, Member
+from kvrelay.bench.chaos.load import ChaosClient
+from kvrelay.bench.chaos.plan import ROLES, Fault, FaultKind
+from kvrelay.bench.chaos.report import FaultRecord
 from kvrelay.errors import FatalError, KvrelayError
-from kvrelay.launch.chaos.answers import KnownPrompt
-from kvrelay.launch.chaos.cluster import ClusterUnderTest, Member
-from kvrelay.launch.chaos.load import ChaosClient
-from kvrelay.launch.chaos.plan import ROLES, Fault, FaultKind
-from kvrelay.launch.chaos.report import FaultRecord
 from kvrelay.launch.children import Child
 
 SWITCHED_S = 2.0

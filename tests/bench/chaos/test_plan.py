@@ -8,9 +8,8 @@ from random import Random
 
 import pytest
 
-from kvrelay.errors import ConfigError
-from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, fresh_prompt, judge, keep_stable, make_prompts
-from kvrelay.launch.chaos.plan import (
+from kvrelay.bench.chaos.answers import KnownPrompt, Verdict, fresh_prompt, judge, keep_stable, make_prompts
+from kvrelay.bench.chaos.plan import (
     AGAINST_WORKERS,
     CRASHES,
     KILL_WINDOW_S,
@@ -20,7 +19,7 @@ from kvrelay.launch.chaos.plan import (
     FaultKind,
     make_plan,
 )
-from kvrelay.launch.chaos.report import (
+from kvrelay.bench.chaos.report import (
     FaultRecord,
     FaultSummary,
     RequestRecord,
@@ -31,6 +30,7 @@ from kvrelay.launch.chaos.report import (
     targets_of,
     worst_pauses,
 )
+from kvrelay.errors import ConfigError
 
 
 def test_the_same_seed_gives_the_same_plan_and_another_seed_another():

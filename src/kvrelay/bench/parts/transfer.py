@@ -1,7 +1,7 @@
 """How fast KV moves between two processes on this machine, through the same thread and transport that workers use.
 
 What it owns: a peer process with an empty pool, timed rounds, the comparison with a plain copy of memory. What it does
-not know: how results are printed. ``python -m kvrelay.transfer.benchmark`` is the peer process.
+not know: how results are printed. ``python -m kvrelay.bench.parts.transfer`` is the peer process.
 """
 
 from __future__ import annotations
@@ -164,7 +164,13 @@ def _time_plan() -> float:
 
 @contextmanager
 def _peer_process(config: TransferConfig, num_bytes: int) -> Iterator[KvMetadata]:
-    command = [sys.executable, "-m", "kvrelay.transfer.benchmark", str(num_bytes), msgspec.json.encode(config).decode()]
+    command = [
+        sys.executable,
+        "-m",
+        "kvrelay.bench.parts.transfer",
+        str(num_bytes),
+        msgspec.json.encode(config).decode(),
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None

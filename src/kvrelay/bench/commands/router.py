@@ -1,7 +1,7 @@
 """``kvrelay bench router``: the router's speed, its growth, and policies over request traces.
 
-What it owns: the command's options and tables. Measuring is in ``kvrelay.router.bench``, which is loaded only when the
-command runs.
+What it owns: the command's options and tables. Measuring is in ``kvrelay.bench.parts.router``, which is loaded only
+when the command runs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvrelay.cli.options import json_option
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvrelay.router.bench import PeerSpeed, PolicyReplay, RouterBenchmark
-    from kvrelay.router.bench_speed import GrowthRow, Latency, SpeedReport
+    from kvrelay.bench.parts.router import PeerSpeed, PolicyReplay, RouterBenchmark
+    from kvrelay.bench.parts.router_speed import GrowthRow, Latency, SpeedReport
 
 _FILE = click.Path(path_type=Path)
 _GROWTH_WORKERS = (8, 64, 256, 1024)
@@ -70,10 +70,10 @@ def bench_router(
     """
     import msgspec
 
+    from kvrelay.bench.parts.router import run_router_benchmark
+    from kvrelay.bench.parts.trace_replay import read_trace
     from kvrelay.bench.suite import describe_machine
     from kvrelay.errors import InvalidInputError
-    from kvrelay.router.bench import run_router_benchmark
-    from kvrelay.router.trace_replay import read_trace
 
     if not 0 < time_scale < float("inf"):
         raise InvalidInputError(f"--time-scale must be above 0, got {time_scale:g}", param="time_scale")

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from kvrelay.cli.options import engine_option, json_option, model_argument
 from kvrelay.cli.processes import run_async
 
 if TYPE_CHECKING:
-    from kvrelay.launch.chaos import ChaosReport
+    from kvrelay.bench.chaos import ChaosReport
 
 
 @click.command("chaos")
@@ -55,7 +53,7 @@ def bench_chaos(
 
     Example: kvrelay bench chaos --duration 60 --seed 7 --engine mock
     """
-    from kvrelay.launch.chaos import ChaosOptions, run_chaos
+    from kvrelay.bench.chaos import ChaosOptions, run_chaos
     from kvrelay.launch.models import resolve_model
 
     options = ChaosOptions(
@@ -81,6 +79,9 @@ def bench_chaos(
 
 
 def _print(report: ChaosReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console()
     title = f"chaos, {report.engine} engine, seed {report.seed}"
     # Without lines between its columns it fits a terminal of 80.

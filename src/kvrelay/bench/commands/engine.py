@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from kvrelay.cli.options import SettingsSource, json_option, model_argument, settings_options
-from kvrelay.cli.report import print_report
 from kvrelay.config import EngineConfig, RunnerConfig
 
 SETTINGS = (EngineConfig, RunnerConfig)
@@ -40,7 +39,8 @@ def bench_engine(
 
     Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64
     """
-    from kvrelay.launch.engine_benchmark import EngineLoad, run_engine_benchmark
+    from kvrelay.bench.parts.engine import EngineLoad, run_engine_benchmark
+    from kvrelay.bench.report.table import print_report
     from kvrelay.launch.models import resolve_model
 
     source = SettingsSource(SETTINGS, config_file, flags)

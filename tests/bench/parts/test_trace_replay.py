@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.bench.parts.trace_replay import TraceRequest, WorkerModel, infinite_hit_ratio, read_trace, replay_trace
 from kvrelay.config import RouterConfig
 from kvrelay.errors import InvalidInputError
-from kvrelay.router.trace_replay import TraceRequest, WorkerModel, infinite_hit_ratio, read_trace, replay_trace
 
 
 def groups(seed: int = 0) -> list[TraceRequest]:

@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from kvrelay.bench.commands.own_cluster import medians, serve_args_option, serve_command
 from kvrelay.cli.options import json_option, model_argument
-from kvrelay.cli.own_cluster import medians, serve_args_option, serve_command
 
 LOADS = (
     # name, prompt tokens, output tokens, requests at once, requests per turn
@@ -51,6 +47,8 @@ def bench_frontend(
 
     Example: kvrelay bench frontend --workers 4 --rounds 3
     """
+    import msgspec
+
     from kvrelay.bench.cases import Case, check_names, parse_case
     from kvrelay.bench.serving import run_on_loop
 
@@ -120,6 +118,10 @@ def _summarise(turns: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, flo
 
 
 def _print(cases: dict[str, dict[str, dict[str, float]]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(
         title="frontend with mock workers, medians; TTFT and CPU time a request in ms",
         title_justify="left",

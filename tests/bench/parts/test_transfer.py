@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 
+from kvrelay.bench.parts.transfer import run_transfer_benchmark
 from kvrelay.errors import TransferError
-from kvrelay.transfer.benchmark import run_transfer_benchmark
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="NIXL is not installed")

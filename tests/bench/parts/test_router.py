@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from kvrelay.cli.bench_router import bench_router
+from kvrelay.bench.commands.router import bench_router
+from kvrelay.bench.parts.router import POLICIES, measure_peer
+from kvrelay.bench.parts.router_speed import measure_growth
 from kvrelay.errors import InvalidInputError
-from kvrelay.router.bench import POLICIES, measure_peer
-from kvrelay.router.bench_speed import measure_growth
 
 FAST = ["--num-workers", "4", "--blocks-per-worker", "1024", "--repeats", "10"]
 

@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from kvrelay.bench.commands.own_cluster import medians, serve_args_option, serve_command
 from kvrelay.cli.options import json_option, model_argument
-from kvrelay.cli.own_cluster import medians, serve_args_option, serve_command
 
 BLOCK_SIZE = 16
 MOCK_PREFILL_TOKENS_PER_S = 10_000
@@ -251,6 +248,10 @@ def _summarise(turns: list[dict[str, Any]], names: list[str], pools: list[float]
 
 
 def _print(report: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
     load = report["load"]
     console = Console()
     console.print(

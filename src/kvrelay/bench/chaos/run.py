@@ -17,15 +17,12 @@ from pathlib import Path
 
 import aiohttp
 
-from kvrelay.bench.suite import describe_machine
-from kvrelay.errors import FatalError
-from kvrelay.executors.mock import mock_generate
-from kvrelay.launch.chaos.answers import KnownPrompt, Verdict, fresh_prompt, keep_stable, make_prompts
-from kvrelay.launch.chaos.cluster import ClusterUnderTest
-from kvrelay.launch.chaos.faults import FaultInjector
-from kvrelay.launch.chaos.load import SILENCE_LIMIT_S, ChaosClient, DrawPrompt, RequestFailedError, RequestRefusedError
-from kvrelay.launch.chaos.plan import Fault, make_plan
-from kvrelay.launch.chaos.report import (
+from kvrelay.bench.chaos.answers import KnownPrompt, Verdict, fresh_prompt, keep_stable, make_prompts
+from kvrelay.bench.chaos.cluster import ClusterUnderTest
+from kvrelay.bench.chaos.faults import FaultInjector
+from kvrelay.bench.chaos.load import SILENCE_LIMIT_S, ChaosClient, DrawPrompt, RequestFailedError, RequestRefusedError
+from kvrelay.bench.chaos.plan import Fault, make_plan
+from kvrelay.bench.chaos.report import (
     ChaosReport,
     FaultRecord,
     RequestRecord,
@@ -37,6 +34,9 @@ from kvrelay.launch.chaos.report import (
     targets_of,
     worst_pauses,
 )
+from kvrelay.bench.suite import describe_machine
+from kvrelay.errors import FatalError
+from kvrelay.executors.mock import mock_generate
 
 MAX_PROMPT_LEN = 600
 NUM_LEARNERS = 8

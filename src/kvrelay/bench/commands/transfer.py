@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 
 import click
-import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from kvrelay.cli.options import SettingsSource, json_option, settings_options
 from kvrelay.config import TransferConfig
@@ -24,7 +21,11 @@ def bench_transfer(total_mib: int, rounds: int, as_json: bool, config_file: Path
 
     Example: kvrelay bench transfer --total-mib 256
     """
-    from kvrelay.transfer.benchmark import run_transfer_benchmark
+    import msgspec
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvrelay.bench.parts.transfer import run_transfer_benchmark
 
     config = SettingsSource((TransferConfig,), config_file, flags).build(TransferConfig)
     result = run_transfer_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)

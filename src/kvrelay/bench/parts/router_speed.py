@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from kvrelay.bench.parts.trace_replay import simulated_load, simulated_worker_info
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_codec import decode_events, encode_events
@@ -26,7 +27,6 @@ from kvrelay.router.factory import build_router
 from kvrelay.router.indexer import KvIndexer
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.router import PolicyRouter
-from kvrelay.router.trace_replay import simulated_load, simulated_worker_info
 
 BLOCK_SIZE = 16
 VOCABULARY = 128_000

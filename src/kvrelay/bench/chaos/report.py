@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvrelay.launch.chaos.answers import Verdict
-from kvrelay.launch.chaos.plan import ROLES, FaultKind
+from kvrelay.bench.chaos.answers import Verdict
+from kvrelay.bench.chaos.plan import ROLES, FaultKind
 
 BAD = (Verdict.WRONG, Verdict.MISSING, Verdict.REPEATED, Verdict.FAILED, Verdict.HUNG)
 MAX_EXAMPLES = 20
