@@ -20,8 +20,27 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 S = TypeVar("S", bound=Settings)
 
 model_argument = click.argument("model", required=False)
+
+
+class EngineName(click.ParamType[str]):
+    """The name of an installed engine. Packages are searched for names only when the option is used."""
+
+    name = "engine"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from kvrelay.executors import engine_names
+
+        if value not in (names := engine_names()):
+            self.fail(f"{value!r} is not one of {', '.join(names)}", param, ctx)
+        return value
+
+
 engine_option = click.option(
-    "--engine", "engine_kind", type=click.Choice(["torch", "mock"]), default="torch", help="Engine of the workers."
+    "--engine",
+    "engine_kind",
+    type=EngineName(),
+    default="torch",
+    help="Engine of the workers: torch, mock, or an installed one.",
 )
 served_name_option = click.option("--served-model-name", help="Name that clients use; default: the directory's.")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object.")

@@ -1,5 +1,9 @@
-"""Executors: each runs a step on a device behind ``engine.base.Executor``, whose suite is ``tests/contracts``.
+"""Executors: each runs a step on a device behind ``engine.base.Executor``. The door is ``build_executor``.
 
 ``torch`` computes real models; ``mock`` stands in for one, with a timing model and a KV pool that notices damage.
 Importing this package imports neither.
 """
+
+from kvrelay.executors.registry import ExecutorSettings, build_executor, engine_names
+
+__all__ = ["ExecutorSettings", "build_executor", "engine_names"]

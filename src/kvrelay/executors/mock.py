@@ -18,7 +18,6 @@ import json
 import mmap
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +28,7 @@ from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.engine.base import ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.errors import CheckpointError, ConfigError
+from kvrelay.executors.registry import ExecutorSettings
 
 Uint32Array = npt.NDArray[np.uint32]
 Int64Array = npt.NDArray[np.int64]
@@ -273,12 +273,13 @@ class MockExecutor:
         return found
 
 
-def build_mock_executor(model_path: Path, engine: EngineConfig, mock: MockConfig) -> MockExecutor:
-    """A MockExecutor with the vocabulary, end token and context length of the checkpoint in ``model_path``.
+def from_settings(settings: ExecutorSettings) -> MockExecutor:
+    """A MockExecutor with the vocabulary, end token and context length of a checkpoint; its weights are not read.
 
     Raises CheckpointError.
     """
-    file = model_path / "config.json"
+    engine = settings.engine
+    file = settings.model_path / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         vocab_size = int(config["vocab_size"])
@@ -287,7 +288,9 @@ def build_mock_executor(model_path: Path, engine: EngineConfig, mock: MockConfig
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise CheckpointError(f"cannot read {file}: {exc}") from exc
     eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
-    return MockExecutor(engine, mock, vocab_size=vocab_size, eos_token_ids=eos_ids, max_model_len=max_model_len)
+    return MockExecutor(
+        engine, settings.mock, vocab_size=vocab_size, eos_token_ids=eos_ids, max_model_len=max_model_len
+    )
 
 
 def mock_generate(

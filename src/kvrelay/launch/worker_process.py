@@ -27,6 +27,7 @@ from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.base import Executor
 from kvrelay.engine.core import EngineCore
 from kvrelay.errors import ConfigError
+from kvrelay.executors import ExecutorSettings, build_executor
 from kvrelay.launch.security import request_plane_keys, require_metrics_key, transfer_settings
 from kvrelay.launch.signals import on_terminate
 from kvrelay.rpc import Heartbeat, ZmqRpcClient, ZmqRpcServer
@@ -58,17 +59,6 @@ class WorkerOptions:
     disagg: DisaggConfig
     mock: MockConfig
     metrics: MetricsConfig
-
-
-def build_engine_executor(options: WorkerOptions) -> Executor:
-    """The torch runner, or the mock with its timing model. Raises InvalidInputError."""
-    if options.engine_kind == "mock":
-        from kvrelay.executors.mock import build_mock_executor
-
-        return build_mock_executor(options.model_path, options.engine, options.mock)
-    from kvrelay.executors.torch import build_executor
-
-    return build_executor(options.model_path, options.runner, options.engine)
 
 
 async def run_worker(options: WorkerOptions) -> None:
@@ -127,7 +117,8 @@ def _engine_core(executor: Executor, settings: WorkerSettings, seed: int) -> Eng
 
 
 def _load(options: WorkerOptions) -> Executor:
-    executor = build_engine_executor(options)
+    settings = ExecutorSettings(options.model_path, options.engine, options.runner, options.mock)
+    executor = build_executor(options.engine_kind, settings)
     executor.warm_up()
     return executor
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from kvrelay.config.settings import EngineConfig, RunnerConfig
 from kvrelay.engine.base import Executor
+from kvrelay.executors.registry import ExecutorSettings
 from kvrelay.executors.torch.parallel import ParallelRank
 
-__all__ = ["ParallelRank", "build_executor"]
+__all__ = ["ParallelRank", "build_executor", "from_settings"]
 
 # OpenMP threads that wait shall sleep, not spin: workers share cores with each other and with the frontend, and
 # spinning ones slow each other down thirtyfold. A few microseconds of spinning bridge the gap between two kernels of a
@@ -31,3 +32,8 @@ def build_executor(
     from kvrelay.executors.torch.build import build_model_runner
 
     return build_model_runner(model_dir, runner, engine, rank or ParallelRank())
+
+
+def from_settings(settings: ExecutorSettings) -> Executor:
+    """The registry's builder of engine ``torch``. Raises what ``build_executor`` raises."""
+    return build_executor(settings.model_path, settings.runner, settings.engine)

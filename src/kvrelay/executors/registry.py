@@ -1,0 +1,61 @@
+"""Which executor an engine's name means. Installed packages add names by the entry point group ``kvrelay.engines``.
+
+An entry point loads to a builder: a function from ExecutorSettings to an ``engine.base.Executor``. Nothing heavy is
+imported before the chosen builder runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from kvrelay.config import EngineConfig, MockConfig, RunnerConfig
+from kvrelay.engine.base import Executor
+from kvrelay.errors import ConfigError
+
+ENTRY_POINT_GROUP = "kvrelay.engines"
+
+BUILT_IN = ("torch", "mock")
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """Everything that a builder may need. ``model_path`` is a checkpoint directory."""
+
+    model_path: Path
+    engine: EngineConfig
+    runner: RunnerConfig
+    mock: MockConfig
+
+
+Builder = Callable[[ExecutorSettings], Executor]
+"""Loads the model and allocates the KV pool. Raises CheckpointError, UnsupportedModelError or ConfigError."""
+
+
+def engine_names() -> tuple[str, ...]:
+    """Names that ``build_executor`` takes: the built-in ones first, then those of installed packages."""
+    return (*BUILT_IN, *sorted(_installed().keys() - set(BUILT_IN)))
+
+
+def build_executor(name: str, settings: ExecutorSettings) -> Executor:
+    """The executor called ``name``. Raises what its builder raises, and ConfigError for a name without a builder."""
+    builder: Builder
+    if name in BUILT_IN:
+        builder = import_module(f"kvrelay.executors.{name}").from_settings
+        return builder(settings)
+    entry = _installed().get(name)
+    if entry is None:
+        known = ", ".join(engine_names())
+        raise ConfigError(f"there is no engine {name}; installed engines are {known}", param="engine")
+    try:
+        builder = entry.load()
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(f"engine {name} cannot be loaded from {entry.value}: {exc}", param="engine") from exc
+    return builder(settings)
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
