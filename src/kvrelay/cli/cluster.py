@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from kvrelay.cli.processes import run_async
 from kvrelay.config import ControlConfig
 
 _control = settings_options(ControlConfig)
+_NEGATIVE = re.compile(r"-\.?[0-9]")
 
 
 def _settings(config_file: Path | None, flags: dict[str, object]) -> ControlConfig:
@@ -124,7 +126,15 @@ def config_get(key: str | None, config_file: Path | None, **flags: object) -> No
     run_async(get(_settings(config_file, flags), key))
 
 
-@config.command("set")
+class TakesNegativeNumbers(click.Command):
+    """A command whose arguments may be negative numbers, which click would take for options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.ignore_unknown_options = any(_NEGATIVE.match(arg) for arg in args)
+        return super().parse_args(ctx, args)
+
+
+@config.command("set", cls=TakesNegativeNumbers)
 @click.argument("key")
 @click.argument("value")
 @_control

@@ -42,7 +42,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as exc:
+        except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError) as exc:
+            # SyntaxError and RecursionError come from Python's own compiler, for templates that are nested too deeply.
             raise CheckpointError(f"the chat template is malformed: {exc}") from exc
         self._special_tokens = dict(special_tokens)
 

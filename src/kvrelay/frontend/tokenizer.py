@@ -34,8 +34,7 @@ class DefaultSampling(msgspec.Struct, frozen=True):
 class TokenizerSettings:
     """What the files beside ``tokenizer.json`` say; files that are missing say nothing."""
 
-    config: dict[str, object] = field(default_factory=dict)
-    chat_template: str | None = None
+    chat_template: ChatTemplate | None = None
     default_sampling: DefaultSampling = field(default_factory=DefaultSampling)
 
 
@@ -51,9 +50,7 @@ class Tokenizer:
         self._tokens: dict[bool, TokenBytes] = {}
         self.vocab_size = int(rust.get_vocab_size(with_added_tokens=True))
         self.default_sampling = settings.default_sampling
-        self.chat_template = (
-            ChatTemplate(settings.chat_template, _special_tokens(settings.config)) if settings.chat_template else None
-        )
+        self.chat_template = settings.chat_template
 
     def __repr__(self) -> str:
         return f"Tokenizer(vocab_size={self.vocab_size}, byte_level={self._byte_level})"
@@ -104,7 +101,9 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         raise CheckpointError(f"{model_path} has no tokenizer.json")
     try:
         rust = RustTokenizer.from_file(str(file))
-    except Exception as exc:  # the binding raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as exc:  # the binding raises bare Exception, and for a panic a BaseException of its own
         raise CheckpointError(f"cannot load {file}: {exc}") from exc
     return Tokenizer(rust, _read_settings(model_path))
 
@@ -115,19 +114,29 @@ def _read_settings(path: Path) -> TokenizerSettings:
         defaults = msgspec.convert(_read_json(path / "generation_config.json"), DefaultSampling)
     except msgspec.ValidationError as exc:
         raise CheckpointError(f"{path / 'generation_config.json'} is malformed: {exc}") from exc
-    return TokenizerSettings(config, _chat_template(path, config), defaults)
+    return TokenizerSettings(_chat_template(path, config), defaults)
 
 
-def _chat_template(path: Path, config: dict[str, object]) -> str | None:
+def _chat_template(path: Path, config: dict[str, object]) -> ChatTemplate | None:
+    """The template for plain chats, from the first of three files that has one."""
     file = path / "chat_template.jinja"
-    if file.is_file():
-        return _read_text(file)
-    template = _read_json(path / "chat_template.json").get("chat_template", config.get("chat_template"))
+    template: object = _read_text(file) if file.is_file() else None
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if template is None:
+            file = path / name
+            template = _read_json(file).get("chat_template")
     if isinstance(template, list):
         # Several named templates; "default" is the one for plain chats.
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
         template = named.get("default")
-    return template if isinstance(template, str) else None
+    if template is None:
+        return None
+    if not isinstance(template, str):
+        raise CheckpointError(f"{file}: the chat template is no text")
+    try:
+        return ChatTemplate(template, _special_tokens(config))
+    except CheckpointError as exc:
+        raise CheckpointError(f"{file}: {exc.message}") from exc
 
 
 def _read_text(file: Path) -> str:
@@ -142,7 +151,7 @@ def _read_json(file: Path) -> dict[str, object]:
         return {}
     try:
         value = json.loads(_read_text(file))
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise CheckpointError(f"cannot read {file}: {exc}") from exc
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} does not hold a JSON object")

@@ -27,7 +27,7 @@ from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.control.credentials import require_credentials
 from kvrelay.control.nats_process import NatsServerProcess
-from kvrelay.errors import AddressInUseError, FatalError, KvrelayError
+from kvrelay.errors import AddressInUseError, CheckpointError, FatalError, KvrelayError
 from kvrelay.launch.children import Child, kvrelay_command, restart, restart_delay_s, start_child, stop_children
 from kvrelay.launch.security import require_api_key, require_metrics_key
 from kvrelay.launch.signals import on_terminate
@@ -94,6 +94,7 @@ class Cluster:
         self._port = _check_port(self._options.frontend)
         try:
             await self._start()
+            await self._check_tokenizer()
             if await self._until_ready():
                 self._announce()
                 await self._supervise()
@@ -139,6 +140,18 @@ class Cluster:
     def _environment(self, **secret: str) -> dict[str, str]:
         """What may hold passwords; other users of this machine see command lines."""
         return environment_with(control=self._control.control, discovery=self._control.discovery, **secret)
+
+    async def _check_tokenizer(self) -> None:
+        """Raise FatalError if no frontend can load the tokenizer: frontends keep trying, since files may be mended.
+
+        The workers start meanwhile, so that it costs no time.
+        """
+        from kvrelay.frontend.tokenizer import load_tokenizer
+
+        try:
+            await asyncio.to_thread(load_tokenizer, self._options.model_path)
+        except CheckpointError as exc:
+            raise FatalError(exc.message) from exc
 
     async def _until_ready(self) -> bool:
         """Wait until every worker is in discovery and the frontend serves the model. False: told to stop meanwhile."""

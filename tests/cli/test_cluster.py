@@ -1,0 +1,37 @@
+"""Arguments of the commands that speak to a running cluster."""
+
+from __future__ import annotations
+
+from unittest.mock import AsyncMock
+
+import pytest
+
+from kvrelay.cli.main import run
+
+KEY = "disagg.max_prefill_queue_size"
+
+
+@pytest.mark.parametrize("value", ["-5", "-0.5", "-.5", "-1e3"])
+def test_a_negative_value_is_a_value(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "set", KEY, value]) == 2
+    error = capsys.readouterr().err
+    assert value in error
+    assert "option" not in error
+
+
+def test_a_negative_value_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = AsyncMock()
+    monkeypatch.setattr("kvrelay.launch.admin.config_set", put)
+    for arguments in (
+        ["router.router_seed", "-5", "--namespace", "x"],
+        ["--namespace", "x", "router.router_seed", "-5"],
+    ):
+        assert run(["config", "set", *arguments]) == 0
+        config, key, value = put.await_args.args
+        assert (config.namespace, key, value) == ("x", "router.router_seed", "-5")
+
+
+@pytest.mark.parametrize("arguments", [["--contrl", "x", KEY, "5"], [KEY, "-5", "--contrl", "x"]])
+def test_a_wrong_option_is_refused_all_the_same(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "set", *arguments]) == 2
+    assert "--contrl" in capsys.readouterr().err
