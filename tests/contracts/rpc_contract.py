@@ -10,10 +10,10 @@ from typing import Protocol
 import pytest
 from tests.contracts.waiting import eventually
 
-from kvrelay.core.messages import GenerateRequest, Message, OutputBatch, Ping, Pong, TokenOutput
+from kvrelay.core.messages import AdminReply, GenerateRequest, Message, OutputBatch, Ping, Pong, TokenOutput
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.errors import AddressInUseError, WorkerUnavailableError
-from kvrelay.rpc.base import Peer, RpcClient, RpcServer
+from kvrelay.errors import AddressInUseError, PayloadTooLargeError, WorkerUnavailableError
+from kvrelay.rpc.base import MAX_FRAME_BYTES, Peer, RpcClient, RpcServer
 
 
 class RpcNetwork(Protocol):
@@ -200,6 +200,61 @@ class RpcContract:
 
         run(open_network, scenario)
 
+    def test_a_server_ends_a_connection_for_both_sides(self, open_network: OpenNetwork) -> None:
+        """The client hears what was sent before, then the end; nothing that it sends afterwards is heard."""
+
+        async def scenario(network: RpcNetwork) -> None:
+            desk = await started_desk(network)
+            unwanted, staying = [await started_caller(network, desk.server.address) for _ in range(2)]
+            unwanted.client.send(Ping(1))
+            staying.client.send(Ping(2))
+            await eventually(lambda: len(desk.received) == 2)
+            peers = {message: peer for peer, message in desk.received}
+            peer = peers[Ping(1)]
+            burst = [Pong(number, "w") for number in range(300)]
+            for message in burst:
+                assert desk.server.send(peer, message)
+            desk.server.disconnect(peer)
+            desk.server.disconnect(peer)
+            desk.server.disconnect(Peer(b"nobody"))
+            assert not desk.server.send(peer, Pong(0, "w"))
+            unwanted.client.send(Ping(3))
+            await eventually(lambda: desk.gone == [peer] and unwanted.num_losses == 1)
+            assert unwanted.received == burst
+            with pytest.raises(WorkerUnavailableError):
+                unwanted.client.send(Ping(4))
+            await unwanted.client.close()
+            staying.client.send(Ping(5))
+            await eventually(lambda: desk.messages[-1] == Ping(5))
+            assert desk.server.send(peers[Ping(2)], Pong(5, "w"))
+            await eventually(lambda: staying.received == [Pong(5, "w")])
+            assert desk.messages == [Ping(1), Ping(2), Ping(5)] or desk.messages == [Ping(2), Ping(1), Ping(5)]
+            assert desk.gone == [peer]
+            again = await started_caller(network, desk.server.address)
+            again.client.send(Ping(6))
+            await eventually(lambda: desk.messages[-1] == Ping(6))
+            await close(desk, staying, again)
+
+        run(open_network, scenario)
+
+    def test_a_message_above_the_limit_is_refused_by_its_sender(self, open_network: OpenNetwork) -> None:
+        async def scenario(network: RpcNetwork) -> None:
+            desk = await started_desk(network)
+            caller = await started_caller(network, desk.server.address)
+            huge = AdminReply(1, payload="x" * MAX_FRAME_BYTES)
+            with pytest.raises(PayloadTooLargeError):
+                caller.client.send(huge)
+            caller.client.send(Ping(1))
+            await eventually(lambda: desk.messages == [Ping(1)])
+            with pytest.raises(PayloadTooLargeError):
+                desk.server.send(desk.received[0][0], huge)
+            assert desk.server.send(desk.received[0][0], Pong(1, "w"))
+            await eventually(lambda: caller.received == [Pong(1, "w")])
+            assert (caller.num_losses, desk.gone) == (0, [])
+            await close(desk, caller)
+
+        run(open_network, scenario)
+
     def test_garbage_is_dropped_and_the_rest_goes_on(self, open_network: OpenNetwork) -> None:
         async def scenario(network: RpcNetwork) -> None:
             desk = await started_desk(network)
@@ -207,9 +262,9 @@ class RpcContract:
             for frame in (
                 b"",
                 b"\x00",
-                b"\x01",
-                b"\x02\xff",
-                b"\x01\x81\xa4type\xa4Nope",
+                b"\x02",
+                b"\x01\xff",
+                b"\x02\x81\xa4type\xa4Nope",
                 b"\xff" * 1000,
                 b"\x80\x04.",
             ):

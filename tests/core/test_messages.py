@@ -17,6 +17,7 @@ from kvrelay.core.handoff import (
     TokenLogprob,
 )
 from kvrelay.core.messages import (
+    PROTOCOL_VERSION,
     AbortRequest,
     AdminReply,
     AdminRequest,
@@ -41,7 +42,7 @@ MESSAGES = [
     AbortRequest("r1"),
     OutputBatch(
         (
-            TokenOutput("r1", (4, 5), logprobs=(LOGPROBS, LOGPROBS), num_cached_tokens=16),
+            TokenOutput("r1", (4, 5), logprobs=(LOGPROBS, LOGPROBS), num_cached_tokens=16, position=3),
             TokenOutput("r2", (), FinishReason.STOP, stop_token=2, prompt_logprobs=(None, LOGPROBS)),
         )
     ),
@@ -91,6 +92,6 @@ def test_random_bytes_never_raise_anything_else(data):
     except ProtocolError:
         pass
     try:
-        decode_message(b"\x01" + data)
+        decode_message(bytes([PROTOCOL_VERSION]) + data)
     except ProtocolError:
         pass

@@ -61,6 +61,20 @@ def test_a_request_from_arrival_to_end(make_engine: MakeEngine) -> None:
     assert not engine.has_unfinished()
 
 
+def test_outputs_say_where_their_tokens_stand(make_engine: MakeEngine) -> None:
+    """Those of a request that was begun elsewhere go on counting; preemption and stop tokens change nothing."""
+    engine = make_engine(num_blocks=14)
+    answer = reference(PROMPT, 12)
+    engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=12)))
+    engine.add_request(Request("b", PROMPT, SamplingParams(max_tokens=12), output_token_ids=answer[:5]))
+    engine.add_request(Request("c", PROMPT[::-1], SamplingParams(max_tokens=30)))
+    engine.add_request(Request("end", PROMPT, SamplingParams(max_tokens=5), output_token_ids=answer[:5]))
+    outputs = drain(engine)
+    assert engine.scheduler.num_preemptions > 0
+    positions = {name: [out.position for out in outputs if out.request_id == name] for name in ("a", "b", "c", "end")}
+    assert positions == {"a": [*range(12)], "b": [*range(5, 12)], "c": [*range(30)], "end": [5]}
+
+
 def test_stop_tokens_end_the_answer_and_are_named(make_engine: MakeEngine) -> None:
     engine = make_engine()
     answer = reference(PROMPT, 10)

@@ -74,6 +74,10 @@ class Script:
     fail_after: int | None = None
     hang: bool = False
     cached: int = 0
+    lose_at: int | None = None
+    """The output that begins with this token is lost on its way."""
+    repeat: bool = False
+    """Everything is said twice."""
 
 
 @dataclass
@@ -142,13 +146,15 @@ class FakeWorker:
                 return
             count = min(script.per_output, end - position)
             tokens = tuple(script.tokens[at % len(script.tokens)] for at in range(position, position + count))
-            position, sent = position + count, sent + count
+            first, position, sent = position, position + count, sent + count
             reason = None
             if position >= end:
                 reason = FinishReason.STOP if script.stop_at == end else FinishReason.LENGTH
             cached = script.cached if is_first else None
             is_first = False
-            self._send(peer, TokenOutput(request.request_id, tokens, reason, num_cached_tokens=cached))
+            output = TokenOutput(request.request_id, tokens, reason, num_cached_tokens=cached, position=first)
+            for _ in range((first != script.lose_at) * (1 + script.repeat)):
+                self._send(peer, output)
             if reason is not None:
                 return
             await asyncio.sleep(script.delay_s)

@@ -52,6 +52,7 @@ class LogprobWorker(FakeWorker):
                 if request.sampling.logprobs is not None
                 else None,
                 prompt_logprobs=prompt if number == 0 else None,
+                position=number,
             )
             self.server.send(peer, OutputBatch((output,)))
 

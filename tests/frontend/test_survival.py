@@ -12,6 +12,7 @@ from tests.frontend.raw_http import Answer, RawClient, events, request_bytes, se
 
 from kvrelay.core.messages import RequestRefused
 from kvrelay.core.workers import WorkerRole
+from kvrelay.errors import WorkerUnavailableError
 
 TOKENIZER = byte_level_tokenizer()
 ANSWER = "Once upon a time 你好 🙂 by the sea."
@@ -49,6 +50,58 @@ async def test_a_lost_worker_is_replaced_token_by_token(model_dir: Path, die_aft
         assert second.sampling == first.sampling
         assert second.prompt_token_ids == first.prompt_token_ids
         assert cluster.frontend.metrics.migrations["tiny"] == 1
+
+
+@pytest.mark.parametrize("lost", range(len(TOKENS) - 1))
+async def test_a_gap_is_a_lost_worker(model_dir: Path, lost: int) -> None:
+    """Whatever output is lost: the connection ends for both sides, and another worker goes on before the gap."""
+    async with running(model_dir, Script(TOKENS, lose_at=lost), Script(TOKENS)) as cluster:
+        broken = set(cluster.workers["w0"].server._clients)
+        answer = await ask(cluster)
+        assert streamed(answer) == (ANSWER, list(TOKENS))
+        assert events(answer.body)[-1]["usage"]["completion_tokens"] == len(TOKENS)
+        assert cluster.workers["w1"].requests[0].output_token_ids == TOKENS[:lost]
+        assert cluster.frontend.metrics.migrations["tiny"] == 1
+        await cluster.until(lambda: not broken & set(cluster.workers["w0"].server._clients))
+
+
+async def test_a_gap_moves_every_request_of_the_connection(model_dir: Path) -> None:
+    """They share one stream of messages, so none of them knows what else was in what was lost."""
+    async with running(model_dir, Script(TOKENS, delay_s=0.01)) as cluster:
+        worker = cluster.workers["w0"]
+        asking = [asyncio.create_task(ask(cluster, seed=seed)) for seed in range(3)]
+        await cluster.until(lambda: len(worker.requests) == 3)
+        worker.script.lose_at = 5
+        await cluster.until(lambda: cluster.frontend.metrics.migrations["tiny"] == 3)
+        worker.script.lose_at = None
+        assert [streamed(answer) for answer in await asyncio.gather(*asking)] == [(ANSWER, list(TOKENS))] * 3
+
+
+@pytest.mark.parametrize("stop", [None, ["a time"]])
+async def test_what_is_said_twice_is_heard_once(model_dir: Path, stop: list[str] | None) -> None:
+    async with running(model_dir, Script(TOKENS, repeat=True), Script(TOKENS, repeat=True)) as cluster:
+        text, tokens = streamed(await ask(cluster, stop=stop))
+        assert text == (ANSWER if stop is None else "Once upon ")
+        assert tokens == list(TOKENS[: len(tokens)])
+        assert not cluster.frontend.metrics.migrations
+
+
+async def test_a_client_that_leaves_while_its_worker_does_not_read(model_dir: Path) -> None:
+    """The abort cannot be told, so the connection ends: the worker must not go on for nobody."""
+    async with running(model_dir, Script(TOKENS, delay_s=0.01), max_n=4) as cluster:
+        worker, frontend = cluster.workers["w0"], cluster.frontend
+        client = await RawClient.connect(frontend.port)
+        client.writer.write(request_bytes("POST", "/v1/completions", json.dumps({**BODY, "max_tokens": 400}).encode()))
+        await cluster.until(lambda: len(worker.requests) == 1)
+        (served,) = frontend.cluster._served.values()
+        before = set(worker.server._clients)
+
+        def full(message: object) -> None:
+            raise WorkerUnavailableError("the queue is full")
+
+        served.link._client.send = full
+        await client.close()
+        await cluster.until(lambda: len(worker.server._clients) == 1 and not before & set(worker.server._clients))
 
 
 async def test_stop_strings_go_on_across_workers(model_dir: Path) -> None:

@@ -26,6 +26,7 @@ from kvrelay.core.event_codec import ReplayRequest, encode_events, encode_load, 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, LoadMetrics
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffGrant, HandoffReleased, RemotePrefillRequest
 from kvrelay.core.messages import (
+    PROTOCOL_VERSION,
     AbortRequest,
     AdminReply,
     AdminRequest,
@@ -150,7 +151,7 @@ class Corpus:
     def _nonsense(self, frame: bytes) -> bytes:
         if frame.startswith(b"{"):
             return json.dumps(nonsense(self._rng, json.loads(frame))).encode()
-        head, body = (frame[:1], frame[1:]) if frame[:1] == b"\x01" else (b"", frame)
+        head, body = (frame[:1], frame[1:]) if frame[:1] == bytes([PROTOCOL_VERSION]) else (b"", frame)
         value = nonsense(self._rng, msgspec.msgpack.decode(body))
         try:
             return head + msgspec.msgpack.encode(value)

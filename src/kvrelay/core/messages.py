@@ -21,7 +21,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
@@ -50,6 +50,9 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True):
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """New tokens of one request. The last one of a request carries ``finish_reason`` (and no earlier one does).
 
+    ``position`` is the index of ``token_ids[0]`` in the answer, that is, how many tokens came before; those of a
+    request that is continued here count. A receiver that knows fewer has lost some.
+
     ``num_cached_tokens`` (prefix hit) and ``prompt_logprobs`` come with the first. ``stop_token`` is the stop token
     id that ended the answer, if one did. ``remote_prefill`` says where the first token was computed.
     """
@@ -63,6 +66,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     stop_token: int | None = None
     error: str | None = None
     remote_prefill: bool = False
+    position: int = 0
 
 
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):

@@ -172,7 +172,12 @@ class EngineCore:
         if len(request.token_ids) >= request.length_limit and not request.is_prefill_only:
             # A request that was continued here after its last token: nothing is left to generate.
             self.scheduler.output.outputs.append(
-                TokenOutput(request.request_id, (), finish_reason=FinishReason.LENGTH, num_cached_tokens=0)
+                TokenOutput(
+                    request.request_id,
+                    finish_reason=FinishReason.LENGTH,
+                    num_cached_tokens=0,
+                    position=request.num_output_tokens,
+                )
             )
             return
         self.scheduler.add(request)

@@ -23,7 +23,7 @@ def report_token(
     remote: bool = False,
 ) -> None:
     """A token with everything that goes along: the first one's extras, the last one's reason. ``remote``: it came with
-    the KV of a remote prefill. None for the token: there is none, only an end."""
+    the KV of a remote prefill. None for the token: there is none, only an end. The request has the token already."""
     first = not request.first_output_sent
     with_prompt = first and request.sampling.prompt_logprobs is not None
     output.outputs.append(
@@ -36,6 +36,7 @@ def report_token(
             prompt_logprobs=(None, *request.prompt_logprobs) if with_prompt else None,
             stop_token=reported_stop_token(request, token_id) if reason is FinishReason.STOP else None,
             remote_prefill=remote,
+            position=request.num_output_tokens - (token_id is not None),
         )
     )
     request.first_output_sent = True

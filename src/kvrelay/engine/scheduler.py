@@ -306,10 +306,12 @@ class Scheduler:
                     report_token(self.output, request, token_id, logprobs.get(row), reason)
                     ended.append((request, FINISH_STATUS[reason]))
                     continue
+            position = computed - request.num_prompt_tokens
             if logprobs and row in logprobs:
-                outputs.append(TokenOutput(request.request_id, (token_id,), logprobs=(logprobs[row],)))
+                logprob = (logprobs[row],)
+                outputs.append(TokenOutput(request.request_id, (token_id,), logprobs=logprob, position=position))
             else:
-                outputs.append(TokenOutput(request.request_id, (token_id,)))
+                outputs.append(TokenOutput(request.request_id, (token_id,), position=position))
         for request, status in ended:
             self.finish(request, RequestStatus(status))
 

@@ -30,6 +30,7 @@ from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import Finish, PromptLogprobs
 from kvrelay.frontend.openai.errors import RefusedError
+from kvrelay.frontend.positions import unseen_part
 from kvrelay.frontend.stop_strings import StopMatch, StopStrings
 from kvrelay.frontend.worker_link import WorkerLink
 from kvrelay.router import RoutingRequest
@@ -230,11 +231,15 @@ class Sequence:
     # -- what it says -------------------------------------------------------------------------------------------------
 
     def deliver(self, output: TokenOutput, now_s: float) -> None:
-        """New tokens from the worker."""
+        """New tokens from the worker. Raises MissingTokensError; then nothing has changed."""
         reason = output.finish_reason
         if reason is FinishReason.ABORT or reason is FinishReason.ERROR:
             self._gave_up(output)
             return
+        unseen = unseen_part(output, len(self.output_token_ids))
+        if unseen is None:
+            return
+        output = unseen
         if not self._is_prefilled:
             self._on_prefilled(output, now_s)
         elif output.token_ids:

@@ -1,6 +1,7 @@
 """The frontend's end of the connection to one worker: requests out, outputs in.
 
-It owns which requests run there. A connection ends once; whoever had requests on it is told and goes elsewhere.
+It owns which requests run there. A connection ends once; whoever had requests on it is told and goes elsewhere. One
+that has lost a message ends here: what follows a gap is of no use, and other requests may have lost something too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, OutputBatch, RequestRefused, TokenOutput
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
+from kvrelay.frontend.positions import MissingTokensError
 from kvrelay.rpc.base import RpcClient
 
 _log = logging.getLogger(__name__)
@@ -22,7 +24,8 @@ _log = logging.getLogger(__name__)
 class OutputReceiver(Protocol):
     """A sequence that runs on a worker. Each call happens on the event loop; ``now_s`` is monotonic time."""
 
-    def deliver(self, output: TokenOutput, now_s: float) -> None: ...
+    def deliver(self, output: TokenOutput, now_s: float) -> None:
+        """Raises MissingTokensError when outputs before this one were lost."""
 
     def refused(self, refusal: RequestRefused) -> None: ...
 
@@ -90,7 +93,8 @@ class WorkerLink:
         try:
             self._client.send(AbortRequest(request_id))
         except WorkerUnavailableError as exc:
-            _log.debug("cannot abort %s: %s", request_id, exc)
+            # The worker would go on with it, and with whatever is aborted next.
+            self._break_off(f"cannot abort {request_id}: {exc}")
         self._end_if_retired()
 
     def retire(self) -> None:
@@ -114,23 +118,36 @@ class WorkerLink:
         self._lose_requests()
 
     def _on_message(self, message: Message) -> None:
+        if self._ended.is_set():
+            return
         if isinstance(message, OutputBatch):
             now_s = time.monotonic()
-            requests = self._requests
             for output in message.outputs:
-                receiver = requests.get(output.request_id)
-                if receiver is None:
-                    continue
-                try:
-                    receiver.deliver(output, now_s)
-                except Exception:  # noqa: BLE001 - one request's defect must not end the others
-                    _log.exception("an output of %s could not be processed", output.request_id)
-                    receiver.broken()
+                self._deliver(output, now_s)
         elif isinstance(message, RequestRefused):
             receiver = self._requests.pop(message.request_id, None)
             if receiver is not None:
                 receiver.refused(message)
                 self._end_if_retired()
+
+    def _deliver(self, output: TokenOutput, now_s: float) -> None:
+        # Looked up each time: a gap in the output before this one has moved all requests elsewhere.
+        receiver = self._requests.get(output.request_id)
+        if receiver is None:
+            return
+        try:
+            receiver.deliver(output, now_s)
+        except MissingTokensError as exc:
+            self._break_off(exc.message)
+        except Exception:  # noqa: BLE001 - one request's defect must not end the others
+            _log.exception("an output of %s could not be processed", output.request_id)
+            receiver.broken()
+
+    def _break_off(self, reason: str) -> None:
+        """Whoever keeps this connection closes it, and the worker cancels what ran over it."""
+        if not self._ended.is_set():
+            _log.warning("giving up the connection to %s: %s", self.info.worker_id, reason)
+            self._on_disconnect()
 
     def _on_disconnect(self) -> None:
         self._ended.set()

@@ -15,6 +15,9 @@ from kvrelay.core.messages import Message
 Peer = NewType("Peer", bytes)
 """A connected client, as its server knows it (the ZMQ routing id)."""
 
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""A larger message is refused by its sender, and ends the connection that it arrives on."""
+
 
 class RpcServer(Protocol):
     """Accepts clients on one address."""
@@ -27,10 +30,20 @@ class RpcServer(Protocol):
         """Called for every well-formed message; a malformed frame is logged, counted and dropped."""
 
     def on_peer_gone(self, handler: Callable[[Peer], None]) -> None:
-        """Called once when a client's connection ends or its heartbeats stop."""
+        """Called once when a client's connection ends, its heartbeats stop, or this side ends the connection."""
 
     def send(self, peer: Peer, message: Message) -> bool:
-        """Queue a message. False when the peer is gone or its outgoing queue is full (then it is dropped)."""
+        """Queue a message.
+
+        False when the peer is gone, or does not read, so that its queue is full: then the connection ends, as
+        ``disconnect`` does it, because nothing may follow a message that was lost. Raises PayloadTooLargeError for a
+        message above MAX_FRAME_BYTES; the connection stays.
+        """
+
+    def disconnect(self, peer: Peer) -> None:
+        """End the connection for both sides. ``on_peer_gone`` follows on the next turn of the loop, and nothing that
+        the peer says is heard any more. The client gets what was queued before, then its ``on_disconnect``; if it does
+        not read, as soon as it does. Unknown peers are ignored."""
 
     async def start(self) -> None:
         """Bind. Raises AddressInUseError."""

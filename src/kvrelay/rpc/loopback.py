@@ -1,7 +1,7 @@
 """A request plane inside one process, for tests: the contract of ``base``, without sockets.
 
 Messages go through the real codec, arrive in order on the next turn of the event loop, and connections can be broken
-from either side.
+from either side. A client can be paused, as a process that is stopped: what is sent to it waits, up to a bound.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import itertools
 from collections.abc import Callable
 
 from kvrelay.core.messages import Message, decode_message, encode_message
-from kvrelay.errors import AddressInUseError, ProtocolError, WorkerUnavailableError
-from kvrelay.rpc.base import Peer
+from kvrelay.errors import AddressInUseError, PayloadTooLargeError, ProtocolError, WorkerUnavailableError
+from kvrelay.rpc.base import MAX_FRAME_BYTES, Peer
+
+HIGH_WATER_MARK = 10_000
 
 
 class LoopbackNetwork:
@@ -43,7 +45,8 @@ class LoopbackNetwork:
 
 
 class LoopbackRpcServer:
-    """RpcServer in memory. ``drop`` breaks one client's connection."""
+    """RpcServer in memory. ``drop`` breaks one client's connection. ``high_water_mark``: messages that may wait for a
+    paused client."""
 
     def __init__(self, network: LoopbackNetwork, address: str) -> None:
         self._network = network
@@ -53,6 +56,7 @@ class LoopbackRpcServer:
         self._on_message: Callable[[Peer, Message], None] | None = None
         self._on_peer_gone: Callable[[Peer], None] | None = None
         self.num_malformed = 0
+        self.high_water_mark = HIGH_WATER_MARK
 
     @property
     def address(self) -> str:
@@ -65,12 +69,18 @@ class LoopbackRpcServer:
         self._on_peer_gone = handler
 
     def send(self, peer: Peer, message: Message) -> bool:
-        frame = encode_message(message)
+        frame = _frame(message)
         client = self._clients.get(peer)
         if client is None:
             return False
-        asyncio.get_running_loop().call_soon(client.deliver, frame)
+        if client.num_waiting >= self.high_water_mark:
+            self.disconnect(peer)
+            return False
+        client.accept(lambda: client.deliver(frame))
         return True
+
+    def disconnect(self, peer: Peer) -> None:
+        self.drop(peer)
 
     async def start(self) -> None:
         self._network.listen(self)
@@ -79,7 +89,7 @@ class LoopbackRpcServer:
         self._network.unlisten(self)
         clients, self._clients = self._clients, {}
         for client in clients.values():
-            asyncio.get_running_loop().call_soon(client.lose)
+            client.accept(client.lose)
 
     def accept(self, client: LoopbackRpcClient) -> Peer:
         peer = Peer(next(self._peer_ids).to_bytes(5, "big"))
@@ -101,13 +111,13 @@ class LoopbackRpcServer:
         client = self._clients.pop(peer, None)
         if client is None:
             return
-        asyncio.get_running_loop().call_soon(client.lose)
+        client.accept(client.lose)
         if self._on_peer_gone is not None:
             asyncio.get_running_loop().call_soon(self._on_peer_gone, peer)
 
 
 class LoopbackRpcClient:
-    """RpcClient in memory."""
+    """RpcClient in memory. While it ``is_paused`` it hears nothing: what comes waits for ``resume``."""
 
     def __init__(self, network: LoopbackNetwork, address: str) -> None:
         self._network = network
@@ -115,6 +125,8 @@ class LoopbackRpcClient:
         self._server: LoopbackRpcServer | None = None
         self._peer = Peer(b"")
         self._is_lost = False
+        self.is_paused = False
+        self._waiting: list[Callable[[], None]] = []
         self._on_message: Callable[[Message], None] | None = None
         self._on_disconnect: list[Callable[[], None]] = []
 
@@ -132,7 +144,7 @@ class LoopbackRpcClient:
             self._on_disconnect.append(handler)
 
     def send(self, message: Message) -> None:
-        self.send_frame(encode_message(message))
+        self.send_frame(_frame(message))
 
     def send_frame(self, frame: bytes) -> None:
         """Raw bytes, to see what the other end makes of garbage."""
@@ -153,6 +165,25 @@ class LoopbackRpcClient:
             # Behind what was sent before, like a socket.
             asyncio.get_running_loop().call_soon(server.drop, self._peer)
 
+    @property
+    def num_waiting(self) -> int:
+        """Messages, or the end, that came while it was paused."""
+        return len(self._waiting)
+
+    def resume(self) -> None:
+        """Hear what waits, and everything from now on."""
+        self.is_paused = False
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            asyncio.get_running_loop().call_soon(event)
+
+    def accept(self, event: Callable[[], None]) -> None:
+        """Something comes from the server: on the next turn of the loop, or when the pause is over."""
+        if self.is_paused:
+            self._waiting.append(event)
+        else:
+            asyncio.get_running_loop().call_soon(event)
+
     def deliver(self, frame: bytes) -> None:
         if self._on_message is not None and self._server is not None:
             self._on_message(decode_message(frame))
@@ -165,3 +196,11 @@ class LoopbackRpcClient:
         handlers, self._on_disconnect = self._on_disconnect, []
         for handler in handlers:
             handler()
+
+
+def _frame(message: Message) -> bytes:
+    """Raises PayloadTooLargeError."""
+    frame = encode_message(message)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise PayloadTooLargeError(f"a {type(message).__name__} of {len(frame)} bytes is above {MAX_FRAME_BYTES}")
+    return frame

@@ -15,8 +15,9 @@ import zmq
 
 from kvrelay.core.messages import Message, decode_message, encode_message
 from kvrelay.errors import ConfigError, PayloadTooLargeError, ProtocolError, WorkerUnavailableError
+from kvrelay.rpc.base import MAX_FRAME_BYTES
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from kvrelay.rpc.zmq_socket import MAX_FRAME_BYTES, PROBE_FRAME, CurveKeys, Endpoint, new_curve_keys
+from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, PROBE_FRAME, CurveKeys, Endpoint, new_curve_keys
 
 _log = logging.getLogger(__name__)
 
@@ -155,6 +156,11 @@ class ZmqRpcClient:
         if frames is None:
             return False
         if frames == [PROBE_FRAME]:
+            return True
+        if frames == [FAREWELL_FRAME]:
+            if self._state is _State.CONNECTED:
+                _log.warning("%s has ended the connection", self.address)
+                self._lose()
             return True
         try:
             if len(frames) != 1:

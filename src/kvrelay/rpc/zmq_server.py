@@ -3,6 +3,9 @@
 It owns the bound socket and the set of peers that have spoken. ROUTER does not say which peer a broken connection
 belonged to, so each disconnection is followed by probes: a one-byte frame to every peer; the one that cannot be routed
 to any more is gone. Whatever a peer sent before it left is handed on before ``on_peer_gone``.
+
+Nor can ROUTER close one connection: a peer that is sent away is not heard from then on, and gets a farewell behind what
+is queued for it, upon which the client closes. Until its queue has room for that one byte the server tries again.
 """
 
 from __future__ import annotations
@@ -16,15 +19,16 @@ from collections.abc import Callable
 import zmq
 
 from kvrelay.core.messages import Message, decode_message, encode_message
-from kvrelay.errors import AddressInUseError, ConfigError, ProtocolError
-from kvrelay.rpc.base import Peer
+from kvrelay.errors import AddressInUseError, ConfigError, PayloadTooLargeError, ProtocolError
+from kvrelay.rpc.base import MAX_FRAME_BYTES, Peer
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
-from kvrelay.rpc.zmq_socket import MAX_FRAME_BYTES, PROBE_FRAME, CurveKeys, Endpoint
+from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, PROBE_FRAME, CurveKeys, Endpoint
 
 _log = logging.getLogger(__name__)
 
 PROBE_DELAYS_S = (0.0, 0.02, 0.1, 0.5)
 """The monitor hears of a broken connection a little before the socket does, so one probe may be too early."""
+FAREWELL_INTERVAL_S = 0.1
 WILDCARDS = ("0.0.0.0", "*", "::")
 
 
@@ -51,6 +55,9 @@ class ZmqRpcServer:
         self._endpoint: Endpoint | None = None
         self._address = ""
         self._peers: set[Peer] = set()
+        self._parting: dict[Peer, bool] = {}
+        """Peers that were sent away and are still connected; whether they have been told."""
+        self._farewell: asyncio.Handle | None = None
         self.num_malformed = 0
         """Frames that were dropped because they did not decode."""
         self._on_message: Callable[[Peer, Message], None] | None = None
@@ -59,7 +66,8 @@ class ZmqRpcServer:
 
     def __repr__(self) -> str:
         address = self._address or "not started"
-        return f"ZmqRpcServer({address}, peers={len(self._peers)}, malformed={self.num_malformed})"
+        counts = f"peers={len(self._peers)}, parting={len(self._parting)}, malformed={self.num_malformed}"
+        return f"ZmqRpcServer({address}, {counts})"
 
     @property
     def address(self) -> str:
@@ -89,15 +97,29 @@ class ZmqRpcServer:
         self._endpoint = endpoint
 
     def send(self, peer: Peer, message: Message) -> bool:
-        """Queue a message. False when the peer is gone, its queue is full, or the message is larger than the limit."""
+        """Queue a message; see ``base``."""
         frame = encode_message(message)
         if len(frame) > MAX_FRAME_BYTES:
-            _log.error("a %s of %d bytes is above the limit and was not sent", type(message).__name__, len(frame))
-            return False
+            raise PayloadTooLargeError(f"a {type(message).__name__} of {len(frame)} bytes is above {MAX_FRAME_BYTES}")
         if self._endpoint is None or peer not in self._peers:
             return False
         self._endpoint.reader.wake()
-        return self._send_frame(self._endpoint.socket, peer, frame)
+        error = _send_frame(self._endpoint.socket, peer, frame)
+        if error == errno.EAGAIN:
+            _log.warning("peer %.16s does not read, its queue is full: ending the connection", peer.hex())
+            self.disconnect(peer)
+        # Otherwise an error says that the peer is gone, and the monitor tells us.
+        return not error
+
+    def disconnect(self, peer: Peer) -> None:
+        if peer not in self._peers:
+            return
+        self._peers.discard(peer)
+        self._parting[peer] = False
+        if self._on_peer_gone is not None:
+            asyncio.get_running_loop().call_soon(self._on_peer_gone, peer)
+        if self._farewell is None:
+            self._say_farewell()
 
     async def close(self) -> None:
         """Unbind. What is queued has a quarter of a second to leave. No ``on_peer_gone`` follows. Idempotent."""
@@ -106,7 +128,10 @@ class ZmqRpcServer:
             return
         for probe in self._probes.values():
             probe.cancel()
+        if self._farewell is not None:
+            self._farewell.cancel()
         self._peers.clear()
+        self._parting.clear()
         await endpoint.close()
 
     def _bind(self, endpoint: Endpoint) -> None:
@@ -132,6 +157,8 @@ class ZmqRpcServer:
         if frames is None:
             return False
         peer = Peer(frames[0])
+        if peer in self._parting:
+            return True
         self._peers.add(peer)
         try:
             if len(frames) != 2:
@@ -145,15 +172,20 @@ class ZmqRpcServer:
             self._on_message(peer, message)
         return True
 
-    @staticmethod
-    def _send_frame(socket: zmq.Socket[bytes], peer: Peer, frame: bytes) -> bool:
-        try:
-            socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
-            socket.send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError:
-            # EAGAIN: the peer's queue is full. EHOSTUNREACH: it is gone, and the monitor tells us.
-            return False
-        return True
+    def _say_farewell(self) -> None:
+        """Tell the peers that were sent away, now or when their queues have room."""
+        self._farewell = None
+        if self._endpoint is None:
+            return
+        for peer, is_told in list(self._parting.items()):
+            error = 0 if is_told else _send_frame(self._endpoint.socket, peer, FAREWELL_FRAME)
+            if error == errno.EHOSTUNREACH:
+                del self._parting[peer]
+            elif not error:
+                self._parting[peer] = True
+        self._endpoint.reader.wake()
+        if not all(self._parting.values()):
+            self._farewell = asyncio.get_running_loop().call_later(FAREWELL_INTERVAL_S, self._say_farewell)
 
     def _on_event(self, event: zmq.Event) -> None:
         for delay_s in PROBE_DELAYS_S:
@@ -171,7 +203,9 @@ class ZmqRpcServer:
         if endpoint is None:
             return
         reader = endpoint.reader
-        unreachable = [peer for peer in self._peers if not self._can_reach(endpoint.socket, peer)]
+        for peer in [peer for peer in self._parting if not _can_reach(endpoint.socket, peer)]:
+            del self._parting[peer]
+        unreachable = [peer for peer in self._peers if not _can_reach(endpoint.socket, peer)]
         if not unreachable:
             reader.wake()
             return
@@ -182,15 +216,22 @@ class ZmqRpcServer:
             return
         reader.wake()
         for peer in unreachable:
+            if peer not in self._peers:
+                continue
             self._peers.discard(peer)
             if self._on_peer_gone is not None:
                 self._on_peer_gone(peer)
 
-    @staticmethod
-    def _can_reach(socket: zmq.Socket[bytes], peer: Peer) -> bool:
-        try:
-            socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
-            socket.send(PROBE_FRAME, zmq.NOBLOCK)
-        except zmq.ZMQError as exc:
-            return exc.errno != errno.EHOSTUNREACH
-        return True
+
+def _can_reach(socket: zmq.Socket[bytes], peer: Peer) -> bool:
+    return _send_frame(socket, peer, PROBE_FRAME) != errno.EHOSTUNREACH
+
+
+def _send_frame(socket: zmq.Socket[bytes], peer: Peer, frame: bytes) -> int:
+    """0, or the error: EAGAIN when the peer's queue is full, EHOSTUNREACH when it is gone."""
+    try:
+        socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+        socket.send(frame, zmq.NOBLOCK)
+    except zmq.ZMQError as exc:
+        return exc.errno or errno.EIO
+    return 0

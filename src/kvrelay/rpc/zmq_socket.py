@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvrelay.rpc.base import MAX_FRAME_BYTES
 from kvrelay.rpc.heartbeat import Heartbeat
 
-MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""``LIMIT``: a larger message is refused by the sender, and ends the connection that it arrives on."""
 HIGH_WATER_MARK = 10_000
 LINGER_MS = 250
 READ_BUDGET = 256
@@ -27,6 +26,8 @@ DRAIN_BUDGET = 50_000
 
 PROBE_FRAME = b"\x00"
 """Sent by a server to find out whether a peer is still there; clients ignore it."""
+FAREWELL_FRAME = b"\x00\x00"
+"""The last word of a server that has ended the connection. ROUTER cannot close one connection, so the client does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,6 @@ from kvrelay.core.handoff import (
 from kvrelay.core.messages import (
     AbortRequest,
     GenerateRequest,
-    OutputBatch,
     RequestRefused,
     TokenOutput,
 )
@@ -57,6 +56,7 @@ from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.gate import Gate
+from kvrelay.worker.outputs import send_outputs
 from kvrelay.worker.stats import DecodeStats
 
 _log = logging.getLogger(__name__)
@@ -274,7 +274,10 @@ class DecodeSide:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
         for peer, batch in by_peer.items():
-            self._server.send(peer, OutputBatch(tuple(batch)))
+            for output in send_outputs(self._server, peer, batch):
+                self._forget(output.request_id)
+                self._abort(output.request_id)
+                self._refuse(peer, output.request_id, "the logprobs of one output are too large", 413, retryable=False)
 
     async def _push(self, start: RemotePrefillStart) -> None:
         now = time.time()

@@ -22,12 +22,18 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffReleased
-from kvrelay.core.messages import AbortRequest, AdminRequest, GenerateRequest, Message, Ping, Pong
+from kvrelay.core.messages import AbortRequest, AdminReply, AdminRequest, GenerateRequest, Message, Ping, Pong
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.stats import engine_stats
-from kvrelay.errors import ControlUnavailableError, FatalError, LeaseLostError, WorkerUnavailableError
+from kvrelay.errors import (
+    ControlUnavailableError,
+    FatalError,
+    LeaseLostError,
+    PayloadTooLargeError,
+    WorkerUnavailableError,
+)
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.transfer.base import Transport
@@ -290,7 +296,11 @@ class Worker:
                 _log.warning("an unexpected %s was dropped", type(message).__name__)
 
     async def _obey(self, peer: Peer, message: AdminRequest) -> None:
-        self._server.send(peer, await obey(message, self, self._engine))
+        reply = await obey(message, self, self._engine)
+        try:
+            self._server.send(peer, reply)
+        except PayloadTooLargeError as exc:
+            self._server.send(peer, AdminReply(message.nonce, error=exc.message))
 
     def _on_step(self, step: StepOutput) -> None:
         """On the engine thread, after every step."""

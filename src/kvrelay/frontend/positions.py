@@ -1,0 +1,28 @@
+"""Whether a worker's output follows what is known of the answer: nothing may be missing, nothing may come twice."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrelay.core.messages import TokenOutput
+from kvrelay.errors import KvrelayError
+
+
+class MissingTokensError(KvrelayError):
+    """Outputs were lost on their way: the connection that lost them is not to be trusted any more."""
+
+
+def unseen_part(output: TokenOutput, num_known: int) -> TokenOutput | None:
+    """What ``output`` adds to an answer of which ``num_known`` tokens are known; None if that is nothing.
+
+    Raises MissingTokensError when the output begins further on.
+    """
+    if output.position == num_known:
+        return output
+    if output.position > num_known:
+        raise MissingTokensError(f"tokens {num_known} to {output.position - 1} of {output.request_id} are missing")
+    num_seen = num_known - output.position
+    if num_seen >= len(output.token_ids) and output.finish_reason is None:
+        return None
+    logprobs = output.logprobs[num_seen:] if output.logprobs is not None else None
+    return msgspec.structs.replace(output, token_ids=output.token_ids[num_seen:], logprobs=logprobs, position=num_known)

@@ -1,0 +1,86 @@
+"""Outputs that do not get through: the connection ends, nothing runs for nobody, and nothing is lost in silence."""
+
+from __future__ import annotations
+
+import pytest
+from tests.worker.cluster import cluster, expected, prompt
+
+from kvrelay.core.messages import Message, OutputBatch, TokenOutput, encode_message
+from kvrelay.core.workers import WorkerRole
+from kvrelay.errors import PayloadTooLargeError
+from kvrelay.rpc import loopback
+from kvrelay.rpc.base import Peer
+from kvrelay.worker.outputs import send_outputs
+
+PEER = Peer(b"frontend")
+
+
+class NarrowServer:
+    """A request plane whose limit is small."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.batches: list[OutputBatch] = []
+
+    def send(self, peer: Peer, message: Message) -> bool:
+        if len(encode_message(message)) > self.max_bytes:
+            raise PayloadTooLargeError("too large")
+        assert isinstance(message, OutputBatch)
+        self.batches.append(message)
+        return True
+
+
+@pytest.mark.parametrize("max_bytes", [10_000, 300, 120, 80])
+def test_a_batch_that_is_too_large_is_split(max_bytes: int) -> None:
+    outputs = [TokenOutput(f"request-{number}", (number,), position=number) for number in range(50)]
+    server = NarrowServer(max_bytes)
+    assert send_outputs(server, PEER, outputs) == []  # type: ignore[arg-type]
+    assert [output for batch in server.batches for output in batch.outputs] == outputs
+    assert (len(server.batches) == 1) == (max_bytes == 10_000)
+
+
+def test_what_fits_nowhere_is_given_back_and_the_rest_is_sent() -> None:
+    large = [TokenOutput(name, tuple(range(200))) for name in ("x", "y")]
+    small = [TokenOutput(str(number), (1,)) for number in range(5)]
+    server = NarrowServer(200)
+    left = send_outputs(server, PEER, [*small[:2], large[0], *small[2:], large[1]])  # type: ignore[arg-type]
+    assert left == large
+    assert [output for batch in server.batches for output in batch.outputs] == small
+
+
+async def test_a_frontend_that_does_not_read_loses_its_connection() -> None:
+    """Paused until its queue is full, it gets what was sent before the gap and then the end; the worker cancels."""
+    async with cluster() as c:
+        node = await c.join(WorkerRole.BOTH)
+        node.server.high_water_mark = 8
+        slow, other = await c.client(node), await c.client(node)
+        losses: list[int] = []
+        slow.connection.on_disconnect(lambda: losses.append(len(slow.tokens["a"])))
+        slow.send("a", prompt(20), max_tokens=3000)
+        other.send("b", prompt(30), max_tokens=100)
+        await slow.until(lambda: bool(slow.tokens.get("a")))
+        slow.connection.is_paused = True  # type: ignore[attr-defined]
+        assert await other.answer("b") == expected(prompt(30), 100)
+        await c.until(lambda: node.worker._decode.num_requests == 0)
+        assert node.worker._decode.stats.num_aborted == 1
+        slow.connection.resume()  # type: ignore[attr-defined]
+        await c.until(lambda: bool(losses))
+        got = slow.tokens["a"]
+        assert losses == [len(got)]
+        assert got == expected(prompt(20), len(got))
+        assert "a" not in slow.last
+        assert not slow.connection.is_connected
+
+
+async def test_an_output_that_fits_into_no_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster() as c:
+        node = await c.join(WorkerRole.BOTH)
+        client = await c.client(node)
+        monkeypatch.setattr(loopback, "MAX_FRAME_BYTES", 5_000)
+        client.send("large", prompt(400), max_tokens=3000, prompt_logprobs=5)
+        client.send("small", prompt(30), max_tokens=20)
+        await client.until(lambda: "large" in client.refused)
+        refusal = client.refused["large"]
+        assert (refusal.status, refusal.retryable) == (413, False)
+        assert await client.answer("small") == expected(prompt(30), 20)
+        await c.until(lambda: node.worker._decode.num_requests == 0)
