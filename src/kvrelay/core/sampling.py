@@ -10,6 +10,7 @@ from kvrelay.errors import InvalidInputError
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -64,10 +65,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 _in_range(name, count, 0, MAX_LOGPROBS)
         if self.seed is not None:
             _in_range("seed", self.seed, -(2**63), 2**64 - 1)
-        self._validate_tokens(vocab_size)
+        self.validate_tokens(vocab_size)
 
-    def _validate_tokens(self, vocab_size: int | None) -> None:
+    def validate_tokens(self, vocab_size: int | None) -> None:
+        """Raise InvalidInputError unless every token that is named is one of ``vocab_size`` tokens (None: 2**31)."""
         limit = vocab_size if vocab_size is not None else 2**31
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            message = f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries"
+            raise InvalidInputError(message, param="stop_token_ids")
         for token in self.stop_token_ids:
             _in_range("stop_token_ids", token, 0, limit - 1)
         if self.logit_bias is not None:

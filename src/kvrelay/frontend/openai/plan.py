@@ -12,13 +12,12 @@ import msgspec
 from kvrelay.config import KeyLimits
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import InvalidInputError, PayloadTooLargeError, PromptTooLongError
+from kvrelay.frontend.openai.bounds import MAX_STOP_CHARS
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
 from kvrelay.frontend.tokenizer import DefaultSampling
 
 TIMEOUT_HEADER = "x-request-timeout-s"
 DEFAULT_MAX_TOKENS = 16
-MAX_STOPS = 64
-MAX_STOP_CHARS = 4096
 MAX_PRIORITY = 2**31
 
 _V = TypeVar("_V")
@@ -222,8 +221,8 @@ def _refuse_chat(request: ChatCompletionRequest) -> None:
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOPS or sum(map(len, stops)) > MAX_STOP_CHARS:
-        raise InvalidInputError(f"stop is above {MAX_STOPS} strings or {MAX_STOP_CHARS} characters", param="stop")
+    if sum(map(len, stops)) > MAX_STOP_CHARS:
+        raise InvalidInputError(f"stop is above {MAX_STOP_CHARS} characters in all", param="stop")
     if "" in stops:
         raise InvalidInputError("stop strings must not be empty", param="stop")
     return stops

@@ -1,14 +1,36 @@
-"""Request bodies of OpenAI's API, with vLLM's additional fields. Null means absent; unknown fields are ignored."""
+"""Request bodies of OpenAI's API, with vLLM's additional fields. Null means absent; unknown fields are ignored.
+
+Every string, list and map has a type of ``bounds``, which says how long it may be.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.openai.bounds import (
+    JsonList,
+    JsonMap,
+    LogitBias,
+    Name,
+    PromptItems,
+    StopString,
+    StopStrings,
+    StopTokenIds,
+    Text,
+    TokenIds,
+    TokenizedText,
+    Word,
+    Words,
+    check_body,
+    check_free_json,
+    free_json_fields,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +43,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     """What completions and chats have in common. ``timeout`` is in seconds."""
 
-    model: str | None = None
+    model: Name | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     n: int | None = None
@@ -33,10 +55,10 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -47,7 +69,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: int | None = None
     timeout: float | None = None
-    user: str | None = None
+    user: Name | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
     guided_json: object = None
@@ -57,59 +79,65 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     """``POST /v1/completions``. A prompt is text or token ids, or a list of either."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Text | PromptItems
     echo: bool | None = None
-    suffix: str | None = None
+    suffix: Text | None = None
     logprobs: int | None = None
-    response_format: dict[str, object] | None = None
+    response_format: JsonMap | None = None
 
 
 class TextPart(msgspec.Struct, frozen=True):
     """A part of a message's content; only ``type: text`` can be served."""
 
-    type: str
-    text: str | None = None
+    type: Word
+    text: Text | None = None
+
+
+TextParts = Annotated[list[TextPart], Meta(max_length=1024)]
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    role: str
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[object] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
+    role: Word
+    content: Text | TextParts | None = None
+    name: Name | None = None
+    tool_calls: JsonList | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: Text | None = None
+
+
+ChatMessages = Annotated[list[ChatMessage], Meta(max_length=4096)]
 
 
 class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
     """``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage]
+    messages: ChatMessages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, object] | None = None
-    documents: list[object] | None = None
-    tools: list[object] | None = None
-    tool_choice: str | dict[str, object] | None = None
-    functions: list[object] | None = None
-    function_call: str | dict[str, object] | None = None
-    response_format: dict[str, object] | None = None
-    modalities: list[str] | None = None
-    audio: dict[str, object] | None = None
+    chat_template: Text | None = None
+    chat_template_kwargs: JsonMap | None = None
+    documents: JsonList | None = None
+    tools: JsonList | None = None
+    tool_choice: Word | JsonMap | None = None
+    functions: JsonList | None = None
+    function_call: Word | JsonMap | None = None
+    response_format: JsonMap | None = None
+    modalities: Words | None = None
+    audio: JsonMap | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Word | None = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /tokenize``: a prompt or messages."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    model: Name | None = None
+    prompt: TokenizedText | None = None
+    messages: ChatMessages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -118,20 +146,26 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /detokenize``."""
 
-    tokens: list[int]
-    model: str | None = None
+    tokens: TokenIds
+    model: Name | None = None
 
 
 Body = TypeVar("Body", CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
 
+BODIES = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+
 _decoders: dict[type[msgspec.Struct], msgspec.json.Decoder[msgspec.Struct]] = {
-    kind: msgspec.json.Decoder(kind)
-    for kind in (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+    kind: msgspec.json.Decoder(kind) for kind in BODIES
 }
+_free_fields = {kind: free_json_fields(kind) for kind in BODIES}
 
 
 def parse_body(body: bytes, kind: type[Body]) -> Body:
-    """The request in a JSON body. Raises InvalidInputError that names the field."""
+    """The request in a JSON body. Raises InvalidInputError that names the field.
+
+    It keeps the interpreter's lock for 50 ms at most, for the worst body of 16 MB.
+    """
+    check_body(body)
     try:
         value = _decoders[kind].decode(body)
     except msgspec.ValidationError as exc:
@@ -148,4 +182,9 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
         if unknown:
             _log.debug("unknown fields ignored: %s", ", ".join(unknown))
     assert isinstance(value, kind)
+    for name in _free_fields[kind]:
+        check_free_json(getattr(value, name), name)
+    for message in getattr(value, "messages", None) or ():
+        if message.tool_calls is not None:
+            check_free_json(message.tool_calls, "messages")
     return value

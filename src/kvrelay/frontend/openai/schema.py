@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrelay import __version__
+from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
 from kvrelay.frontend.openai.chat import ChatResponse
 from kvrelay.frontend.openai.completions import CompletionResponse
 from kvrelay.frontend.openai.errors import ErrorBody
@@ -145,7 +146,7 @@ def _error_responses(statuses: Iterable[str]) -> dict[str, object]:
 
 def _any_value(kind: type) -> dict[str, object]:
     """msgspec knows no schema for ``object``."""
-    return {"description": "any JSON value"}
+    return {"description": f"any JSON value; at most {MAX_JSON_SIZE} characters and values in all"}
 
 
 def _schema(kind: type[msgspec.Struct] | None) -> dict[str, object]:
