@@ -39,7 +39,7 @@ class QueueServer(Protocol):
 OpenServer = Callable[[], AbstractAsyncContextManager[QueueServer]]
 
 
-def prefill(name: str, deadline_unix_s: float = 0.0, line: str = LINE) -> RemotePrefillRequest:
+def prefill(name: str, timeout_s: float = 0.0, line: str = LINE) -> RemotePrefillRequest:
     return RemotePrefillRequest(
         handoff_id=name,
         decode_worker_id="decode-1",
@@ -52,7 +52,7 @@ def prefill(name: str, deadline_unix_s: float = 0.0, line: str = LINE) -> Remote
         block_ids=(3, 4, 5),
         num_cached_tokens=16,
         kv_compatibility=line,
-        deadline_unix_s=deadline_unix_s,
+        timeout_s=timeout_s,
     )
 
 
@@ -156,14 +156,49 @@ class PrefillQueueContract:
     def test_what_nobody_should_compute_is_dropped(self, open_server: OpenServer) -> None:
         async def scenario(server: QueueServer) -> None:
             decode, one = await server.connect(), await server.connect()
-            await decode.push(prefill("late", deadline_unix_s=time.time() - 1.0))
             for garbage in (b"", b"\xff\xff", b"{}", b"\x80"):
                 await server.push_raw(garbage)
-            await decode.push(prefill("in time", deadline_unix_s=time.time() + 60.0))
+            await decode.push(prefill("in time", timeout_s=60.0))
             delivery = await pulled(one)
             assert delivery.request.handoff_id == "in time"
             await delivery.ack()
             assert await one.pull(LINE, 2 * server.ack_wait_s) is None
+
+        run(open_server, scenario)
+
+    def test_an_entry_that_waited_too_long_is_given_out_as_expired(self, open_server: OpenServer) -> None:
+        """By the server's stamps: the clocks of who pushed and who pulls do not matter."""
+
+        async def scenario(server: QueueServer) -> None:
+            decode, one = await server.connect(), await server.connect()
+            assert await one.pull(LINE, 0.0) is None
+            await decode.push(prefill("late", timeout_s=0.05))
+            await asyncio.sleep(0.2)
+            await decode.push(prefill("in time", timeout_s=60.0))
+            found = [await pulled(one), await pulled(one)]
+            assert [(item.request.handoff_id, item.is_expired) for item in found] == [
+                ("late", True),
+                ("in time", False),
+            ]
+            for delivery in found:
+                await delivery.ack()
+
+        run(open_server, scenario)
+
+    def test_clocks_that_disagree_expire_nothing(
+        self, open_server: OpenServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """This process believes it is 45 s later than it is, and 45 s earlier."""
+        now = time.time
+
+        async def scenario(server: QueueServer) -> None:
+            decode, one = await server.connect(), await server.connect()
+            for skew_s in (45.0, -45.0):
+                monkeypatch.setattr(time, "time", lambda skew_s=skew_s: now() + skew_s)
+                await decode.push(prefill("a", timeout_s=30.0))
+                delivery = await pulled(one)
+                assert not delivery.is_expired
+                await delivery.ack()
 
         run(open_server, scenario)
 

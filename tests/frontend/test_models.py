@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import send
 
+from kvrelay.core.workers import WorkerRole
 from kvrelay.frontend.tokenizer import load_tokenizer
 
 BODY: dict[str, object] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "return_token_ids": True}
@@ -127,3 +129,59 @@ async def test_a_worker_that_returns_to_a_name_now_taken_waits(model_dir: Path) 
         await cluster.deregister("w1")
         await cluster.until(lambda: bool(frontend.cluster.models) and frontend.cluster.models[0].worker_ids == ["w0"])
         assert await tokens_of(cluster) == [10, 10]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"{",
+        b"[" * 100_000,
+        b'{"worker_id": "w0", "epoch": 9, "role": "prefill"}',
+    ],
+    ids=["truncated", "nested", "incomplete"],
+)
+async def test_no_entry_ends_the_watch(model_dir: Path, value: bytes) -> None:
+    async with running(model_dir, Script(), Script()) as cluster:
+        frontend = cluster.frontend
+        assert frontend is not None
+        for key in ("evil", "w0"):
+            await cluster.control.discovery.put(cluster.keys.worker(key), value)
+        await cluster.add_worker("w2", Script())
+        await cluster.until(lambda: frontend.cluster.model(None).worker_ids == ["w0", "w1", "w2"])
+        assert await tokens_of(cluster) == [10, 10]
+
+
+async def test_an_entry_cannot_speak_for_another_worker(model_dir: Path) -> None:
+    async with running(model_dir, Script()) as cluster:
+        frontend = cluster.frontend
+        assert frontend is not None
+        forged = cluster.workers["w0"].info(model_dir, role=WorkerRole.PREFILL, epoch=99)
+        await cluster.control.discovery.put(cluster.keys.worker("evil"), msgspec.json.encode(forged))
+        await cluster.add_worker("w1", Script())
+        await cluster.until(lambda: frontend.cluster.model(None).worker_ids == ["w0", "w1"])
+
+
+async def test_a_served_worker_that_names_an_unknown_model_and_comes_back(model_dir: Path) -> None:
+    """Its entry was overwritten, with a later epoch; when its own stands again it serves again."""
+    async with running(model_dir, Script()) as cluster:
+        frontend = cluster.frontend
+        assert frontend is not None
+        await cluster.register(cluster.workers["w0"], model="unknown", epoch=99)
+        await cluster.until(lambda: not frontend.cluster._models["tiny"].worker_ids)
+        await cluster.register(cluster.workers["w0"])
+        await cluster.until(lambda: frontend.cluster._models["tiny"].worker_ids == ["w0"])
+        assert await tokens_of(cluster) == [10, 10]
+
+
+async def test_limits_that_a_worker_lowered_come_back_when_it_leaves(model_dir: Path) -> None:
+    async with running(model_dir, Script()) as cluster:
+        frontend = cluster.frontend
+        assert frontend is not None
+        model = frontend.cluster.model(None)
+        assert (model.max_model_len, model.vocab_size) == (512, 400)
+        await cluster.add_worker("w1", Script(), max_model_len=256, vocab_size=300)
+        await cluster.until(lambda: len(model.worker_ids) == 2)
+        assert (model.max_model_len, model.vocab_size) == (256, 300)
+        await cluster.deregister("w1")
+        await cluster.until(lambda: model.worker_ids == ["w0"])
+        assert (model.max_model_len, model.vocab_size) == (512, 400)

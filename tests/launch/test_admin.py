@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrelay.config import ControlConfig
+from kvrelay.control.base import Keys
+from kvrelay.control.memory import MemoryBroker
+from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import ConfigError
-from kvrelay.launch.admin import config_get, config_set, status_table
+from kvrelay.launch.admin import config_get, config_set, list_workers, status_table
 
 WORKER_IDS = ("prefill-0a1b2c3d4e", "decode-0a1b2c3d4f")
 
@@ -48,3 +52,14 @@ async def test_a_key_that_nobody_knows() -> None:
         await config_get(ControlConfig(), "disagg.max_local_prefil_length")
     with pytest.raises(ConfigError, match=r"no run-time setting; .*disagg\.max_prefill_queue_size.*router\."):
         await config_set(ControlConfig(), "nonsense", "1")
+
+
+async def test_malformed_entries_are_left_out_of_the_list(caplog: pytest.LogCaptureFixture) -> None:
+    plane, keys = MemoryBroker().plane(), Keys("test")
+    good = WorkerInfo("w-1", 0, WorkerRole.DECODE, "m", "/m", "tcp://127.0.0.1:1", 4096, 16, 100, 1000, "hash")
+    await plane.discovery.put(keys.worker("w-1"), msgspec.json.encode(good))
+    for worker_id, value in (("a", b"{"), ("b", b"[" * 100_000), ("c", msgspec.json.encode(good))):
+        await plane.discovery.put(keys.worker(worker_id), value)
+    assert await list_workers(plane, keys) == [good]
+    assert caplog.text.count("refused") == 3
+    await plane.close()

@@ -12,7 +12,6 @@ import json
 import pickle
 import random
 import socket
-import time
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -130,7 +129,7 @@ class Corpus:
             msgspec.msgpack.encode(
                 RemotePrefillRequest(
                     "fuzz", name, worker.address, worker.model, "fuzz", tokens, 0, sampling, (1, 2, 3), 0,
-                    worker.kv_compatibility, deadline_unix_s=time.time() + 60,
+                    worker.kv_compatibility, timeout_s=60,
                 )
             )
         ]  # fmt: skip

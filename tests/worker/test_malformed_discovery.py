@@ -1,23 +1,29 @@
-"""Whoever can write to discovery can write anything; a worker still hears what comes behind it."""
+"""Anyone who can write to discovery can write anything; a worker hears what comes after, and its own entries stay."""
 
 from __future__ import annotations
 
-import pytest
-from tests.worker.cluster import cluster, prompt
+import asyncio
 
+import msgspec
+import pytest
+from tests.worker.cluster import WAIT_S, Node, cluster, expected, prompt
+
+from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerRole
 
-MALFORMED = [b"", b"{", b'{"worker_id": 1}', b'"\xff"']
+ROOT = "kvrelay/default/"
+MALFORMED = [b"", b"{", b'{"worker_id": 1}', b'"\xff"', b"[" * 100_000]
 
 
-@pytest.mark.parametrize("value", MALFORMED)
+@pytest.mark.parametrize("value", MALFORMED, ids=range(len(MALFORMED)))
 async def test_malformed_entries_are_passed_over(value: bytes) -> None:
     async with cluster() as shared:
         decode = await shared.join(WorkerRole.DECODE)
         discovery = decode.control.discovery
         for key in ("workers/stranger", "kv_metadata/stranger/0", "config/disagg.max_local_prefill_length"):
-            await discovery.put(f"kvrelay/default/{key}", value)
-        await discovery.put("kvrelay/default/config/disagg.max_local_prefill_length", b"10")
+            await discovery.put(ROOT + key, value)
+        await discovery.put(f"{ROOT}config/disagg.max_local_prefill_length", b"10")
         await shared.until(lambda: decode.worker._policy.config.max_local_prefill_length == 10)
         prefill = await shared.join(WorkerRole.PREFILL)
         await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
@@ -27,3 +33,52 @@ async def test_malformed_entries_are_passed_over(value: bytes) -> None:
         prefill.worker.request_drain()
         await shared.gone(prefill)
         await shared.until(lambda: decode.worker._fleet.has_ended(prefill.id))
+
+
+async def _restored(node: Node, key: str, value: bytes) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while await node.control.discovery.get(key) != value:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("key", ["workers/{id}", "kv_metadata/{id}/0"])
+async def test_a_worker_puts_its_own_entries_back(key: str) -> None:
+    """Deleted, overwritten with garbage, or with another epoch by somebody else."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        key = ROOT + key.format(id=prefill.id)
+        discovery = decode.control.discovery
+        value = await discovery.get(key)
+        assert value is not None
+        for change in (lambda: discovery.delete(key), lambda: discovery.put(key, b"{")):
+            await change()
+            await _restored(decode, key, value)
+        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        await shared.until(lambda: not decode.worker._fleet.has_ended(prefill.id))
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        assert prefill.worker._prefill.stats.num_prefills == 1
+
+
+async def test_an_entry_that_leaves_for_good_is_not_put_back() -> None:
+    async with cluster() as shared:
+        prefill, decode, _ = await shared.pair()
+        prefill.worker.request_drain()
+        await shared.gone(prefill)
+        assert prefill.id not in str(await decode.control.discovery.list(ROOT))
+        assert not prefill.worker._membership._entries
+
+
+async def test_an_entry_of_the_queue_that_is_out_of_range_ends_no_prefill_worker() -> None:
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        line = prefill.worker._membership.kv_compatibility
+        evil = RemotePrefillRequest(
+            "evil", decode.id, "nowhere", "m", "r", (-1, 2**40), 7, SamplingParams(), (-1,), -16, line
+        )
+        queue = decode.control.prefill_queue
+        await queue._jetstream.publish(f"kvrelay.default.prefill.queue.{line}", msgspec.msgpack.encode(evil))
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        assert prefill.worker._prefill.stats.num_prefills == 1
+        assert prefill.control.prefill_queue.num_malformed == 1

@@ -101,6 +101,11 @@ class PrefillDelivery(Protocol):
     def num_deliveries(self) -> int:
         """1 at first; more when an earlier consumer died or gave up."""
 
+    @property
+    def is_expired(self) -> bool:
+        """Whether it was in the queue for longer than ``request.timeout_s``, by the server's clock alone. Its owner has
+        computed it by now: do not, but say so to the owner."""
+
     async def ack(self) -> None: ...
 
     async def nak(self, delay_s: float = 0.0) -> None:
@@ -122,7 +127,7 @@ class PrefillQueue(Protocol):
 
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
         """The line's next entry, or None after ``timeout_s``. Malformed entries are logged, counted and dropped;
-        entries past their deadline are dropped; those delivered too often go to the dead-letter subject."""
+        those delivered too often go to the dead-letter subject."""
 
     async def size(self, kv_compatibility: str | None = None) -> int:
         """Entries that nobody has pulled yet, in one line or in all."""

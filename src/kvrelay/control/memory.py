@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from kvrelay.control.base import Discovery, Lease, WatchEvent, WatchKind
@@ -41,7 +40,6 @@ class MemoryBroker:
     def __init__(
         self,
         clock: Clock | None = None,
-        unix_time: Callable[[], float] = time.time,
         *,
         ack_wait_s: float = MAX_ACK_WAIT_S,
         max_deliveries: int = MAX_DELIVERIES,
@@ -53,7 +51,7 @@ class MemoryBroker:
         self._revoked: set[str] = set()
         self.planes: list[MemoryControlPlane] = []
         self.watchers: list[_Watcher] = []
-        self.queue = MemoryQueue(self.clock, unix_time, ack_wait_s, max_deliveries)
+        self.queue = MemoryQueue(self.clock, ack_wait_s, max_deliveries)
         self.exchange = MemoryExchange()
         self._ids = itertools.count(1)
         self._task: asyncio.Task[None] | None = None

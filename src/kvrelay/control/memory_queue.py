@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +12,9 @@ import msgspec
 
 from kvrelay.control.base import PrefillDelivery
 from kvrelay.core.clock import Clock
+from kvrelay.core.control_codec import decode_prefill
 from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.errors import ProtocolError
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Connected(Protocol):
 class _QueueEntry:
     line: str
     data: bytes
+    pushed_s: float
     ready_s: float = 0.0
     num_deliveries: int = 0
 
@@ -38,9 +40,8 @@ class _QueueEntry:
 class MemoryQueue:
     """The server's side: what is queued, and what is pulled and not yet acknowledged."""
 
-    def __init__(self, clock: Clock, unix_time: Callable[[], float], ack_wait_s: float, max_deliveries: int) -> None:
+    def __init__(self, clock: Clock, ack_wait_s: float, max_deliveries: int) -> None:
         self._clock = clock
-        self._unix_time = unix_time
         self.ack_wait_s = ack_wait_s
         self._max_deliveries = max_deliveries
         self._entries: deque[_QueueEntry] = deque()
@@ -74,7 +75,7 @@ class MemoryQueue:
 
     def push_raw(self, line: str, data: bytes) -> None:
         """An entry in its wire form; also garbage, to see what becomes of it."""
-        self._entries.append(_QueueEntry(line, data))
+        self._entries.append(_QueueEntry(line, data, self._clock.now()))
         self.changed.set()
 
     def pop(self, line: str) -> MemoryPrefillDelivery | None:
@@ -93,18 +94,18 @@ class MemoryQueue:
 
     def _accept(self, entry: _QueueEntry) -> MemoryPrefillDelivery | None:
         try:
-            request = msgspec.msgpack.decode(entry.data, type=RemotePrefillRequest)
-        except msgspec.DecodeError as exc:
+            request = decode_prefill(entry.data)
+        except ProtocolError as exc:
             self.num_malformed += 1
             _log.warning("dropped a malformed entry of the prefill queue: %s", exc)
-            return None
-        if request.deadline_unix_s and self._unix_time() > request.deadline_unix_s:
-            self.num_expired += 1
             return None
         if entry.num_deliveries > self._max_deliveries:
             self.dead_letters.append(request)
             return None
-        return MemoryPrefillDelivery(self, entry, request)
+        is_expired = 0.0 < request.timeout_s < self._clock.now() - entry.pushed_s
+        if is_expired:
+            self.num_expired += 1
+        return MemoryPrefillDelivery(self, entry, request, is_expired=is_expired)
 
     def give_back(self, delivery: MemoryPrefillDelivery, delay_s: float) -> None:
         if delivery in self.pulled:
@@ -117,11 +118,14 @@ class MemoryQueue:
 class MemoryPrefillDelivery:
     """One entry pulled."""
 
-    def __init__(self, queue: MemoryQueue, entry: _QueueEntry, request: RemotePrefillRequest) -> None:
+    def __init__(
+        self, queue: MemoryQueue, entry: _QueueEntry, request: RemotePrefillRequest, *, is_expired: bool
+    ) -> None:
         self._queue = queue
         self.plane: Connected | None = None
         self._request = request
         self._num_deliveries = entry.num_deliveries
+        self._is_expired = is_expired
         self.entry = entry
         self.deadline_s = queue.deadline_s()
 
@@ -132,6 +136,10 @@ class MemoryPrefillDelivery:
     @property
     def num_deliveries(self) -> int:
         return self._num_deliveries
+
+    @property
+    def is_expired(self) -> bool:
+        return self._is_expired
 
     async def ack(self) -> None:
         self._check()

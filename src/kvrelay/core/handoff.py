@@ -51,7 +51,8 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     ``token_ids`` is everything to be prefilled: the prompt, and for a continued request the ``num_output_tokens``
     tokens that were already generated. ``block_ids`` are D's blocks for them, the first ``num_cached_tokens`` tokens
     of which are already computed there (a multiple of the block size). Block ids only: memory is described in
-    discovery. ``deadline_unix_s`` is wall-clock time; past it the entry is dropped, D has prefilled locally by then.
+    discovery. ``timeout_s`` after it was pushed, by the queue server's clock, the entry is of no use: D has prefilled
+    locally by then (0: never). A duration, because no two machines' clocks are ever compared.
     """
 
     handoff_id: str
@@ -66,8 +67,7 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     kv_compatibility: str
     priority: int = 0
-    deadline_unix_s: float = 0.0
-    pushed_unix_s: float = 0.0
+    timeout_s: float = 0.0
     lora: str | None = None
     version: int = 1
 

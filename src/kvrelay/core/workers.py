@@ -1,4 +1,7 @@
-"""What discovery says about a worker: who it is, what it serves, where it listens, with whom it can exchange KV."""
+"""What discovery says about a worker: who it is, what it serves, where it listens, with whom it can exchange KV.
+
+The ranges in the types hold when an entry is read (``control_codec``).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,15 @@ import enum
 from typing import Annotated
 
 import msgspec
+
+WorkerId = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
+"""Part of keys and subjects."""
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+PositiveCount = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Address = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+LeaseTime = Annotated[float, msgspec.Meta(ge=0.1, le=3600)]
+"""Seconds."""
 
 
 class WorkerRole(enum.StrEnum):
@@ -40,25 +52,25 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     ``lease_ttl_s``: silent for so long, it is gone; who connects to it chooses heartbeats by that.
     """
 
-    worker_id: str
-    epoch: int
+    worker_id: WorkerId
+    epoch: Count
     role: WorkerRole
-    model: str
-    model_path: str
-    address: str
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    vocab_size: int
-    kv_compatibility: str
-    host: str = ""
-    pid: int = 0
-    engine: str = "torch"
-    transport: str = "nixl"
-    max_num_seqs: int = 0
-    public_key: str = ""
-    weights_fingerprint: str = ""
-    lease_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 10.0
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    model_path: Annotated[str, msgspec.Meta(max_length=4096)]
+    address: Name
+    max_model_len: PositiveCount
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    num_blocks: Count
+    vocab_size: PositiveCount
+    kv_compatibility: Name
+    host: Name = ""
+    pid: Count = 0
+    engine: Name = "torch"
+    transport: Name = "nixl"
+    max_num_seqs: Count = 0
+    public_key: Name = ""
+    weights_fingerprint: Name = ""
+    lease_ttl_s: LeaseTime = 10.0
     version: int = 1
 
 
@@ -72,16 +84,16 @@ class KvMetadata(msgspec.Struct, frozen=True):
     after its last sign of life.
     """
 
-    worker_id: str
-    rank: int
-    transport: str
+    worker_id: WorkerId
+    rank: Count
+    transport: Name
     agent: bytes
-    address: int
-    num_bytes: int
-    block_bytes: int
-    device: str
-    device_id: int
-    kv_compatibility: str
-    public_key: str = ""
-    lease_ttl_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 10.0
+    address: Address
+    num_bytes: Address
+    block_bytes: Address
+    device: Name
+    device_id: Count
+    kv_compatibility: Name
+    public_key: Name = ""
+    lease_ttl_s: LeaseTime = 10.0
     version: int = 1

@@ -17,13 +17,12 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from kvrelay.control.base import ControlPlane, Keys, Subscription, WatchEvent, WatchKind
+from kvrelay.control.following import follow
+from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.event_codec import decode_events, decode_load
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import (
-    ConfigError,
     ControlUnavailableError,
     KvrelayError,
     ModelNotFoundError,
@@ -47,7 +46,6 @@ RouterFactory = Callable[[int, ReplayRequester], Router]
 
 RECONNECT_BACKOFF_S = (0.05, 0.1, 0.2, 0.5)
 REPLAY_TIMEOUT_S = 2.0
-WATCH_RETRY_S = 1.0
 KEEPER_RETRY_S = 1.0
 ROUTER_SECTION = "router."
 
@@ -125,9 +123,9 @@ class Cluster:
             await events.subscribe(self._keys.kv_events, self._on_events),
             await events.subscribe(self._keys.load_metrics, self._on_load),
         ]
-        self._spawn(self._watch(self._keys.workers, self._workers_listed, self._on_worker))
-        settings = self._keys.config_value(ROUTER_SECTION)
-        self._spawn(self._watch(settings, self._settings_listed, self._on_setting))
+        discovery, settings = self._control.discovery, self._keys.config_value(ROUTER_SECTION)
+        self._spawn(follow(discovery, self._keys.workers, self._on_worker, self._workers_listed.set))
+        self._spawn(follow(discovery, settings, self._on_setting, self._settings_listed.set))
 
     async def wait_synced(self, timeout_s: float) -> bool:
         """Until the workers that were registered at the start, and the settings of then, are known."""
@@ -150,29 +148,13 @@ class Cluster:
 
     # -- discovery ----------------------------------------------------------------------------------------------------
 
-    async def _watch(self, prefix: str, listed: asyncio.Event, on_change: Callable[[WatchEvent], None]) -> None:
-        while True:
-            try:
-                async for event in self._control.discovery.watch(prefix):
-                    if event.kind is WatchKind.SYNCED:
-                        listed.set()
-                    else:
-                        on_change(event)
-            except ControlUnavailableError as exc:
-                _log.warning("%s cannot be watched, going on with what is known: %s", prefix, exc)
-            await asyncio.sleep(WATCH_RETRY_S)
-
     def _on_setting(self, event: WatchEvent) -> None:
         """``kvrelay config set router.NAME VALUE``, for every model at once."""
         name = event.key.removeprefix(self._keys.config_value(ROUTER_SECTION))
-        try:
-            if event.kind is WatchKind.DELETE:
-                self._settings.remove(name)
-            else:
-                self._settings.put(name, msgspec.json.decode(event.value))
-        except (ConfigError, msgspec.DecodeError, UnicodeDecodeError) as exc:
-            _log.warning("%s refused: %s", event.key, exc)
-            return
+        if event.kind is WatchKind.DELETE:
+            self._settings.remove(name)
+        else:
+            self._settings.put(name, decode_setting(name, event.value))
         for model in self._models.values():
             model.tune(self._settings)
 
@@ -180,22 +162,14 @@ class Cluster:
         worker_id = event.key.removeprefix(self._keys.workers)
         if event.kind is WatchKind.DELETE:
             self._forget(worker_id)
-            return
-        try:
-            info = msgspec.json.decode(event.value, type=WorkerInfo)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            _log.warning("malformed entry %s in discovery ignored: %s", event.key, exc)
-            return
-        self._learn(info)
+        else:
+            self._learn(decode_worker(worker_id, event.value))
 
     def _learn(self, info: WorkerInfo) -> None:
         """A worker registered, or changed."""
-        known = self._infos.get(info.worker_id)
-        if known is not None and info.epoch < known.epoch:
-            return
         self._infos[info.worker_id] = info
         served = self._served.get(info.worker_id)
-        if served is not None and info.role.takes_requests and self._models[info.model] is served.model:
+        if served is not None and info.role.takes_requests and self._models.get(info.model) is served.model:
             served.link.revive(info)
             served.model.add_worker(info, served.link)
         elif served is not None:

@@ -60,9 +60,7 @@ class Model:
         """The worker takes requests, or has changed. Limits are those of the most modest worker."""
         self._links[info.worker_id] = link
         self.router.add_worker(info)
-        infos = [known.info for known in self._links.values()]
-        self.max_model_len = min(known.max_model_len for known in infos)
-        self.vocab_size = min(known.vocab_size for known in infos)
+        self._limit()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -70,6 +68,14 @@ class Model:
         """No new requests go there; those that run there are not touched."""
         if self._links.pop(worker_id, None) is not None:
             self.router.remove_worker(worker_id)
+            self._limit()
+
+    def _limit(self) -> None:
+        """To what the most modest of the present workers can do. Without workers the last limits stay."""
+        infos = [link.info for link in self._links.values()]
+        if infos:
+            self.max_model_len = min(info.max_model_len for info in infos)
+            self.vocab_size = min(info.vocab_size for info in infos)
 
     def place(self, request: RoutingRequest) -> tuple[WorkerLink, float]:
         """The worker for a request and its estimated prefix hit rate; the request counts as placed there.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 from typing import Any
 
-import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -16,12 +16,15 @@ from kvrelay.config import ControlConfig, DisaggConfig
 from kvrelay.config.loading import nearest
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.messages import AdminReply, AdminRequest, Message
 from kvrelay.core.workers import WorkerInfo
-from kvrelay.errors import ConfigError, KvrelayError, WorkerUnavailableError
+from kvrelay.errors import ConfigError, KvrelayError, ProtocolError, WorkerUnavailableError
 from kvrelay.launch.request_plane import client_of
 from kvrelay.router import runtime as router_settings
 from kvrelay.worker import disagg
+
+_log = logging.getLogger(__name__)
 
 ORDER_TIMEOUT_S = 30.0
 STATUS_TIMEOUT_S = 2.0
@@ -62,13 +65,14 @@ async def order(info: WorkerInfo, command: str, argument: str = "", timeout_s: f
 
 
 async def list_workers(control: ControlPlane, keys: Keys) -> list[WorkerInfo]:
-    """The workers in discovery, by id."""
-    entries = await control.discovery.list(keys.workers)
-    return sorted((msgspec.json.decode(value, type=WorkerInfo) for value in entries.values()), key=_by_id)
-
-
-def _by_id(info: WorkerInfo) -> str:
-    return info.worker_id
+    """The workers in discovery, by id. Entries that are no worker's are reported on the log, and left out."""
+    workers = []
+    for key, value in sorted((await control.discovery.list(keys.workers)).items()):
+        try:
+            workers.append(decode_worker(key.removeprefix(keys.workers), value))
+        except ProtocolError as exc:
+            _log.warning("discovery entry %s refused: %s", key, exc)
+    return workers
 
 
 async def cluster_status(config: ControlConfig, *, check: bool = False) -> dict[str, Any]:
@@ -202,4 +206,11 @@ async def config_get(config: ControlConfig, key: str | None) -> None:
     for name, value in sorted(entries.items()):
         shown = name.removeprefix(keys.config)
         if key in (None, shown):
-            print(shown, value.decode())
+            print(shown, _shown_setting(shown, value))
+
+
+def _shown_setting(name: str, value: bytes) -> str:
+    try:
+        return json.dumps(decode_setting(name, value))
+    except ProtocolError as exc:
+        return f"(refused by every process: {exc})"

@@ -280,7 +280,6 @@ class DecodeSide:
                 self._refuse(peer, output.request_id, "the logprobs of one output are too large", 413, retryable=False)
 
     async def _push(self, start: RemotePrefillStart) -> None:
-        now = time.time()
         request = RemotePrefillRequest(
             handoff_id=start.handoff_id,
             decode_worker_id=self._worker_id,
@@ -294,8 +293,7 @@ class DecodeSide:
             num_cached_tokens=start.num_cached_tokens,
             kv_compatibility=self._kv_compatibility,
             priority=start.priority,
-            deadline_unix_s=now + self._policy.config.remote_prefill_timeout_s,
-            pushed_unix_s=now,
+            timeout_s=self._policy.config.remote_prefill_timeout_s,
         )
         try:
             await self._queue.push(request)

@@ -11,19 +11,17 @@ When the control plane is away the last known workers stay.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-import msgspec
-
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
-from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
-
-_log = logging.getLogger(__name__)
-
+from kvrelay.control.following import follow
+from kvrelay.core.control_codec import decode_kv_metadata, decode_worker
+from kvrelay.core.workers import WorkerRole
 
 MAX_REMEMBERED = 4096
+MAX_LEASE_TTL_S = 3600.0
+"""The longest that there is (``ControlConfig.lease_ttl_s``): what an unknown one may be."""
 
 
 class Fleet:
@@ -48,6 +46,8 @@ class Fleet:
         self._on_no_prefill = on_no_prefill
         self._prefill_workers: set[str] = set()
         self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ranks: dict[str, set[str]] = {}
+        """Those of each worker that are registered."""
         self._ttl_s: dict[str, float] = {}
         self._fences: dict[str, asyncio.TimerHandle] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -63,7 +63,10 @@ class Fleet:
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._watch_workers()), loop.create_task(self._watch_leases())]
+        self._tasks = [
+            loop.create_task(follow(self._discovery, self._keys.workers, self._apply)),
+            loop.create_task(follow(self._discovery, self._keys.kv_metadata, self._on_memory)),
+        ]
 
     async def close(self) -> None:
         for fence in self._fences.values():
@@ -72,34 +75,34 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _watch_workers(self) -> None:
-        async for event in self._discovery.watch(self._keys.workers):
-            self._apply(event)
+    def _on_memory(self, event: WatchEvent) -> None:
+        place = event.key.removeprefix(self._keys.kv_metadata)
+        worker_id, _, rank = place.partition("/")
+        if event.kind is WatchKind.PUT:
+            self._registered(worker_id, rank, decode_kv_metadata(place, event.value).lease_ttl_s)
+        else:
+            self._unregistered(worker_id, rank)
 
-    async def _watch_leases(self) -> None:
-        async for event in self._discovery.watch(self._keys.kv_metadata):
-            worker_id = event.key.removeprefix(self._keys.kv_metadata).split("/")[0]
-            if event.kind is WatchKind.PUT:
-                self._registered(worker_id, event.value)
-            elif event.kind is WatchKind.DELETE:
-                self._lease_ended(worker_id)
-
-    def _registered(self, worker_id: str, value: bytes) -> None:
+    def _registered(self, worker_id: str, rank: str, ttl_s: float) -> None:
         self._ended.pop(worker_id, None)
+        self._ranks.setdefault(worker_id, set()).add(rank)
+        # An entry that was overwritten with a shorter time says nothing of what its owner goes by.
+        self._ttl_s[worker_id] = max(ttl_s, self._ttl_s.get(worker_id, 0.0))
         if worker_id in self._fences:
             # It has withdrawn what it had begun under its old lease before it came back.
             self._fences[worker_id].cancel()
             self._fence(worker_id)
-        try:
-            self._ttl_s[worker_id] = msgspec.json.decode(value, type=KvMetadata).lease_ttl_s
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            _log.warning("KV metadata of %s refused: %s", worker_id, exc)
 
-    def _lease_ended(self, worker_id: str) -> None:
+    def _unregistered(self, worker_id: str, rank: str) -> None:
+        ranks = self._ranks.get(worker_id, set())
+        ranks.discard(rank)
+        if ranks or worker_id in self._fences:
+            return  # its lease lives by its other entries, or is known to have ended and is timed already
+        self._ranks.pop(worker_id, None)
         self._ended[worker_id] = None
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
-        ttl_s = self._ttl_s.pop(worker_id, 0.0)
+        ttl_s = self._ttl_s.pop(worker_id, MAX_LEASE_TTL_S)
         self._fences[worker_id] = asyncio.get_running_loop().call_later(ttl_s, self._fence, worker_id)
         self._on_ended(worker_id)
 
@@ -108,18 +111,14 @@ class Fleet:
         self._on_fenced(worker_id)
 
     def _apply(self, event: WatchEvent) -> None:
-        if event.kind is WatchKind.SYNCED:
-            return
         worker_id = event.key.removeprefix(self._keys.workers)
+        pulls = False
+        if event.kind is WatchKind.PUT:
+            info = decode_worker(worker_id, event.value)
+            pulls = info.model == self._model and info.role is WorkerRole.PREFILL
         had_prefill = bool(self._prefill_workers)
         self._prefill_workers.discard(worker_id)
-        if event.kind is WatchKind.PUT:
-            try:
-                info = msgspec.json.decode(event.value, type=WorkerInfo)
-            except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-                _log.warning("discovery entry %s refused: %s", event.key, exc)
-                return
-            if info.model == self._model and info.role is WorkerRole.PREFILL:
-                self._prefill_workers.add(worker_id)
+        if pulls:
+            self._prefill_workers.add(worker_id)
         if had_prefill and not self._prefill_workers:
             self._on_no_prefill()

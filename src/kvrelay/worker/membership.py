@@ -5,6 +5,8 @@
     unlist()     workers/ID disappears                         no new work; hand-offs go on
     leave()      the lease ends, everything goes               peers reuse the blocks that we were allowed to write
 
+What somebody else changes or deletes of these entries while the lease lives is put back (``keep_entries``).
+
 It does not know when these are due, nor what has to end when the lease is lost.
 """
 
@@ -16,11 +18,12 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from kvrelay.control.base import Discovery, Keys, Lease
+from kvrelay.control.base import Discovery, Keys, Lease, WatchEvent, WatchKind
+from kvrelay.control.following import follow
 from kvrelay.core.hashing import HASH_SEED
 from kvrelay.core.layout import Compatibility
 from kvrelay.core.messages import PROTOCOL_VERSION
@@ -32,6 +35,7 @@ from kvrelay.worker.settings import WorkerSettings
 _log = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 0.5
+RESTORE_DELAY_S = 1.0
 FENCE_MARGIN_SHARE = 0.1
 """Of a lease's time to live: so much before its end the last byte is to be posted. Covers a post that blocks for its
 copy, and clocks that do not run alike."""
@@ -41,7 +45,8 @@ class Membership:
     """From ``join`` to ``leave``. Methods that talk to discovery raise ControlUnavailableError, or LeaseLostError while
     there is no lease to put a key under.
 
-    ``address`` gives the request plane's; ``on_lost`` and ``on_revoked`` are the lease's.
+    ``address`` gives the request plane's; ``on_lost`` and ``on_revoked`` are the lease's. ``withdraw`` returns when no
+    transfer of ours moves any more: peers that lost sight of our memory take their blocks back when they find it again.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Membership:
         address: Callable[[], str],
         on_lost: Callable[[], None],
         on_revoked: Callable[[], None],
+        withdraw: Callable[[], Awaitable[None]],
     ) -> None:
         self._settings = settings
         self._executor = executor
@@ -63,6 +69,10 @@ class Membership:
         self._address = address
         self._on_lost = on_lost
         self._on_revoked = on_revoked
+        self._withdraw = withdraw
+        self._entries: dict[str, bytes] = {}
+        """What stands in discovery by our will."""
+        self._disturbed = asyncio.Event()
         self.kv_compatibility = Compatibility(
             model=settings.model,
             weights_fingerprint=executor.weights_fingerprint,
@@ -83,7 +93,7 @@ class Membership:
     @property
     def is_listed(self) -> bool:
         """Whether others find this worker in the list, as far as it knows without asking."""
-        return self._is_listed and self._lease is not None and self._lease.alive_until_s > time.monotonic()
+        return self._is_listed and self._is_alive
 
     def fence_s(self) -> float:
         """Until when a write may be posted, by the monotonic clock. From any thread."""
@@ -95,11 +105,12 @@ class Membership:
         self._agent = agent
         self._lease = await self._discovery.grant(self._settings.control.lease_ttl_s)
         self._lease.on_lost(self._on_lost)
+        self._lease.on_revoked(self._entries.clear)
         self._lease.on_revoked(self._on_revoked)
         await self._publish_memory(self._lease)
 
     async def publish_memory_again(self) -> None:
-        """Behind a revocation: until it succeeds."""
+        """After a revocation: until it succeeds."""
         while self._lease is not None:
             try:
                 return await self._publish_memory(self._lease)
@@ -110,16 +121,19 @@ class Membership:
     async def register(self, role: WorkerRole, epoch: int) -> None:
         """Enter the list of workers, or change the entry."""
         key = self._keys.worker(self._settings.worker_id)
-        await self._discovery.put(key, msgspec.json.encode(self._info(role, epoch)), self._lease)
+        await self._put(key, msgspec.json.encode(self._info(role, epoch)))
         self._is_listed = True
 
     async def unlist(self) -> None:
         """Get no new work."""
         self._is_listed = False
-        await self._discovery.delete(self._keys.worker(self._settings.worker_id))
+        key = self._keys.worker(self._settings.worker_id)
+        self._entries.pop(key, None)
+        await self._discovery.delete(key)
 
     async def leave(self) -> None:
         """End the lease: to be called when nothing of ours moves any more. While discovery is away it runs out."""
+        self._entries.clear()
         if self._lease is None:
             return
         try:
@@ -130,7 +144,53 @@ class Membership:
     async def _publish_memory(self, lease: Lease) -> None:
         metadata = self._metadata(lease.ttl_s)
         key = self._keys.worker_kv_metadata(metadata.worker_id, metadata.rank)
-        await self._discovery.put(key, msgspec.json.encode(metadata), lease)
+        await self._put(key, msgspec.json.encode(metadata))
+
+    async def _put(self, key: str, value: bytes) -> None:
+        await self._discovery.put(key, value, self._lease)
+        self._entries[key] = value
+
+    # -- what others do to our entries ----------------------------------------------------------------------------
+
+    async def keep_entries(self) -> None:
+        """Without end: put back what others have changed or deleted, an operator's slip or an attacker's deed."""
+        own = (self._keys.worker(self._settings.worker_id), f"{self._keys.kv_metadata}{self._settings.worker_id}/")
+        watches = [asyncio.create_task(follow(self._discovery, prefix, self._notice)) for prefix in own]
+        try:
+            while True:
+                await self._disturbed.wait()
+                # Not at once: our own lease puts its keys again after a gap, and a loop of two writers stays slow.
+                await asyncio.sleep(RESTORE_DELAY_S)
+                self._disturbed.clear()
+                await self._restore()
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    def _notice(self, event: WatchEvent) -> None:
+        wanted = self._entries.get(event.key)
+        if wanted is not None and (event.kind is WatchKind.DELETE or event.value != wanted):
+            self._disturbed.set()
+
+    async def _restore(self) -> None:
+        for key, wanted in list(self._entries.items()):
+            try:
+                found = await self._discovery.get(key)
+                if found == wanted or self._entries.get(key) is not wanted or not self._is_alive:
+                    continue
+                _log.warning("somebody has changed or deleted our discovery entry %s: putting it back", key)
+                if found is None and key.startswith(self._keys.kv_metadata):
+                    await self._withdraw()
+                if self._entries.get(key) is wanted:
+                    await self._put(key, wanted)
+            except (ControlUnavailableError, LeaseLostError) as exc:
+                _log.debug("cannot restore %s: %s", key, exc)
+                self._disturbed.set()
+
+    @property
+    def _is_alive(self) -> bool:
+        return self._lease is not None and self._lease.alive_until_s > time.monotonic()
 
     def _info(self, role: WorkerRole, epoch: int) -> WorkerInfo:
         settings, executor = self._settings, self._executor

@@ -11,13 +11,12 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-import msgspec
-
 from kvrelay.control.base import Discovery, Keys
+from kvrelay.core.control_codec import decode_kv_metadata
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffGrant, HandoffRefused, HandoffReleased
 from kvrelay.core.messages import Message, Ping, Pong
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import ControlUnavailableError, IncompatiblePeerError, WorkerUnavailableError
+from kvrelay.errors import ControlUnavailableError, IncompatiblePeerError, ProtocolError, WorkerUnavailableError
 from kvrelay.rpc.base import RpcClient
 from kvrelay.worker.locks import KeyedLocks
 
@@ -159,9 +158,9 @@ class DecodePeers:
         if value is None:
             raise WorkerUnavailableError(f"{worker_id} has no KV metadata in discovery")
         try:
-            return msgspec.json.decode(value, type=KvMetadata)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise IncompatiblePeerError(f"KV metadata of {worker_id} is malformed: {exc}") from exc
+            return decode_kv_metadata(f"{worker_id}/{rank}", value)
+        except ProtocolError as exc:
+            raise IncompatiblePeerError(exc.message) from exc
 
     def _lost(self, peer: DecodePeer) -> None:
         if self._peers.get(peer.worker_id) is not peer:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -231,8 +230,8 @@ class PrefillSide:
         """Claim, compute and send. Returns None, or why the hand-off ended early and its owner knows. Raises
         KvrelayError when it has to be given up."""
         request = delivery.request
-        if request.deadline_unix_s and request.deadline_unix_s < time.time():
-            return "past its deadline"
+        if delivery.is_expired:
+            raise StaleHandoffError(f"it waited in the queue for more than {request.timeout_s:g} s")
         if request.handoff_id in self._seen:
             return "delivered again, and dealt with here before"
         self._remember(request.handoff_id)

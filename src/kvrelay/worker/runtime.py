@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
-import msgspec
-
-from kvrelay.control.base import Discovery, Keys, WatchKind
-from kvrelay.errors import ConfigError
+from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
+from kvrelay.control.following import follow
+from kvrelay.core.control_codec import decode_setting
 from kvrelay.worker.disagg import DisaggPolicy
-
-_log = logging.getLogger(__name__)
 
 SECTION = "disagg."
 
@@ -18,12 +13,12 @@ SECTION = "disagg."
 async def follow_thresholds(discovery: Discovery, keys: Keys, policy: DisaggPolicy) -> None:
     """Without end: what ``kvrelay config set`` and ``unset`` change is effective at once."""
     prefix = keys.config_value(SECTION)
-    async for event in discovery.watch(prefix):
+
+    def apply(event: WatchEvent) -> None:
         name = event.key.removeprefix(prefix)
-        try:
-            if event.kind is WatchKind.PUT:
-                policy.set(name, msgspec.json.decode(event.value))
-            elif event.kind is WatchKind.DELETE:
-                policy.unset(name)
-        except (ConfigError, msgspec.DecodeError, UnicodeDecodeError) as exc:
-            _log.warning("%s refused: %s", event.key, exc)
+        if event.kind is WatchKind.PUT:
+            policy.set(name, decode_setting(name, event.value))
+        else:
+            policy.unset(name)
+
+    await follow(discovery, prefix, apply)

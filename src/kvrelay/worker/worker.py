@@ -91,6 +91,7 @@ class Worker:
             address=lambda: server.address,
             on_lost=self._on_lease_lost,
             on_revoked=self._on_lease_revoked,
+            withdraw=self._withdraw,
         )
         self._transfer = TransferThread(
             transport, settings.transfer, fence=self._membership.fence_s, on_failed=self._on_transfer_failed
@@ -164,6 +165,7 @@ class Worker:
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
         self._fleet.start()
         self._spawn(follow_thresholds(self._control.discovery, self._keys, self._policy))
+        self._spawn(self._membership.keep_entries())
         await self._enter_role(self.role)
 
     async def run(self) -> None:
@@ -344,6 +346,11 @@ class Worker:
         _log.warning("lease revoked: draining")
         self.request_drain()
         self._spawn(self._come_back())
+
+    async def _withdraw(self) -> None:
+        """Return when nothing that we were allowed to write still moves. The lease may live on."""
+        self._prefill.abandon_all("peers lost sight of this worker")
+        await asyncio.wrap_future(self._transfer.fail_all("peers lost sight of this worker"))
 
     async def _come_back(self) -> None:
         """Until we have finished, peers find our memory as they do in any other drain. When they find it again they

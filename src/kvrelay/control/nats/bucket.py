@@ -27,6 +27,7 @@ from kvrelay.control.nats.jetstream import (
     StoredMessage,
 )
 from kvrelay.control.nats.kv_keys import decode_key, encode_key
+from kvrelay.core.workers import LeaseTime
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ MARKER_TTL = "3600s"
 class LeaseValue(msgspec.Struct):
     """What a lease's key holds. ``beats`` shows an operator that it lives."""
 
-    ttl_s: float
+    ttl_s: LeaseTime
     beats: int
     holder: str = ""
 
@@ -175,7 +176,7 @@ class Bucket:
             return LeaseRecord(lease_id, None, seq, stored_s)
         try:
             value = msgspec.json.decode(message.data, type=LeaseValue)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             _log.warning("lease %s in bucket %s is malformed: %s", lease_id, self.name, exc)
             return None
         return LeaseRecord(lease_id, value.ttl_s, seq, stored_s)

@@ -74,13 +74,14 @@ class _Delivered(msgspec.Struct):
 
 
 class ConsumerInfo(msgspec.Struct):
-    """``created`` is the server's time, close to now in the answer to a creation."""
+    """``created`` is the server's time, close to now in the answer to a creation; ``ts`` is when it answered."""
 
     name: str
     created: datetime.datetime
     num_pending: int
     num_ack_pending: int
     delivered: _Delivered
+    ts: datetime.datetime | None = None
 
 
 class _ConsumerPage(msgspec.Struct):

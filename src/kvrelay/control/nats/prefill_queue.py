@@ -2,7 +2,8 @@
 
 It owns the stream, a durable consumer per line that all prefill workers of that line share, and the dead-letter stream.
 Delivery is at least once: an entry whose consumer falls silent for ``ack_wait_s`` goes to the next one, so consumers
-beat while they work. It does not know what a prefill is beyond its line and the deadline in its envelope.
+beat while they work. It does not know what a prefill is beyond its line and the time limit in its envelope, which is
+held against the server's stamps: no two machines' clocks are compared.
 
     kvrelay.NS.prefill.queue.LINE ──> stream kvrelay_NS_prefill ──> consumer prefill_LINE ──pull──> workers
                                                                           │ delivered too often
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +23,12 @@ import msgspec
 
 from kvrelay.control.base import Keys, PrefillDelivery
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage, NatsSubscription, NoRespondersError
-from kvrelay.control.nats.jetstream import JetStream, parse_ack_subject
+from kvrelay.control.nats.jetstream import ConsumerInfo, JetStream, parse_ack_subject
 from kvrelay.control.nats.kv_keys import encode_key
 from kvrelay.control.redelivery import MAX_ACK_WAIT_S
+from kvrelay.core.control_codec import decode_prefill
 from kvrelay.core.handoff import RemotePrefillRequest
-from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError
+from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, ProtocolError
 
 _log = logging.getLogger(__name__)
 
@@ -46,12 +47,19 @@ class NatsPrefillDelivery:
     """One entry, leased to this consumer until it is silent for the queue's ``ack_wait_s``."""
 
     def __init__(
-        self, connection: NatsConnection, reply: str, request: RemotePrefillRequest, num_deliveries: int
+        self,
+        connection: NatsConnection,
+        reply: str,
+        request: RemotePrefillRequest,
+        *,
+        num_deliveries: int,
+        is_expired: bool,
     ) -> None:
         self._connection = connection
         self._reply = reply
         self._request = request
         self._num_deliveries = num_deliveries
+        self._is_expired = is_expired
 
     def __repr__(self) -> str:
         return f"NatsPrefillDelivery({self._request.handoff_id}, num_deliveries={self._num_deliveries})"
@@ -63,6 +71,10 @@ class NatsPrefillDelivery:
     @property
     def num_deliveries(self) -> int:
         return self._num_deliveries
+
+    @property
+    def is_expired(self) -> bool:
+        return self._is_expired
 
     async def ack(self) -> None:
         # With an answer: an acknowledgement that got lost would have the prefill computed twice.
@@ -88,7 +100,8 @@ class _Line:
 
 
 class NatsPrefillQueue:
-    """PrefillQueue of one namespace. ``num_malformed``, ``num_expired``, ``num_dead`` count what ``pull`` dropped."""
+    """PrefillQueue of one namespace. ``num_malformed``, ``num_dead`` count what ``pull`` dropped, ``num_expired`` what
+    it gave out as expired."""
 
     def __init__(
         self,
@@ -112,6 +125,8 @@ class NatsPrefillQueue:
         self.num_malformed = 0
         self.num_expired = 0
         self.num_dead = 0
+        self._server_offset_s = 0.0
+        """The server's clock less the event loop's."""
         connection.on_reconnected(self._distrust)
 
     def __repr__(self) -> str:
@@ -157,7 +172,7 @@ class NatsPrefillQueue:
             message = await self._next(line, max(deadline_s - loop.time(), 0.0))
             if message is None:
                 return None
-            delivery = await self._accept(message)
+            delivery = await self._accept(line, message)
             if delivery is not None:
                 line.size_until_s = 0.0
                 return delivery
@@ -181,6 +196,7 @@ class NatsPrefillQueue:
         except ControlUnavailableError:
             line.is_ready = False
             raise
+        self._set_clock(info)
         line.size = info.num_pending
         line.size_until_s = asyncio.get_running_loop().time() + SIZE_CACHE_S
         return line.size
@@ -202,7 +218,7 @@ class NatsPrefillQueue:
     async def _create(self, line: _Line) -> None:
         """The line's consumer, and the streams, where there are none."""
         await self.start()
-        await self._jetstream.create_consumer(
+        consumer = await self._jetstream.create_consumer(
             self._stream,
             {
                 "name": line.consumer,
@@ -217,7 +233,24 @@ class NatsPrefillQueue:
                 "inactive_threshold": 2 * MAX_AGE_S * 1_000_000_000,
             },
         )
+        self._set_clock(consumer)
         line.is_ready = True
+
+    def _set_clock(self, answer: ConsumerInfo) -> None:
+        """From an answer that has just come."""
+        if answer.ts is not None:
+            self._server_offset_s = answer.ts.timestamp() - asyncio.get_running_loop().time()
+
+    async def _is_expired(self, line: _Line, request: RemotePrefillRequest, stored_s: float) -> bool:
+        """Both ends of its age are the server's stamps. A verdict against an entry needs a fresh one: the server's
+        clock may have been set since the last."""
+        if not request.timeout_s or self._age_s(stored_s) <= request.timeout_s:
+            return False
+        self._set_clock(await self._jetstream.consumer_info(self._stream, line.consumer))
+        return self._age_s(stored_s) > request.timeout_s
+
+    def _age_s(self, stored_s: float) -> float:
+        return asyncio.get_running_loop().time() + self._server_offset_s - stored_s
 
     def _distrust(self) -> None:
         """After a gap: the server may have lost its data."""
@@ -275,27 +308,28 @@ class NatsPrefillQueue:
         except ControlUnavailableError as exc:
             _log.debug("a pull was not taken back, its entry will be delivered again: %s", exc)
 
-    async def _accept(self, message: NatsMessage) -> NatsPrefillDelivery | None:
+    async def _accept(self, line: _Line, message: NatsMessage) -> NatsPrefillDelivery | None:
         """The entry as a delivery; None for one that is not to be computed, which is dropped."""
         try:
-            num_deliveries = parse_ack_subject(message.reply).num_delivered
-            request = msgspec.msgpack.decode(message.data, type=RemotePrefillRequest)
-        except (ValueError, msgspec.DecodeError) as exc:
+            stamp = parse_ack_subject(message.reply)
+            request = decode_prefill(message.data)
+        except (ValueError, ProtocolError) as exc:
             self.num_malformed += 1
             _log.warning("dropped a malformed entry of the prefill queue: %s", exc)
             await self._connection.publish(message.reply, b"+TERM")
             return None
-        if request.deadline_unix_s and time.time() > request.deadline_unix_s:
-            self.num_expired += 1
-            await self._connection.publish(message.reply, b"+TERM")
-            return None
-        if num_deliveries > self._max_deliveries:
+        if stamp.num_delivered > self._max_deliveries:
             self.num_dead += 1
-            _log.error("prefill %s was delivered %d times: dead letter", request.handoff_id, num_deliveries - 1)
+            _log.error("prefill %s was delivered %d times: dead letter", request.handoff_id, stamp.num_delivered - 1)
             await self._jetstream.publish(self._dead_subject, message.data)
             await self._connection.publish(message.reply, b"+TERM")
             return None
-        return NatsPrefillDelivery(self._connection, message.reply, request, num_deliveries)
+        is_expired = await self._is_expired(line, request, stamp.timestamp_s)
+        if is_expired:
+            self.num_expired += 1
+        return NatsPrefillDelivery(
+            self._connection, message.reply, request, num_deliveries=stamp.num_delivered, is_expired=is_expired
+        )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -1,0 +1,40 @@
+"""A watch goes on whatever one entry, or one callback, does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from tests.contracts.waiting import eventually
+
+from kvrelay.control.base import WatchEvent
+from kvrelay.control.following import follow
+from kvrelay.control.memory import MemoryBroker
+from kvrelay.errors import ConfigError, ProtocolError
+
+
+@pytest.mark.parametrize("error", [ProtocolError("odd"), ConfigError("odd"), KeyError("odd"), RecursionError()])
+async def test_an_entry_that_fails_ends_nothing(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    plane = MemoryBroker().plane()
+    heard: list[str] = []
+    synced: list[None] = []
+
+    def on_change(event: WatchEvent) -> None:
+        if event.key == "a/evil":
+            raise error
+        heard.append(event.key)
+
+    on_synced: Callable[[], None] = lambda: synced.append(None)  # noqa: E731
+    await plane.discovery.put("a/evil", b"")
+    await plane.discovery.put("a/good", b"")
+    task = asyncio.create_task(follow(plane.discovery, "a/", on_change, on_synced))
+    await eventually(lambda: bool(synced))
+    assert heard == ["a/good"]
+    await plane.discovery.delete("a/evil")
+    await plane.discovery.put("a/next", b"")
+    await eventually(lambda: heard == ["a/good", "a/next"])
+    assert "a/evil" in caplog.text
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await plane.close()
