@@ -169,7 +169,7 @@ class Cluster:
         """A worker registered, or changed."""
         self._infos[info.worker_id] = info
         served = self._served.get(info.worker_id)
-        if served is not None and info.role.takes_requests and self._models.get(info.model) is served.model:
+        if served is not None and info.role.takes_requests and self._is_for(served.model, info):
             served.link.revive(info)
             served.model.add_worker(info, served.link)
         elif served is not None:
@@ -194,6 +194,10 @@ class Cluster:
         """The worker's entry if requests may go there."""
         info = self._infos.get(worker_id)
         return info if info is not None and info.role.takes_requests else None
+
+    def _is_for(self, model: Model, info: WorkerInfo) -> bool:
+        """Whether the worker, as its entry says now, serves this model."""
+        return self._models.get(info.model) is model and model.weights_fingerprint == info.weights_fingerprint
 
     def _has_been_met(self, worker_id: str) -> None:
         """With or without success."""
@@ -245,8 +249,8 @@ class Cluster:
         self._served[worker_id] = served
         try:
             info = self._wanted(worker_id)
-            if info is None:
-                return
+            if info is None or not self._is_for(model, info):
+                return  # it left, or changed while it was connected: to be met again as what it is now
             link.revive(info)
             model.add_worker(info, link)
             _log.info("worker %s serves %s", worker_id, model.name)
