@@ -13,10 +13,10 @@ import sys
 
 import click
 
-from kvrelay import __version__
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.log_limit import LineFormatter, LogLimit
 from kvrelay.errors import KvrelayError
+from kvrelay.version import __version__
 
 LOG_LEVEL_VARIABLE = "KVRELAY_LOG_LEVEL"
 COMMANDS = {

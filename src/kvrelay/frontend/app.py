@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay import __version__
 from kvrelay.config import FrontendConfig
 from kvrelay.core.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
@@ -31,6 +30,7 @@ from kvrelay.frontend.pipeline import BrokenStreamError, Pipeline
 from kvrelay.frontend.prompts import render_chat, tokenize
 from kvrelay.frontend.rate_limit import RateLimit
 from kvrelay.frontend.routing import RoutingEndpoints
+from kvrelay.version import __version__
 
 _log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from kvrelay.config import (
     TransferConfig,
 )
 from kvrelay.control import connect_control
+from kvrelay.control.base import ControlPlane
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.base import Executor
@@ -31,8 +32,10 @@ from kvrelay.executors import ExecutorSettings, build_executor
 from kvrelay.launch.security import request_plane_keys, require_metrics_key, transfer_settings
 from kvrelay.launch.signals import on_terminate
 from kvrelay.rpc import Heartbeat, ZmqRpcClient, ZmqRpcServer
-from kvrelay.rpc.base import RpcClient
+from kvrelay.rpc.base import RpcClient, RpcServer
 from kvrelay.transfer import build_transport
+from kvrelay.transfer.base import Transport
+from kvrelay.worker.peers import Connect
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
 from kvrelay.worker.worker import Worker
 
@@ -75,14 +78,14 @@ async def run_worker(options: WorkerOptions) -> None:
         stack.push_async_callback(control.close)
         executor = await asyncio.to_thread(_load, options)
         settings = _settings(options, executor, curve_keys.public.decode() if curve_keys else "")
-        worker = Worker(
+        worker = assemble_worker(
             settings,
             executor,
-            _engine_core(executor, settings, options.runner.seed),
             build_transport(settings.transfer, settings.worker_id),
             control,
             ZmqRpcServer(options.host, options.port, heartbeat=heartbeat, curve_keys=curve_keys),
             partial(_connect, heartbeat),
+            seed=options.runner.seed,
         )
         watch(worker)
         await worker.start()
@@ -104,8 +107,18 @@ async def _start_monitoring(config: MetricsConfig, stack: AsyncExitStack) -> Cal
     return (await stack.enter_async_context(monitoring(config))).watch
 
 
-def _engine_core(executor: Executor, settings: WorkerSettings, seed: int) -> EngineCore:
-    return EngineCore(
+def assemble_worker(
+    settings: WorkerSettings,
+    executor: Executor,
+    transport: Transport,
+    control: ControlPlane,
+    server: RpcServer,
+    connect: Connect,
+    *,
+    seed: int,
+) -> Worker:
+    """An engine over ``executor``, joined to these planes; not started yet. Needs a running event loop."""
+    core = EngineCore(
         executor,
         settings.engine,
         MonotonicClock(),
@@ -114,6 +127,7 @@ def _engine_core(executor: Executor, settings: WorkerSettings, seed: int) -> Eng
         remote_prefill_timeout_s=settings.disagg.remote_prefill_timeout_s,
         max_handoff_attempts=settings.disagg.max_handoff_attempts,
     )
+    return Worker(settings, executor, core, transport, control, server, connect)
 
 
 def _load(options: WorkerOptions) -> Executor:

@@ -298,11 +298,15 @@ class Worker:
                 _log.warning("an unexpected %s was dropped", type(message).__name__)
 
     async def _obey(self, peer: Peer, message: AdminRequest) -> None:
-        reply = await obey(message, self, self._engine)
+        reply = await self.order(message)
         try:
             self._server.send(peer, reply)
         except PayloadTooLargeError as exc:
             self._server.send(peer, AdminReply(message.nonce, error=exc.message))
+
+    async def order(self, message: AdminRequest) -> AdminReply:
+        """Carry out an operator's order; what goes wrong is in the reply."""
+        return await obey(message, self, self._engine)
 
     def _on_step(self, step: StepOutput) -> None:
         """On the engine thread, after every step."""

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from kvrelay import __version__
 from kvrelay.bench.parts import peer_dynamo
 from kvrelay.bench.parts.router_speed import (
     BLOCK_SIZE,
@@ -25,6 +24,7 @@ from kvrelay.bench.parts.router_speed import (
 from kvrelay.bench.parts.trace_replay import ReplayResult, TraceRequest, WorkerModel, infinite_hit_ratio, replay_trace
 from kvrelay.config import RouterConfig
 from kvrelay.errors import InvalidInputError
+from kvrelay.version import __version__
 
 PEER_TIMEOUT_S = 300.0
 MEASURED_PACKAGES = ("numpy", "xxhash", "msgspec")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay import __version__
 from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
 from kvrelay.frontend.openai.chat import ChatResponse
 from kvrelay.frontend.openai.completions import CompletionResponse
@@ -19,6 +18,7 @@ from kvrelay.frontend.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from kvrelay.version import __version__
 
 _REF = "#/components/schemas/{name}"
 _POSTS: tuple[tuple[str, str, type[msgspec.Struct], type[msgspec.Struct] | None], ...] = (

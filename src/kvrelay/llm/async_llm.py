@@ -1,0 +1,326 @@
+"""The asynchronous face: prompts in, answers or pieces of answers out, on the caller's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.messages import AdminRequest
+from kvrelay.errors import EngineDeadError, InvalidInputError, KvrelayError, WorkerUnavailableError
+from kvrelay.frontend.metrics import FrontendMetrics
+from kvrelay.frontend.models import Model
+from kvrelay.frontend.openai.answer import Finish
+from kvrelay.frontend.openai.plan import GenerationPlan
+from kvrelay.frontend.openai.requests import ChatMessage
+from kvrelay.frontend.prompts import Prompt, completion_prompts, render_chat
+from kvrelay.frontend.sequence import Sequence, SequenceSpec
+from kvrelay.frontend.stop_strings import StopStrings
+from kvrelay.llm.embedded import EmbeddedCluster
+from kvrelay.llm.outputs import CompletionOutput, RequestOutput, TextDelta
+from kvrelay.llm.params import SamplingParams, plan_of, recommended
+from kvrelay.llm.settings import embedded_settings
+
+TextOrTokens = str | Items[int]
+Message = Mapping[str, Any]
+
+MIGRATION_LIMIT = 3
+MAX_PROMPTS = 2**20
+
+
+class AsyncLLM:
+    """A model, its engines and the hand-off between them, in this process.
+
+    ``model`` is a checkpoint directory or hub id; without one the bundled checkpoint. ``prefill`` and ``decode`` are
+    numbers of engines: with ``prefill=0`` an engine prefills its own requests. ``engine`` is an engine's name.
+    ``settings`` are the options of ``kvrelay worker`` and the router's, by field name: ``num_blocks=512``,
+    ``dtype="float32"``, ``max_local_prefill_length=0``.
+
+        async with AsyncLLM("./my-checkpoint") as llm:
+            output = await llm.generate("Once upon a time")
+            async for delta in llm.stream("Once upon a time"):
+                print(delta.text, end="")
+
+    Raises ConfigError for settings that are wrong or unknown; ``start`` raises CheckpointError and its kin.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        prefill: int = 0,
+        decode: int = 1,
+        engine: str = "torch",
+        **settings: object,
+    ) -> None:
+        self._cluster = EmbeddedCluster(embedded_settings(model, prefill, decode, engine, settings))
+        self._metrics = FrontendMetrics()
+
+    async def start(self) -> AsyncLLM:
+        """Load the model. Returns self."""
+        await self._cluster.start()
+        return self
+
+    async def close(self) -> None:
+        """Finish what runs, then free everything. Idempotent."""
+        await self._cluster.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return await self.start()
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def cluster(self) -> EmbeddedCluster:
+        """The engines, for measurements and tests."""
+        return self._cluster
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return self._cluster.model.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._cluster.model.vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, with the special tokens that the tokenizer adds."""
+        return self._cluster.model.tokenizer.encode(text)
+
+    def decode(self, token_ids: Items[int]) -> str:
+        return self._cluster.model.tokenizer.decode(token_ids)
+
+    async def generate(self, prompt: TextOrTokens, sampling_params: SamplingParams | None = None) -> RequestOutput:
+        """All answers to one prompt, text or token ids. Cancelling the call ends its work.
+
+        Raises InvalidInputError, PromptTooLongError, EngineDeadError.
+        """
+        model = self._cluster.model
+        params = sampling_params or recommended(model.tokenizer.default_sampling)
+        return await self._collect(await self._prompt(model, prompt), model, params)
+
+    async def chat(
+        self, messages: Items[Message], sampling_params: SamplingParams | None = None, **template_arguments: object
+    ) -> RequestOutput:
+        """The answers to a conversation: ``{"role": ..., "content": ...}`` each, rendered by the chat template.
+
+        Raises InvalidInputError also when the checkpoint has no chat template.
+        """
+        model = self._cluster.model
+        params = sampling_params or recommended(model.tokenizer.default_sampling)
+        return await self._collect(await self._chat_prompt(model, messages, template_arguments), model, params)
+
+    async def stream(
+        self, prompt: TextOrTokens, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[TextDelta]:
+        """The answers to one prompt as they are generated. Leaving the loop early ends the work (``aclose``)."""
+        model = self._cluster.model
+        params = sampling_params or recommended(model.tokenizer.default_sampling)
+        answer = _Streamed(params.n)
+        sequences = self._sequences(await self._prompt(model, prompt), model, params, answer)
+        try:
+            with _engines_lost():
+                _start(sequences)
+            while answer.num_open:
+                with _engines_lost():
+                    delta = await answer.next()
+                yield delta
+        finally:
+            _cancel(sequences)
+
+    async def status(self) -> list[dict[str, object]]:
+        """What ``kvrelay status --json`` says of each engine: load, requests, hand-offs, bytes moved."""
+        return [await worker.status() for worker in self._cluster.workers]
+
+    async def clear_prefix_cache(self) -> None:
+        """Forget the KV of finished requests in every engine."""
+        for worker in self._cluster.workers:
+            await worker.order(AdminRequest(0, "clear_cache"))
+
+    async def _collect(self, prompt: Prompt, model: Model, params: SamplingParams) -> RequestOutput:
+        answer = _Collected(params.n)
+        sequences = self._sequences(prompt, model, params, answer)
+        try:
+            with _engines_lost():
+                _start(sequences)
+                await answer.done
+        finally:
+            _cancel(sequences)
+        return answer.output(prompt, sequences)
+
+    def _sequences(
+        self, prompt: Prompt, model: Model, params: SamplingParams, answer: _Collected | _Streamed
+    ) -> list[Sequence]:
+        plan = plan_of(params)
+        request_id = uuid.uuid4().hex
+        return [
+            Sequence(
+                _spec(request_id, number, prompt, model, plan),
+                model,
+                model.tokenizer.detokenizer(plan.skip_special_tokens) if params.detokenize else _NoText(),
+                StopStrings(plan.stops, plan.include_stop) if plan.stops else None,
+                answer,
+                self._metrics,
+                MIGRATION_LIMIT,
+            )
+            for number in range(plan.n)
+        ]
+
+    async def _prompt(self, model: Model, prompt: TextOrTokens) -> Prompt:
+        given = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
+        if not given:
+            raise InvalidInputError("the prompt is empty", param="prompt")
+        return (await completion_prompts(given, model, True, 1))[0]  # type: ignore[arg-type]
+
+    async def _chat_prompt(self, model: Model, messages: Items[Message], arguments: dict[str, object]) -> Prompt:
+        try:
+            typed = msgspec.convert(list(messages), list[ChatMessage])
+        except msgspec.ValidationError as exc:
+            raise InvalidInputError(f"malformed messages: {exc}", param="messages") from exc
+        text = render_chat(typed, model, True, arguments)
+        tokens = model.tokenizer.encode(text, add_special_tokens=False)
+        return Prompt(tuple(tokens), text)
+
+
+class _NoText:
+    """A detokenizer for those who want token ids alone."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class _Collected:
+    """Listens to the sequences of one prompt until all have ended."""
+
+    def __init__(self, num_answers: int) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_open = num_answers
+        self._texts: list[list[str]] = [[] for _ in range(num_answers)]
+        self._logprobs: list[list[PositionLogprobs]] = [[] for _ in range(num_answers)]
+        self._finishes: list[Finish | None] = [None] * num_answers
+        self._start_s = time.monotonic()
+        self._first_s = 0.0
+
+    def deliver(
+        self,
+        sequence: Sequence,
+        text: str,
+        token_ids: Items[int],
+        logprobs: Items[PositionLogprobs] | None,
+        finish: Finish | None,
+    ) -> None:
+        if not self._first_s:
+            self._first_s = time.monotonic()
+        self._texts[sequence.index].append(text)
+        if logprobs:
+            self._logprobs[sequence.index] += logprobs
+        if finish is not None:
+            self._finishes[sequence.index] = finish
+            self._num_open -= 1
+            if not self._num_open and not self.done.done():
+                self.done.set_result(None)
+
+    def failed(self, sequence: Sequence, error: KvrelayError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def output(self, prompt: Prompt, sequences: list[Sequence]) -> RequestOutput:
+        return RequestOutput(
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            outputs=tuple(self._completion(sequence) for sequence in sequences),
+            num_cached_tokens=sequences[0].num_cached_tokens,
+            first_token_s=self._first_s - self._start_s,
+            duration_s=time.monotonic() - self._start_s,
+            prompt_logprobs=sequences[0].prompt_logprobs,
+        )
+
+    def _completion(self, sequence: Sequence) -> CompletionOutput:
+        index = sequence.index
+        finish = self._finishes[index]
+        assert finish is not None
+        wants_logprobs = sequence.spec.sampling.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text="".join(self._texts[index]),
+            token_ids=tuple(sequence.output_token_ids),
+            finish_reason=finish.reason.value,
+            stop_reason=finish.stop_reason,
+            logprobs=tuple(self._logprobs[index]) if wants_logprobs else None,
+        )
+
+
+class _Streamed:
+    """Listens to the sequences of one prompt and hands their pieces on, in order of arrival."""
+
+    def __init__(self, num_answers: int) -> None:
+        self.num_open = num_answers
+        self._pieces: asyncio.Queue[TextDelta | KvrelayError] = asyncio.Queue()
+
+    def deliver(
+        self,
+        sequence: Sequence,
+        text: str,
+        token_ids: Items[int],
+        logprobs: Items[PositionLogprobs] | None,
+        finish: Finish | None,
+    ) -> None:
+        reason = None if finish is None else finish.reason.value
+        stop_reason = None if finish is None else finish.stop_reason
+        given = tuple(logprobs) if logprobs else None
+        self._pieces.put_nowait(TextDelta(sequence.index, text, tuple(token_ids), reason, stop_reason, given))
+
+    def failed(self, sequence: Sequence, error: KvrelayError) -> None:
+        self._pieces.put_nowait(error)
+
+    async def next(self) -> TextDelta:
+        piece = await self._pieces.get()
+        if isinstance(piece, KvrelayError):
+            raise piece
+        self.num_open -= piece.finish_reason is not None
+        return piece
+
+
+@contextmanager
+def _engines_lost() -> Iterator[None]:
+    """Nothing starts an embedded engine again: when none is left to take a request, all have failed."""
+    try:
+        yield
+    except WorkerUnavailableError as exc:
+        raise EngineDeadError(exc.message) from exc
+
+
+def _spec(request_id: str, number: int, prompt: Prompt, model: Model, plan: GenerationPlan) -> SequenceSpec:
+    return SequenceSpec(
+        request_id=request_id,
+        index=number,
+        prompt_token_ids=prompt.token_ids,
+        sampling=plan.sampling_for(len(prompt.token_ids), number, model.max_model_len, model.vocab_size),
+        include_stop=plan.include_stop,
+    )
+
+
+def _start(sequences: Iterable[Sequence]) -> None:
+    for sequence in sequences:
+        sequence.start()
+
+
+def _cancel(sequences: Iterable[Sequence]) -> None:
+    for sequence in sequences:
+        sequence.cancel()

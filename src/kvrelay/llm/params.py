@@ -1,0 +1,65 @@
+"""Sampling settings as a Python user gives them: the engine's, and those that are met where text is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvrelay.core import sampling as core
+from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.openai.plan import GenerationPlan
+from kvrelay.frontend.tokenizer import DefaultSampling
+
+
+class SamplingParams(core.SamplingParams, frozen=True, omit_defaults=True):
+    """``kvrelay.core.sampling.SamplingParams`` and, beside it:
+
+    ``n`` answers per prompt. ``stop``: strings that end an answer; they are not part of it unless
+    ``include_stop_str_in_output``. ``detokenize`` False leaves ``text`` empty and saves its cost; it excludes ``stop``.
+    """
+
+    n: int = 1
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def recommended(defaults: DefaultSampling) -> SamplingParams:
+    """What the checkpoint's ``generation_config.json`` recommends; kvrelay's defaults where that is silent."""
+    given = {name: value for name in defaults.__struct_fields__ if (value := getattr(defaults, name)) is not None}
+    return SamplingParams(**given)
+
+
+def plan_of(params: SamplingParams) -> GenerationPlan:
+    """The plan that all answers of one call share. Raises InvalidInputError."""
+    if params.n < 1:
+        raise InvalidInputError(f"n must be at least 1, got {params.n}", param="n")
+    if not all(params.stop_strings):
+        raise InvalidInputError("stop strings must not be empty", param="stop")
+    if params.stop_strings and not params.detokenize:
+        raise InvalidInputError("stop strings need the text: detokenize must be true", param="stop")
+    engine = core.SamplingParams(**{name: getattr(params, name) for name in core.SamplingParams.__struct_fields__})
+    engine.validate()
+    return GenerationPlan(
+        sampling=msgspec.structs.replace(engine, stop_token_ids=tuple(engine.stop_token_ids)),
+        max_tokens=params.max_tokens,
+        is_max_default=False,
+        n=params.n,
+        stops=params.stop_strings,
+        include_stop=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        add_special_tokens=True,
+        return_token_ids=False,
+        echo=False,
+        stream=False,
+        include_usage=False,
+        continuous_usage=False,
+        priority=0,
+        timeout_s=None,
+    )
