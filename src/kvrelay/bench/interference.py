@@ -6,30 +6,54 @@ all of them alike. In a round every case gets the same requests; every round has
 
 from __future__ import annotations
 
+import shlex
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvrelay.bench.cases import Case, CaseTimes, running
-from kvrelay.bench.errors import BenchError
-from kvrelay.bench.progress import ProgressBar
-from kvrelay.bench.report.metrics import LoadReport, ServeReport
-from kvrelay.bench.report.plotting import new_figure, save_figure
-from kvrelay.bench.report.records import INTERRUPTED
-from kvrelay.bench.report.statistics import Distribution
-from kvrelay.bench.serving import ServeOptions, run_serve
+import click
 
-_COLUMNS = (
-    "chat ITL P50",
-    "chat ITL P99",
-    "longest chat wait",
-    "chat TTFT P50",
-    "chat TTFT P99",
-    "long TTFT P50",
-    "long TTFT P99",
-)
+from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
+from kvrelay.bench.errors import BenchError
+from kvrelay.bench.given import ANY_TARGET, serve_options
+from kvrelay.bench.load.mix import Dataset, parse_mix
+from kvrelay.bench.progress import ProgressBar, progress_bar
+from kvrelay.bench.report.files import print_result, write_result
+from kvrelay.bench.report.metrics import ServeReport, figure
+from kvrelay.bench.report.plotting import new_figure, plot_beside, save_figure
+from kvrelay.bench.report.records import INTERRUPTED
+from kvrelay.bench.report.table import milliseconds, number, table
+from kvrelay.bench.serving import ServeOptions, run_on_loop, run_serve
+from kvrelay.errors import InvalidInputError
+
+INTERFERENCE_KIND = "kvrelay-bench-interference/1"
+
+_TIMES = {
+    "chat ITL P50": "chat_itl_p50_s",
+    "chat ITL P99": "chat_itl_p99_s",
+    "longest chat wait": "longest_wait_s",
+    "chat TTFT P50": "chat_ttft_p50_s",
+    "chat TTFT P99": "chat_ttft_p99_s",
+    "long TTFT P50": "long_ttft_p50_s",
+    "long TTFT P99": "long_ttft_p99_s",
+}
+"""Columns of the table, and their figures in a summary."""
+_FIGURES = {
+    "chat_itl_p50_s": ("chat", "itl_s.median"),
+    "chat_itl_p99_s": ("chat", "itl_s.p99"),
+    "chat_ttft_p50_s": ("chat", "ttft_s.median"),
+    "chat_ttft_p99_s": ("chat", "ttft_s.p99"),
+    "long_ttft_p50_s": ("long", "ttft_s.median"),
+    "long_ttft_p99_s": ("long", "ttft_s.p99"),
+    "chat_tokens_per_s": ("chat", "output_tokens_per_s"),
+    "output_tokens_per_s": ("all", "output_tokens_per_s"),
+    "goodput_share": ("all", "goodput.share"),
+    "goodput_requests_per_s": ("all", "goodput.requests_per_s"),
+}
+"""Figures of a summary: medians of this figure of these requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +74,9 @@ class CaseSummary:
     rounds: int
     failed_rounds: int
     failed_requests: int
+    longest_wait_s: float | None
     chat_itl_p50_s: float | None
     chat_itl_p99_s: float | None
-    longest_wait_s: float | None
     chat_ttft_p50_s: float | None
     chat_ttft_p99_s: float | None
     long_ttft_p50_s: float | None
@@ -74,8 +98,42 @@ class InterferenceReport:
     runs: tuple[CaseRun, ...]
 
 
+def measure_interference(given: dict[str, Any]) -> None:
+    """``kvrelay bench interference``: run, write, print. Raises BenchError when a turn has failed."""
+    if given["rounds"] < 1:
+        raise InvalidInputError("there must be at least one round", param="rounds")
+    model = shlex.quote(given["model_dir"]) if given["model_dir"] else None
+    own = () if given["only_given"] else separation_cases(shlex.quote(sys.executable), model, given["serve_args"])
+    cases = own + tuple(parse_case(text) for text in (*given["cases"], *given["urls"]))
+    check_names(cases)
+    classes = parse_mix(given["mix"], Dataset(vocab_size=given["vocab_size"]))
+    if len(classes) != 2:
+        raise InvalidInputError("the mix needs two classes: those who wait, then those who disturb", param="mix")
+    options = serve_options(given, ANY_TARGET, classes, retokenize=False)
+    folder: Path = given["output_dir"]
+    runs: list[CaseRun] = []
+
+    def report() -> InterferenceReport:
+        summaries = summarise([case.name for case in cases], runs, classes[0].name, classes[1].name)
+        return InterferenceReport(INTERFERENCE_KIND, options.command, given["mix"], summaries, tuple(runs))
+
+    def done(run: CaseRun) -> None:
+        runs.append(run)
+        click.echo(f"round {run.round}: {run.case}{': ' + run.error if run.error else ''}", err=True)
+        write_result(folder, "interference", report(), interference_markdown(report()))
+
+    with progress_bar() as bar:
+        times = CaseTimes(given["start_timeout"])
+        run_on_loop(_run_turns(cases, given["rounds"], options, folder / "logs", times, bar, done))
+    print_result(report(), interference_markdown(report()), given["as_json"])
+    plot_beside(plot_interference, report(), folder / "interference.png")
+    failed = [run for run in runs if run.report is None or not run.report.total.successful]
+    if failed:
+        raise BenchError(f"{len(failed)} of {len(runs)} turns failed: {failed[0].error or 'no request succeeded'}")
+
+
 def separation_cases(python: str, model: str | None, serve_args: str) -> tuple[Case, ...]:
-    """The mission's four arrangements, as commands of this system. The caller quotes ``python`` and ``model``."""
+    """The four arrangements that show what separation does. The caller quotes ``python`` and ``model``."""
     base = " ".join(part for part in (f"{python} -m kvrelay serve", model, serve_args, "--port {port}") if part)
     return (
         Case("aggregated x1", command=f"{base} --prefill 0 --decode 1"),
@@ -85,7 +143,7 @@ def separation_cases(python: str, model: str | None, serve_args: str) -> tuple[C
     )
 
 
-async def run_interference(
+async def _run_turns(
     cases: Sequence[Case],
     rounds: int,
     options: ServeOptions,
@@ -93,117 +151,77 @@ async def run_interference(
     times: CaseTimes,
     bar: ProgressBar,
     done: Callable[[CaseRun], None],
-) -> tuple[CaseRun, ...]:
+) -> None:
     """Run all turns; a case that fails is noted and the others go on. ``done`` is told of each turn."""
-    runs = []
-    for number in range(rounds):
+    for turn_number in range(rounds):
         for case in cases:
             try:
                 async with running(case, log_dir, times, options.target.api_key) as target:
-                    turn = replace(options, target=target, backend=case.name, seed=options.seed + number)
-                    run = CaseRun(case.name, number + 1, (await run_serve(turn, bar)).report)
+                    turn = replace(options, target=target, backend=case.name, seed=options.seed + turn_number)
+                    run = CaseRun(case.name, turn_number + 1, (await run_serve(turn, bar)).report)
             except BenchError as exc:
-                run = CaseRun(case.name, number + 1, None, exc.message)
-            runs.append(run)
+                run = CaseRun(case.name, turn_number + 1, None, exc.message)
             done(run)
             if run.report is not None and run.report.note == INTERRUPTED:
                 raise BenchError("interrupted; what was measured was kept")
-    return tuple(runs)
 
 
 def summarise(cases: Sequence[str], runs: Sequence[CaseRun], chat: str, long: str) -> tuple[CaseSummary, ...]:
     """Put the rounds of each case together; ``chat`` and ``long`` name the two classes of requests."""
-    return tuple(_summarise_case(case, [run for run in runs if run.case == case], chat, long) for case in cases)
+    names = {"chat": chat, "long": long}
+    return tuple(_summarise_case(case, [run for run in runs if run.case == case], names) for case in cases)
 
 
-def _summarise_case(case: str, runs: Sequence[CaseRun], chat: str, long: str) -> CaseSummary:
+def _summarise_case(case: str, runs: Sequence[CaseRun], names: dict[str, str]) -> CaseSummary:
     reports = [run.report for run in runs if run.report is not None]
-    chats = [part for report in reports for part in report.classes if part.name == chat]
-    longs = [part for report in reports for part in report.classes if part.name == long]
-    totals = [report.total for report in reports]
-    waits = [load.gap_s.max for load in chats if load.gap_s]
+
+    def values(part: str, path: str) -> list[float]:
+        loads = [load for report in reports for load in (report.total, *report.classes)]
+        found = [figure(load, path) for load in loads if load.name == names.get(part, part)]
+        return [value for value in found if value is not None]
+
     return CaseSummary(
-        case=case,
-        rounds=len(reports),
-        failed_rounds=len(runs) - len(reports),
-        failed_requests=sum(load.failed for load in totals),
-        chat_itl_p50_s=_median(chats, lambda load: _of(load.itl_s, "median")),
-        chat_itl_p99_s=_median(chats, lambda load: _of(load.itl_s, "p99")),
-        longest_wait_s=max(waits) if waits else None,
-        chat_ttft_p50_s=_median(chats, lambda load: _of(load.ttft_s, "median")),
-        chat_ttft_p99_s=_median(chats, lambda load: _of(load.ttft_s, "p99")),
-        long_ttft_p50_s=_median(longs, lambda load: _of(load.ttft_s, "median")),
-        long_ttft_p99_s=_median(longs, lambda load: _of(load.ttft_s, "p99")),
-        chat_tokens_per_s=_median(chats, lambda load: load.output_tokens_per_s),
-        output_tokens_per_s=_median(totals, lambda load: load.output_tokens_per_s),
-        goodput_share=_median(totals, lambda load: load.goodput.share if load.goodput else None),
-        goodput_requests_per_s=_median(totals, lambda load: load.goodput.requests_per_s if load.goodput else None),
+        case,
+        len(reports),
+        len(runs) - len(reports),
+        sum(report.total.failed for report in reports),
+        max(values("chat", "gap_s.max"), default=None),
+        **{name: statistics.median(found) if (found := values(*what)) else None for name, what in _FIGURES.items()},
     )
-
-
-def _median(loads: Sequence[LoadReport], figure: Callable[[LoadReport], float | None]) -> float | None:
-    values = [value for load in loads if (value := figure(load)) is not None]
-    return statistics.median(values) if values else None
-
-
-def _of(values: Distribution | None, statistic: str) -> float | None:
-    return None if values is None else float(getattr(values, statistic))
 
 
 def interference_markdown(report: InterferenceReport) -> str:
     """The table that belongs into a performance page."""
-    lines = [
-        f"Load: `{report.load}`; times in ms, medians of the rounds, the longest wait is the worst of all.",
-        "",
-        "| case | " + " | ".join(_COLUMNS) + " | chat tok/s | all tok/s | goodput | failed |",
-        "|---" * (len(_COLUMNS) + 5) + "|",
-    ]
+    rows = []
     for summary in report.summaries:
-        cells = [f"{value * 1e3:.1f}" if value is not None else "-" for value in _times(summary)]
-        cells.append(_number(summary.chat_tokens_per_s))
-        cells.append(_number(summary.output_tokens_per_s))
-        cells.append("-" if summary.goodput_share is None else f"{summary.goodput_share:.0%}")
-        cells.append(f"{summary.failed_requests}" + (f", {summary.failed_rounds} rounds" * bool(summary.failed_rounds)))
-        lines.append(f"| {summary.case} | " + " | ".join(cells) + " |")
-    lines += ["", *(f"- {run.case}, round {run.round}: {run.error}" for run in report.runs if run.error)]
-    return "\n".join(lines)
-
-
-def _times(summary: CaseSummary) -> tuple[float | None, ...]:
-    return (
-        summary.chat_itl_p50_s,
-        summary.chat_itl_p99_s,
-        summary.longest_wait_s,
-        summary.chat_ttft_p50_s,
-        summary.chat_ttft_p99_s,
-        summary.long_ttft_p50_s,
-        summary.long_ttft_p99_s,
-    )
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
+        failed = f"{summary.failed_requests}" + (f", {summary.failed_rounds} rounds" * bool(summary.failed_rounds))
+        rates = (number(summary.chat_tokens_per_s, ".0f"), number(summary.output_tokens_per_s, ".0f"))
+        times = milliseconds(*(getattr(summary, name) for name in _TIMES.values()))
+        rows.append([summary.case, *times, *rates, number(summary.goodput_share, ".0%"), failed])
+    columns = ("case", *_TIMES, "chat tok/s", "all tok/s", "goodput", "failed")
+    lines = [f"Load: `{report.load}`; times in ms, medians of the rounds, the longest wait is the worst of all.", ""]
+    lines += [table(columns, rows, markdown=True), ""]
+    return "\n".join([*lines, *(f"- {run.case}, round {run.round}: {run.error}" for run in report.runs if run.error)])
 
 
 def plot_interference(report: InterferenceReport, path: Path) -> None:
     """Bars per case: chat ITL (median and P99), first tokens, tokens per second."""
-    figure = new_figure(15, 4.5)
-    itl, ttft, tokens = figure.subplots(1, 3)
+    picture = new_figure(15, 4.5)
+    panels = itl, ttft, tokens = picture.subplots(1, 3)
     names = [summary.case for summary in report.summaries]
-    places = range(len(names))
     _bars(itl, report.summaries, (("P50", "chat_itl_p50_s"), ("P99", "chat_itl_p99_s"), ("max", "longest_wait_s")))
     _bars(ttft, report.summaries, (("chat P50", "chat_ttft_p50_s"), ("long P50", "long_ttft_p50_s")))
-    tokens.bar(places, [summary.chat_tokens_per_s or 0 for summary in report.summaries])
-    for panel, label in ((itl, "chat ITL (ms)"), (ttft, "time to first token (ms)"), (tokens, "chat tokens/s")):
+    tokens.bar(range(len(names)), [summary.chat_tokens_per_s or 0 for summary in report.summaries])
+    for panel, label in zip(panels, ("chat ITL (ms)", "time to first token (ms)", "chat tokens/s")):
         panel.set_ylabel(label)
-        panel.set_xticks(places, names, rotation=20, ha="right")
+        panel.set_xticks(range(len(names)), names, rotation=20, ha="right")
     for panel in (itl, ttft):
         heights = [bar.get_height() for bar in panel.patches if bar.get_height() > 0]
         if heights:
             panel.set_yscale("log")
             panel.set_ylim(bottom=min(heights) / 2)
         panel.legend()
-    save_figure(figure, path)
+    save_figure(picture, path)
 
 
 def _bars(panel: Any, summaries: Sequence[CaseSummary], series: Sequence[tuple[str, str]]) -> None:

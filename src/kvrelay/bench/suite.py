@@ -6,7 +6,6 @@ A benchmark that fails is reported and the others go on; what a process printed 
 from __future__ import annotations
 
 import os
-import platform
 import shlex
 import signal
 import subprocess
@@ -18,7 +17,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import psutil
 
 from kvrelay.bench.cases import Case, CaseTimes, running
 from kvrelay.bench.errors import BenchError
@@ -148,19 +146,6 @@ def suite_markdown(report: SuiteReport) -> str:
         lines += ["", f"## {step.name}", "", f"`{step.command}`", ""]
         lines += [f"- {name}: {value:.6g}" for name, value in step.figures]
     return "\n".join(lines)
-
-
-def describe_machine() -> str:
-    """Processor, cores, memory, system and Python, in one line."""
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
-    system = f"{platform.system()} {platform.release()}"
-    return f"{model}, {cores} cores, {memory}, {system}, Python {platform.python_version()}"
 
 
 def write_sample_conversations(path: Path, count: int, seed: int = 0) -> None:

@@ -8,16 +8,27 @@ import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from kvrelay.bench.cases import Case, CaseTimes, running
+from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
 from kvrelay.bench.errors import BenchError
-from kvrelay.bench.progress import ProgressBar
-from kvrelay.bench.report.metrics import LoadReport, ServeReport
-from kvrelay.bench.report.plotting import new_figure, save_figure
+from kvrelay.bench.given import ANY_TARGET, dataset, numbers, serve_options
+from kvrelay.bench.load.arrivals import check_rate
+from kvrelay.bench.load.mix import ClassSpec
+from kvrelay.bench.progress import ProgressBar, progress_bar
+from kvrelay.bench.report.files import print_result, write_result
+from kvrelay.bench.report.metrics import ServeReport, figure
+from kvrelay.bench.report.plotting import new_figure, plot_beside, save_figure
 from kvrelay.bench.report.records import INTERRUPTED
-from kvrelay.bench.report.statistics import Distribution
-from kvrelay.bench.serving import ServeOptions, run_serve
+from kvrelay.bench.report.table import milliseconds, number, table
+from kvrelay.bench.serving import ServeOptions, run_on_loop, run_serve
 from kvrelay.errors import InvalidInputError
+
+SWEEP_KIND = "kvrelay-bench-sweep/1"
+_COLUMNS = (
+    *("case", "offered req/s", "done req/s", "output tok/s"),
+    *("TTFT P50 / P99 ms", "ITL P50 / P99 ms", "TPOT P50 ms", "goodput"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,30 +134,32 @@ async def _search(point: Callable[[float], Awaitable[bool]], knee: KneeOptions) 
         return knee_rate
 
 
-async def run_sweep(
-    cases: Sequence[Case],
-    options: ServeOptions,
-    rates: Sequence[float],
-    knee: KneeOptions | None,
-    log_dir: Path,
-    times: CaseTimes,
-    bar: ProgressBar,
-    done: Callable[[CaseSweep], None],
-) -> tuple[CaseSweep, ...]:
-    """Sweep case after case; a case that fails is noted and the others go on, unless it was interrupted.
-
-    ``done`` is told of each, so that an early end keeps what was measured.
-    """
+def measure_sweep(given: dict[str, Any]) -> None:
+    """``kvrelay bench sweep``: measure case after case, write, print. Raises BenchError when a case has failed."""
+    cases = tuple(parse_case(text) for text in given["cases"])
+    check_names(cases)
+    rates = numbers(given["rates"], "--rates")
+    for rate in rates:
+        check_rate(rate, "--rates")
+    options = serve_options(given, ANY_TARGET, (ClassSpec("requests", dataset(given), rate=1.0),), retokenize=False)
+    searched = KneeOptions(given["first_rate"], given["max_rate"], given["steps"], given["share"])
+    knee = None if given["no_knee"] else searched
+    folder: Path = given["output_dir"]
     sweeps: list[CaseSweep] = []
-    for case in cases:
-        try:
-            sweeps.append(await _sweep_server(case, options, rates, knee, log_dir, times, bar))
-        except BenchError as exc:
-            sweeps.append(CaseSweep(case.name, (), None, exc.message))
-        done(sweeps[-1])
-        if sweeps[-1].error == INTERRUPTED:
-            break
-    return tuple(sweeps)
+    with progress_bar() as bar:
+        for case in cases:
+            turn = _sweep_server(case, options, rates, knee, folder / "logs", CaseTimes(given["start_timeout"]), bar)
+            sweeps.append(run_on_loop(turn))
+            # An early end keeps what was measured.
+            report = SweepReport(SWEEP_KIND, options.command, tuple(sweeps))
+            write_result(folder, "sweep", report, sweep_markdown(sweeps))
+            if sweeps[-1].error == INTERRUPTED:
+                break
+    print_result(report, sweep_markdown(sweeps), given["as_json"])
+    plot_beside(plot_sweep, sweeps, folder / "sweep.png")
+    for sweep in sweeps:
+        if sweep.error:
+            raise BenchError(f"case {sweep.name}: {sweep.error}; what was measured was kept")
 
 
 async def _sweep_server(
@@ -158,80 +171,60 @@ async def _sweep_server(
     times: CaseTimes,
     bar: ProgressBar,
 ) -> CaseSweep:
-    async with running(case, log_dir, times, options.target.api_key) as target:
+    """A case that fails is noted, so that the others go on."""
+    try:
+        async with running(case, log_dir, times, options.target.api_key) as target:
 
-        async def measure(rate: float) -> ServeReport:
-            (spec,) = options.classes
-            # Another seed at each rate: with the same prompts, later rates would find them in the prefix cache.
-            seed = options.seed + int(rate * 1000)
-            at_rate = replace(spec, rate=rate)
-            run = await run_serve(replace(options, target=target, classes=(at_rate,), seed=seed), bar)
-            if run.report.note is not None:
-                raise BenchError(run.report.note)
-            return run.report
+            async def measure(rate: float) -> ServeReport:
+                (spec,) = options.classes
+                # Another seed at each rate: with the same prompts, later rates would find them in the prefix cache.
+                seed = options.seed + int(rate * 1000)
+                at_rate = replace(spec, rate=rate)
+                run = await run_serve(replace(options, target=target, classes=(at_rate,), seed=seed), bar)
+                if run.report.note is not None:
+                    raise BenchError(run.report.note)
+                return run.report
 
-        return await sweep_case(measure, case.name, rates, knee)
+            return await sweep_case(measure, case.name, rates, knee)
+    except BenchError as exc:
+        return CaseSweep(case.name, (), None, exc.message)
 
 
 def sweep_markdown(sweeps: Sequence[CaseSweep]) -> str:
     """A table of all points, and the knees."""
-    lines = [
-        "| case | offered req/s | done req/s | output tok/s "
-        "| TTFT P50 / P99 ms | ITL P50 / P99 ms | TPOT P50 ms | goodput |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for sweep in sweeps:
         for point in sweep.points:
             total = point.report.total
-            cells = (
-                sweep.name,
-                f"{point.rate:.3g}",
-                f"{total.requests_per_s:.2f}",
-                f"{total.output_tokens_per_s:.0f}",
-                _pair(total.ttft_s),
-                _pair(total.itl_s),
-                "-" if total.tpot_s is None else f"{total.tpot_s.median * 1e3:.1f}",
-                _share(total),
+            rates = (f"{point.rate:.3g}", f"{total.requests_per_s:.2f}", f"{total.output_tokens_per_s:.0f}")
+            latencies = (
+                " / ".join(milliseconds(figure(total, f"{name}.median"), figure(total, f"{name}.p99")))
+                for name in ("ttft_s", "itl_s")
             )
-            lines.append("| " + " | ".join(cells) + " |")
-    lines.append("")
+            (tpot,) = milliseconds(figure(total, "tpot_s.median"))
+            rows.append((sweep.name, *rates, *latencies, tpot, number(figure(total, "goodput.share"), ".1%")))
+    lines = [table(_COLUMNS, rows, markdown=True), ""]
     for sweep in sweeps:
         knee = "not reached at the lowest rate" if sweep.knee is None else f"{sweep.knee:.3g} req/s"
-        if sweep.error:
-            knee = f"unknown: {sweep.error}"
-        lines.append(f"- knee of {sweep.name}: {knee}")
+        lines.append(f"- knee of {sweep.name}: {f'unknown: {sweep.error}' if sweep.error else knee}")
     return "\n".join(lines)
 
 
 def plot_sweep(sweeps: Sequence[CaseSweep], path: Path) -> None:
     """Rate against TTFT, ITL and goodput, a line per case; dotted lines are the knees."""
-    figure = new_figure(14, 4)
-    panels = figure.subplots(1, 3)
-    for sweep in sweeps:
-        rates = [point.rate for point in sweep.points]
-        totals = [point.report.total for point in sweep.points]
-        series = (
-            [_p99_ms(total.ttft_s) for total in totals],
-            [_p99_ms(total.itl_s) for total in totals],
-            [total.goodput.share if total.goodput else math.nan for total in totals],
-        )
-        for panel, values in zip(panels, series):
-            (line,) = panel.plot(rates, values, "o-", label=sweep.name)
+    picture = new_figure(14, 4)
+    axes = (
+        ("TTFT P99 (ms)", "ttft_s.p99", 1e3),
+        ("ITL P99 (ms)", "itl_s.p99", 1e3),
+        ("share meeting the objectives", "goodput.share", 1.0),
+    )
+    for panel, (label, path_of, scale) in zip(picture.subplots(1, 3), axes):
+        for sweep in sweeps:
+            found = [figure(point.report.total, path_of) for point in sweep.points]
+            values = [math.nan if value is None else value * scale for value in found]
+            (line,) = panel.plot([point.rate for point in sweep.points], values, "o-", label=sweep.name)
             if sweep.knee is not None:
                 panel.axvline(sweep.knee, linestyle=":", color=line.get_color())
-    for panel, label in zip(panels, ("TTFT P99 (ms)", "ITL P99 (ms)", "share meeting the objectives")):
         panel.set(xlabel="offered requests/s", ylabel=label)
         panel.legend()
-    save_figure(figure, path)
-
-
-def _pair(values: Distribution | None) -> str:
-    return "-" if values is None else f"{values.median * 1e3:.1f} / {values.p99 * 1e3:.1f}"
-
-
-def _p99_ms(values: Distribution | None) -> float:
-    return math.nan if values is None else values.p99 * 1e3
-
-
-def _share(load: LoadReport) -> str:
-    return "-" if load.goodput is None else f"{load.goodput.share:.1%}"
+    save_figure(picture, path)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, nullcontext
 import pytest
 
 from kvrelay.bench.chaos.answers import KnownPrompt, Verdict
-from kvrelay.bench.chaos.load import ChaosClient
+from kvrelay.bench.chaos.client import ChaosClient
 
 PROMPT = KnownPrompt((20, 21), 3, stream=True, answer=(1, 2, 3))
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"

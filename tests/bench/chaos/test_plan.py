@@ -20,9 +20,9 @@ from kvrelay.bench.chaos.plan import (
     make_plan,
 )
 from kvrelay.bench.chaos.report import (
+    AskedPrompt,
     FaultRecord,
     FaultSummary,
-    RequestRecord,
     Spread,
     problems_of,
     spread,
@@ -117,8 +117,8 @@ def test_a_fresh_prompt_shares_half_of_a_known_one():
     assert fresh_prompt(Random(1), prompts, vocab_size=1000) == fresh
 
 
-def request(begin_s: float, arrivals_s: list[float], end_s: float, verdict: Verdict = Verdict.RIGHT) -> RequestRecord:
-    return RequestRecord(begin_s, True, array("d", arrivals_s), end_s, verdict, "what it was")
+def request(begin_s: float, arrivals_s: list[float], end_s: float, verdict: Verdict = Verdict.RIGHT) -> AskedPrompt:
+    return AskedPrompt(begin_s, True, array("d", arrivals_s), end_s, verdict, "what it was")
 
 
 def test_the_longest_pause_is_one_that_the_fault_can_have_caused():

@@ -30,6 +30,7 @@ from kvrelay.launch.routing import routing_state
 READY = re.compile(r"ready: (\S+) .* at (\S+)/v1 \(control (\S+)\)")
 CHILD_ENDED = re.compile(r"kvrelay: (.+) \(pid (\d+)\) ended with exit code (-?\d+)")
 FRONTEND_COMMAND = kvrelay_command("frontend")
+START_TIMEOUT_S = 300.0
 POLL_INTERVAL_S = 0.1
 LOOK_CONNECT_TIMEOUT_S = 1.0
 ORDER_CONNECT_TIMEOUT_S = 10.0
@@ -46,7 +47,7 @@ class Member:
     pid: int
     is_extra: bool
     lease_id: str
-    blocks_in_use: int | None = None
+    blocks_in_use: int = 0
 
 
 class ClusterUnderTest:
@@ -59,16 +60,15 @@ class ClusterUnderTest:
         worker_flags: Sequence[str],
         num_workers: dict[str, int],
         num_frontends: int,
-        start_timeout_s: float,
         log_path: Path | None = None,
     ) -> None:
         self._serve_flags = serve_flags
         self._worker_flags = worker_flags
-        self._start_timeout_s = start_timeout_s
         self.num_workers = num_workers
         self.num_frontends = num_frontends
         self.model = self.url = ""
-        self.start_s = 0.0
+        self.heal_timeout_s = 0.0
+        """How long the cluster may take to be whole again: that of a start, measured at the beginning, and more."""
         self.control = ControlConfig()
         self._log_path = log_path
         self._extras: list[Child] = []
@@ -79,7 +79,7 @@ class ClusterUnderTest:
     async def __aenter__(self) -> ClusterUnderTest:
         shape = [f"--{role}={count}" for role, count in self.num_workers.items()]
         shape.append(f"--frontends={self.num_frontends}")
-        command = kvrelay_command("serve", "--port", "0", *shape, *self._serve_flags)
+        command = kvrelay_command("serve", *self._serve_flags, "--port", "0", *shape)
         self._log = tempfile.TemporaryFile() if self._log_path is None else self._log_path.open("w+b")  # noqa: SIM115
         self._serve = start_child("serve", command, output=self._log)
         try:
@@ -94,21 +94,15 @@ class ClusterUnderTest:
 
     async def _until_ready(self) -> None:
         start_s = time.monotonic()
-        deadline = start_s + self._start_timeout_s
         while (found := READY.search(self.log)) is None:
-            if self._serve.exit_code is not None or time.monotonic() > deadline:
+            if self._serve.exit_code is not None or time.monotonic() > start_s + START_TIMEOUT_S:
                 raise FatalError(f"the cluster did not start: {self.log[-LOG_TAIL_CHARS:]}")
             await asyncio.sleep(POLL_INTERVAL_S)
-        self.start_s = time.monotonic() - start_s
+        self.heal_timeout_s = 20.0 + 2.0 * (time.monotonic() - start_s)
         self.model, self.url, control = found.groups()
         self.control = ControlConfig(control=control, connect_timeout_s=LOOK_CONNECT_TIMEOUT_S)
         self._joined_pids.update(self.frontend_pids())
         await self.members()
-
-    @property
-    def heal_timeout_s(self) -> float:
-        """How long the cluster may take to be whole again: that of a start, measured at the beginning, and more."""
-        return 20.0 + 2.0 * self.start_s
 
     @property
     def log(self) -> str:
@@ -116,10 +110,6 @@ class ClusterUnderTest:
         size = os.fstat(self._log.fileno()).st_size
         # Not seek and read: the children share this file's position.
         return os.pread(self._log.fileno(), size, 0).decode("utf-8", errors="replace")
-
-    @property
-    def is_running(self) -> bool:
-        return self._serve.exit_code is None
 
     def unclean_exits(self) -> list[str]:
         """Children of ``serve`` that ended by themselves with an error. Those that were killed do not count, nor those
@@ -135,51 +125,84 @@ class ClusterUnderTest:
         """At least so many prompts were prefilled for another worker; a killed worker counts as last seen."""
         return sum(self._num_prefills.values())
 
-    # -- who is there -------------------------------------------------------------------------------------------------
+    # -- workers ------------------------------------------------------------------------------------------------------
 
-    async def members(self, *, check: bool = False) -> list[Member] | None:
-        """The workers that answer, by id; with ``check`` their block pools are verified. None: nobody can be asked."""
+    async def members(self, *, check: bool = False) -> list[Member]:
+        """The workers that answer, by id; with ``check`` their block pools are verified. Empty when the control server
+        does not answer."""
         try:
             report = await cluster_status(self.control, check=check)
         except KvrelayError:
-            return None
+            return []
         extras = {child.pid for child in self._extras}
+        members = []
         for status in report["workers"]:
             if "error" not in status:
                 self._num_prefills[status["worker_id"]] = status["prefill"]["num_prefills"]
-        members = [_member(status, extras) for status in report["workers"] if "error" not in status]
-        self._joined_pids.update(member.pid for member in members)
+                self._joined_pids.add(status["pid"])
+                members.append(_member(status, extras))
         return members
 
-    async def until_whole(self, roles: Sequence[str], timeout_s: float, num_away: int = 0) -> float | None:
+    async def until_whole(self, roles: Sequence[str], num_away: int = 0) -> float | None:
         """Wait until each role has all its workers, but for ``num_away``; gives the seconds that it took, or None when
         it took too long."""
         start_s = time.monotonic()
-        while time.monotonic() - start_s < timeout_s:
+        while time.monotonic() - start_s < self.heal_timeout_s:
             members = await self.members()
             self.start_failed_again()
-            if members is not None and all(self._has_all(members, role, num_away) for role in roles):
+            if not self._missing(members, roles, num_away):
                 return time.monotonic() - start_s
             await asyncio.sleep(POLL_INTERVAL_S)
         return None
 
-    def _has_all(self, members: Sequence[Member], role: str, num_away: int = 0) -> bool:
-        return sum(member.role == role for member in members) >= self.num_workers[role] - num_away
+    def _missing(self, members: Sequence[Member], roles: Sequence[str], num_away: int = 0) -> list[str]:
+        """The roles of which more than ``num_away`` workers are not there."""
+        counts = {role: sum(member.role == role for member in members) for role in roles}
+        return [role for role, count in counts.items() if count < self.num_workers[role] - num_away]
 
     async def until_idle(self, timeout_s: float) -> tuple[int, str]:
         """Wait until no block is in use anywhere; gives how many still are at the end, and what was wrong besides."""
         deadline = time.monotonic() + timeout_s
         in_use, problem = 0, "nobody could be asked"
         while time.monotonic() < deadline:
-            members = await self.members(check=True)
-            if members is not None:
-                in_use = sum(member.blocks_in_use or 0 for member in members)
-                missing = [role for role in self.num_workers if not self._has_all(members, role)]
+            if members := await self.members(check=True):
+                in_use = sum(member.blocks_in_use for member in members)
+                missing = self._missing(members, list(self.num_workers))
                 problem = f"workers are missing, or their block pools damaged: {', '.join(missing)}" if missing else ""
                 if not in_use and not missing:
                     break
             await asyncio.sleep(POLL_INTERVAL_S * 3)
         return in_use, problem
+
+    def start_worker(self, role: str) -> Child:
+        """One more worker, started by hand as on another machine."""
+        command = kvrelay_command("worker", *self._worker_flags, "--role", role, "--control", self.control.control)
+        child = start_child(f"{role} worker by hand", command, output=self._log)
+        self._extras.append(child)
+        return child
+
+    def start_failed_again(self) -> None:
+        """A worker that cannot reach the control server while it starts ends with an error, and its supervisor tries
+        again."""
+        for child in self._extras:
+            if child.exit_code and child.pid not in self._joined_pids:
+                child.process = start_child(child.name, child.command, output=self._log).process
+
+    async def until_exit(self, member: Member, timeout_s: float) -> int | None:
+        """Wait for the process to end; gives its exit code, 0 for a child of ``serve`` (see ``unclean_exits``).
+
+        None when it is still there.
+        """
+        deadline = time.monotonic() + timeout_s
+        child = next((child for child in self._extras if child.pid == member.pid), None)
+        while time.monotonic() < deadline:
+            if child is not None and child.exit_code is not None:
+                self._extras.remove(child)
+                return child.exit_code
+            if child is None and not psutil.pid_exists(member.pid):
+                return 0
+            await asyncio.sleep(POLL_INTERVAL_S)
+        return None
 
     # -- orders -------------------------------------------------------------------------------------------------------
 
@@ -205,42 +228,14 @@ class ClusterUnderTest:
         finally:
             await control.close()
 
-    def start_worker(self, role: str) -> Child:
-        """One more worker, started by hand as on another machine."""
-        command = kvrelay_command("worker", "--role", role, "--control", self.control.control, *self._worker_flags)
-        child = start_child(f"{role} worker by hand", command, output=self._log)
-        self._extras.append(child)
-        return child
+    # -- children of serve --------------------------------------------------------------------------------------------
 
-    def start_failed_again(self) -> None:
-        """A worker that cannot reach the control server while it starts ends with an error, and whoever supervises it
-        tries again."""
-        for child in self._extras:
-            if child.exit_code and child.pid not in self._joined_pids:
-                child.process = start_child(child.name, child.command, output=self._log).process
-
-    async def until_exit(self, member: Member, timeout_s: float) -> int | None:
-        """Wait for the process to end; gives its exit code, 0 for a child of ``serve`` (see ``unclean_exits``).
-
-        None when it is still there.
-        """
-        deadline = time.monotonic() + timeout_s
-        child = next((child for child in self._extras if child.pid == member.pid), None)
-        while time.monotonic() < deadline:
-            if child is not None and child.exit_code is not None:
-                self._extras.remove(child)
-                return child.exit_code
-            if child is None and not psutil.pid_exists(member.pid):
-                return 0
-            await asyncio.sleep(POLL_INTERVAL_S)
-        return None
-
-    def nats_pid(self) -> int | None:
-        """The NATS server that ``serve`` has started; None when it is not there just now."""
-        children = psutil.Process(self._serve.pid).children()
-        return next((child.pid for child in children if "nats-server" in child.name()), None)
-
-    # -- frontends ----------------------------------------------------------------------------------------------------
+    def nats_pid(self) -> int:
+        """Raises FatalError when there is no NATS server."""
+        for child in psutil.Process(self._serve.pid).children():
+            if "nats-server" in child.name():
+                return int(child.pid)
+        raise FatalError("there is no NATS server")
 
     def frontend_pids(self) -> list[int]:
         """The frontends that live, in order of their pids."""
@@ -251,11 +246,11 @@ class ClusterUnderTest:
                     pids.append(child.pid)
         return sorted(pids)
 
-    async def until_frontends_answer(self, timeout_s: float) -> float | None:
+    async def until_frontends_answer(self) -> float | None:
         """Wait until all of them are there and each has answered; gives the seconds that it took, or None."""
         start_s = time.monotonic()
         answered: set[int] = set()
-        while time.monotonic() - start_s < timeout_s:
+        while time.monotonic() - start_s < self.heal_timeout_s:
             # They share a port: each connection goes to any of them.
             with suppress(KvrelayError):
                 answered.add((await routing_state(self.url))["pid"])
@@ -265,8 +260,6 @@ class ClusterUnderTest:
                 return time.monotonic() - start_s
             await asyncio.sleep(POLL_INTERVAL_S)
         return None
-
-    # -- the end ------------------------------------------------------------------------------------------------------
 
     async def stop(self) -> list[str]:
         """End everything in order; gives what did not end cleanly. May be called twice."""
@@ -286,6 +279,6 @@ class ClusterUnderTest:
 
 
 def _member(status: dict[str, Any], extras: set[int]) -> Member:
-    in_use = status["integrity"]["blocks_in_use"] if "integrity" in status else None
+    in_use = status.get("integrity", {}).get("blocks_in_use", 0)
     is_extra = status["pid"] in extras
     return Member(status["worker_id"], status["role"], status["pid"], is_extra, status["lease_id"], in_use)

@@ -14,11 +14,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-import aiohttp
-
 from kvrelay.bench.chaos.answers import KnownPrompt
+from kvrelay.bench.chaos.client import ChaosClient
 from kvrelay.bench.chaos.cluster import ClusterUnderTest, Member
-from kvrelay.bench.chaos.load import ChaosClient
 from kvrelay.bench.chaos.plan import ROLES, Fault, FaultKind
 from kvrelay.bench.chaos.report import FaultRecord
 from kvrelay.errors import FatalError, KvrelayError
@@ -45,7 +43,6 @@ class FaultInjector:
         cluster: ClusterUnderTest,
         client: ChaosClient,
         prompts: Sequence[KnownPrompt],
-        *,
         lease_ttl_s: float,
         burst_size: int,
     ) -> None:
@@ -54,46 +51,50 @@ class FaultInjector:
         self._lease_ttl_s = lease_ttl_s
         self._burst_size = burst_size
         self._short = [prompt for prompt in prompts if prompt.max_tokens <= 8]
-        self._longest = max(prompts, key=_length)
+        self._longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
         self._locks = {role: asyncio.Lock() for role in (*ROLES, NATS, FRONTEND)}
         self.records: list[FaultRecord] = []
 
     async def run(self, fault: Fault) -> None:
         """Inject one fault and wait until it has healed. What goes wrong is recorded, not raised."""
         began_s = time.monotonic()
+        injections: dict[FaultKind, Callable[[Fault], Awaitable[None]]] = {
+            FaultKind.KILL: self._kill,
+            FaultKind.TERMINATE: self._replace,
+            FaultKind.DRAIN: self._replace,
+            FaultKind.REVOKE: self._replace,
+            FaultKind.FREEZE: self._freeze,
+            FaultKind.SWITCH_ROLE: self._switch_role,
+            FaultKind.KILL_FRONTEND: self._kill_frontend,
+            FaultKind.KILL_NATS: self._kill_nats,
+            FaultKind.FREEZE_NATS: self._freeze_nats,
+            FaultKind.DISCONNECT: self._leave,
+            FaultKind.CANCEL: self._leave,
+            FaultKind.BURST: self._burst,
+        }
         try:
-            await self._inject(fault)
-        except* (KvrelayError, aiohttp.ClientError, ProcessLookupError) as group:
-            problem = "; ".join(str(exc) or repr(exc) for exc in group.exceptions)
-            self._record(fault, began_s, None, problem)
-
-    async def _inject(self, fault: Fault) -> None:
-        match fault.kind:
-            case FaultKind.KILL:
-                await self._kill(fault)
-            case FaultKind.TERMINATE | FaultKind.DRAIN | FaultKind.REVOKE:
-                await self._replace(fault)
-            case FaultKind.FREEZE:
-                await self._freeze(fault)
-            case FaultKind.SWITCH_ROLE:
-                await self._switch_role(fault)
-            case FaultKind.KILL_FRONTEND:
-                await self._kill_frontend(fault)
-            case FaultKind.KILL_NATS:
-                await self._kill_nats(fault)
-            case FaultKind.FREEZE_NATS:
-                await self._freeze_nats(fault)
-            case FaultKind.DISCONNECT | FaultKind.CANCEL:
-                await self._leave(fault)
-            case FaultKind.BURST:
-                await self._burst(fault)
+            await injections[fault.kind](fault)
+        except* (KvrelayError, ProcessLookupError) as group:
+            self._record(fault, began_s, problem="; ".join(str(exc) or repr(exc) for exc in group.exceptions))
 
     def _record(
-        self, fault: Fault, at_s: float, recovery_s: float | None, problem: str = "", num_reconnected: int = 0
+        self, fault: Fault, at_s: float, recovery_s: float | None = None, problem: str = "", num_reconnected: int = 0
     ) -> None:
         self.records.append(FaultRecord(fault.name, at_s, time.monotonic(), recovery_s, problem, num_reconnected))
 
-    # -- against workers ----------------------------------------------------------------------------------------------
+    def _record_healed(self, fault: Fault, at_s: float, recovery_s: float | None, num_reconnected: int = 0) -> None:
+        """None: it has not healed in time."""
+        problem = f"the cluster was not whole again after {self._cluster.heal_timeout_s:.0f} s"
+        self._record(fault, at_s, recovery_s, problem if recovery_s is None else "", num_reconnected)
+
+    async def _heal(
+        self, fault: Fault, at_s: float, roles: Sequence[str], *, since_s: float | None = None, num_away: int = 0
+    ) -> None:
+        """Record the time from ``since_s`` (default: the fault) until the roles are whole again."""
+        start_s = time.monotonic()
+        waited_s = await self._cluster.until_whole(roles, num_away)
+        since_s = at_s if since_s is None else since_s
+        self._record_healed(fault, at_s, None if waited_s is None else start_s + waited_s - since_s)
 
     @asynccontextmanager
     async def _alone(self, *names: str) -> AsyncIterator[None]:
@@ -101,26 +102,36 @@ class FaultInjector:
         async with AsyncExitStack() as stack:
             for name in sorted(names):
                 await stack.enter_async_context(self._locks[name])
-            roles = [name for name in names if name in ROLES]
-            if await self._cluster.until_whole(roles, self._cluster.heal_timeout_s) is None:
+            if await self._cluster.until_whole([name for name in names if name in ROLES]) is None:
                 raise FatalError(
                     f"the cluster was not whole after {self._cluster.heal_timeout_s:.0f} s, before this fault"
                 )
             yield
 
-    async def _victim(self, fault: Fault, role: str) -> Member:
+    @asynccontextmanager
+    async def _stopped(self, pid: int, seconds: float) -> AsyncIterator[None]:
+        """The process stands still for so long; the block begins when it goes on."""
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        yield
+
+    # -- against workers ----------------------------------------------------------------------------------------------
+
+    async def _victim(self, fault: Fault) -> Member:
         """One of at least two. Raises FatalError."""
         for _ in range(20):
-            members = await self._cluster.members()
-            own = [member for member in members or () if member.role == role]
+            own = [member for member in await self._cluster.members() if member.role == fault.role]
             if len(own) > 1:
                 return own[int(fault.choice * len(own))]
             await asyncio.sleep(0.2)
-        raise FatalError(f"there was no {role} worker to spare")
+        raise FatalError(f"there was no {fault.role} worker to spare")
 
     async def _kill(self, fault: Fault) -> None:
         async with self._alone(fault.role):
-            victim = await self._victim(fault, fault.role)
+            victim = await self._victim(fault)
             at_s = time.monotonic()
             os.kill(victim.pid, signal.SIGKILL)
             if await self._cluster.until_exit(victim, 5.0) is not None and victim.is_extra:
@@ -128,32 +139,26 @@ class FaultInjector:
             await self._heal(fault, at_s, [fault.role])
 
     async def _replace(self, fault: Fault) -> None:
-        """Start another one by hand, then ask the victim to leave; a child that ``serve`` needs is not chosen."""
+        """Start another one by hand, then make the victim leave; a child that ``serve`` needs is not chosen."""
         async with self._alone(fault.role):
             victim = await self._victim_besides(fault, self._cluster.start_worker(fault.role))
             at_s = time.monotonic()
-            await self._ask_to_leave(fault.kind, victim)
-            code = await self._cluster.until_exit(victim, self._cluster.heal_timeout_s)
-            if code:
-                self._record(fault, at_s, None, f"the drained worker ended with exit code {code}")
-            elif code is None:
-                self._record(
-                    fault, at_s, None, f"the drained worker was still there after {self._cluster.heal_timeout_s:.0f} s"
-                )
-            else:
-                await self._heal(fault, at_s, [fault.role])
-
-    async def _ask_to_leave(self, kind: FaultKind, victim: Member) -> None:
-        match kind:
-            case FaultKind.TERMINATE:
+            if fault.kind is FaultKind.TERMINATE:
                 os.kill(victim.pid, signal.SIGTERM)
-            case FaultKind.REVOKE:
+            elif fault.kind is FaultKind.REVOKE:
                 await self._order(self._cluster.revoke, victim.lease_id)
-            case _:
+            else:
                 await self._order(self._cluster.tell, victim.worker_id, "drain")
+            code = await self._cluster.until_exit(victim, self._cluster.heal_timeout_s)
+            if code == 0:
+                await self._heal(fault, at_s, [fault.role])
+                return
+            late = f"was still there after {self._cluster.heal_timeout_s:.0f} s"
+            how = late if code is None else f"ended with exit code {code}"
+            self._record(fault, at_s, problem=f"the drained worker {how}")
 
     async def _order(self, give: Callable[..., Awaitable[None]], *arguments: str) -> None:
-        """Who gives orders needs the control server, so none of its faults lasts meanwhile."""
+        """An order needs the control server, so none of its faults lasts meanwhile."""
         async with self._locks[NATS]:
             await give(*arguments)
 
@@ -162,9 +167,9 @@ class FaultInjector:
         deadline = time.monotonic() + self._cluster.heal_timeout_s
         while time.monotonic() < deadline:
             self._cluster.start_failed_again()
-            members = [member for member in await self._cluster.members() or () if member.role == fault.role]
-            old = [member for member in members if member.pid != new.pid]
+            members = [member for member in await self._cluster.members() if member.role == fault.role]
             if len(members) > self._cluster.num_workers[fault.role]:
+                old = [member for member in members if member.pid != new.pid]
                 is_last_child = sum(not member.is_extra for member in old) < 2
                 choice = [member for member in old if member.is_extra or not is_last_child]
                 return choice[int(fault.choice * len(choice))]
@@ -173,20 +178,16 @@ class FaultInjector:
 
     async def _freeze(self, fault: Fault) -> None:
         async with self._alone(fault.role):
-            victim = await self._victim(fault, fault.role)
+            victim = await self._victim(fault)
             at_s = time.monotonic()
-            os.kill(victim.pid, signal.SIGSTOP)
-            try:
-                num_leases = MIN_FREEZE_LEASES + fault.severity * (MAX_FREEZE_LEASES - MIN_FREEZE_LEASES)
-                await asyncio.sleep(num_leases * self._lease_ttl_s)
-            finally:
-                os.kill(victim.pid, signal.SIGCONT)
-            await self._heal(fault, at_s, [fault.role], since_s=time.monotonic())
+            num_leases = MIN_FREEZE_LEASES + fault.severity * (MAX_FREEZE_LEASES - MIN_FREEZE_LEASES)
+            async with self._stopped(victim.pid, num_leases * self._lease_ttl_s):
+                await self._heal(fault, at_s, [fault.role], since_s=time.monotonic())
 
     async def _switch_role(self, fault: Fault) -> None:
         (other,) = (role for role in ROLES if role != fault.role)
         async with self._alone(*ROLES):
-            victim = await self._victim(fault, fault.role)
+            victim = await self._victim(fault)
             at_s = time.monotonic()
             try:
                 await self._order(self._cluster.tell, victim.worker_id, "role", other)
@@ -196,7 +197,7 @@ class FaultInjector:
                 await self._order(self._cluster.tell, victim.worker_id, "role", fault.role)
             await self._heal(fault, at_s, ROLES, since_s=back_s)
 
-    # -- against what they hang on ------------------------------------------------------------------------------------
+    # -- against frontends and the control server ---------------------------------------------------------------------
 
     async def _kill_frontend(self, fault: Fault) -> None:
         async with self._alone(FRONTEND):
@@ -207,47 +208,22 @@ class FaultInjector:
             at_s = time.monotonic()
             with self._client.frontend_away():
                 os.kill(pids[int(fault.choice * len(pids))], signal.SIGKILL)
-                waited_s = await self._cluster.until_frontends_answer(self._cluster.heal_timeout_s)
+                waited_s = await self._cluster.until_frontends_answer()
             self._record_healed(fault, at_s, waited_s, num_reconnected=self._client.num_reconnected - num_reconnected)
 
     async def _freeze_nats(self, fault: Fault) -> None:
         async with self._alone(NATS):
-            pid = self._nats_pid()
             at_s = time.monotonic()
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                await asyncio.sleep(NATS_FROZEN_LEASES * self._lease_ttl_s)
-            finally:
-                os.kill(pid, signal.SIGCONT)
-            await self._heal(fault, at_s, ROLES, since_s=time.monotonic(), num_away=1)
-
-    def _nats_pid(self) -> int:
-        pid = self._cluster.nats_pid()
-        if pid is None:
-            raise FatalError("there is no NATS server")
-        return pid
+            async with self._stopped(self._cluster.nats_pid(), NATS_FROZEN_LEASES * self._lease_ttl_s):
+                await self._heal(fault, at_s, ROLES, since_s=time.monotonic(), num_away=1)
 
     async def _kill_nats(self, fault: Fault) -> None:
         async with self._alone(NATS):
             at_s = time.monotonic()
-            os.kill(self._nats_pid(), signal.SIGKILL)
+            os.kill(self._cluster.nats_pid(), signal.SIGKILL)
             await asyncio.sleep(NATS_GONE_S)
             # Another fault may have taken one worker of a role just now; the rest must be back in discovery.
             await self._heal(fault, at_s, ROLES, num_away=1)
-
-    async def _heal(
-        self, fault: Fault, at_s: float, roles: Sequence[str], *, since_s: float | None = None, num_away: int = 0
-    ) -> None:
-        """Record the time from ``since_s`` (default: the fault) until the roles are whole again."""
-        start_s = time.monotonic()
-        waited_s = await self._cluster.until_whole(roles, self._cluster.heal_timeout_s, num_away)
-        since_s = at_s if since_s is None else since_s
-        self._record_healed(fault, at_s, None if waited_s is None else start_s + waited_s - since_s)
-
-    def _record_healed(self, fault: Fault, at_s: float, recovery_s: float | None, num_reconnected: int = 0) -> None:
-        """None: it has not healed in time."""
-        problem = f"the cluster was not whole again after {self._cluster.heal_timeout_s:.0f} s"
-        self._record(fault, at_s, recovery_s, problem if recovery_s is None else "", num_reconnected)
 
     # -- by clients ---------------------------------------------------------------------------------------------------
 
@@ -262,15 +238,11 @@ class FaultInjector:
                     group.create_task(self._client.leave_after(own, 1 + 5 * number))
                 else:
                     group.create_task(self._client.leave_within(own, 0.002 * 2**number * (0.5 + fault.severity)))
-        self._record(fault, at_s, None)
+        self._record(fault, at_s)
 
     async def _burst(self, fault: Fault) -> None:
         at_s = time.monotonic()
         async with asyncio.TaskGroup() as group:
             for number in range(self._burst_size):
                 group.create_task(self._client.ask(self._short[number % len(self._short)], patient=False))
-        self._record(fault, at_s, None)
-
-
-def _length(prompt: KnownPrompt) -> int:
-    return len(prompt.token_ids)
+        self._record(fault, at_s)

@@ -23,7 +23,7 @@ BEFORE_S = 1.0
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class AskedPrompt:
     """One request as its client saw it; times are monotonic seconds. ``arrivals_s`` has an entry per chunk."""
 
     begin_s: float
@@ -146,7 +146,7 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 
 def summarise_faults(
-    faults: Sequence[FaultRecord], requests: Sequence[RequestRecord], window_s: float
+    faults: Sequence[FaultRecord], requests: Sequence[AskedPrompt], window_s: float
 ) -> dict[str, FaultSummary]:
     """Per name of fault; pauses are those of the streams in flight when it struck, see ``longest_pause_s``. They are
     taken only where no other fault lasted meanwhile, or a pause would be laid at the wrong door."""
@@ -186,7 +186,7 @@ def targets_of(
 
 
 def worst_pauses(
-    requests: Sequence[RequestRecord], faults: Sequence[FaultRecord], count: int = NUM_WORST
+    requests: Sequence[AskedPrompt], faults: Sequence[FaultRecord], count: int = NUM_WORST
 ) -> tuple[str, ...]:
     """The longest silences of all streams, each with where it was and the faults that lasted meanwhile."""
     pauses = []
@@ -209,12 +209,12 @@ def _meet(fault: FaultRecord, other: FaultRecord, window_s: float) -> bool:
     return other is not fault and other.at_s < fault.at_s + window_s and other.end_s > fault.at_s
 
 
-def count_verdicts(requests: Sequence[RequestRecord]) -> Counter[Verdict]:
+def count_verdicts(requests: Sequence[AskedPrompt]) -> Counter[Verdict]:
     """How many requests ended how."""
     return Counter(record.verdict for record in requests)
 
 
-def problems_of(requests: Sequence[RequestRecord], faults: Sequence[FaultRecord]) -> list[str]:
+def problems_of(requests: Sequence[AskedPrompt], faults: Sequence[FaultRecord]) -> list[str]:
     """One line per bad request and per fault that did not go as it should; at most twenty of each."""
     bad = [f"{record.verdict}: {record.detail}" for record in requests if record.verdict in BAD]
     unhealed = [f"{fault.name}: {fault.problem}" for fault in faults if fault.problem]

@@ -11,21 +11,18 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import aiohttp
-
 from kvrelay.bench.chaos.answers import KnownPrompt, Verdict, fresh_prompt, keep_stable, make_prompts
+from kvrelay.bench.chaos.client import SILENCE_LIMIT_S, ChaosClient, RequestRefusedError
 from kvrelay.bench.chaos.cluster import ClusterUnderTest
 from kvrelay.bench.chaos.faults import FaultInjector
-from kvrelay.bench.chaos.load import SILENCE_LIMIT_S, ChaosClient, DrawPrompt, RequestFailedError, RequestRefusedError
 from kvrelay.bench.chaos.plan import Fault, make_plan
 from kvrelay.bench.chaos.report import (
+    AskedPrompt,
     ChaosReport,
-    FaultRecord,
-    RequestRecord,
     Spread,
     count_verdicts,
     problems_of,
@@ -34,167 +31,179 @@ from kvrelay.bench.chaos.report import (
     targets_of,
     worst_pauses,
 )
-from kvrelay.bench.suite import describe_machine
+from kvrelay.bench.errors import BenchError
+from kvrelay.bench.report.files import describe_machine
 from kvrelay.errors import FatalError
 from kvrelay.executors.mock import mock_generate
 
 MAX_PROMPT_LEN = 600
+NUM_PROMPTS = 120
 NUM_LEARNERS = 8
-START_TIMEOUT_S = 300.0
+NUM_BLOCKS = 512
+"""Of a worker's KV pool: few, so that cached prefixes are evicted and prompts have to be computed again."""
+MAX_WAITING_REQUESTS = 32
+"""Of each frontend."""
+DECODE_STEP_S = 0.02
+"""Of the mock engine: streams live long enough to meet a fault."""
 IDLE_TIMEOUT_S = 20.0
 MIN_STABLE_SHARE = 0.5
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """What ``kvrelay bench chaos`` was told. Lengths of time in seconds."""
+    """What ``kvrelay bench chaos`` was told; seconds. ``log_path`` None: the cluster writes to a temporary file."""
 
     model_path: Path
-    engine: str = "mock"
-    duration_s: float = 300.0
-    seed: int = 0
-    num_prefill: int = 2
-    num_decode: int = 2
-    num_frontends: int = 2
-    num_clients: int = 8
-    num_prompts: int = 120
-    num_blocks: int = 512
-    """Of a worker's KV pool: few, so that cached prefixes are evicted and prompts have to be computed again."""
-    max_waiting_requests: int = 32
-    """Of each frontend."""
-    lease_ttl_s: float = 2.0
-    fault_interval_s: float = 3.0
-    decode_step_s: float = 0.02
-    """Of the mock engine: streams live long enough to meet a fault."""
+    engine_kind: str
+    duration_s: float
+    seed: int
+    num_prefill: int
+    num_decode: int
+    num_frontends: int
+    num_clients: int
+    lease_ttl_s: float
+    fault_interval_s: float
     log_path: Path | None = None
-    """What the cluster writes goes there; None: to a temporary file."""
-
-    def __post_init__(self) -> None:
-        if min(self.num_prefill, self.num_decode) < 2:
-            raise FatalError("chaos needs two workers of each role, so that one of each may die")
 
     @property
     def worker_flags(self) -> list[str]:
-        """Flags of a worker; those of ``serve`` besides its own."""
-        flags = ["--engine", self.engine, "--lease-ttl-s", f"{self.lease_ttl_s:g}", "--max-local-prefill-length", "64"]
-        flags += ["--num-blocks", str(self.num_blocks)]
+        """Model and flags of a worker; ``serve`` takes the same."""
+        flags = [str(self.model_path), "--engine", self.engine_kind, "--lease-ttl-s", f"{self.lease_ttl_s:g}"]
+        flags += ["--max-local-prefill-length", "64", "--num-blocks", str(NUM_BLOCKS)]
         # A lost prefill must not be rescued by its deadline before its client counts it as hung.
         flags += ["--remote-prefill-timeout-s", f"{4 * SILENCE_LIMIT_S:g}"]
-        if self.engine == "mock":
-            return [*flags, "--decode-base-s", f"{self.decode_step_s:g}"]
+        if self.engine_kind == "mock":
+            return [*flags, "--decode-base-s", f"{DECODE_STEP_S:g}"]
         return [*flags, "--dtype", "float32", "--num-threads", "1"]
-
-
-Progress = Callable[[str], None]
 
 
 async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
     """Run it. Raises FatalError when the cluster does not start, ConfigError for a duration without room for faults."""
     plan = make_plan(options.duration_s, options.seed, interval_s=options.fault_interval_s)
-    num_workers = {"prefill": options.num_prefill, "decode": options.num_decode}
-    flags = [
-        str(options.model_path),
-        *options.worker_flags,
-        "--max-waiting-requests",
-        str(options.max_waiting_requests),
-    ]
-    worker_flags = [str(options.model_path), *options.worker_flags]
     cluster = ClusterUnderTest(
-        flags, worker_flags, num_workers, options.num_frontends, START_TIMEOUT_S, options.log_path
+        [*options.worker_flags, "--max-waiting-requests", str(MAX_WAITING_REQUESTS)],
+        options.worker_flags,
+        {"prefill": options.num_prefill, "decode": options.num_decode},
+        options.num_frontends,
+        options.log_path,
     )
+    questions = _Questions(options)
     progress("starting the cluster")
     async with cluster, ChaosClient(cluster.url, cluster.model) as client:
-        prompts, calm = await _learn(options, client, progress)
-        injector = FaultInjector(
-            cluster,
-            client,
-            prompts,
-            lease_ttl_s=options.lease_ttl_s,
-            burst_size=options.max_waiting_requests * options.num_frontends * 2,
-        )
-        skipped = await _disturb(options, plan, client, injector, prompts, cluster.heal_timeout_s, progress)
+        progress(f"asking {NUM_PROMPTS} prompts undisturbed")
+        calm = await questions.learn(client)
+        burst_size = MAX_WAITING_REQUESTS * options.num_frontends * 2
+        injector = FaultInjector(cluster, client, questions.known, options.lease_ttl_s, burst_size)
+        skipped = await _disturb(options, plan, client, injector, questions, cluster.heal_timeout_s, progress)
         progress("waiting until nothing is in flight")
         leaked, problem = await cluster.until_idle(IDLE_TIMEOUT_S + options.lease_ttl_s)
-        problems = [problem] if problem else []
-        problems += cluster.unclean_exits()
-        problems += await cluster.stop()
-    remote = cluster.num_remote_prefills
-    return _report(options, client, injector.records, prompts, calm, remote, leaked, skipped, problems)
-
-
-async def _learn(
-    options: ChaosOptions, client: ChaosClient, progress: Progress
-) -> tuple[list[KnownPrompt], list[RequestRecord]]:
-    """The prompts with their answers, and the records of asking them undisturbed. Raises FatalError."""
-    is_mock = options.engine == "mock"
-    prompts = make_prompts(
-        options.num_prompts,
-        options.seed,
-        vocab_size=_vocabulary(options)[0],
-        max_len=MAX_PROMPT_LEN,
-        with_sampling=not is_mock,
+        problems = [*([problem] if problem else []), *cluster.unclean_exits(), *await cluster.stop()]
+    verdicts = count_verdicts(client.records)
+    faults = summarise_faults(injector.records, client.records, options.lease_ttl_s)
+    return ChaosReport(
+        machine=describe_machine(),
+        engine=options.engine_kind,
+        duration_s=options.duration_s,
+        seed=options.seed,
+        lease_ttl_s=options.lease_ttl_s,
+        num_prompts=len(questions.known),
+        requests=len(client.records),
+        output_tokens=client.num_output_tokens,
+        right=verdicts[Verdict.RIGHT],
+        wrong=verdicts[Verdict.WRONG],
+        missing=verdicts[Verdict.MISSING],
+        repeated=verdicts[Verdict.REPEATED],
+        failed=verdicts[Verdict.FAILED],
+        hung=verdicts[Verdict.HUNG],
+        reconnected=client.num_reconnected,
+        refused=client.num_refused,
+        refusal_max_s=round(client.refusal_max_s, 4),
+        cancelled=client.num_cancelled,
+        remote_prefills=cluster.num_remote_prefills,
+        leaked_blocks=leaked,
+        skipped_faults=skipped,
+        undisturbed_pause=_pauses(calm),
+        longest_pause=_pauses(client.records),
+        worst_pauses=worst_pauses(client.records, injector.records),
+        faults=faults,
+        targets=targets_of(verdicts, leaked, faults, options.lease_ttl_s),
+        problems=(*problems, *problems_of(client.records, injector.records)),
     )
-    progress(f"asking {len(prompts)} prompts undisturbed")
-    first, calm = await _ask_all(client, prompts, range(len(prompts)), at_once=NUM_LEARNERS)
-    answers = [first]
-    if is_mock:
-        vocab_size, eos = _vocabulary(options)
-        answers.append(
-            [mock_generate(p.token_ids, p.max_tokens, vocab_size=vocab_size, eos_token_ids=eos) for p in prompts]
+
+
+def _pauses(records: Iterable[AskedPrompt]) -> Spread | None:
+    pauses = (record.longest_pause_s(record.begin_s, math.inf) for record in records if record.is_stream)
+    return spread(pause for pause in pauses if pause is not None)
+
+
+class _Questions:
+    """The prompts of a run. ``known`` are those whose answer is sure, empty until ``learn``."""
+
+    def __init__(self, options: ChaosOptions) -> None:
+        config = json.loads((options.model_path / "config.json").read_text(encoding="utf-8"))
+        eos = config.get("eos_token_id")
+        self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        self._vocab_size: int = config["vocab_size"]
+        self._is_mock = options.engine_kind == "mock"
+        self._seed = options.seed
+        self.known: list[KnownPrompt] = []
+
+    async def learn(self, client: ChaosClient) -> list[AskedPrompt]:
+        """Ask all prompts undisturbed; gives the records of that. Raises FatalError when too few answers are sure."""
+        prompts = make_prompts(
+            NUM_PROMPTS,
+            self._seed,
+            vocab_size=self._vocab_size,
+            max_len=MAX_PROMPT_LEN,
+            with_sampling=not self._is_mock,
         )
-    else:
-        shuffled = random.Random(options.seed).sample(range(len(prompts)), len(prompts))
-        for order, at_once in ((range(len(prompts)), 1), (shuffled, NUM_LEARNERS)):
-            more, records = await _ask_all(client, prompts, order, at_once=at_once)
-            answers.append(more)
-            calm += records
-    known = keep_stable(prompts, answers)
-    if len(known) < len(prompts) * (1.0 if is_mock else MIN_STABLE_SHARE):
-        raise FatalError(f"only {len(known)} of {len(prompts)} answers were right while nothing was disturbed")
-    return known, calm
+        first, calm = await _ask_all(client, prompts, range(len(prompts)), at_once=NUM_LEARNERS)
+        answers = [first]
+        if self._is_mock:
+            answers.append([self._computed(prompt) for prompt in prompts])
+        else:
+            shuffled = random.Random(self._seed).sample(range(len(prompts)), len(prompts))
+            for order, at_once in ((range(len(prompts)), 1), (shuffled, NUM_LEARNERS)):
+                more, records = await _ask_all(client, prompts, order, at_once=at_once)
+                answers.append(more)
+                calm += records
+        self.known = keep_stable(prompts, answers)
+        if len(self.known) < len(prompts) * (1.0 if self._is_mock else MIN_STABLE_SHARE):
+            raise FatalError(f"only {len(self.known)} of {len(prompts)} answers were right while nothing was disturbed")
+        return calm
 
+    def draw(self, rng: random.Random) -> KnownPrompt:
+        """A known prompt at random; with the mock engine, whose answers can be computed, every other one is new."""
+        if not self._is_mock or rng.random() < 0.5:
+            return rng.choice(self.known)
+        prompt = fresh_prompt(rng, self.known, vocab_size=self._vocab_size)
+        return replace(prompt, answer=tuple(self._computed(prompt)))
 
-def _vocabulary(options: ChaosOptions) -> tuple[int, tuple[int, ...]]:
-    """Its size, and the tokens that end an answer."""
-    config = json.loads((options.model_path / "config.json").read_text(encoding="utf-8"))
-    eos = config.get("eos_token_id")
-    return config["vocab_size"], tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-
-
-def _drawer(options: ChaosOptions, prompts: Sequence[KnownPrompt]) -> DrawPrompt:
-    """Known prompts at random; with the mock engine, whose answers can be computed, every other one is new."""
-    vocab_size, eos_ids = _vocabulary(options)
-
-    def draw(rng: random.Random) -> KnownPrompt:
-        if options.engine != "mock" or rng.random() < 0.5:
-            return rng.choice(prompts)
-        prompt = fresh_prompt(rng, prompts, vocab_size=vocab_size)
-        answer = mock_generate(prompt.token_ids, prompt.max_tokens, vocab_size=vocab_size, eos_token_ids=eos_ids)
-        return replace(prompt, answer=tuple(answer))
-
-    return draw
+    def _computed(self, prompt: KnownPrompt) -> list[int]:
+        return mock_generate(prompt.token_ids, prompt.max_tokens, vocab_size=self._vocab_size, eos_token_ids=self._eos)
 
 
 async def _ask_all(
     client: ChaosClient, prompts: Sequence[KnownPrompt], sequence: Sequence[int], *, at_once: int
-) -> tuple[list[list[int]], list[RequestRecord]]:
+) -> tuple[list[list[int]], list[AskedPrompt]]:
     """Every prompt's answer, in the order of ``prompts``, asked in the order of ``sequence``. Raises FatalError."""
     limit = asyncio.Semaphore(at_once)
     answers: dict[int, list[int]] = {}
-    records: list[RequestRecord] = []
+    records: list[AskedPrompt] = []
 
     async def ask(number: int) -> None:
         async with limit:
             answers[number], record = await client.answer(replace(prompts[number], stream=True))
             records.append(record)
 
-    tasks = [asyncio.ensure_future(ask(number)) for number in sequence]
     try:
-        await asyncio.gather(*tasks)
-    except (RequestFailedError, RequestRefusedError, aiohttp.ClientError) as exc:
-        for task in tasks:
-            task.cancel()
-        raise FatalError(f"a request failed while nothing was disturbed: {exc!r}") from exc
+        async with asyncio.TaskGroup() as group:
+            for number in sequence:
+                group.create_task(ask(number))
+    except* (BenchError, RequestRefusedError, TimeoutError) as failed:
+        raise FatalError(f"a request failed while nothing was disturbed: {failed.exceptions[0]!r}") from failed
     return [answers[number] for number in range(len(prompts))], records
 
 
@@ -203,16 +212,15 @@ async def _disturb(
     plan: Sequence[Fault],
     client: ChaosClient,
     injector: FaultInjector,
-    prompts: Sequence[KnownPrompt],
+    questions: _Questions,
     heal_timeout_s: float,
     progress: Progress,
 ) -> int:
     """Load and faults for the whole duration, and until the last fault has healed; gives how many did not."""
     stop = asyncio.Event()
-    draw = _drawer(options, prompts)
     start_s = time.monotonic()
     asking = [
-        asyncio.ensure_future(client.keep_asking(draw, options.seed * 1000 + number, stop))
+        asyncio.ensure_future(client.keep_asking(questions.draw, options.seed * 1000 + number, stop))
         for number in range(options.num_clients)
     ]
     running: list[asyncio.Future[None]] = []
@@ -231,52 +239,3 @@ async def _disturb(
     await asyncio.gather(*asking)
     await asyncio.gather(*late, return_exceptions=True)
     return len(late)
-
-
-def _report(
-    options: ChaosOptions,
-    client: ChaosClient,
-    faults: Sequence[FaultRecord],
-    prompts: Sequence[KnownPrompt],
-    calm: Sequence[RequestRecord],
-    remote_prefills: int,
-    leaked: int,
-    skipped: int,
-    problems: Sequence[str],
-) -> ChaosReport:
-    verdicts = count_verdicts(client.records)
-    summaries = summarise_faults(faults, client.records, options.lease_ttl_s)
-    return ChaosReport(
-        machine=describe_machine(),
-        engine=options.engine,
-        duration_s=options.duration_s,
-        seed=options.seed,
-        lease_ttl_s=options.lease_ttl_s,
-        num_prompts=len(prompts),
-        requests=len(client.records),
-        output_tokens=client.num_output_tokens,
-        right=verdicts[Verdict.RIGHT],
-        wrong=verdicts[Verdict.WRONG],
-        missing=verdicts[Verdict.MISSING],
-        repeated=verdicts[Verdict.REPEATED],
-        failed=verdicts[Verdict.FAILED],
-        hung=verdicts[Verdict.HUNG],
-        reconnected=client.num_reconnected,
-        refused=client.refusals.count,
-        refusal_max_s=round(client.refusals.max_s, 4),
-        cancelled=client.num_cancelled,
-        remote_prefills=remote_prefills,
-        leaked_blocks=leaked,
-        skipped_faults=skipped,
-        undisturbed_pause=_pauses(calm),
-        longest_pause=_pauses(client.records),
-        worst_pauses=worst_pauses(client.records, faults),
-        faults=summaries,
-        targets=targets_of(verdicts, leaked, summaries, options.lease_ttl_s),
-        problems=(*problems, *problems_of(client.records, faults)),
-    )
-
-
-def _pauses(records: Sequence[RequestRecord]) -> Spread | None:
-    pauses = (record.longest_pause_s(record.begin_s, math.inf) for record in records if record.is_stream)
-    return spread(pause for pause in pauses if pause is not None)

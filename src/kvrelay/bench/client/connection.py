@@ -27,12 +27,14 @@ _CLOSE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished answer. ``body`` is kept only where no sink took it. ``done_ns`` is the stamp of its last byte."""
+    """A finished answer. ``body`` is kept only where no sink took it. ``done_ns`` is the stamp of its last byte;
+    ``retry_after`` is that header."""
 
     status: int
     content_type: str
     body: bytes
     done_ns: int
+    retry_after: str | None = None
 
 
 class _Exchange:
@@ -46,6 +48,7 @@ class _Exchange:
         self._sink = sink
         self._done = done
         self._content_type = ""
+        self._retry_after: str | None = None
         self._delimited = False
         self._head_complete = False
         self._streaming = False
@@ -60,6 +63,8 @@ class _Exchange:
             self._delimited = True
         elif name == b"content-type":
             self._content_type = value.decode("latin-1").partition(";")[0].strip().lower()
+        elif name == b"retry-after":
+            self._retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         self._head_complete = True
@@ -76,7 +81,7 @@ class _Exchange:
         self.keep_alive = bool(self.parser.should_keep_alive())
         if not self._done.done():
             status = int(self.parser.get_status_code())
-            self._done.set_result(Answer(status, self._content_type, bytes(self._body), self.now_ns))
+            self._done.set_result(Answer(status, self._content_type, bytes(self._body), self.now_ns, self._retry_after))
 
     def closed(self) -> None:
         """The connection ended: right for an answer that has no other end, else a failure."""
@@ -163,14 +168,15 @@ class StaleConnectionError(ServerDownError):
 
 
 class ConnectionPool:
-    """Connections to one server, as many as there are requests in flight.
+    """Connections to one server, as many as there are requests in flight; without ``reuse`` one for each request.
 
     ``reconnects`` counts requests that were sent again, since their idle connection turned out to be closed.
     """
 
-    def __init__(self, target: Target, connect_timeout_s: float = 10.0) -> None:
+    def __init__(self, target: Target, connect_timeout_s: float = 10.0, *, reuse: bool = True) -> None:
         self.target = target
         self._timeout_s = connect_timeout_s
+        self._reuse = reuse
         self.reconnects = 0
         self._idle: list[Connection] = []
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -196,8 +202,10 @@ class ConnectionPool:
             self.reconnects += 1
             connection = await self._connect()
             answer = await connection.exchange(request, sink)
-        if connection.usable:
+        if self._reuse and connection.usable:
             self._idle.append(connection)
+        else:
+            connection.close()
         return answer
 
     async def close(self) -> None:

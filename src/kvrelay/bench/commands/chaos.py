@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,26 +26,19 @@ if TYPE_CHECKING:
 @click.option("--decode", "num_decode", default=2, type=click.IntRange(2, 16), help="Decode workers.")
 @click.option("--frontends", "num_frontends", default=2, type=click.IntRange(1, 16), help="Frontend processes.")
 @click.option("--clients", "num_clients", default=8, type=click.IntRange(1, 256), help="Clients that ask all the time.")
-@click.option("--fault-interval", default=3.0, type=click.FloatRange(0.2, 600.0), help="Mean seconds between faults.")
+@click.option(
+    "--fault-interval",
+    "fault_interval_s",
+    default=3.0,
+    type=click.FloatRange(0.2, 600.0),
+    help="Mean seconds between faults.",
+)
 @click.option("--lease-ttl", "lease_ttl_s", default=2.0, type=click.FloatRange(0.5, 60.0), help="Lease time, seconds.")
 @click.option(
     "--log", "log_path", type=click.Path(dir_okay=False, path_type=Path), help="Keep the cluster's log there."
 )
 @json_option
-def bench_chaos(
-    model: str | None,
-    duration_s: float,
-    seed: int,
-    engine_kind: str,
-    num_prefill: int,
-    num_decode: int,
-    num_frontends: int,
-    num_clients: int,
-    fault_interval: float,
-    lease_ttl_s: float,
-    log_path: Path | None,
-    as_json: bool,
-) -> None:
+def bench_chaos(model: str | None, as_json: bool, **given: Any) -> None:
     """Kill, stop, drain and switch workers, kill frontends, kill and stop NATS, let clients leave, all at random, and
     compare every answer.
 
@@ -56,19 +49,7 @@ def bench_chaos(
     from kvrelay.bench.chaos import ChaosOptions, run_chaos
     from kvrelay.launch.models import resolve_model
 
-    options = ChaosOptions(
-        model_path=resolve_model(model),
-        engine=engine_kind,
-        duration_s=duration_s,
-        seed=seed,
-        num_prefill=num_prefill,
-        num_decode=num_decode,
-        num_frontends=num_frontends,
-        num_clients=num_clients,
-        lease_ttl_s=lease_ttl_s,
-        fault_interval_s=fault_interval,
-        log_path=log_path,
-    )
+    options = ChaosOptions(resolve_model(model), **given)
     report = run_async(run_chaos(options, lambda text: click.echo(text, err=True)))
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvrelay.bench.commands.options import FILE, stdout_console
+from kvrelay.bench.commands.options import FILE
 
 
 @click.command("compare")
@@ -18,6 +18,6 @@ def compare_command(files: tuple[Path, ...]) -> None:
     Example: kvrelay bench compare before.json after.json
     """
     from kvrelay.bench.report.files import read_serve_report
-    from kvrelay.bench.report.text import print_comparison
+    from kvrelay.bench.report.text import comparison_text
 
-    print_comparison([path.stem for path in files], [read_serve_report(path) for path in files], stdout_console())
+    click.echo(comparison_text([path.stem for path in files], [read_serve_report(path) for path in files]))

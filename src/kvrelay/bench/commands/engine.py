@@ -40,7 +40,8 @@ def bench_engine(
     Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64
     """
     from kvrelay.bench.parts.engine import EngineLoad, run_engine_benchmark
-    from kvrelay.bench.report.table import print_report
+    from kvrelay.bench.report.files import print_result
+    from kvrelay.bench.report.table import table
     from kvrelay.launch.models import resolve_model
 
     source = SettingsSource(SETTINGS, config_file, flags)
@@ -48,6 +49,6 @@ def bench_engine(
     engine = source.build(EngineConfig, max_num_waiting=num_prompts, kv_watermark=0)
     path = resolve_model(model)
     report = run_engine_benchmark(path, runner, engine, EngineLoad(num_prompts, input_len, output_len, load_seed), runs)
-    report |= {"model": path.name, "runner": dataclasses.asdict(runner), "engine": dataclasses.asdict(engine)}
-    shown = report if as_json else {name: value for name, value in report.items() if not isinstance(value, dict)}
-    print_report(f"engine, {path.name}, {runner.dtype}", shown, as_json)
+    rows = [(name, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}") for name, value in report.items()]
+    settings = {"model": path.name, "runner": dataclasses.asdict(runner), "engine": dataclasses.asdict(engine)}
+    print_result(report | settings, table((f"engine, {path.name}, {runner.dtype}", ""), rows), as_json)

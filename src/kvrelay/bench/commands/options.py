@@ -1,26 +1,17 @@
-"""Options that several commands share, and what is made of their values."""
+"""Options that several commands share. What is made of their values stands in ``kvrelay.bench.given``."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
-
-from kvrelay.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from kvrelay.bench.client.payload import BodyOptions
-    from kvrelay.bench.load.mix import Dataset
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 DATASETS = ("random", "shared-prefix", "readable-prefix", "sharegpt", "jsonl", "mooncake", "trace")
-_FILE_DATASETS = DATASETS[3:]
 FILE = click.Path(path_type=Path)
 
 
@@ -70,62 +61,6 @@ def dataset_options(command: _F) -> _F:
     ):
         command = option(command)
     return command
-
-
-def make_dataset(given: Mapping[str, Any]) -> Dataset:
-    """The data set that the options describe."""
-    from kvrelay.bench.load.lengths import parse_length
-    from kvrelay.bench.load.mix import Dataset, DatasetKind
-
-    kind, separator, path = str(given["dataset_args"]).partition("=")
-    if kind not in DATASETS:
-        raise InvalidInputError(f"unknown data set {kind!r}: one of {', '.join(DATASETS)}", param="dataset")
-    if (kind in _FILE_DATASETS) != bool(separator):
-        raise InvalidInputError(
-            f"--dataset {kind} is given as {kind}{'=FILE' if not separator else ''}", param="dataset"
-        )
-    output_len = given["output_len"]
-    return Dataset(
-        kind=DatasetKind(kind),
-        path=Path(path) if separator else None,
-        prompt=parse_length(given["input_len"], "--input-len"),
-        output=parse_length(output_len, "--output-len") if output_len else None,
-        groups=given["groups"],
-        per_group=given["per_group"],
-        system=parse_length(given["system_len"], "--system-len"),
-        vocab_size=given["vocab_size"],
-        tokenizer=given["tokenizer"],
-        block_tokens=given["mooncake_block"],
-    )
-
-
-def make_body(given: Mapping[str, Any]) -> BodyOptions:
-    """The body options; the model is filled in when it is known."""
-    from kvrelay.bench.client.payload import BodyOptions, Endpoint, parse_extra
-
-    return BodyOptions(
-        model="",
-        endpoint=Endpoint.CHAT if given["endpoint"] == "chat" else Endpoint.COMPLETIONS,
-        temperature=given["temperature"],
-        ignore_eos=not given["stop_at_eos"],
-        plain=given["plain"],
-        extra=parse_extra(given["extra_body"]),
-    )
-
-
-def numbers(text: str, name: str) -> tuple[float, ...]:
-    """Read ``1,2,4.5``; raises InvalidInputError naming the option."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as exc:
-        raise InvalidInputError(f"{name} {text!r} is not a list of numbers", param=name) from exc
-
-
-def stdout_console() -> Console:
-    """Tables to stdout, wide enough when it is no terminal."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def command_line() -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from kvrelay.bench.commands.options import FILE, numbers, stdout_console
-from kvrelay.errors import InvalidInputError
+from kvrelay.bench.commands.options import FILE
 
 _FORMATS = ("auto", "sharegpt", "lmsys", "dolly", "messages", "text", "mooncake")
 
@@ -27,20 +27,7 @@ _FORMATS = ("auto", "sharegpt", "lmsys", "dolly", "messages", "text", "mooncake"
 @click.option("--cache-blocks", default="", metavar="N,N,...", help="Sizes of LRU caches to replay through.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option("--plot", type=FILE, help="Draw lengths, uses and hit ratios.")
-def prefixes_command(
-    files: tuple[Path, ...],
-    fmt: str,
-    min_count: int,
-    min_length: int | None,
-    unit: str,
-    tokenizer: Path | None,
-    first_turn_only: bool,
-    top: int,
-    block_size: int | None,
-    cache_blocks: str,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
+def prefixes_command(files: tuple[Path, ...], as_json: bool, plot: Path | None, **given: Any) -> None:
     """How much of a set of conversations begins with prefixes that many of them share.
 
     Reads ShareGPT JSON, LMSYS-chat-1M parquet, dolly-15k JSONL, OpenAI messages JSONL, plain text lines and Mooncake
@@ -50,30 +37,24 @@ def prefixes_command(
     Example: kvrelay bench prefixes conversations.jsonl --min-count 10 --cache-blocks 1000,10000
     """
     from kvrelay.bench.formats import FileFormat
+    from kvrelay.bench.given import numbers
     from kvrelay.bench.prefixes.measure import PrefixOptions, Unit, measure_prefixes
-    from kvrelay.bench.prefixes.render import plot_prefixes, print_prefixes
+    from kvrelay.bench.prefixes.render import plot_prefixes, prefixes_text
     from kvrelay.bench.progress import progress_bar
-    from kvrelay.bench.report.files import to_json
+    from kvrelay.bench.report.files import print_result
+    from kvrelay.errors import InvalidInputError
 
-    sizes = numbers(cache_blocks, "--cache-blocks") if cache_blocks else ()
+    sizes = numbers(given.pop("cache_blocks"), "--cache-blocks")
     if any(size != int(size) for size in sizes):
-        raise InvalidInputError(f"--cache-blocks {cache_blocks!r}: a cache has a whole number of blocks")
+        raise InvalidInputError("--cache-blocks: a cache has a whole number of blocks")
     options = PrefixOptions(
-        min_count=min_count,
-        min_length=min_length,
-        unit=Unit(unit),
-        tokenizer=tokenizer,
-        first_turn_only=first_turn_only,
-        top=top,
-        block_size=block_size,
+        unit=Unit(given.pop("unit")),
+        fmt=FileFormat(given.pop("fmt")),
         cache_blocks=tuple(int(size) for size in sizes),
-        fmt=FileFormat(fmt),
+        **given,
     )
     with progress_bar() as bar:
         measurement = measure_prefixes(files, options, bar)
-    if as_json:
-        click.echo(to_json(measurement.report))
-    else:
-        print_prefixes(measurement.report, stdout_console())
+    print_result(measurement.report, prefixes_text(measurement.report), as_json)
     if plot is not None:
         plot_prefixes(measurement, plot)

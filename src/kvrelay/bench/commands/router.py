@@ -72,7 +72,7 @@ def bench_router(
 
     from kvrelay.bench.parts.router import run_router_benchmark
     from kvrelay.bench.parts.trace_replay import read_trace
-    from kvrelay.bench.suite import describe_machine
+    from kvrelay.bench.report.files import describe_machine
     from kvrelay.errors import InvalidInputError
 
     if not 0 < time_scale < float("inf"):

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from kvrelay.bench.commands.options import (
-    FILE,
-    body_options,
-    command_line,
-    dataset_options,
-    make_body,
-    make_dataset,
-    stdout_console,
-)
-
-if TYPE_CHECKING:
-    from kvrelay.bench.load.mix import ClassSpec, Dataset
-    from kvrelay.bench.serving import ServeRun
-
-_DEFAULT_PROMPTS = 100
+from kvrelay.bench.commands.options import FILE, body_options, dataset_options
 
 
 @click.command("serve")
@@ -57,90 +42,27 @@ def serve_command(**given: Any) -> None:
     Example: kvrelay bench serve --base-url http://127.0.0.1:8000 --request-rate 5 --num-prompts 200 \\
                --input-len 512 --output-len uniform~16~128 --slo ttft=300,tpot=30 --output run.json
     """
-    _serve(**given)
-
-
-def _serve(
-    *,
-    base_url: str,
-    model: str | None,
-    api_key: str | None,
-    backend: str,
-    duration: float | None,
-    drain: float,
-    warm_up: int,
-    seed: int,
-    slo: str | None,
-    percentiles: bool,
-    no_retokenize: bool,
-    as_json: bool,
-    output: Path | None,
-    compare: tuple[Path, ...],
-    plot: Path | None,
-    **load: Any,
-) -> None:
-    from kvrelay.bench.client.driver import RunLimits
     from kvrelay.bench.client.target import parse_target
+    from kvrelay.bench.given import classes, serve_options
     from kvrelay.bench.progress import progress_bar
-    from kvrelay.bench.report.files import read_serve_report
-    from kvrelay.bench.report.slo import parse_slo
-    from kvrelay.bench.serving import ServeOptions, require_success, run_on_loop, run_serve
+    from kvrelay.bench.report.files import print_result, read_serve_report, to_json, write_text
+    from kvrelay.bench.report.plots import plot_run
+    from kvrelay.bench.report.text import comparison_text, report_text
+    from kvrelay.bench.serving import require_success, run_on_loop, run_serve
 
-    others = [read_serve_report(path) for path in compare]
-    dataset = make_dataset(load)
-    options = ServeOptions(
-        target=parse_target(base_url, api_key),
-        classes=_classes(dataset, duration, load),
-        model=model,
-        body=make_body(load),
-        backend=backend,
-        limits=RunLimits(duration, drain),
-        slo=parse_slo(slo) if slo else None,
-        warm_up=warm_up,
-        seed=seed,
-        retokenize=not no_retokenize,
-        tokenizer=load["tokenizer"],
-        command=command_line(),
-    )
+    others = [read_serve_report(path) for path in given["compare"]]
+    target = parse_target(given["base_url"], given["api_key"])
+    retokenize = not given["no_retokenize"]
+    options = serve_options(given, target, classes(given), backend=given["backend"], retokenize=retokenize)
     with progress_bar() as bar:
         run = run_on_loop(run_serve(options, bar))
-    _show(run, percentiles=percentiles, as_json=as_json, output=output, plot=plot)
-    if others and not as_json:
-        from kvrelay.bench.report.text import print_comparison
-
-        names = ["this run", *(path.stem for path in compare)]
-        print_comparison(names, [run.report, *others], stdout_console())
+    # Results are written before anything is judged, so that an early end keeps what was measured.
+    print_result(run.report, report_text(run.report, percentiles=given["percentiles"]), given["as_json"])
+    if given["output"] is not None:
+        write_text(given["output"], to_json(run.report))
+    if given["plot"] is not None:
+        plot_run(f"{run.report.info.backend}: {run.report.info.url}", run.result, given["plot"])
+    if others and not given["as_json"]:
+        names = ["this run", *(path.stem for path in given["compare"])]
+        click.echo(comparison_text(names, [run.report, *others]))
     require_success(run.report)
-
-
-def _show(run: ServeRun, *, percentiles: bool, as_json: bool, output: Path | None, plot: Path | None) -> None:
-    """Results are written before anything is judged, so that an early end keeps what was measured."""
-    from kvrelay.bench.report.files import to_json, write_text
-    from kvrelay.bench.report.plots import plot_run
-    from kvrelay.bench.report.text import report_text
-
-    click.echo(to_json(run.report) if as_json else report_text(run.report, percentiles=percentiles))
-    if output is not None:
-        write_text(output, to_json(run.report))
-    if plot is not None:
-        plot_run(f"{run.report.info.backend}: {run.report.info.url}", run.result, plot)
-
-
-def _classes(dataset: Dataset, duration: float | None, load: dict[str, Any]) -> tuple[ClassSpec, ...]:
-    from kvrelay.bench.load.mix import ClassSpec, DatasetKind, parse_mix
-
-    if load["mix"]:
-        return parse_mix(load["mix"], dataset)
-    num_prompts = load["num_prompts"]
-    if num_prompts is None and duration is None and dataset.kind is DatasetKind.RANDOM:
-        num_prompts = _DEFAULT_PROMPTS
-    spec = ClassSpec(
-        "requests",
-        dataset,
-        rate=load["request_rate"],
-        burstiness=load["burstiness"],
-        max_concurrency=load["max_concurrency"],
-        num_requests=num_prompts,
-        time_scale=load["time_scale"],
-    )
-    return (spec,)

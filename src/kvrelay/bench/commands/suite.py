@@ -40,7 +40,8 @@ def all_command(
 
     from kvrelay.bench.cases import CaseTimes
     from kvrelay.bench.errors import BenchError
-    from kvrelay.bench.suite import SuiteReport, describe_machine, run_steps, write_suite
+    from kvrelay.bench.report.files import describe_machine
+    from kvrelay.bench.suite import SuiteReport, run_steps, write_suite
     from kvrelay.errors import InvalidInputError
 
     steps = _steps(context, model_dir, short, output_dir)

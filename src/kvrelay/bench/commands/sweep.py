@@ -10,14 +10,8 @@ import click
 from kvrelay.bench.commands.options import (
     FILE,
     body_options,
-    command_line,
     dataset_options,
-    make_body,
-    make_dataset,
-    numbers,
 )
-
-SWEEP_KIND = "kvrelay-bench-sweep/1"
 
 
 @click.command("sweep")
@@ -50,55 +44,6 @@ def sweep_command(**given: Any) -> None:
     Example: kvrelay bench sweep --case one='kvrelay serve --prefill 0 --decode 1 --port {port}' \\
                --case peer=http://127.0.0.1:8001 --slo ttft=300,tpot=30 --duration 15
     """
-    from kvrelay.bench.cases import CaseTimes, check_names, parse_case
-    from kvrelay.bench.client.driver import RunLimits
-    from kvrelay.bench.client.target import Target
-    from kvrelay.bench.errors import BenchError, MissingPackageError
-    from kvrelay.bench.load.arrivals import check_rate
-    from kvrelay.bench.load.mix import ClassSpec
-    from kvrelay.bench.progress import progress_bar
-    from kvrelay.bench.report.files import to_json, write_text
-    from kvrelay.bench.report.slo import parse_slo
-    from kvrelay.bench.serving import ServeOptions, run_on_loop
-    from kvrelay.bench.sweep import CaseSweep, KneeOptions, SweepReport, plot_sweep, run_sweep, sweep_markdown
+    from kvrelay.bench.sweep import measure_sweep
 
-    cases = tuple(parse_case(text) for text in given["cases"])
-    check_names(cases)
-    rates = numbers(given["rates"], "--rates") if given["rates"] else ()
-    for rate in rates:
-        check_rate(rate, "--rates")
-    options = ServeOptions(
-        target=Target("127.0.0.1", 0, api_key=given["api_key"]),
-        classes=(ClassSpec("requests", make_dataset(given), rate=1.0),),
-        model=given["model"],
-        body=make_body(given),
-        limits=RunLimits(given["duration"], given["drain"]),
-        slo=parse_slo(given["slo"]),
-        warm_up=given["warm_up"],
-        seed=given["seed"],
-        retokenize=False,
-        tokenizer=given["tokenizer"],
-        command=command_line(),
-    )
-    searched = KneeOptions(given["first_rate"], given["max_rate"], given["steps"], given["share"])
-    knee = None if given["no_knee"] else searched
-    folder: Path = given["output_dir"]
-    finished: list[CaseSweep] = []
-
-    def done(sweep: CaseSweep) -> None:
-        finished.append(sweep)
-        write_text(folder / "sweep.json", to_json(SweepReport(SWEEP_KIND, options.command, tuple(finished))))
-        write_text(folder / "sweep.md", sweep_markdown(finished))
-
-    with progress_bar() as bar:
-        times = CaseTimes(given["start_timeout"])
-        run_on_loop(run_sweep(cases, options, rates, knee, folder / "logs", times, bar, done))
-    report = SweepReport(SWEEP_KIND, options.command, tuple(finished))
-    click.echo(to_json(report) if given["as_json"] else sweep_markdown(finished))
-    try:
-        plot_sweep(finished, folder / "sweep.png")
-    except MissingPackageError as exc:
-        click.echo(f"no plot: {exc.message}", err=True)
-    failed = [sweep for sweep in finished if sweep.error]
-    if failed:
-        raise BenchError(f"case {failed[0].name}: {failed[0].error}; what was measured was kept")
+    measure_sweep(given)

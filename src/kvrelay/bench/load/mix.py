@@ -43,9 +43,12 @@ class DatasetKind(StrEnum):
     MOONCAKE = "mooncake"
     TRACE = "trace"
 
+    @property
+    def needs_file(self) -> bool:
+        return self not in (DatasetKind.RANDOM, DatasetKind.SHARED_PREFIX, DatasetKind.READABLE_PREFIX)
+
 
 _DEFAULT_LENGTH = Length("fixed", 256)
-_GENERATED = {DatasetKind.RANDOM, DatasetKind.SHARED_PREFIX, DatasetKind.READABLE_PREFIX}
 _TIMED = {DatasetKind.MOONCAKE, DatasetKind.TRACE}
 
 
@@ -84,7 +87,7 @@ class ClassSpec:
         for value, what in ((self.max_concurrency, "max concurrency"), (self.num_requests, "number of requests")):
             if value is not None and value < 1:
                 raise InvalidInputError(f"{what} of {self.name} must be above zero, not {value}")
-        if self.dataset.kind not in _GENERATED and self.dataset.path is None:
+        if self.dataset.kind.needs_file and self.dataset.path is None:
             raise InvalidInputError(f"the data set {self.dataset.kind.value} needs a file", param="dataset")
 
     @property

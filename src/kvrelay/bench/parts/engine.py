@@ -7,7 +7,6 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
@@ -41,8 +40,8 @@ class EngineRun:
 
 def run_engine_benchmark(
     model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: EngineLoad, num_runs: int
-) -> dict[str, Any]:
-    """Load the model, warm up, run the batch ``num_runs`` times; gives medians and spread, and the settings."""
+) -> dict[str, float]:
+    """Load the model, warm up, run the batch ``num_runs`` times; gives medians and spread."""
     from kvrelay.executors.torch import build_executor
 
     executor = build_executor(model_path, runner, engine)
@@ -84,7 +83,7 @@ def _run_once(executor: Executor, engine: EngineConfig, load: EngineLoad) -> Eng
     return EngineRun(duration, list(first.values()), list(finish.values()), num_tokens, num_steps)
 
 
-def _report(runs: list[EngineRun], load: EngineLoad) -> dict[str, Any]:
+def _report(runs: list[EngineRun], load: EngineLoad) -> dict[str, float]:
     rates = [run.num_output_tokens / run.duration_s for run in runs]
     median = statistics.median(rates)
     middle = min(runs, key=lambda run: abs(run.num_output_tokens / run.duration_s - median))

@@ -1,39 +1,37 @@
-"""The prefix report as a table for people and as a picture."""
+"""The prefix report as tables for people and as a picture."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from kvrelay.bench.prefixes.measure import PrefixMeasurement, PrefixReport, Unit
 from kvrelay.bench.report.plotting import new_figure, save_figure
 from kvrelay.bench.report.statistics import Distribution
+from kvrelay.bench.report.table import table
 
 
-def print_prefixes(report: PrefixReport, console: Console) -> None:
-    """Print ratio, distributions, top prefixes and cache hit ratios."""
+def prefixes_text(report: PrefixReport) -> str:
+    """Ratio, distributions, most used prefixes and cache hit ratios."""
     unit = "blocks of 512 tokens" if report.unit is Unit.BLOCKS else report.unit.value
-    table = Table(title="Prefix repetition: " + ", ".join(report.files), show_header=False)
-    table.add_row("conversations", f"{report.conversations}")
-    table.add_row("shared prefixes", f"{report.shared_prefixes}")
-    table.add_row("", f"at least {report.min_count} uses, longer than {report.min_length} {unit}, none inside another")
-    table.add_row("repetition (prefixes / conversations)", f"{report.repetition:.4%}")
-    table.add_row("conversations that begin with one", f"{report.covered:.4%}")
-    table.add_row(f"length in {unit}", _line(report.lengths))
-    table.add_row("uses", _line(report.uses))
-    console.print(table)
+    rule = f"at least {report.min_count} uses, longer than {report.min_length} {unit}, none inside another"
+    rows = (
+        ("conversations", f"{report.conversations}"),
+        ("shared prefixes", f"{report.shared_prefixes} ({rule})"),
+        ("repetition (prefixes / conversations)", f"{report.repetition:.4%}"),
+        ("conversations that begin with one", f"{report.covered:.4%}"),
+        (f"length in {unit}", _line(report.lengths)),
+        ("uses", _line(report.uses)),
+    )
+    texts = [table(("prefix repetition", ", ".join(report.files)), rows, left=2)]
     if report.top:
-        top = Table("uses", "length", "begins with", title="Most used")
-        for prefix in report.top:
-            top.add_row(str(prefix.count), str(prefix.length), repr(prefix.text))
-        console.print(top)
-    caches = Table("cache, blocks", "hit ratio", title=f"{report.num_blocks} blocks of {report.block_size} {unit}")
-    for cache in report.caches:
-        name = "unlimited" if cache.num_blocks is None else f"LRU {cache.num_blocks}"
-        caches.add_row(name, f"{cache.hit_ratio:.3f}")
-    console.print(caches)
+        top = [(str(prefix.count), str(prefix.length), repr(prefix.text)) for prefix in report.top]
+        texts.append(table(("uses", "length", "most used: begins with"), top, left=3))
+    caches = [
+        ("unlimited" if cache.num_blocks is None else f"LRU {cache.num_blocks}", f"{cache.hit_ratio:.3f}")
+        for cache in report.caches
+    ]
+    columns = (f"cache, of {report.num_blocks} blocks of {report.block_size} {unit}", "hit ratio")
+    return "\n\n".join([*texts, table(columns, caches)])
 
 
 def plot_prefixes(measurement: PrefixMeasurement, path: Path) -> None:

@@ -1,17 +1,17 @@
-"""Results on disk: written whole or not at all, read back with a check of what they are."""
+"""Results on disk, written whole or not at all and read back with a check of what they are; the machine they are of."""
 
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
-from typing import TypeVar
 
+import click
 import msgspec
+import psutil
 
 from kvrelay.bench.report.metrics import REPORT_KIND, ServeReport
 from kvrelay.errors import InvalidInputError
-
-_T = TypeVar("_T")
 
 
 def to_json(value: object) -> str:
@@ -30,19 +30,38 @@ def write_text(path: Path, text: str) -> None:
         raise InvalidInputError(f"cannot write {path}: {exc.strerror}", param="output") from exc
 
 
-def read_json(path: Path, kind: type[_T]) -> _T:
-    """Read a result back. Raises InvalidInputError for a file that is not one."""
+def write_result(folder: Path, name: str, report: object, markdown: str) -> None:
+    """``name.json`` and ``name.md``."""
+    write_text(folder / f"{name}.json", to_json(report))
+    write_text(folder / f"{name}.md", markdown)
+
+
+def print_result(report: object, text: str, as_json: bool) -> None:
+    """The report to standard output: one JSON object, or its text."""
+    click.echo(to_json(report) if as_json else text)
+
+
+def read_serve_report(path: Path) -> ServeReport:
+    """A report that ``bench serve`` wrote. Raises InvalidInputError for a file that is not one."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        report = msgspec.json.decode(path.read_bytes(), type=ServeReport)
     except OSError as exc:
         raise InvalidInputError(f"cannot read {path}: {exc.strerror}") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise InvalidInputError(f"{path} is not a result of this benchmark: {exc}") from exc
-
-
-def read_serve_report(path: Path) -> ServeReport:
-    """A report that ``bench serve`` wrote."""
-    report = read_json(path, ServeReport)
     if report.kind != REPORT_KIND:
         raise InvalidInputError(f"{path} is a {report.kind} report, not {REPORT_KIND}")
     return report
+
+
+def describe_machine() -> str:
+    """Processor, cores, memory, system and Python, in one line."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
+    system = f"{platform.system()} {platform.release()}"
+    return f"{model}, {cores} cores, {memory}, {system}, Python {platform.python_version()}"

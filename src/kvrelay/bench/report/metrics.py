@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -90,6 +91,14 @@ class ServeReport:
     total: LoadReport
     classes: tuple[LoadReport, ...]
     errors: tuple[ErrorCount, ...]
+
+
+def figure(load: LoadReport | None, path: str) -> float | None:
+    """A figure by name, ``requests_per_s`` or ``ttft_s.p99``; None where the load does not have it."""
+    value: Any = load
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return None if value is None else float(value)
 
 
 def serve_report(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import click
 
 from kvrelay.bench.errors import MissingPackageError
 from kvrelay.errors import InvalidInputError
+
+_T = TypeVar("_T")
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -25,3 +30,11 @@ def save_figure(figure: Any, path: Path) -> None:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as exc:
         raise InvalidInputError(f"cannot write the plot {path}: {exc}", param="plot") from exc
+
+
+def plot_beside(plot: Callable[[_T, Path], None], report: _T, path: Path) -> None:
+    """Draw a picture that nobody asked for: without matplotlib, say so and go on."""
+    try:
+        plot(report, path)
+    except MissingPackageError as exc:
+        click.echo(f"no plot: {exc.message}", err=True)

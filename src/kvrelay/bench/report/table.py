@@ -1,27 +1,29 @@
-"""Prints a flat report: one JSON object, or a two-column table."""
+"""The one table of all reports: aligned for a terminal, or in Markdown for a page."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-import click
-from rich.console import Console
-from rich.table import Table
+from collections.abc import Iterable, Sequence
 
 
-def print_report(title: str, report: dict[str, Any], as_json: bool) -> None:
-    """``report`` as one JSON object, or as a table with readable numbers."""
-    if as_json:
-        click.echo(json.dumps(report))
-        return
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(justify="left")
-    table.add_column(justify="right")
-    for name, value in report.items():
-        table.add_row(name, f"{value:,.4g}" if isinstance(value, float) and value < 1000 else _plain(value))
-    Console().print(table)
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, markdown: bool = False) -> str:
+    """``rows`` under ``columns``. In a terminal the first ``left`` columns are aligned left, the others right."""
+    lines = [list(columns), *map(list, rows)]
+    if markdown:
+        lines.insert(1, ["---"] * len(columns))
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(pairs))
+        for pairs in (tuple(zip(line, widths)) for line in lines)
+    )
 
 
-def _plain(value: object) -> str:
-    return f"{value:,.0f}" if isinstance(value, float) else str(value)
+def number(value: float | None, spec: str = ".1f", scale: float = 1.0) -> str:
+    """``value * scale`` as the format says; "-" for None."""
+    return "-" if value is None else format(value * scale, spec)
+
+
+def milliseconds(*values_s: float | None) -> list[str]:
+    """Seconds as milliseconds with one decimal."""
+    return [number(value, scale=1e3) for value in values_s]

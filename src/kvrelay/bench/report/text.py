@@ -1,15 +1,12 @@
-"""The serving report as text, in the mission's order (section 13), and runs side by side."""
+"""The serving report as text, and runs side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-from rich.table import Table
-
-from kvrelay.bench.report.metrics import LoadReport, ServeReport
+from kvrelay.bench.report.metrics import LoadReport, ServeReport, figure
 from kvrelay.bench.report.statistics import Distribution
+from kvrelay.bench.report.table import number, table
 
 _LABEL, _VALUE = 44, 16
 
@@ -99,58 +96,35 @@ def _line(label: str, value: str) -> str:
 # -- runs side by side ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    label: str
-    value: Callable[[LoadReport], float | None]
-    scale: float = 1.0
-
-
-def _latency(field: str, statistic: str) -> Callable[[LoadReport], float | None]:
-    def value(load: LoadReport) -> float | None:
-        values: Distribution | None = getattr(load, field)
-        return None if values is None else float(getattr(values, statistic))
-
-    return value
-
-
 _ROWS = (
-    _Row("successful requests", lambda load: load.successful),
-    _Row("failed requests", lambda load: load.failed),
-    _Row("requests/s", lambda load: load.requests_per_s),
-    _Row("output tok/s", lambda load: load.output_tokens_per_s),
-    _Row("total tok/s", lambda load: load.total_tokens_per_s),
+    ("successful requests", "successful", 1.0),
+    ("failed requests", "failed", 1.0),
+    ("requests/s", "requests_per_s", 1.0),
+    ("output tok/s", "output_tokens_per_s", 1.0),
+    ("total tok/s", "total_tokens_per_s", 1.0),
     *(
-        _Row(f"{name} {statistic} ms", _latency(field, statistic), 1e3)
+        (f"{name} {statistic} ms", f"{field}.{statistic}", 1e3)
         for name, field in (("E2E", "e2e_s"), ("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"))
         for statistic in (("mean", "median") if name == "E2E" else ("mean", "median", "p99"))
     ),
-    _Row("gap max ms", _latency("gap_s", "max"), 1e3),
-    _Row("goodput share", lambda load: load.goodput.share if load.goodput else None),
+    ("gap max ms", "gap_s.max", 1e3),
+    ("goodput share", "goodput.share", 1.0),
 )
 
 
-def print_comparison(names: Sequence[str], reports: Sequence[ServeReport], console: Console) -> None:
+def comparison_text(names: Sequence[str], reports: Sequence[ServeReport]) -> str:
     """One table per class of requests: each run's figures, and their ratios to the first run's."""
     loads = [{part.name: part for part in (report.total, *report.classes)} for report in reports]
+    columns = [names[0], *(column for name in names[1:] for column in (name, "ratio"))]
+    texts = []
     for name in loads[0]:
-        table = Table(title="all requests" if name == "all" else f"class {name}")
-        table.add_column("")
-        for run, column in enumerate(names):
-            table.add_column(column, justify="right")
-            if run:
-                table.add_column("ratio", justify="right")
-        for row in _ROWS:
-            table.add_row(row.label, *_cells(row, [load.get(name) for load in loads]))
-        console.print(table)
-
-
-def _cells(row: _Row, loads: Sequence[LoadReport | None]) -> list[str]:
-    values = [row.value(load) if load is not None else None for load in loads]
-    cells: list[str] = []
-    for run, value in enumerate(values):
-        cells.append("-" if value is None else f"{value * row.scale:.2f}")
-        if run:
-            first = values[0]
-            cells.append(f"{value / first:.2f}x" if value is not None and first else "-")
-    return cells
+        rows = []
+        for label, path, scale in _ROWS:
+            first, *others = (figure(load.get(name), path) for load in loads)
+            cells = [number(first, ".2f", scale)]
+            for value in others:
+                ratio = value / first if value is not None and first else None
+                cells += [number(value, ".2f", scale), "-" if ratio is None else f"{ratio:.2f}x"]
+            rows.append([label, *cells])
+        texts.append(table(["all requests" if name == "all" else f"class {name}", *columns], rows))
+    return "\n\n".join(texts)
