@@ -29,8 +29,9 @@ from kvrelay.worker.stats import DecodeStats, PrefillStats
 class IdleWorker:
     """As much of a worker as is asked for."""
 
-    def __init__(self, is_ready: bool) -> None:
+    def __init__(self, is_ready: bool, is_stalled: bool = False) -> None:
         self.is_ready = is_ready
+        self.is_stalled = is_stalled
 
     def stats(self) -> WorkerStats:
         engine = EngineStats(1, 2, 100, 25, *[0] * 9, HandoffCounters())

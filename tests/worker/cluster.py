@@ -78,6 +78,7 @@ class Node:
         for task in (*worker._tasks, *worker._prefill._serving, *pulling, self.running):
             task.cancel()
         await worker._prefill._releases.close()
+        worker._watchdog.stop()
         worker._engine.close()
         worker._transfer.close()
         worker._checksums.close()

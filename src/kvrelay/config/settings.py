@@ -53,6 +53,9 @@ class EngineConfig(Settings):
     num_blocks: int = setting(0, "Blocks in the KV pool; 0: from kv_cache_memory.", low=0)
     kv_cache_memory: str = setting("auto", "Memory of the KV pool, e.g. 512MiB or 4GiB; auto: a share of what is free.")
     max_model_len: int = setting(0, "Longest prompt plus answer; 0: the checkpoint's own limit.", low=0)
+    step_timeout_s: float = setting(
+        300.0, "A worker whose engine is at one step for so long hangs, and ends itself; 0: never.", low=0
+    )
     enable_prefix_caching: bool = setting(True, "Reuse the KV of equal prefixes.")
 
 
@@ -132,6 +135,9 @@ class RouterConfig(Settings):
     temperature: float = setting(0.0, "kv: 0 takes the best, above it draws by softmax.", low=0)
     router_seed: int = setting(0, "Seed of random draws and ties.")
     kv_events: bool = setting(True, "Learn prefixes from the workers' events; false: guess them from placements.")
+    stall_after_s: float = setting(
+        3.0, "A worker at one step for so long gets requests only if all others are, too; 0: no difference.", low=0
+    )
     approximate_ttl_s: float = setting(120.0, "Without events: how long a placement is thought to be cached.", low=0.1)
 
 
@@ -202,4 +208,7 @@ class MockConfig(Settings):
     prefill_token_s: float = setting(0.00002, "Added per prefilled token.", low=0)
     decode_base_s: float = setting(0.004, "Time of a decode step.", low=0)
     decode_seq_s: float = setting(0.00005, "Added per decoding sequence.", low=0)
+    hang_file: str = setting(
+        "", "A step hangs while the file of this path, a dot and the worker's process id exists, to test what follows."
+    )
     speedup_ratio: float = setting(1.0, "Divides all times; 0: no waiting at all.", low=0)

@@ -80,7 +80,7 @@ def decode_load(frame: bytes) -> LoadMetrics:
     metrics = _decode(_load_decoder, frame)
     counts = (metrics.kv_active_blocks, metrics.kv_total_blocks, metrics.num_requests_waiting, metrics.seq)
     is_share = 0.0 <= metrics.gpu_cache_usage_perc <= 1.0 and 0.0 <= metrics.kv_demand_perc < math.inf
-    if min(counts) < 0 or not is_share:
+    if min(counts) < 0 or not is_share or not 0.0 <= metrics.step_age_s < math.inf:
         raise ProtocolError(f"load sample of {metrics.worker_id} is out of range")
     return metrics
 

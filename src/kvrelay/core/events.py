@@ -45,6 +45,7 @@ class KvEventBatch(msgspec.Struct, frozen=True):
 class LoadMetrics(msgspec.Struct, frozen=True):
     """A worker's load, in the mission's terms; published at start, before any forward pass, and then regularly.
 
+    ``step_age_s``: for how long the running step had been running when the sample was sent; 0 while there is none.
     ``kv_demand_perc``: what requests hold or wait for as a share of the pool; above 1 when not all of it fits at once.
     """
 
@@ -59,3 +60,4 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     seq: int = 0
     version: int = 1
     kv_demand_perc: float = 0.0
+    step_age_s: float = 0.0

@@ -164,5 +164,11 @@ class EngineDeadError(FatalError):
     """The engine's thread or the executor has failed; its requests go elsewhere."""
 
 
+class EngineHungError(FatalError):
+    """The engine's thread has been at one step for too long; its requests go elsewhere."""
+
+    exit_code = 70
+
+
 class IllegalTransitionError(FatalError):
     """A state machine was asked for a move that its table does not have."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -33,6 +34,7 @@ from kvrelay.executors.registry import ExecutorSettings
 Uint32Array = npt.NDArray[np.uint32]
 Int64Array = npt.NDArray[np.int64]
 
+HANG_POLL_S = 0.05
 DEFAULT_NUM_BLOCKS = 16384
 
 _A = np.uint32(0x9E3779B1)
@@ -147,6 +149,8 @@ class MockExecutor:
 
     def _pass_time(self, work: SchedulerOutput, num_decodes: int) -> None:
         mock = self._mock
+        while mock.hang_file and os.path.exists(f"{mock.hang_file}.{os.getpid()}"):
+            time.sleep(HANG_POLL_S)
         if mock.speedup_ratio == 0:
             return
         seconds = 0.0

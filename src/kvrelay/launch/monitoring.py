@@ -74,9 +74,11 @@ class MonitoringApp:
         return self._keys.name_of(request.headers.get("authorization", "")) is not None
 
     def _health(self) -> Response:
-        """Ready: in discovery and not leaving."""
+        """Ready: in discovery, not leaving, and the engine gets on."""
         if self._worker is not None and self._worker.is_ready:
             return OK
+        if self._worker is not None and self._worker.is_stalled:
+            return self._unready("the engine has been at one step for long")
         return self._unready("the worker is not in discovery")
 
     def _render_metrics(self) -> Response:

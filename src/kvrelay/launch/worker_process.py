@@ -27,10 +27,11 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.base import Executor
 from kvrelay.engine.core import EngineCore
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, EngineHungError
 from kvrelay.executors import ExecutorSettings, build_executor
 from kvrelay.launch.security import request_plane_keys, require_metrics_key, transfer_settings
 from kvrelay.launch.signals import on_terminate
+from kvrelay.launch.stuck import ended_when_stuck
 from kvrelay.rpc import Heartbeat, ZmqRpcClient, ZmqRpcServer
 from kvrelay.rpc.base import RpcClient, RpcServer
 from kvrelay.transfer import build_transport
@@ -43,6 +44,9 @@ _log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine thread may keep the interpreter from the event loop; Python's 5 ms is a token's time."""
+
+STUCK_MARGIN_S = 60.0
+"""Beyond --step-timeout-s the watchdog has this long to end the process in good order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,17 @@ class WorkerOptions:
 
 
 async def run_worker(options: WorkerOptions) -> None:
-    """Run until SIGTERM, an order to drain, or a failed engine."""
+    """Run until SIGTERM, an order to drain, or a failed engine. A process whose engine hangs ends here."""
+    try:
+        await _run_worker(options)
+    except EngineHungError as exc:
+        # Its thread is in native code, perhaps: the interpreter cannot be taken down around it.
+        print(f"Error: {exc.message}", file=sys.stderr, flush=True)
+        logging.shutdown()
+        os._exit(exc.exit_code)
+
+
+async def _run_worker(options: WorkerOptions) -> None:
     if not options.control.control:
         raise ConfigError("a worker needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
     curve_keys = request_plane_keys(options.host, options.control)
@@ -91,7 +105,9 @@ async def run_worker(options: WorkerOptions) -> None:
         await worker.start()
         on_terminate(worker.request_drain)
         _log.info("%s is ready (pid %d)", settings.worker_id, os.getpid())
-        await worker.run()
+        timeout_s = options.engine.step_timeout_s
+        async with ended_when_stuck(timeout_s and timeout_s + STUCK_MARGIN_S):
+            await worker.run()
 
 
 async def _start_monitoring(config: MetricsConfig, stack: AsyncExitStack) -> Callable[[Worker], None]:

@@ -36,6 +36,7 @@ from kvrelay.router.indexer import KvIndexer, StreamState
 from kvrelay.router.load import FloatColumn, LoadTable
 from kvrelay.router.overlap import WorkerGroup
 from kvrelay.router.policies import Candidates, Policy, build_policy
+from kvrelay.router.stalls import Stalls
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class PolicyRouter:
         self._rows_of: dict[WorkerGroup, _RowIndices] = {}
         self._workers: dict[str, WorkerInfo] = {}
         self._load = LoadTable(block_size, clock)
+        self._stalls = Stalls()
         self._rng = random.Random(config.router_seed)
         self.configure(config)
 
@@ -141,6 +143,7 @@ class PolicyRouter:
     def remove_worker(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
         self._load.remove_worker(worker_id)
+        self._stalls.forget(worker_id)
         self._rows_of.clear()
         self._forget_prefixes(worker_id)
 
@@ -196,11 +199,13 @@ class PolicyRouter:
         return Candidates(len(request.token_ids), self._block_size, self._overlaps(sequence), self._load.columns())
 
     def _scores(self, policy: Policy, candidates: Candidates, exclude: Collection[str]) -> FloatColumn:
-        """The policy's scores, ``-inf`` for those excluded. Raises WorkerUnavailableError when nobody is left."""
+        """The policy's scores, ``-inf`` for those excluded or avoided. Raises WorkerUnavailableError when all are
+        excluded."""
         excluded = [row for row in map(self._load.row, set(exclude)) if row is not None] if exclude else []
         if len(excluded) >= len(candidates):
             raise WorkerUnavailableError("no worker can take the request")
         scores = policy.scores(candidates)
+        excluded += self._stalls.avoidable(self._config.stall_after_s, self._load.row, excluded, len(candidates))
         if excluded:
             scores[excluded] = -math.inf
         return scores
@@ -293,7 +298,8 @@ class PolicyRouter:
             self._indexer.apply_replay(worker_id, reply)
 
     def apply_metrics(self, metrics: LoadMetrics) -> None:
-        self._load.apply_metrics(metrics)
+        if self._load.apply_metrics(metrics):
+            self._stalls.heard(metrics.worker_id, metrics.step_age_s)
         if isinstance(self._indexer, KvIndexer):
             self._indexer.heard(metrics.worker_id)
 

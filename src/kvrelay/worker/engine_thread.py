@@ -15,9 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.engine.base import StepOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.errors import EngineDeadError
+from kvrelay.worker.progress import Progress
 
 T = TypeVar("T")
 Order = Callable[[EngineCore], object]
@@ -47,7 +49,10 @@ class EngineThread:
         on_step: Callable[[StepOutput], None],
         on_dead: Callable[[EngineDeadError], None],
         idle_wait_s: float = 0.5,
+        clock: Clock | None = None,
     ) -> None:
+        self.progress = Progress(clock or MonotonicClock())
+        """How long the thread has been at what it does."""
         self._core = core
         self._on_step = on_step
         self._on_dead = on_dead
@@ -59,11 +64,12 @@ class EngineThread:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop after the current step and wait for the thread. Idempotent."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stop after the current step and wait for the thread. Idempotent. False when it has not ended in time."""
         self._inbox.put(None)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def look(self, read: Callable[[EngineCore], T]) -> T:
         """Give what ``read`` finds, at once, on the caller's thread: a step may be running, so it may read single
@@ -114,6 +120,8 @@ class EngineThread:
         else:
             self._dead = EngineDeadError("the engine is closed")
             self._fail_waiting(self._dead)
+        finally:
+            self.progress.rest()
 
     def _die(self, error: EngineDeadError) -> None:
         self._dead = error
@@ -132,16 +140,25 @@ class EngineThread:
 
     def _take_orders(self) -> bool:
         """Run what is in the inbox; wait for an order only when the engine has nothing to step. False: closed."""
+        self.progress.begin()
         wait = not self._core.has_work()
         while True:
             try:
-                entry = self._inbox.get(wait, self._idle_wait_s) if wait else self._inbox.get_nowait()
+                entry = self._wait_for_entry() if wait else self._inbox.get_nowait()
             except queue.Empty:
                 return True
             if entry is None:
                 return False
             self._perform(entry.order)
             wait = False
+
+    def _wait_for_entry(self) -> _Entry | None:
+        """Raises queue.Empty when none comes for a while."""
+        self.progress.rest()
+        try:
+            return self._inbox.get(timeout=self._idle_wait_s)
+        finally:
+            self.progress.begin()
 
     def _perform(self, order: Order) -> None:
         try:

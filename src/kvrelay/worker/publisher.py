@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -29,14 +29,24 @@ MAX_BATCH_BLOCKS = 20_000
 
 
 class Publisher:
-    """One worker's events and load on the bus. All methods run on the event loop."""
+    """One worker's events and load on the bus. All methods run on the event loop. ``step_age_s`` goes into every
+    sample, see ``LoadMetrics``."""
 
-    def __init__(self, worker_id: str, epoch: int, bus: EventBus, keys: Keys, log: KvEventLog) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        bus: EventBus,
+        keys: Keys,
+        log: KvEventLog,
+        step_age_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._worker_id = worker_id
         self._epoch = epoch
         self._bus = bus
         self._keys = keys
         self._log = log
+        self._step_age_s = step_age_s
         self._pending: list[KvEvent] = []
         self._load: LoadMetrics | None = None
         self._sent_load: LoadMetrics | None = None
@@ -101,7 +111,8 @@ class Publisher:
         self._sent_load, self._sent_s = load, now
         self._seq += 1
         try:
-            sample = msgspec.structs.replace(load, seq=self._seq)
+            # Of now: while a step hangs there is no new sample, but this one is sent again and again.
+            sample = msgspec.structs.replace(load, seq=self._seq, step_age_s=self._step_age_s())
             await self._bus.publish(self._keys.worker_load(self._worker_id), encode_load(sample))
         except KvrelayError as exc:
             _log.debug("load not published: %s", exc)

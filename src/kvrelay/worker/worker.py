@@ -29,6 +29,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.stats import engine_stats
 from kvrelay.errors import (
     ControlUnavailableError,
+    EngineHungError,
     FatalError,
     LeaseLostError,
     PayloadTooLargeError,
@@ -52,8 +53,12 @@ from kvrelay.worker.prefill_side import PrefillSide
 from kvrelay.worker.publisher import MIN_INTERVAL_S, Publisher
 from kvrelay.worker.runtime import follow_thresholds
 from kvrelay.worker.settings import WorkerSettings
+from kvrelay.worker.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
+
+HUNG_JOIN_S = 0.1
+"""How long the engine's thread is waited for when it hangs."""
 
 
 class Worker:
@@ -100,7 +105,17 @@ class Worker:
         self._checksums = BlockChecksums(executor, required=settings.transfer.kv_checksums)
         self._load = LoadSampler(core, MIN_INTERVAL_S, MonotonicClock())
         events = KvEventLog(settings.worker_id, self.epoch)
-        self._publisher = Publisher(settings.worker_id, self.epoch, control.events, self._keys, events)
+        self._publisher = Publisher(
+            settings.worker_id,
+            self.epoch,
+            control.events,
+            self._keys,
+            events,
+            step_age_s=lambda: self._engine.progress.age_s,
+        )
+        self._watchdog = Watchdog(
+            self._engine.progress, settings.engine.step_timeout_s, self._on_failure, MonotonicClock()
+        )
         self._policy = DisaggPolicy(settings.disagg)
         self._fleet = Fleet(
             control.discovery,
@@ -161,6 +176,7 @@ class Worker:
         )
         agent = await asyncio.wrap_future(registered)
         self._engine.start()
+        self._watchdog.start()
         await self._membership.join(agent)
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
         self._fleet.start()
@@ -209,6 +225,9 @@ class Worker:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._decode.accepting = False
+        if self._failure is not None:
+            # Nothing finishes any more: whoever waits goes elsewhere now.
+            await self._server.close()
         self._transfer.fail_all("the worker leaves")
         await self._prefill.close()
         await asyncio.to_thread(self._transfer.close)
@@ -218,9 +237,12 @@ class Worker:
         await self._decode.close()
         await self._peers.close()
         await self._server.close()
-        await asyncio.to_thread(self._engine.close)
+        is_hung = isinstance(self._failure, EngineHungError)
+        has_ended = await asyncio.to_thread(self._engine.close, HUNG_JOIN_S if is_hung else None)
         await asyncio.to_thread(self._checksums.close)
-        self._executor.shutdown()
+        if has_ended:
+            self._executor.shutdown()
+            self._watchdog.stop()
 
     # -- role ---------------------------------------------------------------------------------------------------------
 
@@ -390,6 +412,7 @@ class Worker:
             "model": self.settings.model,
             "pid": os.getpid(),
             "load": msgspec.to_builtins(metrics),
+            "step_age_s": self._engine.progress.age_s,
             "requests": self._decode.num_requests,
             "handoffs_in": self._decode.num_open_grants,
             "handoffs_out": self._prefill.num_handoffs,
@@ -401,8 +424,13 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether this worker is in discovery, as far as it knows without asking, and is not leaving."""
-        return self._membership.is_listed and not self._draining.is_set()
+        """Whether this worker is in discovery, as far as it knows without asking, is not leaving, and gets on."""
+        return self._membership.is_listed and not self._draining.is_set() and not self.is_stalled
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the engine has been at one step for suspiciously long."""
+        return self._watchdog.is_stalled
 
     def stats(self) -> WorkerStats:
         """Everything that is counted, at once: nothing of it waits for the engine or for a server."""

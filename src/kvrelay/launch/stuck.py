@@ -1,0 +1,36 @@
+"""The last resort against a process that does nothing any more, not even notice it.
+
+A worker's watchdog is a thread of the interpreter, and so is its event loop: native code that keeps the interpreter's
+lock stops both. faulthandler's timer is a native thread; the event loop puts it off every second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+PUT_OFF_INTERVAL_S = 1.0
+
+
+@asynccontextmanager
+async def ended_when_stuck(timeout_s: float) -> AsyncIterator[None]:
+    """Within, a process whose event loop has not run for ``timeout_s`` (0: for ever) writes all stacks to stderr and
+    ends with exit code 1. One process has one such timer."""
+    if not timeout_s:
+        yield
+        return
+    putting_off = asyncio.get_running_loop().create_task(_put_off_forever(timeout_s))
+    try:
+        yield
+    finally:
+        putting_off.cancel()
+        await asyncio.gather(putting_off, return_exceptions=True)
+        faulthandler.cancel_dump_traceback_later()
+
+
+async def _put_off_forever(timeout_s: float) -> None:
+    while True:
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        await asyncio.sleep(PUT_OFF_INTERVAL_S)
