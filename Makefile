@@ -1,22 +1,30 @@
-# make help | serve | test | check | bench. Each builds the environment (.venv) first when it is not there.
+# make help | serve | test | test-busy | check | bench. Each builds the environment (.venv) first when it is not there.
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
 ARGS   ?=
+LANES  ?= 2
+RUNS   ?= 3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check bench env system-packages clean
+.PHONY: help serve test test-busy check bench env system-packages clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-8s %s\n' "$$name" "$$text"; done
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
 
 serve: env  ## one prefill and one decode worker with the bundled checkpoint (MODEL=dir for another, ARGS=... for flags)
 	@$(BIN)/kvrelay serve $(MODEL) --prefill 1 --decode 1 $(ARGS)
 
-test: env system-packages  ## all tests that need no GPU
-	@$(BIN)/python -m pytest $(ARGS)
+# Whole files go to each of LANES processes: much of the time tests wait for leases, servers and each other.
+PYTEST := $(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
+
+test: env system-packages  ## all tests that need no GPU (LANES=2 side by side)
+	@$(PYTEST) $(ARGS)
+
+test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on each core
+	@$(BIN)/python tools/busy_suite.py --runs $(RUNS) -- $(PYTEST) $(ARGS)
 
 check: env  ## ruff, mypy and import-linter
 	@$(BIN)/ruff format --check src tests tools

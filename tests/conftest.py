@@ -1,7 +1,52 @@
-"""Failures in modules that tests share show what was compared, as those in the tests themselves do."""
+"""For the whole suite: assertions in shared modules are explained, the longest files come first, nothing is left over.
 
+Several processes may run the suite side by side (pytest-xdist), each whole files. Long ones are handed out first, so
+that nobody begins one when the others are done.
+"""
+
+from __future__ import annotations
+
+import os
+import time
 from pathlib import Path
 
 import pytest
+from tests import leftovers
 
 pytest.register_assert_rewrite(*(f"tests.{folder.name}" for folder in Path(__file__).parent.iterdir()))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not _is_helper(config):
+        os.environ[leftovers.MARK] = f"{os.getpid()}-{time.time_ns()}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with a test marked slow come first, then those with real processes; else the order stays."""
+    marks: dict[Path, set[str]] = {}
+    for item in items:
+        marks.setdefault(item.path, set()).update(mark.name for mark in item.iter_markers())
+    items.sort(key=lambda item: ("slow" not in marks[item.path], "system" not in marks[item.path]))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process that outlives the tests is a defect, and does not outlive it any longer."""
+    if _is_helper(session.config):
+        return
+    session.config.stash[LEFT] = leftovers.end_all()
+    if session.config.stash[LEFT] and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+LEFT = pytest.StashKey[list[str]]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for command in config.stash.get(LEFT, []):
+        terminalreporter.write_line(f"ERROR a process outlived the tests: {command}", red=True)
+
+
+def _is_helper(config: pytest.Config) -> bool:
+    """One of the processes that run tests for another one."""
+    return hasattr(config, "workerinput")

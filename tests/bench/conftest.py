@@ -62,7 +62,7 @@ class ScriptedServer:
 
     def __enter__(self) -> ScriptedServer:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
@@ -74,7 +74,7 @@ class ScriptedServer:
         assert self._loop is not None
         assert self._stop is not None
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     async def _run(self) -> None:

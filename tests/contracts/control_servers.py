@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from tests.contracts.prefill_queue_contract import LINE
+from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import Discovery, EventBus, Lease, PrefillQueue
 from kvrelay.control.memory import MemoryBroker, MemoryControlPlane
@@ -18,7 +19,8 @@ from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
 
-ACK_WAIT_S = 0.4
+ACK_WAIT_S = 30.0
+"""Longer than any test that does not set its own."""
 MAX_DELIVERIES = 2
 
 
@@ -26,10 +28,17 @@ class MemoryServer:
     """A MemoryBroker on the real clock; each ``connect_*`` is another process."""
 
     def __init__(self) -> None:
-        self.ttl_s = 0.3
-        self.ack_wait_s = ACK_WAIT_S
+        self.ttl_s = 0.6
         self.broker = MemoryBroker(ack_wait_s=ACK_WAIT_S, max_deliveries=MAX_DELIVERIES)
         self._planes: dict[object, MemoryControlPlane] = {}
+
+    @property
+    def ack_wait_s(self) -> float:
+        return self.broker.queue.ack_wait_s
+
+    @ack_wait_s.setter
+    def ack_wait_s(self, value: float) -> None:
+        self.broker.queue.ack_wait_s = value
 
     def plane(self) -> MemoryControlPlane:
         plane = self.broker.plane()
@@ -78,13 +87,13 @@ class NatsServer:
     """A namespace of its own on a real server, which other tests use after us."""
 
     def __init__(self, process: NatsServerProcess) -> None:
-        self.ttl_s = 0.5
+        self.ttl_s = 1.0
         self.ack_wait_s = ACK_WAIT_S
         self.process = process
         self.connections: list[NatsConnection] = []
 
     async def open(self) -> NatsConnection:
-        connection = await NatsConnection.connect(self.process.url, 5.0)
+        connection = await NatsConnection.connect(self.process.url, PATIENCE_S)
         self.connections.append(connection)
         return connection
 
@@ -135,7 +144,7 @@ class NatsQueueServer(NatsServer):
         self._queues: list[NatsPrefillQueue] = []
 
     async def connect(self) -> PrefillQueue:
-        queue = NatsPrefillQueue(await self.open(), "test", ack_wait_s=ACK_WAIT_S, max_deliveries=MAX_DELIVERIES)
+        queue = NatsPrefillQueue(await self.open(), "test", ack_wait_s=self.ack_wait_s, max_deliveries=MAX_DELIVERIES)
         await queue.start()
         self._queues.append(queue)
         return queue
@@ -159,7 +168,7 @@ class NatsBusServer(NatsServer):
 
 async def clear(process: NatsServerProcess) -> None:
     """Delete all streams, without the cost of a restart."""
-    connection = await NatsConnection.connect(process.url, 5.0)
+    connection = await NatsConnection.connect(process.url, PATIENCE_S)
     for stream in ("KV_kvrelay_test", "kvrelay_test_prefill", "kvrelay_test_prefill_dead"):
         await connection.request(f"$JS.API.STREAM.DELETE.{stream}", b"")
     await connection.close()

@@ -136,7 +136,7 @@ class RpcContract:
             leaving.client.send(Ping(2))
             leaving.client.send(Ping(3))
             await leaving.client.close()
-            await eventually(lambda: bool(desk.gone), timeout_s=1.0)
+            await eventually(lambda: bool(desk.gone))
             assert desk.messages == [Ping(1), Ping(2), Ping(3)]
             peer = desk.received[1][0]
             assert desk.gone == [peer]
@@ -182,7 +182,7 @@ class RpcContract:
             last = OutputBatch((TokenOutput("r", (1, 2, 3)),))
             assert desk.server.send(desk.received[0][0], last)
             await desk.server.close()
-            await eventually(lambda: caller.num_losses == 1, timeout_s=1.0)
+            await eventually(lambda: caller.num_losses == 1)
             assert caller.received == [last]
             assert not caller.client.is_connected
             with pytest.raises(WorkerUnavailableError):

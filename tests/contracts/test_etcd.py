@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from tests.contracts.discovery_contract import DiscoveryContract
 from tests.control.etcd_server import EtcdServer, running_etcd
+from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import Discovery, Lease
 from kvrelay.control.etcd import EtcdDiscovery
@@ -25,7 +26,7 @@ class EtcdDiscoveryServer:
         self._open: list[EtcdDiscovery] = []
 
     async def connect(self) -> Discovery:
-        discovery = await EtcdDiscovery.connect(self._server.url, connect_timeout_s=5.0)
+        discovery = await EtcdDiscovery.connect(self._server.url, connect_timeout_s=PATIENCE_S)
         self._open.append(discovery)
         return discovery
 

@@ -23,7 +23,7 @@ from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=16, dtype="float32")
 NUM_BLOCKS = 64
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @dataclass

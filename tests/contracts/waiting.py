@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from kvrelay.control.base import Discovery, WatchEvent, WatchKind
+from tests.patience import PATIENCE_S
 
-PATIENCE_S = 10.0
+from kvrelay.control.base import Discovery, WatchEvent, WatchKind
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> float:

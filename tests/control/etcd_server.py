@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.patience import PATIENCE_S
 
 
 class EtcdServer:
@@ -25,12 +26,28 @@ class EtcdServer:
         self.tls = tls
         self.client_port, self.peer_port = free_port(), free_port()
         self.process: subprocess.Popen[bytes] | None = None
+        self._has_run = False
 
     @property
     def url(self) -> str:
         return f"etcd{'s' if self.tls else ''}://127.0.0.1:{self.client_port}"
 
     def start(self) -> None:
+        """Start it and wait until it answers. Its ports stay what they are once it has run."""
+        end = time.monotonic() + PATIENCE_S
+        self._spawn()
+        while self.ctl("endpoint", "health").returncode != 0:
+            assert time.monotonic() < end, (self.directory / "log").read_text()
+            if self.process is not None and self.process.poll() is not None:
+                # Somebody else was given our port in between.
+                if not self._has_run:
+                    self.client_port, self.peer_port = free_port(), free_port()
+                    self.wipe()
+                self._spawn()
+            time.sleep(0.05)
+        self._has_run = True
+
+    def _spawn(self) -> None:
         client, peer = (
             f"http{'s' if self.tls else ''}://127.0.0.1:{self.client_port}",
             f"http://127.0.0.1:{self.peer_port}",
@@ -55,10 +72,6 @@ class EtcdServer:
                 stdout=log,
                 stderr=log,
             )
-        end = time.monotonic() + 20
-        while self.ctl("endpoint", "health").returncode != 0:
-            assert time.monotonic() < end, (self.directory / "log").read_text()
-            time.sleep(0.05)
 
     def stop(self) -> None:
         if self.process is not None:
@@ -67,7 +80,7 @@ class EtcdServer:
             self.process = None
 
     def wipe(self) -> None:
-        shutil.rmtree(self.directory / "data")
+        shutil.rmtree(self.directory / "data", ignore_errors=not self._has_run)
 
     def ctl(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -80,7 +93,7 @@ class EtcdServer:
             env={**os.environ, "ETCDCTL_API": "3"},
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=PATIENCE_S,
             check=False,
         )
 

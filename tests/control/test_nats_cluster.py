@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 from tests.contracts.prefill_queue_contract import LINE, prefill
+from tests.patience import PATIENCE_S
 
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
@@ -22,7 +23,6 @@ from kvrelay.errors import ControlUnavailableError
 
 STREAMS = ("KV_kvrelay_test", "kvrelay_test_prefill", "kvrelay_test_prefill_dead")
 LEASE_TTL_S = 30.0
-PATIENCE_S = 30.0
 
 T = TypeVar("T")
 

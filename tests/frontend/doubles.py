@@ -209,7 +209,7 @@ class FakeCluster:
         return frontend
 
     @staticmethod
-    async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Let the loop run until the condition holds."""
         async with asyncio.timeout(timeout_s):
             while not condition():

@@ -41,7 +41,7 @@ class RawClient:
 
     async def read_answer(self) -> Answer:
         """One answer with a content length or a chunked body."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
             lines = head.split("\r\n")
             headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:-2])}

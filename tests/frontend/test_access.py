@@ -236,7 +236,7 @@ async def test_tls(model_dir: Path, tmp_path: Path) -> None:
     async with running(model_dir, Script((10,)), **settings) as cluster:
         assert cluster.url.startswith("https://")
         trust = ssl.create_default_context(cafile=str(certificate))
-        async with httpx.AsyncClient(verify=trust) as client:
+        async with httpx.AsyncClient(verify=trust, timeout=60) as client:
             answer = await client.post(f"{cluster.url}/v1/completions", json=BODY)
             assert answer.json()["usage"]["completion_tokens"] == 2
             lines = []
@@ -246,7 +246,7 @@ async def test_tls(model_dir: Path, tmp_path: Path) -> None:
             assert (await client.get(f"{cluster.url}/nothing")).status_code == 404
         with pytest.raises((ConnectionError, EOFError, TimeoutError)):
             await send(cluster.frontend.port, "GET", "/live")
-        async with httpx.AsyncClient(verify=trust) as client:
+        async with httpx.AsyncClient(verify=trust, timeout=60) as client:
             assert (await client.get(f"{cluster.url}/live")).status_code == 200
 
 

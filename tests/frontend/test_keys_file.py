@@ -162,7 +162,7 @@ async def test_a_key_is_revoked_and_another_added_without_a_restart(model_dir: P
 
         assert [await status_for(key) for key in (ALICE, BOB, carol)] == [200, 200, 401]
         replace(path, f"{BOB_LINE}\n{carol_line}\n")
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60):
             while await status_for(ALICE) != 401:
                 await asyncio.sleep(0.002)
         assert [await status_for(key) for key in (BOB, carol)] == [429, 200]
@@ -181,7 +181,7 @@ async def test_a_key_that_is_revoked_before_the_body_has_come(model_dir: Path, p
         client.writer.write(head.encode())
         assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         replace(path, BOB_LINE)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60):
             while (await send(port, "GET", "/v1/models", headers=bearer(ALICE))).status != 401:
                 await asyncio.sleep(0.002)
         client.writer.write(b'{"prompt": [5, 6], "max_tokens": 2}   ')

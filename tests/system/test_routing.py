@@ -12,13 +12,14 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from tests.patience import PATIENCE_S, until
 from tests.system.serving import Serve, kvrelay
 
 from kvrelay.config import ControlConfig
@@ -29,7 +30,7 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.executors.mock import mock_generate
 from kvrelay.launch.admin import list_workers, order
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 CONFIG = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
 EOS = CONFIG["eos_token_id"]
@@ -48,13 +49,6 @@ def server() -> Iterator[Serve]:
     with Serve((*shape, *FLAGS)) as running:
         yield running
     assert running.process.returncode == 0, running.output
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 45) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)
 
 
 class Load:
@@ -95,7 +89,7 @@ class Load:
         body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "return_token_ids": True}
         for _ in range(100):
             try:
-                answer = httpx.post(f"{self._server.url}/v1/completions", json=body, timeout=30)
+                answer = httpx.post(f"{self._server.url}/v1/completions", json=body, timeout=PATIENCE_S)
             except httpx.TransportError:
                 time.sleep(0.05)
                 continue
@@ -123,7 +117,7 @@ def answers(server: Serve, path: str) -> list[dict[str, Any]]:
 
     def ask() -> bool:
         try:
-            answer = httpx.get(f"{server.url}{path}", timeout=10).json()
+            answer = httpx.get(f"{server.url}{path}", timeout=PATIENCE_S).json()
         except httpx.TransportError:
             return False
         found[answer["pid"]] = answer

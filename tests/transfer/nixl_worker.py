@@ -37,7 +37,7 @@ class Worker:
         self.thread.on_notification(lambda notification: self.notified(notification.payload))
         self.thread.start()
         region = MemoryRegion(self.pool.ctypes.data, self.pool.nbytes)
-        agent = self.thread.register(region, block_bytes=LAYOUT.block_bytes, kv_compatibility="k").result(30)
+        agent = self.thread.register(region, block_bytes=LAYOUT.block_bytes, kv_compatibility="k").result(60)
         self.metadata = KvMetadata(
             worker_id, 0, "nixl", agent, region.address, region.num_bytes, LAYOUT.block_bytes, "cpu", 0, "k"
         )
@@ -59,7 +59,7 @@ class Worker:
             case {"do": "digest", "blocks": list(blocks)}:
                 say({"digest": self.digest(blocks)})
             case {"do": "connect", "metadata": str(blob)}:
-                self.thread.add_peer(msgspec.msgpack.decode(base64.b64decode(blob), type=KvMetadata)).result(10)
+                self.thread.add_peer(msgspec.msgpack.decode(base64.b64decode(blob), type=KvMetadata)).result(60)
                 say({"connected": True})
             case {"do": "write", "to": str(peer), "local": list(local), "remote": list(remote)}:
                 ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()

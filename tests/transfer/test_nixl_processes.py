@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, r
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=16, head_dim=32, dtype="bfloat16")
 NUM_BLOCKS = 256
-CONFIG = TransferConfig(transfer_timeout_s=20.0)
+CONFIG = TransferConfig(transfer_timeout_s=60.0)
 
 
 class Child:
@@ -48,7 +48,7 @@ class Child:
     def hear(self) -> dict[str, object]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the child ended with {self.process.wait(10)}"
+        assert line, f"the child ended with {self.process.wait(60)}"
         answer = json.loads(line)
         assert isinstance(answer, dict)
         return answer
@@ -64,7 +64,7 @@ class Child:
         assert self.process.stdout is not None
         self.process.stdin.close()
         try:
-            return self.process.wait(20)
+            return self.process.wait(60)
         finally:
             self.process.kill()
             self.process.wait()
@@ -79,7 +79,7 @@ class Parent:
         self.thread = TransferThread(build_transport(config, "parent"), config)
         self.thread.start()
         self.region = MemoryRegion(self.pool.ctypes.data, self.pool.nbytes)
-        self.agent = self.thread.register(self.region, block_bytes=LAYOUT.block_bytes).result(30)
+        self.agent = self.thread.register(self.region, block_bytes=LAYOUT.block_bytes).result(60)
         self.ended: list[str | None] = []
 
     def metadata(self) -> str:
@@ -103,7 +103,7 @@ class Parent:
         plan = plan_blocks(LAYOUT, local, remote)
         self.thread.submit(op, peer, plan, notify, on_done=self.ended.append)
 
-    def wait(self, count: int, limit_s: float = 30.0) -> list[str | None]:
+    def wait(self, count: int, limit_s: float = 60.0) -> list[str | None]:
         end = time.monotonic() + limit_s
         while len(self.ended) < count:
             assert time.monotonic() < end, f"{len(self.ended)} of {count} transfers ended"
@@ -121,7 +121,7 @@ def start() -> Iterator[Callable[..., tuple[Parent, Child]]]:
     def make(config: TransferConfig = CONFIG) -> tuple[Parent, Child]:
         child = Child("child", config)
         parent = Parent(config)
-        parent.thread.add_peer(child.metadata).result(10)
+        parent.thread.add_peer(child.metadata).result(60)
         made.append((parent, child))
         return parent, child
 
@@ -133,7 +133,7 @@ def start() -> Iterator[Callable[..., tuple[Parent, Child]]]:
 
 @pytest.mark.parametrize("ucx_tls", ["auto", "tcp,self"])
 def test_blocks_cross_in_both_directions(start: Callable[..., tuple[Parent, Child]], ucx_tls: str) -> None:
-    parent, child = start(TransferConfig(transfer_timeout_s=20.0, ucx_tls=ucx_tls))
+    parent, child = start(TransferConfig(transfer_timeout_s=60.0, ucx_tls=ucx_tls))
     assert child.hello["torch"] is False, "the transfer room must not import torch"
     rng = np.random.default_rng(5)
     for round_ in range(8):
@@ -185,7 +185,7 @@ def test_a_killed_peer_ends_every_transfer_with_an_error(start: Callable[..., tu
     for _ in range(200):
         parent.submit(TransferOp.WRITE, "child", list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS)))
     child.process.send_signal(signal.SIGKILL)
-    child.process.wait(10)
+    child.process.wait(60)
     # From here on nothing may succeed, and nothing may hang or take this process down.
     before = len(parent.wait(201))
     for op in (TransferOp.WRITE, TransferOp.READ):
@@ -193,9 +193,9 @@ def test_a_killed_peer_ends_every_transfer_with_an_error(start: Callable[..., tu
     parent.submit(TransferOp.WRITE, "child", [], [], b"[]")
     errors = parent.wait(before + 3)[before:]
     assert all(error is not None for error in errors)
-    parent.thread.remove_peer("child").result(10)
+    parent.thread.remove_peer("child").result(60)
     second = Child("second", CONFIG)
-    parent.thread.add_peer(second.metadata).result(10)
+    parent.thread.add_peer(second.metadata).result(60)
     parent.submit(TransferOp.WRITE, "second", [1], [2], b"[2]")
     assert second.hear() == {"notified": [2], "digest": parent.digest([1])}
     assert second.end() == 0
@@ -204,14 +204,14 @@ def test_a_killed_peer_ends_every_transfer_with_an_error(start: Callable[..., tu
 def test_a_stopped_peer_runs_into_the_deadline_and_can_be_met_again(
     start: Callable[..., tuple[Parent, Child]],
 ) -> None:
-    parent, child = start(TransferConfig(transfer_timeout_s=0.5))
+    parent, child = start(TransferConfig(transfer_timeout_s=2.0))
     parent.submit(TransferOp.WRITE, "child", [1], [2], b"[2]")
     assert parent.wait(1) == [None]
     assert "notified" in child.hear()
     child.process.send_signal(signal.SIGSTOP)
     try:
         parent.submit(TransferOp.WRITE, "child", [3], [4], b"[4]")
-        error = parent.wait(2, limit_s=10)[1]
+        error = parent.wait(2)[1]
     finally:
         child.process.send_signal(signal.SIGCONT)
     assert "deadline" in (error or "")
@@ -229,7 +229,7 @@ def test_a_process_that_lost_its_peer_exits_cleanly(start: Callable[..., tuple[P
     child.tell(do="connect", metadata=base64.b64encode(msgspec.msgpack.encode(third.metadata)).decode())
     assert child.tell(do="write", to="third", local=[1], remote=[2]) == {"written": None}
     third.process.kill()
-    third.process.wait(10)
+    third.process.wait(60)
     assert child.tell(do="write", to="third", local=[1], remote=[2])["written"] is not None
     third.end()
     assert child.end() == 0

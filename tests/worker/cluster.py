@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from tests.patience import PATIENCE_S
+
 from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane
@@ -34,7 +36,7 @@ from kvrelay.worker.settings import WorkerSettings, new_worker_id
 from kvrelay.worker.worker import Worker
 
 VOCAB_SIZE = 1000
-WAIT_S = 20.0
+WAIT_S = PATIENCE_S
 LOOPBACK = TransferConfig(transport="loopback", transfer_timeout_s=1.0)
 
 
@@ -119,7 +121,7 @@ class Node:
 
         def held(block_ids: Sequence[int]) -> tuple[int, ...]:
             waiting.set()
-            assert go_on.wait(WAIT_S)
+            assert go_on.wait(PATIENCE_S)
             return checksum(block_ids)
 
         self.worker._executor.checksum_blocks = held
@@ -167,7 +169,7 @@ class Client:
         self.connection.send(AbortRequest(request_id))
 
     async def until(self, condition) -> None:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
@@ -252,7 +254,7 @@ class Cluster:
         await self.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
         return prefill, decode, await self.client(decode)
 
-    async def until(self, condition, timeout_s: float = WAIT_S) -> None:
+    async def until(self, condition, timeout_s: float = PATIENCE_S) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 await asyncio.sleep(0.01)
@@ -266,7 +268,7 @@ class Cluster:
 
     async def gone(self, node: Node) -> BaseException | None:
         """Wait until the worker has left by itself; what it ended with."""
-        await asyncio.wait([node.running], timeout=WAIT_S)
+        await asyncio.wait([node.running], timeout=PATIENCE_S)
         await node.control.close()
         self.nodes.remove(node)
         return node.running.exception()
@@ -274,7 +276,7 @@ class Cluster:
     async def leave(self) -> None:
         for node in self.nodes:
             node.worker.request_drain()
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*(node.running for node in self.nodes))
         for node in self.nodes:
             await node.control.close()

@@ -12,7 +12,7 @@ from kvrelay.core.checksums import block_checksum
 from kvrelay.executors.mock import MockExecutor
 from kvrelay.worker.checksums import BlockChecksums
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

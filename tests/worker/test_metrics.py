@@ -39,7 +39,7 @@ def hold_steps(node: Node) -> tuple[threading.Event, threading.Event]:
 
     def holding(work: object) -> object:
         held.set()
-        go_on.wait(10)
+        go_on.wait(60)
         return execute(work)
 
     node.worker._executor.execute = holding

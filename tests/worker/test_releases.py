@@ -319,7 +319,7 @@ async def test_a_role_change_that_fails_half_way_is_registered_as_soon_as_possib
         assert decode.worker._prefill._pulling is None
         assert decode.worker._decode.accepting
         key = f"kvrelay/default/workers/{decode.id}"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (entry := await prefill.control.discovery.get(key)) is None:
                 await asyncio.sleep(0.01)
         assert b'"role":"decode"' in entry

@@ -1,0 +1,39 @@
+"""Processes that outlive the tests that started them, found by a mark in their environment, which they all inherit.
+
+Parents do not tell: who loses his own is adopted by init.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+import psutil
+
+MARK = "KVRELAY_SUITE"
+GRACE_S = 10.0
+"""What was told to end gets so long: nobody has to wait for a helper of a helper."""
+
+
+def end_all() -> list[str]:
+    """Wait for what is ending, kill the rest by pid; gives the command lines of the latter."""
+    deadline = time.monotonic() + GRACE_S
+    while (left := _marked()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    found = []
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            found.append(f"{process.pid} {' '.join(process.cmdline())[:300]}")
+            process.kill()
+    return found
+
+
+def _marked() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            is_ours = process.environ().get(MARK) == os.environ[MARK]
+            if is_ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

@@ -1,0 +1,115 @@
+"""Streams with known answers for tests of faults, and clusters of four workers that they are sent to.
+
+The mock engine's answer depends on every token of the KV that it reads, so a lost or misdirected block would show.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import openai
+from tests.patience import PATIENCE_S, until
+from tests.system import recovery
+from tests.system.serving import Serve
+
+from kvrelay.data import bundled_checkpoint_path
+from kvrelay.executors.mock import mock_generate
+
+CONFIG = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
+EOS = CONFIG["eos_token_id"]
+EOS_IDS = tuple(EOS) if isinstance(EOS, list) else (EOS,)
+NUM_STREAMS = 12
+NUM_TOKENS = 60
+
+
+def prompt(number: int) -> list[int]:
+    return [(7 * position + number) % (CONFIG["vocab_size"] - 20) + 16 for position in range(20 + 60 * (number % 6))]
+
+
+def expected(number: int, count: int = NUM_TOKENS) -> list[int]:
+    return mock_generate(prompt(number), count, vocab_size=CONFIG["vocab_size"], eos_token_ids=EOS_IDS)
+
+
+class Streams:
+    """Concurrent streams with known answers. ``longest_pause_s`` is the longest silence of one, also before its first
+    token."""
+
+    def __init__(self, server: Serve) -> None:
+        self._server = server
+        self._client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=2 * PATIENCE_S)
+        self._pool = ThreadPoolExecutor(NUM_STREAMS)
+        self._num_tokens = 0
+        self.longest_pause_s = 0.0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Streams:
+        self._answers: list[Future[list[int]]] = [self._pool.submit(self._run, n) for n in range(NUM_STREAMS)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        self._client.close()
+
+    def _run(self, number: int) -> list[int]:
+        tokens: list[int] = []
+        last_s = time.monotonic()
+        for chunk in self._client.completions.create(
+            model=self._server.model,
+            prompt=prompt(number),
+            max_tokens=NUM_TOKENS,
+            temperature=0,
+            stream=True,
+            extra_body={"return_token_ids": True},
+        ):
+            now_s = time.monotonic()
+            for choice in chunk.choices:
+                tokens += choice.token_ids or []
+                with self._lock:
+                    self._num_tokens += len(choice.token_ids or [])
+                    self.longest_pause_s = max(self.longest_pause_s, now_s - last_s)
+            last_s = now_s
+        return tokens
+
+    def wait_for_tokens(self, count: int) -> None:
+        until(lambda: self._num_tokens >= count)
+
+    def check(self) -> None:
+        for number, answer in enumerate(self._answers):
+            assert answer.result(2 * PATIENCE_S) == expected(number)
+        recovery.pauses_s.append(self.longest_pause_s)
+
+
+def wait_until_whole(server: Serve) -> None:
+    """All four workers are there again, and idle."""
+
+    def whole() -> bool:
+        workers = server.status()["workers"]
+        return sorted(worker["role"] for worker in workers if "error" not in worker) == ["decode"] * 2 + ["prefill"] * 2
+
+    start_s = time.monotonic()
+    until(whole)
+    until(server.is_idle)
+    recovery.recoveries_s.append(time.monotonic() - start_s)
+
+
+@contextmanager
+def extra_worker(server: Serve, role: str) -> Iterator[subprocess.Popen[bytes]]:
+    """One more worker, started by hand as on another machine."""
+    flags = ["--engine", "mock", "--decode-base-s", "0.02", "--lease-ttl-s", "2", "--max-local-prefill-length", "64"]
+    command = [sys.executable, "-m", "kvrelay", "worker", "--role", role, "--control", server.control, *flags]
+    before = len(server.workers(role))
+    process = subprocess.Popen(command)
+    try:
+        until(lambda: len(server.workers(role)) == before + 1)
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
