@@ -1,0 +1,140 @@
+"""What every Executor does, whatever computes. Add a builder to EXECUTORS to hold another one to it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from tests.executors.harness import Harness, random_prompts
+
+from kvrelay.config import EngineConfig, MockConfig, RunnerConfig
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engine.base import Executor, SchedulerOutput
+from kvrelay.executors import ExecutorSettings, build_executor
+
+ENGINE = EngineConfig(num_blocks=96, max_model_len=256, max_num_seqs=8, block_size=16)
+LENGTHS = (1, 15, 16, 17, 40, 64)
+
+
+def _builder(name: str) -> Callable[[], Executor]:
+    runner = RunnerConfig(dtype="float32", device="cpu", num_threads=1)
+    return lambda: build_executor(
+        name, ExecutorSettings(bundled_checkpoint_path(), ENGINE, runner, MockConfig(speedup_ratio=0.0))
+    )
+
+
+EXECUTORS = {name: _builder(name) for name in ("mock", "torch")}
+
+
+@pytest.fixture(scope="module", params=EXECUTORS)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Executor, Executor]]:
+    """Two executors of one model in one process, as a prefill and a decode worker of one machine would have them."""
+    made = (EXECUTORS[request.param](), EXECUTORS[request.param]())
+    for executor in made:
+        executor.warm_up()
+    yield made
+    for executor in made:
+        executor.shutdown()
+        executor.shutdown()
+
+
+@pytest.fixture
+def executor(pair: tuple[Executor, Executor]) -> Executor:
+    return pair[0]
+
+
+def prompts(executor: Executor) -> list[list[int]]:
+    return random_prompts(LENGTHS, executor.vocab_size - 8, 3)
+
+
+def answers(executor: Executor, seed: int, chunk: int) -> list[list[int]]:
+    harness = Harness(executor, seed)
+    return harness.run_to_end([harness.add(slot, prompt) for slot, prompt in enumerate(prompts(executor))], 6, chunk)
+
+
+def memory(executor: Executor) -> np.ndarray:
+    """The pool's bytes, [num_blocks, block_bytes], as a transport sees them."""
+    region = executor.kv_region
+    raw = (ctypes.c_uint8 * region.num_bytes).from_address(region.address)
+    return np.frombuffer(raw, dtype=np.uint8).reshape(executor.num_blocks, -1)
+
+
+def test_the_pool_is_what_the_layout_says(executor: Executor) -> None:
+    layout = executor.kv_layout
+    assert (executor.num_blocks, layout.block_size) == (96, 16)
+    assert executor.kv_region.num_bytes >= 96 * layout.block_bytes
+    assert executor.kv_region.address
+    assert executor.max_model_len == 256
+    assert all(0 <= token < executor.vocab_size for token in executor.eos_token_ids)
+    assert executor.weights_fingerprint
+
+
+def test_equal_checkpoints_have_equal_fingerprints(pair: tuple[Executor, Executor]) -> None:
+    assert pair[0].weights_fingerprint == pair[1].weights_fingerprint
+    assert pair[0].kv_layout == pair[1].kv_layout
+
+
+def test_answers_depend_on_neither_blocks_nor_chunks_nor_company(executor: Executor) -> None:
+    whole = answers(executor, seed=1, chunk=10_000)
+    assert all(0 <= token < executor.vocab_size for tokens in whole for token in tokens)
+    assert answers(executor, seed=2, chunk=7) == whole
+    alone = Harness(executor, 3)
+    assert [alone.run_to_end([alone.add(5, prompt)], 6)[0] for prompt in prompts(executor)] == whole
+
+
+def test_a_reused_slot_remembers_nothing(executor: Executor) -> None:
+    first, second = random_prompts((33, 20), executor.vocab_size - 8, 9)
+    fresh = Harness(executor, 1)
+    expected = fresh.run_to_end([fresh.add(7, second)], 5)
+    harness = Harness(executor, 2)
+    harness.run_to_end([harness.add(0, first)], 5)
+    assert harness.run_to_end([harness.add(0, second)], 5) == expected
+
+
+def test_a_step_without_rows_releases_and_computes_nothing(executor: Executor) -> None:
+    empty = np.empty(0, dtype=np.int32)
+    work = SchedulerOutput(1, (), (0, 1), empty, empty, np.empty(0, dtype=np.bool_), empty, empty, empty)
+    assert executor.execute(work).token_ids == []
+
+
+@pytest.mark.parametrize("length", [16, 40, 63])
+def test_kv_that_was_copied_block_by_block_goes_on_elsewhere(pair: tuple[Executor, Executor], length: int) -> None:
+    """The hand-off in the small: prefill here, copy the blocks, decode there."""
+    prefill, decode = pair
+    (prompt,) = random_prompts((length,), prefill.vocab_size - 8, length)
+    here, there = Harness(prefill, 4), Harness(decode, 5)
+    first = here.add(0, prompt)
+    expected = here.run_to_end([first], 6)[0]
+    num_blocks = -(-length // 16)
+    blocks = list(range(40, 40 + num_blocks))
+    memory(decode)[blocks] = memory(prefill)[first.blocks[:num_blocks]]
+    assert decode.checksum_blocks(blocks[: length // 16]) == prefill.checksum_blocks(first.blocks[: length // 16])
+    second = there.add(0, [*prompt, expected[0]], computed=length, blocks=blocks, num_prompt=length)
+    assert there.run_to_end([second], 5)[0] == expected[1:]
+
+
+def test_a_checksum_sees_every_byte_of_its_block(executor: Executor) -> None:
+    bytes_of = memory(executor)
+    before = executor.checksum_blocks([3, 4])
+    kept = bytes_of[3, -1].copy()
+    bytes_of[3, -1] ^= 1
+    changed = executor.checksum_blocks([3, 4])
+    bytes_of[3, -1] = kept
+    assert changed[0] != before[0]
+    assert changed[1] == before[1]
+    assert executor.checksum_blocks([4, 3]) == before[::-1]
+
+
+def test_logprobs_come_for_those_who_asked(executor: Executor) -> None:
+    one, other = random_prompts((20, 20), executor.vocab_size - 8, 6)
+    harness = Harness(executor, 6)
+    asking = harness.add(0, one, sampling=SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=0))
+    silent = harness.add(1, other)
+    harness.run_to_end([asking, silent], 3, 8)
+    assert [entry.chosen.token_id for entry in asking.logprobs] == asking.outputs
+    assert all(len(entry.top) == 2 for entry in asking.logprobs)
+    assert [entry.chosen.token_id for entry in asking.prompt_logprobs] == one[1:]
+    assert silent.logprobs == silent.prompt_logprobs == []
