@@ -36,7 +36,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.frontend import Frontend
 from kvrelay.frontend.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener
 from kvrelay.launch.request_plane import client_of
-from kvrelay.router import build_router
+from kvrelay.router import Router
 
 SERVERS = ("own", "uvicorn", "granian")
 LOADS = ((8, 64, 4000), (64, 64, 800), (0, 64, 20000))
@@ -218,7 +218,7 @@ class AsgiApp:
                 control,
                 Keys(ControlConfig().namespace),
                 client_of,
-                lambda size, replay: build_router(RouterConfig(), size, clock, request_replay=replay),
+                lambda size, replay: Router(RouterConfig(), size, clock, request_replay=replay),
             )
             await self._frontend.cluster.start()
             await self._frontend.cluster.wait_synced(5.0)

@@ -20,7 +20,7 @@ from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, Output
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.frontend import Frontend
-from kvrelay.router import build_router
+from kvrelay.router import Router
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.loopback import LoopbackNetwork
 
@@ -201,7 +201,7 @@ class FakeCluster:
             self.control,
             self.keys,
             lambda info: self.network.client(info.address),
-            lambda block_size, replay: build_router(
+            lambda block_size, replay: Router(
                 RouterConfig(router="round-robin"), block_size, MonotonicClock(), request_replay=replay
             ),
         )

@@ -17,7 +17,7 @@ from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Loa
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import ConfigError, WorkerUnavailableError
-from kvrelay.router import IndexState, PolicyRouter, RouterStage, RoutingRequest, build_router
+from kvrelay.router import IndexState, Router, RouterStage, RoutingRequest
 from kvrelay.router.indexer import KvIndexer
 
 PLAIN = ("round-robin", "random", "least-loaded", "power-of-two")
@@ -40,14 +40,14 @@ def worker(name: str, role: WorkerRole = WorkerRole.DECODE, epoch: int = 0, bloc
     )
 
 
-def router(policy: str, *names: str) -> PolicyRouter:
-    built = build_router(RouterConfig(router=policy), 4, ManualClock())  # type: ignore[arg-type]
+def router(policy: str, *names: str) -> Router:
+    built = Router(RouterConfig(router=policy), 4, ManualClock())  # type: ignore[arg-type]
     for name in names:
         built.add_worker(worker(name))
     return built
 
 
-def publish(built: PolicyRouter, log: KvEventLog, token_ids: Sequence[int], block_size: int = 4) -> None:
+def publish(built: Router, log: KvEventLog, token_ids: Sequence[int], block_size: int = 4) -> None:
     """The worker has computed ``token_ids`` and says so."""
     hashes = compute_block_hashes(token_ids, block_size)
     built.apply_events(log.append([BlockStored(None, hashes.sequence, hashes.local, tuple(token_ids), block_size)]))
@@ -142,7 +142,7 @@ def test_a_role_change_takes_the_worker_out_and_back() -> None:
 
 
 def test_the_prefill_stage_chooses_prefill_workers() -> None:
-    built = build_router(RouterConfig(router="round-robin"), 4, ManualClock(), RouterStage.PREFILL)
+    built = Router(RouterConfig(router="round-robin"), 4, ManualClock(), RouterStage.PREFILL)
     for name, role in (("p", WorkerRole.PREFILL), ("d", WorkerRole.DECODE), ("x", WorkerRole.BOTH)):
         built.add_worker(worker(name, role))
     assert {built.choose(request(f"r{number}")).worker_id for number in range(4)} == {"p", "x"}
@@ -159,7 +159,7 @@ def test_the_policy_changes_at_run_time_and_load_stays() -> None:
 
 def test_an_impossible_block_size_is_refused() -> None:
     with pytest.raises(ConfigError):
-        build_router(RouterConfig(), 0, ManualClock())
+        Router(RouterConfig(), 0, ManualClock())
 
 
 @pytest.mark.parametrize("policy", OVERLAP)
@@ -252,7 +252,7 @@ def test_dynamo_v0_follows_what_is_published() -> None:
 def test_the_index_is_made_when_a_policy_begins_to_need_it() -> None:
     asked: list[tuple[str, bytes]] = []
     config = RouterConfig(router="round-robin")
-    built = build_router(config, 4, ManualClock(), request_replay=lambda name, data: asked.append((name, data)))
+    built = Router(config, 4, ManualClock(), request_replay=lambda name, data: asked.append((name, data)))
     built.add_worker(worker("a"))
     log = KvEventLog("a", 0)
     publish(built, log, range(40))
@@ -270,7 +270,7 @@ def test_the_index_is_made_when_a_policy_begins_to_need_it() -> None:
 
 def test_a_sample_of_a_worker_repeats_the_unanswered_question() -> None:
     clock, asked = ManualClock(), []
-    built = build_router(RouterConfig(router="kv"), 4, clock, request_replay=lambda *question: asked.append(question))
+    built = Router(RouterConfig(router="kv"), 4, clock, request_replay=lambda *question: asked.append(question))
     built.add_worker(worker("a"))
     built.add_worker(worker("a"))
     built.apply_metrics(load_of("a"))
@@ -281,7 +281,7 @@ def test_a_sample_of_a_worker_repeats_the_unanswered_question() -> None:
 
 
 def test_a_worker_with_other_blocks_is_chosen_but_not_for_its_prefixes(caplog: pytest.LogCaptureFixture) -> None:
-    built = build_router(RouterConfig(router="kv"), 4, ManualClock())
+    built = Router(RouterConfig(router="kv"), 4, ManualClock())
     built.add_worker(worker("odd", block_size=8))
     publish(built, KvEventLog("odd", 0), range(400), block_size=8)
     decision = built.choose(request("r", 400))
@@ -298,7 +298,7 @@ def test_a_removed_worker_takes_its_prefixes_along() -> None:
 
 
 def test_without_events_the_router_remembers_where_it_sent_things() -> None:
-    built = build_router(RouterConfig(router="kv", kv_events=False, approximate_ttl_s=10), 4, clock := ManualClock())
+    built = Router(RouterConfig(router="kv", kv_events=False, approximate_ttl_s=10), 4, clock := ManualClock())
     for name in "abc":
         built.add_worker(worker(name))
     first = built.choose(request("r1", 400)).worker_id
@@ -309,12 +309,12 @@ def test_without_events_the_router_remembers_where_it_sent_things() -> None:
     assert built.explain(request("r3", 400)).overlap_blocks == 100
     clock.advance(13)
     assert built.explain(request("r3", 400)).overlap_blocks == 0
-    assert repr(built).startswith("PolicyRouter(kv, LoadTable(")
+    assert repr(built).startswith("Router(kv, LoadTable(")
 
 
 def test_only_workers_that_compete_are_indexed() -> None:
     asked: list[str] = []
-    built = build_router(RouterConfig(router="kv"), 4, ManualClock(), request_replay=lambda name, _: asked.append(name))
+    built = Router(RouterConfig(router="kv"), 4, ManualClock(), request_replay=lambda name, _: asked.append(name))
     built.add_worker(worker("p", WorkerRole.PREFILL))
     log = KvEventLog("p", 0)
     publish(built, log, range(400))
@@ -354,6 +354,6 @@ def test_what_is_known_of_a_workers_prefixes_can_be_seen() -> None:
 
 
 def test_a_worker_that_has_not_answered_is_catching_up() -> None:
-    built = build_router(RouterConfig(router="kv"), 4, ManualClock(), request_replay=lambda *_: None)
+    built = Router(RouterConfig(router="kv"), 4, ManualClock(), request_replay=lambda *_: None)
     built.add_worker(worker("a"))
     assert built.index_state("a") is IndexState.CATCHING_UP

@@ -14,7 +14,7 @@ from kvrelay.frontend import Frontend, run_frontend
 from kvrelay.launch.request_plane import client_of
 from kvrelay.launch.security import require_api_key
 from kvrelay.launch.signals import on_terminate
-from kvrelay.router import ReplayRequester, Router, build_router
+from kvrelay.router import ReplayRequester, Router
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, c
     clock = MonotonicClock()
 
     def router_of(block_size: int, request_replay: ReplayRequester) -> Router:
-        return build_router(router, block_size, clock, request_replay=request_replay)
+        return Router(router, block_size, clock, request_replay=request_replay)
 
     def ready(started: Frontend) -> None:
         _log.info("listening at %s", started.url)

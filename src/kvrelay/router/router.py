@@ -1,7 +1,8 @@
-"""The router: workers, their load and their prefixes, put together under one policy.
+"""The router: which worker gets a request, by load and prefixes, under one policy.
 
 What it owns: the registered workers of one model, the load table, the index (only under a policy that looks at
-prefixes). What it does not know: how events, samples and requests arrive. Everything is synchronous.
+prefixes). What it does not know: HTTP, sockets, the control plane; those who hear something call ``add_worker``,
+``apply_events`` and so on. Everything is synchronous and runs on the frontend's event loop.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, KvEventBatch, LoadMetrics
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
-from kvrelay.errors import WorkerUnavailableError
+from kvrelay.errors import ConfigError, WorkerUnavailableError
 from kvrelay.router.approximate import ApproximateIndexer
 from kvrelay.router.base import (
     CandidateScore,
@@ -59,8 +60,13 @@ class RouterStage(enum.Enum):
         return info.role.takes_requests
 
 
-class PolicyRouter:
-    """Implements ``Router``."""
+class Router:
+    """Routes the requests of one model; workers are named by ``WorkerInfo.worker_id`` and have KV blocks of
+    ``block_size`` tokens.
+
+    ``request_replay`` is how it asks a worker for events that it missed; without it the policies that look at prefixes
+    learn what happens from now on. Raises ConfigError for a block size that cannot be.
+    """
 
     def __init__(
         self,
@@ -70,6 +76,8 @@ class PolicyRouter:
         stage: RouterStage = RouterStage.REQUEST,
         request_replay: ReplayRequester | None = None,
     ) -> None:
+        if block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {block_size}", param="block_size")
         self._block_size = block_size
         self._clock = clock
         self._stage = stage
@@ -94,6 +102,7 @@ class PolicyRouter:
 
     @property
     def block_size(self) -> int:
+        """Tokens per block in the index and in decisions."""
         return self._block_size
 
     def configure(self, config: RouterConfig) -> None:
@@ -127,6 +136,7 @@ class PolicyRouter:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def add_worker(self, info: WorkerInfo) -> None:
+        """A worker that takes requests appeared, or re-registered with another epoch."""
         known = self._workers.get(info.worker_id)
         if known is not None and info.epoch < known.epoch:
             return
@@ -169,6 +179,7 @@ class PolicyRouter:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def choose(self, request: RoutingRequest) -> RoutingDecision:
+        """Pick a worker and count the request as placed there. Raises WorkerUnavailableError when there is none."""
         sequence = self._sequence(request)
         candidates = self._candidates(request, sequence)
         scores = self._scores(self._policy, candidates, request.exclude)
@@ -249,9 +260,11 @@ class PolicyRouter:
                 indexer.place(decision.worker_id, sequence)
 
     def first_token(self, request_id: str) -> None:
+        """The prefill of a placed request is done."""
         self._load.prefilled(request_id)
 
     def finished(self, request_id: str, num_output_tokens: int) -> None:
+        """A placed request has left its worker, for whatever reason."""
         self._load.finish(request_id)
 
     def _overlaps(self, sequence: tuple[int, ...]) -> FloatColumn:
@@ -294,6 +307,7 @@ class PolicyRouter:
                     self._anticipated.remove_worker(batch.worker_id)
 
     def apply_replay(self, worker_id: str, reply: bytes) -> None:
+        """The worker's answer to what the ReplayRequester was given. A malformed one is counted and dropped."""
         if isinstance(self._indexer, KvIndexer):
             self._indexer.apply_replay(worker_id, reply)
 
@@ -314,12 +328,16 @@ class PolicyRouter:
         return IndexState.SYNCED if state is StreamState.SYNCED else IndexState.CATCHING_UP
 
     def indexed_blocks(self, worker_id: str) -> list[int]:
+        """Sequence hashes of the blocks that the worker is known to hold, by its own events.
+
+        For diagnosis: it takes time in proportion to the whole index.
+        """
         if not isinstance(self._indexer, KvIndexer):
             return []
         return [block for chain in self._indexer.index.dump(worker_id) for block in chain.block_hashes]
 
     def __repr__(self) -> str:
-        return f"PolicyRouter({self._config.router}, {self._load!r}, {self._indexer!r})"
+        return f"Router({self._config.router}, {self._load!r}, {self._indexer!r})"
 
 
 def _counts(column: FloatColumn) -> list[int]:

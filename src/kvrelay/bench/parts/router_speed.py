@@ -23,10 +23,9 @@ from kvrelay.core.event_codec import decode_events, encode_events
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, KvEventBatch
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.router.base import RoutingRequest
-from kvrelay.router.factory import build_router
 from kvrelay.router.indexer import KvIndexer
 from kvrelay.router.prefix_index import PrefixIndex
-from kvrelay.router.router import PolicyRouter
+from kvrelay.router.router import Router
 
 BLOCK_SIZE = 16
 VOCABULARY = 128_000
@@ -142,7 +141,7 @@ def measure_speed(num_workers: int, blocks_per_worker: int, repeats: int) -> Spe
     )
 
 
-def _decisions(router: PolicyRouter, tokens: list[int], repeats: int) -> Latency:
+def _decisions(router: Router, tokens: list[int], repeats: int) -> Latency:
     """Place a prompt; it finishes outside of the measured time."""
     for name in router.worker_ids:
         router.apply_metrics(simulated_load(name))
@@ -255,14 +254,14 @@ def measure_growth(num_workers: int, num_blocks: int, repeats: int) -> GrowthRow
 # -- tools ------------------------------------------------------------------------------------------------------------
 
 
-def _router(names: Sequence[str]) -> PolicyRouter:
-    router = build_router(RouterConfig(router="kv"), BLOCK_SIZE, MonotonicClock())
+def _router(names: Sequence[str]) -> Router:
+    router = Router(RouterConfig(router="kv"), BLOCK_SIZE, MonotonicClock())
     for name in names:
         router.add_worker(simulated_worker_info(name, BLOCK_SIZE))
     return router
 
 
-def _index(router: PolicyRouter) -> PrefixIndex:
+def _index(router: Router) -> PrefixIndex:
     indexer = router.indexer
     assert isinstance(indexer, KvIndexer)
     return indexer.index

@@ -27,7 +27,7 @@ from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import InvalidInputError
 from kvrelay.router.base import RoutingRequest
-from kvrelay.router.router import PolicyRouter
+from kvrelay.router.router import Router
 
 TRACE_BLOCK_TOKENS = 512
 
@@ -176,7 +176,7 @@ class _Replay:
 
     def __init__(self, config: RouterConfig, num_workers: int, model: WorkerModel, metrics_interval_s: float) -> None:
         self._clock = ManualClock()
-        self._router = PolicyRouter(config, 1, self._clock)
+        self._router = Router(config, 1, self._clock)
         self._model = model
         self._metrics_interval_s = metrics_interval_s
         self._next_metrics_s = 0.0
