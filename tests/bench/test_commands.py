@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvrelay.bench.commands import bench_group
-from kvrelay.bench.commands.options import DATASETS
+from kvrelay.bench.commands.options import DATASETS, command_line
 from kvrelay.bench.formats import FileFormat
 from kvrelay.bench.load.mix import DatasetKind
 from kvrelay.errors import InvalidInputError, KvrelayError
@@ -180,3 +180,10 @@ def test_all_runs_what_it_is_asked_and_reports_failures(tmp_path: Path) -> None:
     error = failure("all", "--short", "--only", "unheard-of", "--output-dir", tmp_path)
     assert isinstance(error, InvalidInputError)
     assert "prefixes" in error.message
+
+
+@pytest.mark.parametrize("words", [["--api-key", "secret"], ["--api-key=secret"], ["--api-key=secret=x"]])
+def test_a_reported_command_line_shows_no_key(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvrelay", "bench", "serve", *words, "--rate", "1"])
+    assert "secret" not in command_line()
+    assert command_line().endswith(" --rate 1")

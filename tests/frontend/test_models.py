@@ -13,6 +13,7 @@ from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import send
 
 from kvrelay.core.workers import WorkerRole
+from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.frontend.tokenizer import load_tokenizer
 
 BODY: dict[str, object] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "return_token_ids": True}
@@ -70,7 +71,7 @@ async def test_other_weights_under_a_name_wait_for_the_last_old_worker(
         frontend = cluster.frontend
         assert frontend is not None
         new = await cluster.add_worker("w1", Script(tokens=(20,)), weights_fingerprint="new")
-        await cluster.until(lambda: "other weights under the name tiny" in caplog.text)
+        await cluster.until(lambda: "or another tokenizer serve the name tiny" in caplog.text)
         assert [await tokens_of(cluster) for _ in range(3)] == [[10, 10]] * 3
         assert not new.requests
 
@@ -111,7 +112,7 @@ async def test_who_waits_for_a_name_costs_no_tokenizer(model_dir: Path, caplog: 
         assert cluster.frontend is not None
         cluster.frontend.cluster._tokenizer_of = Mock(side_effect=AssertionError("loaded for nobody"))
         await cluster.add_worker("w1", Script(), weights_fingerprint="new")
-        await cluster.until(lambda: caplog.text.count("other weights under the name tiny") >= 3)
+        await cluster.until(lambda: caplog.text.count("or another tokenizer serve the name tiny") >= 3)
 
 
 async def test_a_worker_that_returns_to_a_name_now_taken_waits(model_dir: Path) -> None:
@@ -185,3 +186,26 @@ async def test_limits_that_a_worker_lowered_come_back_when_it_leaves(model_dir: 
         await cluster.deregister("w1")
         await cluster.until(lambda: model.worker_ids == ["w0"])
         assert (model.max_model_len, model.vocab_size) == (512, 400)
+
+
+async def test_a_frontend_with_another_copy_of_the_tokenizer_is_refused_loudly(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With 200 and other text it would go unnoticed."""
+    ours = tmp_path / "model"
+    shutil.copytree(model_dir, ours)
+    theirs = tokenizer_fingerprint(ours)
+    (ours / "tokenizer_config.json").write_text('{"chat_template": "another"}')
+    cluster = FakeCluster(ours)
+    try:
+        await cluster.add_worker("w0", Script(), tokenizer_fingerprint=theirs)
+        frontend = await cluster.start()
+        await cluster.until(lambda: "differs from the copy that w0 has" in caplog.text)
+        answer = await send(frontend.port, "POST", "/v1/completions", BODY)
+        assert answer.status in (404, 503)
+        assert not cluster.workers["w0"].requests
+        await cluster.add_worker("w1", Script(), tokenizer_fingerprint=tokenizer_fingerprint(ours))
+        await cluster.until(lambda: [model.worker_ids for model in frontend.cluster.models] == [["w1"]])
+        assert await tokens_of(cluster) == [10, 10]
+    finally:
+        await cluster.close()

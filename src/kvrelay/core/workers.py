@@ -48,7 +48,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     ``worker_id`` is new at every start; ``epoch`` counts role changes. ``address`` is the ZMQ request plane.
     ``model_path`` lets a frontend on the same machine find the tokenizer; ``kv_compatibility`` is
     ``Compatibility.digest()``. ``public_key`` is the CURVE key that ``address`` asks for, empty if it is open.
-    ``weights_fingerprint`` says whether two workers of one name give the same answers.
+    ``weights_fingerprint`` says whether two workers of one name give the same answers,
+    ``tokenizer_fingerprint`` whether a frontend's copy of the tokenizer is this worker's (empty: unknown).
     ``lease_ttl_s``: silent for so long, it is gone; who connects to it chooses heartbeats by that.
     """
 
@@ -70,6 +71,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     max_num_seqs: Count = 0
     public_key: Name = ""
     weights_fingerprint: Name = ""
+    tokenizer_fingerprint: Name = ""
     lease_ttl_s: LeaseTime = 10.0
     version: int = 1
 

@@ -1,4 +1,4 @@
-"""Files and texts that ship with the package: the bundled checkpoint and the generators of the text it was trained on.
+"""Files and texts: the bundled checkpoint, the generators of the text it was trained on, tokenizer files.
 
 Owns where the bundled checkpoint lies and what its training text looks like. Knows nothing of models, tensors or
 serving, and imports neither torch nor transformers, so that any process may use it.

@@ -22,7 +22,9 @@ from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.event_codec import decode_events, decode_load
 from kvrelay.core.workers import WorkerInfo
+from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.errors import (
+    CheckpointError,
     ControlUnavailableError,
     KvrelayError,
     ModelNotFoundError,
@@ -197,7 +199,7 @@ class Cluster:
 
     def _is_for(self, model: Model, info: WorkerInfo) -> bool:
         """Whether the worker, as its entry says now, serves this model."""
-        return self._models.get(info.model) is model and model.weights_fingerprint == info.weights_fingerprint
+        return self._models.get(info.model) is model and model.is_of(info)
 
     def _has_been_met(self, worker_id: str) -> None:
         """With or without success."""
@@ -280,16 +282,34 @@ class Cluster:
         """
         async with self._loading.setdefault(info.model, asyncio.Lock()):
             model = self._models.get(info.model)
-            if model is not None and model.weights_fingerprint == info.weights_fingerprint:
+            if model is not None and model.is_of(info):
                 return model
             # Before: the one that waits comes again and again. Behind: meanwhile an old worker may have come back.
             _check_is_free(model)
-            tokenizer = await asyncio.to_thread(self._tokenizer_of, Path(info.model_path))
+            tokenizer = await asyncio.to_thread(self._load_tokenizer, info)
             _check_is_free(model)
             router = self._build_router(info.block_size, self._request_replay)
             model = self._models[info.model] = Model(info, tokenizer, router)
             model.tune(self._settings)
         return model
+
+    def _load_tokenizer(self, info: WorkerInfo) -> Tokenizer:
+        """This machine's copy. Raises CheckpointError, also when the worker's copy is another one: its answers would
+        become other text here."""
+        path = Path(info.model_path)
+        tokenizer = self._tokenizer_of(path)
+        if info.tokenizer_fingerprint:
+            try:
+                found = tokenizer_fingerprint(path)
+            except OSError as exc:
+                raise CheckpointError(f"cannot read the tokenizer's files in {path}: {exc}") from exc
+            if found != info.tokenizer_fingerprint:
+                raise CheckpointError(
+                    f"the tokenizer, chat template or generation config in {path} differs from the copy that "
+                    f"{info.worker_id} has on {info.host or 'its machine'}: bring the same checkpoint to both, then "
+                    f"restart what was changed"
+                )
+        return tokenizer
 
     # -- what workers publish -----------------------------------------------------------------------------------------
 
@@ -341,7 +361,7 @@ class Cluster:
 def _check_is_free(old: Model | None) -> None:
     """Raises WorkerUnavailableError while workers still serve the model that has the name."""
     if old is not None and old.is_available:
-        raise WorkerUnavailableError(f"other workers serve other weights under the name {old.name}")
+        raise WorkerUnavailableError(f"workers with other weights or another tokenizer serve the name {old.name}")
 
 
 async def _happen(timeout_s: float, *events: asyncio.Event) -> bool:

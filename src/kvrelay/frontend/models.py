@@ -35,6 +35,7 @@ class Model:
         self.name = first.model
         self.root = first.model_path
         self.weights_fingerprint = first.weights_fingerprint
+        self.tokenizer_fingerprint = first.tokenizer_fingerprint
         self.created_unix_s = int(time.time())
         self.tokenizer = tokenizer
         self.router = router
@@ -46,6 +47,13 @@ class Model:
 
     def __repr__(self) -> str:
         return f"Model({self.name}, workers={sorted(self._links)}, router={self.router!r})"
+
+    def is_of(self, info: WorkerInfo) -> bool:
+        """Whether the worker's weights and tokenizer are this model's: whether it may continue its requests."""
+        return (self.weights_fingerprint, self.tokenizer_fingerprint) == (
+            info.weights_fingerprint,
+            info.tokenizer_fingerprint,
+        )
 
     @property
     def is_available(self) -> bool:

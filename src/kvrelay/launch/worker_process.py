@@ -25,9 +25,10 @@ from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerRole
+from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.engine.base import Executor
 from kvrelay.engine.core import EngineCore
-from kvrelay.errors import ConfigError, EngineHungError
+from kvrelay.errors import CheckpointError, ConfigError, EngineHungError
 from kvrelay.executors import ExecutorSettings, build_executor
 from kvrelay.launch.security import request_plane_keys, require_metrics_key, transfer_settings
 from kvrelay.launch.signals import on_terminate
@@ -165,7 +166,16 @@ def _settings(options: WorkerOptions, executor: Executor, public_key: str) -> Wo
         disagg=options.disagg,
         worker_id=new_worker_id(options.role),
         public_key=public_key,
+        tokenizer_fingerprint=_tokenizer_fingerprint(options.model_path),
     )
+
+
+def _tokenizer_fingerprint(path: Path) -> str:
+    """Raises CheckpointError."""
+    try:
+        return tokenizer_fingerprint(path)
+    except OSError as exc:
+        raise CheckpointError(f"cannot read {exc.filename}: {exc.strerror}") from exc
 
 
 async def _connect(heartbeat: Heartbeat, address: str, public_key: str) -> RpcClient:

@@ -213,6 +213,7 @@ class Membership:
             max_num_seqs=settings.engine.max_num_seqs,
             public_key=settings.public_key,
             weights_fingerprint=executor.weights_fingerprint,
+            tokenizer_fingerprint=settings.tokenizer_fingerprint,
             lease_ttl_s=settings.control.lease_ttl_s,
         )
 

@@ -24,6 +24,7 @@ class WorkerSettings:
     disagg: DisaggConfig
     worker_id: str
     public_key: str = ""
+    tokenizer_fingerprint: str = ""
 
 
 def new_worker_id(role: WorkerRole) -> str:

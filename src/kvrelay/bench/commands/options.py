@@ -12,6 +12,7 @@ import click
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 DATASETS = ("random", "shared-prefix", "readable-prefix", "sharegpt", "jsonl", "mooncake", "trace")
+KEY_OPTION = "--api-key"
 FILE = click.Path(path_type=Path)
 
 
@@ -66,4 +67,11 @@ def dataset_options(command: _F) -> _F:
 def command_line() -> str:
     """The command as it was typed, for the report; a key is not repeated."""
     words = ["kvrelay", *sys.argv[1:]]
-    return " ".join("***" if at and words[at - 1] == "--api-key" else word for at, word in enumerate(words))
+    return " ".join(_without_key(word, words[at - 1] if at else "") for at, word in enumerate(words))
+
+
+def _without_key(word: str, before: str) -> str:
+    """Both ``--api-key KEY`` and ``--api-key=KEY``."""
+    if before == KEY_OPTION:
+        return "***"
+    return f"{KEY_OPTION}=***" if word.startswith(f"{KEY_OPTION}=") else word
