@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from nats import errors as nats_errors
 from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
 
 from kvrelay.control.tls import TLS_OPTIONS, TlsFiles
 from kvrelay.errors import ConfigError, ControlUnavailableError, PayloadTooLargeError
@@ -27,6 +28,7 @@ REQUEST_TIMEOUT_S = 2.0
 RECONNECT_INTERVAL_S = 0.25
 PING_INTERVAL_S = 2.0
 MAX_SILENT_PINGS = 2
+CLOSE_TIMEOUT_S = 1.0
 SCHEMES = ("nats", "tls")
 URL_OPTIONS = (*TLS_OPTIONS, "creds")
 
@@ -56,13 +58,48 @@ class NatsSubscription(Protocol):
     async def drain(self) -> None: ...
 
 
-class _Client(Client):  # type: ignore[misc]  # the library is not typed
-    """The library's client, with two faults less."""
+class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not typed
+    """Sends nothing in the clear where TLS was asked for: the library goes by what the server says.
+
+    It also tells asyncio that the stream has become TLS; untold, it warns when the server ends the connection.
+    """
+
+    def __init__(self, *, needs_tls: bool) -> None:
+        super().__init__()
+        self._is_open = not needs_tls
+
+    def __bool__(self) -> bool:
+        # Also before it is connected: the library replaces one that is false.
+        return True
+
+    async def connect_tls(self, *arguments: Any, **settings: Any) -> None:
+        await super().connect_tls(*arguments, **settings)
+        self._io_writer._protocol._over_ssl = True
+        self._is_open = True
+
+    def write(self, payload: bytes) -> None:
+        self._check()
+        super().write(payload)
+
+    def writelines(self, payload: Iterable[bytes]) -> None:
+        self._check()
+        super().writelines(payload)
+
+    def _check(self) -> None:
+        if not self._is_open:
+            raise ssl.SSLError(1, "the server does not speak TLS: a control URL without it begins with nats://")
+
+
+class _Client(Client):  # type: ignore[misc]
+    """The library's client, with three faults less."""
+
+    _transport: Any
 
     async def _connect_to_server(self, server: Any) -> None:
         """Closes the socket of a failed attempt, which the library leaves open."""
         if self._transport:
             self._transport.close()
+        self._transport = _Transport(needs_tls=self.options.get("tls") is not None)
         await super()._connect_to_server(server)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
@@ -121,7 +158,7 @@ class NatsConnection:
         await _abandon(client)
         failure = None if connecting.cancelled() else connecting.exception()
         reason = _one_line(failure or attempts.last_error) or f"no answer in {connect_timeout_s:g} s"
-        if isinstance(failure or attempts.last_error, ConnectionResetError):
+        if isinstance(failure or attempts.last_error, ConnectionResetError | BrokenPipeError):
             # The server closes the connection behind its refusal, which is lost when the reset is read first.
             reason += " (a failed authorization looks like this, too)"
         raise ControlUnavailableError(f"cannot connect to the control server {shown}: {reason}")
@@ -260,13 +297,26 @@ class _Attempts:
 
 async def _abandon(client: Any) -> None:
     """Close a client whose connecting has failed; its own ``close`` leaves the socket of a cancelled attempt open."""
-    with suppress(nats_errors.Error, OSError):
-        await client.close()
+    await _ended(client.close())
     transport = client._transport
     if transport:
         transport.close()
-        with suppress(OSError):
-            await transport.wait_closed()
+        await _ended(transport.wait_closed())
+
+
+async def _ended(closing: Coroutine[Any, Any, None]) -> None:
+    """Return when ``closing`` has ended, however it did, within bounds.
+
+    In a task of its own: asyncio's streams raise the CancelledError of the attempt that was given up, which here would
+    look as if this task were cancelled.
+    """
+    task = asyncio.ensure_future(closing)
+    try:
+        await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)
+    finally:
+        task.cancel()
+    if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+        _log.debug("closing a connection that never was: %s", _one_line(error))
 
 
 def _parse(url: str) -> SplitResult:

@@ -1,0 +1,103 @@
+"""Control URLs with TLS: errors are one line, nothing secret is sent in the clear, nothing is warned of."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvloop
+from tests.certificates import make_certificate
+from tests.control.configured_server import configured_server
+
+from kvrelay.config import ControlConfig
+from kvrelay.control import connect_control
+from kvrelay.errors import ControlUnavailableError
+
+LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    directory = tmp_path_factory.mktemp("tls")
+    certificate, key = make_certificate(directory)
+    config = f'tls {{ cert_file: "{certificate}", key_file: "{key}" }}\nauthorization {{ user: u, password: secret }}\n'
+    with configured_server(directory, config) as address:
+        yield address, certificate
+
+
+async def _connect_and_leave(url: str) -> None:
+    control = await connect_control(ControlConfig(control=url, connect_timeout_s=10.0))
+    await control.discovery.list("kvrelay/")
+    await control.close()
+
+
+@LOOPS
+def test_over_tls_nothing_is_warned_of(server, new_loop, caplog: pytest.LogCaptureFixture) -> None:
+    address, certificate = server
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_connect_and_leave(f"tls://u:secret@{address}?ca={certificate}"))
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@LOOPS
+@pytest.mark.parametrize(
+    ("scheme", "login", "with_ca", "reason"),
+    [
+        ("nats", "u:secret", False, "CERTIFICATE_VERIFY_FAILED"),
+        ("tls", "u:secret", False, "CERTIFICATE_VERIFY_FAILED"),
+        ("tls", "u:wrong", True, "uthorization"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    server, new_loop, caplog: pytest.LogCaptureFixture, *, scheme: str, login: str, with_ca: bool, reason: str
+) -> None:
+    address, certificate = server
+    url = f"{scheme}://{login}@{address}" + (f"?ca={certificate}" if with_ca else "")
+    with asyncio.Runner(loop_factory=new_loop) as runner, pytest.raises(ControlUnavailableError) as caught:
+        runner.run(_connect_and_leave(url))
+    assert reason in caught.value.message
+    assert "\n" not in caught.value.message
+    assert "secret" not in caught.value.message
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@LOOPS
+def test_a_server_without_tls_gets_no_password(new_loop) -> None:
+    heard = bytearray()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"x","version":"2.11.0","max_payload":1048576,"proto":1}\r\n')
+        heard.extend(await reader.read())
+        writer.close()
+
+    async def scenario() -> None:
+        listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        try:
+            with pytest.raises(ControlUnavailableError, match="does not speak TLS"):
+                await _connect_and_leave(f"tls://u:secret@127.0.0.1:{port}")
+        finally:
+            listening.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(scenario())
+    assert bytes(heard) == b""
+
+
+def test_abandoning_an_attempt_leaks_no_cancellation() -> None:
+    """A listener that says nothing: the attempt is cancelled when its time is up, this task is not."""
+
+    async def scenario() -> int:
+        listening = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        with pytest.raises(ControlUnavailableError, match=r"no answer in 0\.2 s"):
+            await connect_control(ControlConfig(control=f"nats://127.0.0.1:{port}", connect_timeout_s=0.2))
+        listening.close()
+        task = asyncio.current_task()
+        assert task is not None
+        return task.cancelling()
+
+    assert asyncio.run(scenario()) == 0
