@@ -67,11 +67,14 @@ def test_what_is_wrong_is_one_line(
 @LOOPS
 def test_a_server_without_tls_gets_no_password(new_loop) -> None:
     heard = bytearray()
+    ended = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b'INFO {"server_id":"x","version":"2.11.0","max_payload":1048576,"proto":1}\r\n')
         heard.extend(await reader.read())
         writer.close()
+        await writer.wait_closed()
+        ended.set()
 
     async def scenario() -> None:
         listening = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -79,6 +82,8 @@ def test_a_server_without_tls_gets_no_password(new_loop) -> None:
         try:
             with pytest.raises(ControlUnavailableError, match="does not speak TLS"):
                 await _connect_and_leave(f"tls://u:secret@127.0.0.1:{port}")
+            # No attempt leaves its socket open.
+            await asyncio.wait_for(ended.wait(), 10.0)
         finally:
             listening.close()
 
@@ -91,10 +96,19 @@ def test_abandoning_an_attempt_leaks_no_cancellation() -> None:
     """A listener that says nothing: the attempt is cancelled when its time is up, this task is not."""
 
     async def scenario() -> int:
-        listening = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        ended = asyncio.Event()
+
+        async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+            ended.set()
+
+        listening = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
         with pytest.raises(ControlUnavailableError, match=r"no answer in 0\.2 s"):
             await connect_control(ControlConfig(control=f"nats://127.0.0.1:{port}", connect_timeout_s=0.2))
+        await asyncio.wait_for(ended.wait(), 10.0)
         listening.close()
         task = asyncio.current_task()
         assert task is not None
