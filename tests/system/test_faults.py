@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 
 import httpx
@@ -76,6 +77,24 @@ def test_nats_killed_and_started_again(server):
     wait_until_whole(server)
     with Streams(server) as streams:
         streams.check()
+
+
+def test_a_nats_server_that_cannot_start_again_ends_nothing(server):
+    """Its port is taken for a while; a worker that is killed meanwhile comes back when the control plane does."""
+    wait_until_whole(server)
+    (nats,) = [child for child in psutil.Process(server.process.pid).children() if "nats-server" in child.name()]
+    with Streams(server) as streams, socket.socket() as squatter:
+        streams.wait_for_tokens(NUM_STREAMS)
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.process.send_signal(signal.SIGSTOP)  # so that it does not take the port first
+        nats.kill()
+        until(lambda: nats.status() == psutil.STATUS_ZOMBIE)
+        squatter.bind(("127.0.0.1", int(server.control.rpartition(":")[2])))
+        squatter.listen()
+        server.process.send_signal(signal.SIGCONT)
+        until(lambda: "the NATS server cannot be started" in server.read())
+        streams.check()
+    wait_until_whole(server)
 
 
 def test_clients_that_go_away_free_everything(server):

@@ -1,6 +1,7 @@
 """``kvrelay``: finds the command, runs it, and turns every failure into one line on stderr and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted. Commands are imported only when they are called, so that
+Exit codes: 0 done, 1 failed, 2 bad usage, 69 no control plane, 70 engine hung, 130 interrupted.
+Commands are imported only when they are called, so that
 ``kvrelay --help`` does not wait for torch.
 """
 

@@ -100,7 +100,10 @@ class WorkerUnavailableError(RetryElsewhereError):
 
 
 class ControlUnavailableError(RetryElsewhereError):
-    """The control plane (NATS, etcd) cannot be reached."""
+    """The control plane (NATS, etcd) cannot be reached. A supervisor that sees the exit code knows that nothing is
+    wrong with the process: it does not count as a crash."""
+
+    exit_code = 69
 
 
 class AddressInUseError(KvrelayError):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from kvrelay.control.nats_process import die_with_parent
+from kvrelay.errors import ControlUnavailableError
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,10 @@ class Child:
     process: subprocess.Popen[bytes]
     environment: dict[str, str] | None = None
     crashes_s: list[float] = field(default_factory=list)
+    num_without_control: int = 0
+    """Ends in a row because the control plane was away; they are no crashes."""
+    restart_s: float | None = None
+    """When it is to be started again; None: not decided, or it runs."""
 
     @property
     def pid(self) -> int:
@@ -65,7 +70,14 @@ def start_child(
 
 
 def restart_delay_s(child: Child, now_s: float) -> float | None:
-    """How long to wait before starting a crashed child again; None when it crashes in a loop."""
+    """How long to wait before starting a child again that has ended; None when it crashes in a loop.
+
+    One that found no control plane has not crashed: it is started again for as long as that is away.
+    """
+    if child.exit_code == ControlUnavailableError.exit_code:
+        child.num_without_control += 1
+        return RESTART_BACKOFF_S[min(child.num_without_control, len(RESTART_BACKOFF_S)) - 1]
+    child.num_without_control = 0
     child.crashes_s = [at for at in child.crashes_s if now_s - at < CRASH_LOOP_WINDOW_S] + [now_s]
     if len(child.crashes_s) >= CRASH_LOOP_LIMIT:
         return None
@@ -75,6 +87,7 @@ def restart_delay_s(child: Child, now_s: float) -> float | None:
 def restart(child: Child) -> None:
     """Start the child's command again, in place."""
     child.process = start_child(child.name, child.command, environment=child.environment).process
+    child.restart_s = None
 
 
 async def stop_children(children: list[Child], timeout_s: float) -> None:

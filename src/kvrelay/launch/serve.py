@@ -27,8 +27,10 @@ from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.control.credentials import require_credentials
 from kvrelay.control.nats_process import NatsServerProcess
+from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import AddressInUseError, CheckpointError, FatalError, KvrelayError
 from kvrelay.launch.children import Child, kvrelay_command, restart, restart_delay_s, start_child, stop_children
+from kvrelay.launch.nats_keeper import NatsKeeper
 from kvrelay.launch.security import require_api_key, require_metrics_key
 from kvrelay.launch.signals import on_terminate
 
@@ -155,6 +157,8 @@ class Cluster:
 
     async def _until_ready(self) -> bool:
         """Wait until every worker is in discovery and the frontend serves the model. False: told to stop meanwhile."""
+        from kvrelay.launch.admin import list_workers
+
         deadline = time.monotonic() + self._options.start_timeout_s
         control = await connect_control(self._control)
         keys = Keys(self._control.namespace)
@@ -162,7 +166,7 @@ class Cluster:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
                 while not self._stop.is_set():
                     self._check_starting()
-                    workers = await control.discovery.list(keys.workers)
+                    workers = await list_workers(control, keys)
                     if len(workers) >= self._options.num_workers and await self._healthy(session):
                         return True
                     if time.monotonic() > deadline:
@@ -207,33 +211,36 @@ class Cluster:
     # -- watch --------------------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
+        keeper = NatsKeeper(self._nats, MonotonicClock()) if self._nats is not None else None
         while not self._stop.is_set():
             for child in self._workers + self._frontends:
                 if child.exit_code is not None:
-                    await self._revive(child)
-            if self._nats is not None and not self._nats.is_running:
-                _log.warning("the NATS server ended: starting it again")
-                self._nats.start()
+                    self._revive(child, time.monotonic())
+            if keeper is not None:
+                await keeper.look()
             try:
                 async with asyncio.timeout(POLL_INTERVAL_S * 4):
                     await self._stop.wait()
             except TimeoutError:
                 pass
 
-    async def _revive(self, child: Child) -> None:
+    def _revive(self, child: Child, now_s: float) -> None:
+        """Decide about a child that has ended, and start it again when that is due. Raises FatalError."""
+        if child.restart_s is not None:
+            if now_s >= child.restart_s:
+                restart(child)
+            return
         if child.exit_code == 0:
             self._let_go(child)
             return
-        delay = restart_delay_s(child, time.monotonic())
+        delay = restart_delay_s(child, now_s)
         if delay is None:
             raise FatalError(f"{child.name} crashes in a loop (exit code {child.exit_code})")
         print(
             f"kvrelay: {child.name} (pid {child.pid}) ended with exit code {child.exit_code}; restart in {delay:g} s",
             file=sys.stderr,
         )
-        await asyncio.sleep(delay)
-        if not self._stop.is_set():
-            restart(child)
+        child.restart_s = now_s + delay
 
     def _let_go(self, child: Child) -> None:
         """It was told to leave, by SIGTERM, ``kvrelay drain`` or a revoked lease: nobody wants it back."""

@@ -1,0 +1,59 @@
+"""Keeps the NATS server of ``serve`` running: starts it again, with growing pauses, for as long as it takes.
+
+Requests go on without it, so nothing that keeps it from starting is a reason to end the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Protocol
+
+from kvrelay.core.clock import Clock
+from kvrelay.errors import KvrelayError
+
+BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0)
+
+
+class Server(Protocol):
+    """What is used of a ``NatsServerProcess``."""
+
+    @property
+    def is_running(self) -> bool: ...
+
+    def start(self) -> str: ...
+
+
+class NatsKeeper:
+    """Call ``look`` often."""
+
+    def __init__(self, server: Server, clock: Clock) -> None:
+        self._server = server
+        self._clock = clock
+        self._num_failures = 0
+        self._due_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"NatsKeeper(is_running={self._server.is_running}, failures={self._num_failures})"
+
+    async def look(self) -> None:
+        """Start the server if it has ended and another attempt is due."""
+        if self._server.is_running or self._clock.now() < self._due_s:
+            return
+        if not self._num_failures:
+            _say("the NATS server ended: starting it again; requests go on with the workers that are known")
+        try:
+            await asyncio.to_thread(self._server.start)
+        except KvrelayError as exc:
+            self._num_failures += 1
+            delay_s = BACKOFF_S[min(self._num_failures, len(BACKOFF_S) - 1)]
+            self._due_s = self._clock.now() + delay_s
+            _say(f"the NATS server cannot be started: {exc.message}; next attempt in {delay_s:g} s")
+            return
+        if self._num_failures:
+            _say(f"the NATS server runs again, after {self._num_failures + 1} attempts")
+        self._num_failures, self._due_s = 0, 0.0
+
+
+def _say(text: str) -> None:
+    print(f"kvrelay: {text}", file=sys.stderr, flush=True)

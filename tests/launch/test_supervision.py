@@ -1,0 +1,130 @@
+"""What ``serve`` does about children and a NATS server that end, by the clock's hand."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.launch.test_serve import options
+
+from kvrelay.core.clock import ManualClock
+from kvrelay.errors import AddressInUseError, ControlUnavailableError, FatalError
+from kvrelay.launch.children import CRASH_LOOP_LIMIT, Child
+from kvrelay.launch.nats_keeper import NatsKeeper
+from kvrelay.launch.serve import Cluster
+
+
+class Process:
+    """Ended with ``code``."""
+
+    pid = 1
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+
+def child(code: int) -> Child:
+    process: Any = Process(code)
+    return Child("decode worker 0", ["true"], process)
+
+
+class Supervised:
+    """A cluster of one child that ends again and again; ``restarts`` says when it was started."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+        self.cluster = Cluster(options(tmp_path))
+        self.child = child(code)
+        self.now_s = 0.0
+        self.restarts: list[float] = []
+        monkeypatch.setattr("kvrelay.launch.serve.restart", self._restart)
+
+    def _restart(self, child: Child) -> None:
+        child.restart_s = None
+        self.restarts.append(self.now_s)
+
+    def run(self, seconds: float) -> None:
+        """It is looked at five times a second, as in ``serve``."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.cluster._revive(self.child, self.now_s)
+            self.now_s += 0.2
+
+
+def test_a_worker_without_control_plane_is_started_again_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Supervised(tmp_path, monkeypatch, ControlUnavailableError.exit_code)
+    one.run(600.0)
+    assert len(one.restarts) > 100
+    pauses = [after - before for before, after in itertools.pairwise(one.restarts)]
+    assert max(pauses) < 5.0
+    # Once the control plane is back, crashes count from none.
+    assert one.child.crashes_s == []
+
+
+def test_a_worker_that_crashes_in_a_loop_ends_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Supervised(tmp_path, monkeypatch, 1)
+    with pytest.raises(FatalError, match="crashes in a loop"):
+        one.run(60.0)
+    assert len(one.restarts) == CRASH_LOOP_LIMIT - 1
+
+
+def test_crashes_between_absences_of_the_control_plane_still_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Supervised(tmp_path, monkeypatch, 1)
+    process: Any = one.child.process
+
+    def end_alternately() -> None:
+        for code in (1, 69) * 20:
+            process.code = code
+            before = len(one.restarts)
+            while len(one.restarts) == before:
+                one.run(0.2)
+
+    with pytest.raises(FatalError, match="crashes in a loop"):
+        end_alternately()
+
+
+@dataclass
+class Server:
+    """Cannot be started ``num_refusals`` times."""
+
+    num_refusals: int
+    is_running: bool = False
+    num_attempts: int = 0
+
+    def start(self) -> str:
+        self.num_attempts += 1
+        if self.num_attempts <= self.num_refusals:
+            raise AddressInUseError("port 4222 of 127.0.0.1 is in use")
+        self.is_running = True
+        return "nats://127.0.0.1:4222"
+
+
+async def test_a_nats_server_whose_port_is_taken_is_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
+    clock, server = ManualClock(), Server(num_refusals=30)
+    keeper = NatsKeeper(server, clock)
+    attempts_s: list[float] = []
+    while not server.is_running:
+        before = server.num_attempts
+        await keeper.look()
+        if server.num_attempts > before:
+            attempts_s.append(clock.now())
+        clock.advance(0.25)
+    assert server.num_attempts == 31
+    pauses = [after - before for before, after in itertools.pairwise(attempts_s)]
+    assert max(pauses) <= 5.25
+    said = capsys.readouterr().err
+    assert "is in use" in said
+    assert said.rstrip().endswith("runs again, after 31 attempts")
+    # The next time it ends it is started at once.
+    server.is_running = False
+    await keeper.look()
+    assert server.is_running
