@@ -7,7 +7,7 @@ import json
 import pytest
 from tests.system.serving import kvrelay
 
-from kvrelay.bench.commands.routing import RoutingLoad, _schedule, _summarise
+from kvrelay.bench.routing import RoutingLoad, _schedule, _summarise
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

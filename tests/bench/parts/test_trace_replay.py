@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.bench.parts.trace_replay import TraceRequest, WorkerModel, infinite_hit_ratio, read_trace, replay_trace
+from kvrelay.bench.formats import TraceRecord
+from kvrelay.bench.parts.trace_replay import WorkerModel, infinite_hit_ratio, read_trace, replay_trace
 from kvrelay.config import RouterConfig
 from kvrelay.errors import InvalidInputError
 
 
-def groups(seed: int = 0) -> list[TraceRequest]:
+def groups(seed: int = 0) -> list[TraceRecord]:
     """16 groups of 40 prompts with 4 shared blocks and one of their own, in random order."""
     rng = random.Random(seed)
     order = [group for group in range(16) for _ in range(40)]
     rng.shuffle(order)
     at, requests = 0.0, []
     for number, group in enumerate(order):
-        at += rng.expovariate(160) * 1000
-        requests.append(TraceRequest(at, 2148, 64, (*range(10 * group, 10 * group + 4), 10_000 + number)))
+        at += rng.expovariate(160)
+        requests.append(TraceRecord(at, 2148, 64, (*range(10 * group, 10 * group + 4), 10_000 + number)))
     return requests
 
 
@@ -30,7 +31,7 @@ def test_the_reader(tmp_path: Path) -> None:
         '{"timestamp": 27, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n\n'
         '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1], "more": null}\n'
     )
-    assert [request.timestamp for request in read_trace(path)] == [0, 27]
+    assert [request.timestamp_s for request in read_trace(path)] == [0, 0.027]
     assert read_trace(path, limit=1)[0].hash_ids == (1, 2)
 
 
@@ -59,7 +60,7 @@ def test_a_missing_trace_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_infinite_cache() -> None:
-    requests = [TraceRequest(0, 1, 1, ids) for ids in ((1, 2), (1, 2, 3), (4, 2), (1, 2, 3, 5))]
+    requests = [TraceRecord(0, 1, 1, ids) for ids in ((1, 2), (1, 2, 3), (4, 2), (1, 2, 3, 5))]
     assert infinite_hit_ratio(requests) == pytest.approx((0 + 2 + 0 + 3) / 11)
 
 

@@ -14,6 +14,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 DATASETS = ("random", "shared-prefix", "readable-prefix", "sharegpt", "jsonl", "mooncake", "trace")
 KEY_OPTION = "--api-key"
 FILE = click.Path(path_type=Path)
+serve_args_option = click.option("--serve-args", default="", help="More arguments for kvrelay serve.")
 
 
 def body_options(command: _F) -> _F:

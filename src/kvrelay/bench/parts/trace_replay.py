@@ -1,9 +1,8 @@
 """Replays a request trace through the real router over simulated workers, in virtual time.
 
-A trace in Mooncake's format is a JSON object a line: ``timestamp`` (ms), ``input_length`` and ``output_length``
-(tokens), ``hash_ids`` (one per 512-token block; equal ids are equal prefixes). What it owns: the reader, a simulated
-worker (an LRU prefix cache, one prefill at a time, decodes beside it), the event loop. What it does not know: HTTP,
-engines, real time: a replay of an hour takes seconds, and the same trace gives the same figures every time.
+What it owns: a simulated worker (an LRU prefix cache, one prefill at a time, decodes beside it), the event loop. What
+it does not know: HTTP, engines, real time: a replay of an hour takes seconds, and the same trace gives the same figures
+every time.
 
 The router works in blocks here: a block of the trace is one token to it, so a prompt is its list of hash ids.
 """
@@ -11,14 +10,17 @@ The router works in blocks here: a block of the trace is one token to it, so a p
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from kvrelay.bench.formats import TraceRecord, read_mooncake
+from kvrelay.bench.prefixes.blocks import hit_ratios, leading_hits
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
@@ -30,15 +32,6 @@ from kvrelay.router.base import RoutingRequest
 from kvrelay.router.router import Router
 
 TRACE_BLOCK_TOKENS = 512
-
-
-class TraceRequest(msgspec.Struct, frozen=True):
-    """One line of a trace."""
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
 
 
 class WorkerModel(msgspec.Struct, frozen=True):
@@ -67,49 +60,19 @@ class ReplayResult(msgspec.Struct, frozen=True):
     p99_ttft_s: float
 
 
-_line_decoder = msgspec.json.Decoder(TraceRequest)
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRecord]:
+    """The requests of a trace in Mooncake's format, by time. Raises InvalidInputError that names file and line."""
+    requests = list(itertools.islice(read_mooncake(path), limit))
+    if any(
+        not request.hash_ids or not 0 <= min(request.hash_ids) <= max(request.hash_ids) < 2**32 for request in requests
+    ):
+        raise InvalidInputError(f"{path}: hash_ids must be one or more unsigned 32-bit integers")
+    return sorted(requests, key=lambda request: request.timestamp_s)
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """The requests of a trace file in order of time. Raises InvalidInputError that names the line."""
-    requests: list[TraceRequest] = []
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if limit is not None and len(requests) >= limit:
-                    break
-                if line.strip():
-                    requests.append(_read_line(path, number, line))
-    except OSError as exc:
-        raise InvalidInputError(f"cannot read the trace {path}: {exc.strerror}") from exc
-    if not requests:
-        raise InvalidInputError(f"the trace {path} has no requests")
-    return sorted(requests, key=lambda request: request.timestamp)
-
-
-def _read_line(path: Path, number: int, line: bytes) -> TraceRequest:
-    try:
-        request = _line_decoder.decode(line)
-    except msgspec.DecodeError as exc:
-        raise InvalidInputError(f"{path}, line {number}: {exc}") from exc
-    if not request.hash_ids or min(request.hash_ids) < 0 or max(request.hash_ids) > 0xFFFFFFFF:
-        raise InvalidInputError(f"{path}, line {number}: hash_ids must be one or more unsigned 32-bit integers")
-    return request
-
-
-def infinite_hit_ratio(requests: Iterable[TraceRequest]) -> float:
+def infinite_hit_ratio(requests: Sequence[TraceRecord]) -> float:
     """The share of prefix blocks that one cache without bounds would have found."""
-    seen: set[int] = set()
-    hits = total = 0
-    for request in requests:
-        total += len(request.hash_ids)
-        hits += _leading(request.hash_ids, seen)
-        seen.update(request.hash_ids)
-    return hits / total if total else 0.0
-
-
-def _leading(blocks: Sequence[int], held: set[int]) -> int:
-    return next((at for at, block in enumerate(blocks) if block not in held), len(blocks))
+    return hit_ratios([request.hash_ids for request in requests], ())[0].hit_ratio
 
 
 class _SimulatedWorker:
@@ -126,13 +89,13 @@ class _SimulatedWorker:
         self._starts: deque[float] = deque()
         self._active_blocks = 0
 
-    def accept(self, request: TraceRequest, sequence: tuple[int, ...], now: float) -> tuple[int, float, list[KvEvent]]:
+    def accept(self, request: TraceRecord, sequence: tuple[int, ...], now: float) -> tuple[int, float, list[KvEvent]]:
         """Queue the prefill: (blocks found in the cache, when the first token comes, cache events).
 
         The cache is looked up and filled at once: what is queued before it will have been computed when its turn
         comes. The events are to be published with the first token.
         """
-        hits = next((at for at, block in enumerate(sequence) if block not in self._cache), len(sequence))
+        hits = leading_hits(sequence, self._cache)
         for block in reversed(sequence):  # so that the end of a prefix is evicted before its beginning
             self._cache[block] = None
             self._cache.move_to_end(block)
@@ -142,13 +105,13 @@ class _SimulatedWorker:
         evicted = [self._cache.popitem(last=False)[0] for _ in range(len(self._cache) - self._model.cache_blocks)]
         if evicted:
             events.append(BlockRemoved(tuple(evicted)))
-        computed = max(request.input_length - hits * TRACE_BLOCK_TOKENS, 1)
+        computed = max(request.input_len - hits * TRACE_BLOCK_TOKENS, 1)
         start = max(now, self._free_at)
         self._free_at = start + computed / self._model.prefill_tokens_per_s
         self._starts.append(start)
         self._active_blocks += len(sequence)
-        self.tokens += request.input_length + request.output_length
-        self.work += computed + request.output_length
+        self.tokens += request.input_len + request.output_len
+        self.work += computed + request.output_len
         return hits, self._free_at, events
 
     def release(self, num_blocks: int) -> None:
@@ -187,9 +150,9 @@ class _Replay:
         for name in self._workers:
             self._router.add_worker(simulated_worker_info(name, 1))
 
-    def run(self, requests: Sequence[TraceRequest], time_scale: float) -> ReplayResult:
+    def run(self, requests: Sequence[TraceRecord], time_scale: float) -> ReplayResult:
         for number, request in enumerate(requests):
-            self._advance(request.timestamp / 1000.0 / time_scale)
+            self._advance(request.timestamp_s / time_scale)
             self._arrive(number, request)
         tokens = [worker.tokens for worker in self._workers.values()]
         work = [worker.work for worker in self._workers.values()]
@@ -205,9 +168,9 @@ class _Replay:
             p99_ttft_s=float(np.percentile(self._ttft_s, 99)),
         )
 
-    def _arrive(self, number: int, request: TraceRequest) -> None:
+    def _arrive(self, number: int, request: TraceRecord) -> None:
         now, request_id = self._clock.now(), f"r{number}"
-        decision = self._router.choose(RoutingRequest(request_id, request.hash_ids, request.output_length))
+        decision = self._router.choose(RoutingRequest(request_id, request.hash_ids, request.output_len))
         worker = self._workers[decision.worker_id]
         sequence = compute_sequence_hashes(request.hash_ids, 1)
         hits, first_token_s, events = worker.accept(request, sequence, now)
@@ -215,7 +178,7 @@ class _Replay:
         self._estimated += decision.overlap_blocks
         self._blocks += len(sequence)
         self._ttft_s.append(first_token_s - now)
-        end_s = first_token_s + request.output_length * self._model.inter_token_s
+        end_s = first_token_s + request.output_len * self._model.inter_token_s
         heapq.heappush(self._due, _Due(first_token_s, number, worker, events=tuple(events)))
         heapq.heappush(self._due, _Due(end_s, number, worker, num_released=len(sequence)))
 
@@ -274,7 +237,7 @@ def simulated_load(name: str, active_blocks: int = 0, total_blocks: int = 1, num
 
 
 def replay_trace(
-    requests: Sequence[TraceRequest],
+    requests: Sequence[TraceRecord],
     config: RouterConfig,
     *,
     num_workers: int = 16,

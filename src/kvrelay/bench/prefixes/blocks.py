@@ -8,7 +8,7 @@ over all blocks.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -35,35 +35,29 @@ def chained_blocks(content: bytes, block_bytes: int) -> tuple[int, ...]:
 
 def hit_ratios(requests: Sequence[Sequence[int]], cache_blocks: Iterable[int]) -> tuple[CacheHits, ...]:
     """The unlimited cache first, then LRU caches of the sizes given (in blocks, above zero)."""
-    return (_unlimited(requests), *(_lru(requests, size) for size in cache_blocks))
+    return tuple(CacheHits(size, _hit_ratio(requests, size)) for size in (None, *cache_blocks))
 
 
-def _unlimited(requests: Sequence[Sequence[int]]) -> CacheHits:
-    known: set[int] = set()
-    hits = total = 0
-    for blocks in requests:
-        leading = _leading(blocks, known)
-        known.update(blocks[leading:])
-        hits += leading
-        total += len(blocks)
-    return CacheHits(None, hits / total if total else 0.0)
+def leading_hits(blocks: Sequence[int], cache: Container[int]) -> int:
+    """How many of the first blocks the cache holds, up to the first that it does not."""
+    return next((at for at, block in enumerate(blocks) if block not in cache), len(blocks))
 
 
-def _lru(requests: Sequence[Sequence[int]], size: int) -> CacheHits:
-    if size < 1:
+def _hit_ratio(requests: Sequence[Sequence[int]], size: int | None) -> float:
+    if size is not None and size < 1:
         raise InvalidInputError(f"a cache of {size} blocks is no cache", param="cache_blocks")
+    known: set[int] = set()
     cache: OrderedDict[int, None] = OrderedDict()
     hits = total = 0
     for blocks in requests:
-        hits += _leading(blocks, cache)
+        hits += leading_hits(blocks, known if size is None else cache)
         total += len(blocks)
+        if size is None:
+            known.update(blocks)
+            continue
         for block in blocks:
             cache[block] = None
             cache.move_to_end(block)
             if len(cache) > size:
                 cache.popitem(last=False)
-    return CacheHits(size, hits / total if total else 0.0)
-
-
-def _leading(blocks: Sequence[int], known: set[int] | OrderedDict[int, None]) -> int:
-    return next((at for at, block in enumerate(blocks) if block not in known), len(blocks))
+    return hits / total if total else 0.0

@@ -1,9 +1,8 @@
-"""The compressed radix tree over many sequences, stored as a sorted array, and the shared prefixes in it.
+"""The compressed radix tree over many sequences, stored as a sorted list, and the shared prefixes in it.
 
-A radix tree whose nodes count the sequences that pass through them is, node by node, the sorted array of sequences
-with the lengths of the common prefixes (LCP) of neighbours: a node of depth d with count c is a longest run of c
-neighbours that share d items. The array takes 16 bytes a sequence beside the text, where a tree of objects takes
-hundreds, and all of it is worked on by whole columns.
+A radix tree whose nodes count the sequences that pass through them is, node by node, the sorted list of sequences with
+the lengths of the common prefixes (LCP) of neighbours: a node of depth d with count c is a longest run of c neighbours
+that share d items.
 
     sorted        LCP     windows of N = 3: smallest LCP inside
     "abc one"      -      [0..2] 4   <- a run of equal windows whose neighbours are both smaller:
@@ -13,23 +12,23 @@ hundreds, and all of it is worked on by whole columns.
     "x"            0
     "y"            0
 
-Which nodes count is the mission's measure (section 13): descend while a child has at least N sequences; the nodes
-where that ends are the shared prefixes. In the columns these are the strict local maxima of the window minima.
+Descend while a child has at least N sequences; the nodes where that ends are the shared prefixes. In the columns these
+are the strict local maxima of the window minima.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrelay.errors import InvalidInputError
 
-_STRIDE = 32
-_SLICE = 1 << 16
 _CONTINUATION_MASK, _CONTINUATION = 0xC0, 0x80
+_PROGRESS_EVERY = 1 << 14
 
 Progress = Callable[[float], None]
 
@@ -47,78 +46,37 @@ class PackedSequences:
     """Sequences as bytes in sorted order, with the LCP of neighbours in bytes, cut to whole items.
 
     ``item_bytes`` is the width of an item (big-endian, so that byte order is item order); 0 means UTF-8 text, whose
-    items are characters.
+    items are characters. ``lcp[i]`` is that of sequences i and i + 1.
     """
 
     def __init__(self, sequences: Iterable[bytes], item_bytes: int = 0, progress: Progress = lambda _: None) -> None:
-        ordered = sorted(sequences)
-        if not ordered:
+        self.ordered = sorted(sequences)
+        if not self.ordered:
             raise InvalidInputError("no conversations: nothing to measure")
         self.item_bytes = item_bytes
-        lengths = np.fromiter(map(len, ordered), np.int64, len(ordered))
-        self.starts: npt.NDArray[np.int64] = np.concatenate(([0], np.cumsum(lengths)))
-        self.data: npt.NDArray[np.uint8] = np.frombuffer(b"".join(ordered), np.uint8)
-        del ordered
-        self.lcp = self._neighbours_in_common(progress)
+        self.lcp: npt.NDArray[np.int64] = np.zeros(len(self) - 1, np.int64)
+        for at, pair in enumerate(pairwise(self.ordered)):
+            self.lcp[at] = self._common(*pair)
+            if at % _PROGRESS_EVERY == 0:
+                progress(at / len(self))
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __repr__(self) -> str:
-        return f"PackedSequences({len(self)} sequences, {self.data.nbytes} bytes)"
-
-    def prefix(self, index: int, num_bytes: int) -> bytes:
-        """The first ``num_bytes`` of the sequence at ``index`` in sorted order."""
-        start = int(self.starts[index])
-        return self.data[start : start + num_bytes].tobytes()
+        return len(self.ordered)
 
     def num_items(self, content: bytes) -> int:
         """How many characters or items the bytes hold."""
+        return len(content) // self.item_bytes if self.item_bytes else len(content.decode("utf-8", "surrogatepass"))
+
+    def _common(self, left: bytes, right: bytes) -> int:
+        size = min(len(left), len(right))
+        # As big numbers they differ from the highest byte on that is not the same in both.
+        differing = int.from_bytes(left[:size], "big") ^ int.from_bytes(right[:size], "big")
+        common = size - (differing.bit_length() + 7) // 8
         if self.item_bytes:
-            return len(content) // self.item_bytes
-        raw = np.frombuffer(content, np.uint8)
-        return int(np.count_nonzero((raw & _CONTINUATION_MASK) != _CONTINUATION))
-
-    def _neighbours_in_common(self, progress: Progress) -> npt.NDArray[np.int64]:
-        """``lcp[i]`` is that of sequences i and i + 1."""
-        count = len(self) - 1
-        lcp = np.zeros(max(count, 0), np.int64)
-        for begin in range(0, count, _SLICE):
-            end = min(begin + _SLICE, count)
-            lcp[begin:end] = self._common(np.arange(begin, end))
-            progress(end / count)
-        return self._whole_items(lcp)
-
-    def _common(self, left: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Compare each sequence with its successor, a stride at a time, going on with the pairs still equal."""
-        sizes = np.diff(self.starts)
-        limit = np.minimum(sizes[left], sizes[left + 1])
-        common = np.zeros(len(left), np.int64)
-        active = np.flatnonzero(limit > 0)
-        columns = np.arange(_STRIDE)
-        last = len(self.data) - 1
-        while len(active):
-            at = common[active]
-            first = np.minimum((self.starts[left[active]] + at)[:, None] + columns, last)
-            second = np.minimum((self.starts[left[active] + 1] + at)[:, None] + columns, last)
-            differs = self.data[first] != self.data[second]
-            equal = np.where(differs.any(axis=1), differs.argmax(axis=1), _STRIDE)
-            common[active] = np.minimum(at + equal, limit[active])
-            active = active[(equal == _STRIDE) & (common[active] < limit[active])]
+            return common - common % self.item_bytes
+        while common < len(left) and left[common] & _CONTINUATION_MASK == _CONTINUATION:
+            common -= 1
         return common
-
-    def _whole_items(self, lcp: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        if self.item_bytes:
-            return lcp - lcp % self.item_bytes
-        starts, ends = self.starts[:-2], self.starts[1:-1]
-        while True:
-            # A character was cut where the next byte of the left sequence goes on with one.
-            inside = np.flatnonzero(starts + lcp < ends)
-            ahead = self.data[(starts + lcp)[inside]]
-            cut = inside[(ahead & _CONTINUATION_MASK) == _CONTINUATION]
-            if not len(cut):
-                return lcp
-            lcp[cut] -= 1
 
 
 def shared_prefixes(packed: PackedSequences, min_count: int, min_length: int) -> list[SharedPrefixNode]:
@@ -142,7 +100,7 @@ def shared_prefixes(packed: PackedSequences, min_count: int, min_length: int) ->
     deepest = np.flatnonzero((depth > before) & (depth > after) & (depth > min_length))
     nodes = []
     for at in deepest.tolist():
-        content = packed.prefix(int(begins[at]), int(depth[at]))
+        content = packed.ordered[int(begins[at])][: int(depth[at])]
         length = packed.num_items(content)
         if length > min_length:
             nodes.append(SharedPrefixNode(length, int(ends[at] - begins[at]) + min_count - 1, content))
