@@ -232,6 +232,29 @@ async def test_close_ends_watches_and_later_calls_are_refused(server: EtcdServer
             await discovery.get("x")
 
 
+@pytest.mark.parametrize("num_turns", range(9))
+async def test_close_ends_a_watch_that_is_only_beginning(server: EtcdServer, num_turns: int) -> None:
+    """So many turns of the event loop after its stream was opened."""
+    async with connected(server) as discovery:
+        stub = discovery._channel.watches
+        closing: list[asyncio.Task[None]] = []
+
+        async def close() -> None:
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            await discovery.close()
+
+        class Watches:
+            def Watch(self, **settings: object) -> object:
+                call = stub.Watch(**settings)
+                closing.append(asyncio.create_task(close()))
+                return call
+
+        discovery._channel.watches = Watches()
+        await asyncio.wait_for(Watching(discovery, PREFIX).task, PATIENCE_S)
+        await asyncio.gather(*closing)
+
+
 async def test_users_with_passwords(tmp_path: Path) -> None:
     require_etcd()
     server = EtcdServer(tmp_path)

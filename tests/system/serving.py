@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import os
 import re
 import signal
@@ -14,9 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.patience import PATIENCE_S, until
 
+from kvrelay.cli.main import run
 from kvrelay.config import ControlConfig
 from kvrelay.errors import KvrelayError
 from kvrelay.launch.admin import cluster_status, require_idle
@@ -28,6 +32,14 @@ def kvrelay(*arguments: str, timeout_s: float = 2 * PATIENCE_S) -> subprocess.Co
     """Run one command to its end."""
     command = [sys.executable, "-m", "kvrelay", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def kvrelay_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same without the cost of a process, for a command that ends at once; not within an event loop."""
+    out, err = io.StringIO(), io.StringIO()
+    with mock.patch.dict(os.environ), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run(list(arguments))
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 @dataclass

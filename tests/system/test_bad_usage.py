@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
-from tests.system.serving import kvrelay
+from tests.system.serving import kvrelay, kvrelay_here
 
 from kvrelay.executors.torch.checkpoints import make_model
 
@@ -22,7 +23,10 @@ def checkpoint(tmp_path_factory) -> Path:
 
 def refused(*arguments: str, code: int = 2) -> str:
     """Run a command that must fail; gives its one line."""
-    done = kvrelay(*arguments, timeout_s=180)
+    return line_of(kvrelay(*arguments, timeout_s=180), code)
+
+
+def line_of(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
     assert done.returncode == code, (done.returncode, done.stderr)
     lines = done.stderr.strip().splitlines()
     assert "Traceback" not in done.stderr
@@ -69,13 +73,19 @@ def refused(*arguments: str, code: int = 2) -> str:
     ],
 )
 def test_wrong_arguments(arguments, message):
-    assert message in refused(*arguments)
+    assert message in line_of(kvrelay_here(*arguments))
+
+
+def test_wrong_arguments_end_the_process():
+    assert "--prefill" in refused("serve", "--prefil", "1")
 
 
 def test_a_control_server_that_is_not_there():
-    for command in (["status"], ["worker"], ["frontend", "--port", "0"], ["drain", "x"], ["config", "get"]):
-        line = refused(*command, "--control", "nats://127.0.0.1:1", "--connect-timeout-s", "1", code=1)
-        assert "127.0.0.1:1" in line
+    control = ("--control", "nats://127.0.0.1:1", "--connect-timeout-s", "0.2")
+    for command in (["status"], ["drain", "x"], ["config", "get"]):
+        assert "127.0.0.1:1" in line_of(kvrelay_here(*command, *control), code=1)
+    for command in (["worker"], ["frontend", "--port", "0"]):
+        assert "127.0.0.1:1" in refused(*command, *control, code=1)
 
 
 def test_a_port_in_use():
@@ -98,7 +108,7 @@ def test_a_truncated_checkpoint(checkpoint, tmp_path):
     for file in checkpoint.iterdir():
         data = file.read_bytes()
         (broken / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
-    assert "safetensors" in refused("bench", "engine", str(broken), "--num-prompts", "1")
+    assert "safetensors" in line_of(kvrelay_here("bench", "engine", str(broken), "--num-prompts", "1"))
 
 
 def test_an_architecture_that_is_not_supported(checkpoint, tmp_path):
@@ -108,4 +118,4 @@ def test_an_architecture_that_is_not_supported(checkpoint, tmp_path):
         (other / file.name).write_bytes(file.read_bytes())
     config = (other / "config.json").read_text().replace("LlamaForCausalLM", "MambaForCausalLM")
     (other / "config.json").write_text(config)
-    assert "MambaForCausalLM" in refused("bench", "engine", str(other), "--num-prompts", "1")
+    assert "MambaForCausalLM" in line_of(kvrelay_here("bench", "engine", str(other), "--num-prompts", "1"))

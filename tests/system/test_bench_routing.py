@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.system.serving import kvrelay
+from tests.system.serving import kvrelay, kvrelay_here
 
 from kvrelay.bench.routing import RoutingLoad, _schedule, _summarise
 
@@ -34,7 +34,7 @@ def test_a_short_run_reports_every_policy() -> None:
     "flags", [("--policies", "kv,kw"), ("--pools", "a"), ("--pools", "0"), ("--engine", "none"), ("--rate", "0")]
 )
 def test_bad_usage_is_refused_at_once(flags: tuple[str, str]) -> None:
-    done = kvrelay("bench", "routing", *flags)
+    done = kvrelay_here("bench", "routing", *flags)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tests.control.etcd_server import EtcdServer, running_etcd
 from tests.patience import PATIENCE_S, until
-from tests.system.serving import Serve, kvrelay
+from tests.system.serving import Serve, kvrelay_here
 from tests.system.streams import NUM_STREAMS, Streams, extra_worker, wait_until_whole
 
 from kvrelay.control.nats.connection import NatsConnection
@@ -74,7 +74,7 @@ def test_a_worker_whose_lease_is_revoked_finishes_and_exits(server, role, reques
 def test_serve_goes_on_without_those_who_were_told_to_leave():
     with Serve(("--prefill", "0", "--decode", "2", *FLAGS)) as server:
         first, second = server.workers("both")
-        assert kvrelay("drain", first["worker_id"], "--control", server.control).returncode == 0
+        assert kvrelay_here("drain", first["worker_id"], "--control", server.control).returncode == 0
         until(lambda: f"(pid {first['pid']}) was told to leave, and has left" in server.read())
         body = {"model": server.model, "prompt": "x", "max_tokens": 4}
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 from tests.patience import PATIENCE_S, until
-from tests.system.serving import Serve, kvrelay
+from tests.system.serving import Serve, kvrelay, kvrelay_here
 from tests.system.streams import NUM_STREAMS, Streams, extra_worker, prompt, wait_until_whole
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -61,7 +61,7 @@ def test_a_drained_worker_finishes_and_exits(server, role, how):
                 process.terminate()
             else:
                 (worker_id,) = [w["worker_id"] for w in server.workers(role) if w["pid"] == process.pid]
-                assert kvrelay("drain", worker_id, "--control", server.control).returncode == 0
+                assert kvrelay_here("drain", worker_id, "--control", server.control).returncode == 0
             streams.check()
         assert process.wait(PATIENCE_S) == 0
     wait_until_whole(server)
@@ -127,9 +127,9 @@ def test_thresholds_change_while_it_runs(server):
             worker.get("disagg", {}).get("max_local_prefill_length") == value for worker in server.status()["workers"]
         )
 
-    assert kvrelay("config", "set", key, "100000", "--control", server.control).returncode == 0
+    assert kvrelay_here("config", "set", key, "100000", "--control", server.control).returncode == 0
     until(lambda: threshold_is(100000))
-    assert f"{key} 100000" in kvrelay("config", "get", "--control", server.control).stdout
-    assert kvrelay("config", "unset", key, "--control", server.control).returncode == 0
+    assert f"{key} 100000" in kvrelay_here("config", "get", "--control", server.control).stdout
+    assert kvrelay_here("config", "unset", key, "--control", server.control).returncode == 0
     until(lambda: threshold_is(64))
-    assert kvrelay("config", "get", "--control", server.control).stdout == ""
+    assert kvrelay_here("config", "get", "--control", server.control).stdout == ""

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 from tests.patience import PATIENCE_S, until
-from tests.system.serving import Serve, kvrelay
+from tests.system.serving import Serve, kvrelay_here
 from tests.system.streams import CONFIG, EOS_IDS, NUM_STREAMS, Streams, prompt, wait_until_whole
 
 from kvrelay.executors.mock import mock_generate
@@ -135,7 +135,7 @@ def test_a_full_prefill_queue_means_local_prefill(server):
     wait_until_whole(server)
     key = "disagg.max_prefill_queue_size"
     for value, expected in (("0", 0), ("16", 6)):
-        assert kvrelay("config", "set", key, value, "--control", server.control).returncode == 0
+        assert kvrelay_here("config", "set", key, value, "--control", server.control).returncode == 0
         until(
             lambda value=value: all(
                 worker.get("disagg", {}).get("max_prefill_queue_size") == int(value)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from tests.patience import PATIENCE_S, until
-from tests.system.serving import Serve, kvrelay
+from tests.system.serving import Serve, kvrelay_here
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -76,4 +76,4 @@ def test_two_workers_of_a_second_model_share_its_requests(server):
     with worker(server, "third"), worker(server, "third"):
         until(lambda: sum(entry["model"] == "third" for entry in server.status()["workers"]) == 2)
         until(lambda: len({complete(server, "third").headers.get("x-kvrelay-worker") for _ in range(4)}) == 2)
-    assert kvrelay("status", "--control", server.control).returncode == 0
+    assert kvrelay_here("status", "--control", server.control).returncode == 0

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.patience import PATIENCE_S, until
-from tests.system.serving import Serve, kvrelay
+from tests.system.serving import Serve, kvrelay_here
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -50,7 +50,7 @@ def test_workers_are_scraped_each_at_its_port():
     ],
 )
 def test_what_cannot_be_is_refused(flags: tuple[str, ...], message: str):
-    done = kvrelay("serve", "--engine", "mock", *flags)
+    done = kvrelay_here("serve", "--engine", "mock", *flags)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

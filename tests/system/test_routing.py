@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 from tests.patience import PATIENCE_S, until
-from tests.system.serving import Serve, kvrelay
+from tests.system.serving import Serve, kvrelay, kvrelay_here
 
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
@@ -207,14 +207,14 @@ def test_settings_reach_every_frontend_and_those_that_start_later(server: Serve)
 
     assert [shown["router"] for shown in settings()] == ["kv", "kv"]
     for key, value in (("router.overlap_weight", "0.5"), ("router.router", "least-loaded")):
-        done = kvrelay("config", "set", key, value, "--control", server.control)
+        done = kvrelay_here("config", "set", key, value, "--control", server.control)
         assert done.returncode == 0, done.stderr
     wanted = {"router": "least-loaded", "overlap_weight": 0.5, "decode_weight": 0.1, "temperature": 0.0}
     until(lambda: settings() == [wanted, wanted])
     pid = kill_a_frontend(server)
     until(lambda: settings() == [wanted, wanted])
     assert pid in frontends(server)
-    done = kvrelay("config", "set", "router.router", "kv", "--control", server.control)
+    done = kvrelay_here("config", "set", "router.router", "kv", "--control", server.control)
     assert done.returncode == 0, done.stderr
     until(lambda: [shown["router"] for shown in settings()] == ["kv", "kv"])
     # Switched on again, the index asks the workers for what they hold.
@@ -231,7 +231,7 @@ def test_settings_reach_every_frontend_and_those_that_start_later(server: Serve)
     ],
 )
 def test_settings_that_cannot_be_are_refused(server: Serve, key: str, value: str, message: str) -> None:
-    done = kvrelay("config", "set", key, value, "--control", server.control)
+    done = kvrelay_here("config", "set", key, value, "--control", server.control)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
@@ -253,7 +253,7 @@ def test_a_decision_is_explained_on_the_command_line(server: Serve) -> None:
         (("--explain", "a", "--model", "nope", "--url", server.url), 1),
         (("--explain", "a", "--check"), 2),
     ):
-        refused = kvrelay("status", *flags)
+        refused = kvrelay_here("status", *flags)
         assert refused.returncode == code
         assert refused.stderr.startswith("kvrelay: ")
         assert refused.stderr.count("\n") == 1

@@ -153,8 +153,8 @@ class EtcdDiscovery:
         call = channel.watches.Watch(metadata=channel.metadata)
         try:
             request = channel.rpc.WatchCreateRequest(key=start, range_end=end, start_revision=first_revision)
-            async with channel.streaming():
-                await call.write(channel.rpc.WatchRequest(create_request=request))
+            async with channel.streaming(call):
+                await channel.begin(call, channel.rpc.WatchRequest(create_request=request))
                 while True:
                     answer = await call.read()
                     if not hasattr(answer, "events") or answer.canceled or answer.compact_revision:
@@ -164,8 +164,6 @@ class EtcdDiscovery:
         except asyncio.CancelledError:
             if not channel.closed_under_us():
                 raise
-        finally:
-            call.cancel()
 
 
 def _watch_event(event: Any) -> WatchEvent:

@@ -93,6 +93,8 @@ class EtcdChannel:
         self.address = address
         self.timeout_s = timeout_s
         self.closed = False
+        self._closing = asyncio.Event()
+        self._streams: set[Any] = set()
         if address.tls is not None:
             address.tls.context()  # gRPC takes any bytes, and fails when it connects
             credentials = ssl_channel_credentials(*address.tls.pem())
@@ -145,9 +147,10 @@ class EtcdChannel:
         raise AssertionError("the second attempt returns or raises")
 
     @asynccontextmanager
-    async def streaming(self) -> AsyncIterator[None]:
+    async def streaming(self, call: Any) -> AsyncIterator[None]:
         """Around the reads and writes of a stream, whose failures are raised as ControlUnavailableError and the like.
-        Behind an expired token the next stream has a new one."""
+        Behind an expired token the next stream has a new one. The stream ends with it, or with ``close``."""
+        self._streams.add(call)
         try:
             yield
         except self.rpc.AioRpcError as exc:
@@ -156,6 +159,23 @@ class EtcdChannel:
             raise self.mapped(exc) from exc
         except asyncio.InvalidStateError as exc:
             raise ControlUnavailableError(f"{self.address} closed the stream") from exc
+        finally:
+            self._streams.discard(call)
+            call.cancel()
+
+    async def begin(self, call: Any, request: Any) -> None:
+        """Send a stream's first message. Raises ControlUnavailableError when ``close`` comes in between: gRPC never
+        wakes who waits for a stream that was cancelled before it began."""
+        writing = asyncio.ensure_future(call.write(request))
+        closing = asyncio.ensure_future(self._closing.wait())
+        try:
+            await asyncio.wait((writing, closing), return_when=asyncio.FIRST_COMPLETED)
+            if not writing.done():
+                raise ControlUnavailableError(f"the connection to {self.address} is closed")
+            await writing
+        finally:
+            writing.cancel()
+            closing.cancel()
 
     def closed_under_us(self) -> bool:
         """gRPC ends the calls of a channel that is closed with CancelledError, though nobody cancelled the task."""
@@ -175,6 +195,10 @@ class EtcdChannel:
     async def close(self) -> None:
         if not self.closed:
             self.closed = True
+            self._closing.set()
+            # gRPC overlooks a stream that has only just begun.
+            for call in list(self._streams):
+                call.cancel()
             await self._channel.close()
 
     def mapped(self, exc: Exception) -> Exception:

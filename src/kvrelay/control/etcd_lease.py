@@ -155,12 +155,9 @@ class EtcdLease(HeldLease):
         call = channel.leases.LeaseKeepAlive(
             timeout=min(channel.timeout_s, max(self._ttl_s / 3, RETRY_S)), metadata=channel.metadata
         )
-        try:
-            async with channel.streaming():
-                await call.write(channel.rpc.LeaseKeepAliveRequest(ID=self._id))
-                answer = await call.read()
-        finally:
-            call.cancel()
+        async with channel.streaming(call):
+            await channel.begin(call, channel.rpc.LeaseKeepAliveRequest(ID=self._id))
+            answer = await call.read()
         if not hasattr(answer, "TTL"):
             raise ControlUnavailableError(f"{channel.address} closed the stream")
         return answer
