@@ -13,6 +13,7 @@ from tests.contracts.waiting import eventually
 from kvrelay.core.messages import AdminReply, GenerateRequest, Message, OutputBatch, Ping, Pong, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import AddressInUseError, PayloadTooLargeError, WorkerUnavailableError
+from kvrelay.rpc import CurveKeys, new_curve_keys
 from kvrelay.rpc.base import MAX_FRAME_BYTES, Peer, RpcClient, RpcServer
 
 
@@ -278,6 +279,101 @@ class RpcContract:
         run(open_network, scenario)
 
 
+class KeyedNetwork(Protocol):
+    """Both ends have keys; a client has those that it is given."""
+
+    def server(self, port: int = 0) -> RpcServer: ...
+
+    def client(self, address: str, keys: CurveKeys | None = None) -> RpcClient: ...
+
+
+OpenKeyedNetwork = Callable[[], AbstractAsyncContextManager[KeyedNetwork]]
+
+
+class Doorman:
+    """Knows some keys, and others as soon as they are written down."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, str] = {}
+        self.asked: list[str] = []
+        self.changed = asyncio.Event()
+
+    def learn(self, keys: CurveKeys, identity: str) -> None:
+        self.known[keys.public.decode()] = identity
+        self.changed.set()
+
+    async def admit(self, public_key: str) -> str | None:
+        self.asked.append(public_key)
+        if public_key not in self.known:
+            try:
+                async with asyncio.timeout(0.2):
+                    await self.changed.wait()
+            except TimeoutError:
+                return None
+        return self.known.get(public_key)
+
+
+class AdmissionContract:
+    """The suite for servers that ask who calls. A subclass brings the fixture ``open_network``."""
+
+    def test_a_message_tells_who_said_it(self, open_network: OpenKeyedNetwork) -> None:
+        async def scenario(network: KeyedNetwork) -> None:
+            doorman, keys = Doorman(), [new_curve_keys() for _ in range(2)]
+            doorman.learn(keys[0], "first")
+            doorman.learn(keys[1], "second")
+            desk = await guarded_desk(network, doorman)
+            callers = [Caller(network.client(desk.server.address, each)) for each in keys]
+            for number, caller in enumerate(callers):
+                await caller.client.start()
+                caller.client.send(Ping(number))
+            await eventually(lambda: len(desk.received) == 2)
+            heard = {(desk.server.identity(peer), message) for peer, message in desk.received}
+            assert heard == {("first", Ping(0)), ("second", Ping(1))}
+            peers = {message: peer for peer, message in desk.received}
+            await callers[0].client.close()
+            await eventually(lambda: desk.gone == [peers[Ping(0)]])
+            assert [desk.server.identity(peers[Ping(number)]) for number in (0, 1)] == ["", "second"]
+            await close(desk, callers[1])
+
+        run_keyed(open_network, scenario)
+
+    def test_who_is_unknown_is_refused_and_hears_so(self, open_network: OpenKeyedNetwork) -> None:
+        async def scenario(network: KeyedNetwork) -> None:
+            doorman = Doorman()
+            desk = await guarded_desk(network, doorman)
+            for keys in (new_curve_keys(), new_curve_keys()):
+                with pytest.raises(WorkerUnavailableError, match="refused the connection"):
+                    await network.client(desk.server.address, keys).start()
+                assert doorman.asked[-1] == keys.public.decode()
+            assert desk.received == []
+            await desk.server.close()
+
+        run_keyed(open_network, scenario)
+
+    def test_who_becomes_known_meanwhile_is_let_in(self, open_network: OpenKeyedNetwork) -> None:
+        async def scenario(network: KeyedNetwork) -> None:
+            doorman, keys = Doorman(), new_curve_keys()
+            desk = await guarded_desk(network, doorman)
+            caller = Caller(network.client(desk.server.address, keys))
+            starting = asyncio.create_task(caller.client.start())
+            await eventually(lambda: doorman.asked == [keys.public.decode()])
+            doorman.learn(keys, "late")
+            await starting
+            caller.client.send(Ping(1))
+            await eventually(lambda: desk.messages == [Ping(1)])
+            assert desk.server.identity(desk.received[0][0]) == "late"
+            await close(desk, caller)
+
+        run_keyed(open_network, scenario)
+
+
+async def guarded_desk(network: KeyedNetwork, doorman: Doorman) -> Desk:
+    desk = Desk(network.server())
+    desk.server.admit_by(doorman.admit)
+    await desk.server.start()
+    return desk
+
+
 async def close(desk: Desk, *callers: Caller) -> None:
     for caller in callers:
         await caller.client.close()
@@ -286,6 +382,16 @@ async def close(desk: Desk, *callers: Caller) -> None:
 
 def run(open_network: OpenNetwork, scenario: Callable[[RpcNetwork], Awaitable[None]]) -> None:
     """Play a scenario on a network of its own."""
+
+    async def play() -> None:
+        async with open_network() as network:
+            await scenario(network)
+
+    asyncio.run(play())
+
+
+def run_keyed(open_network: OpenKeyedNetwork, scenario: Callable[[KeyedNetwork], Awaitable[None]]) -> None:
+    """As ``run``, where both ends have keys."""
 
     async def play() -> None:
         async with open_network() as network:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import uvloop
 import zmq
-from tests.contracts.rpc_contract import RpcContract
+from tests.contracts.rpc_contract import AdmissionContract, RpcContract
 
 from kvrelay.rpc import CurveKeys, RpcClient, RpcServer, ZmqRpcClient, ZmqRpcServer, new_curve_keys
 from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient
@@ -24,9 +24,9 @@ class ZmqNetwork:
     def server(self, port: int = 0) -> RpcServer:
         return ZmqRpcServer(port=port, curve_keys=self._keys)
 
-    def client(self, address: str) -> RpcClient:
+    def client(self, address: str, keys: CurveKeys | None = None) -> RpcClient:
         server_key = self._keys.public if self._keys is not None else None
-        return ZmqRpcClient(address, 2.0, server_key=server_key)
+        return ZmqRpcClient(address, 2.0, server_key=server_key, curve_keys=keys)
 
     def send_garbage(self, client: RpcClient, frame: bytes) -> None:
         assert isinstance(client, ZmqRpcClient)
@@ -38,6 +38,16 @@ class MemoryNetwork(LoopbackNetwork):
     def send_garbage(self, client: RpcClient, frame: bytes) -> None:
         assert isinstance(client, LoopbackRpcClient)
         client.send_frame(frame)
+
+
+class KeyedMemoryNetwork(LoopbackNetwork):
+    def client(self, address: str, keys: CurveKeys | None = None) -> LoopbackRpcClient:  # type: ignore[override]
+        return super().client(address, keys.public.decode() if keys is not None else "")
+
+
+@contextlib.asynccontextmanager
+async def keyed_memory_network() -> AsyncIterator[KeyedMemoryNetwork]:
+    yield KeyedMemoryNetwork()
 
 
 @contextlib.asynccontextmanager
@@ -74,3 +84,24 @@ class TestLoopback(RpcContract):
     @pytest.fixture
     def open_network(self) -> object:
         return memory_network
+
+
+class TestAdmissionToZmq(AdmissionContract):
+    @pytest.fixture
+    def open_network(self) -> object:
+        keys = new_curve_keys()
+        return lambda: zmq_network(keys)
+
+
+class TestAdmissionToZmqOnUvloop(AdmissionContract):
+    @pytest.fixture
+    def open_network(self, monkeypatch: pytest.MonkeyPatch) -> object:
+        monkeypatch.setattr(asyncio, "run", uvloop.run)
+        keys = new_curve_keys()
+        return lambda: zmq_network(keys)
+
+
+class TestAdmissionToLoopback(AdmissionContract):
+    @pytest.fixture
+    def open_network(self) -> object:
+        return keyed_memory_network

@@ -413,7 +413,7 @@ def test_prefix_hits_are_named_and_stay_readable(make_engine: MakeEngine) -> Non
     engine.abort("a")
     engine.check_integrity()
     assert engine.pool.num_in_use == 4, "the prefill worker may be reading the hit"
-    engine.handoff_released(HandoffReleased(grant.handoff_id, grant.generation))
+    engine.handoff_released(HandoffReleased(grant.handoff_id, grant.generation, None, "p"))
     assert engine.pool.num_free == 64
 
 
@@ -481,7 +481,7 @@ def test_whatever_is_lost_is_computed_here(make_engine: MakeEngine, claimed: boo
             clock.advance(100.0)
             assert engine.expire_handoffs() == 1
         case "release":
-            engine.handoff_released(HandoffReleased(start.handoff_id, 1, "failed"))
+            engine.handoff_released(HandoffReleased(start.handoff_id, 1, "failed", "p"))
         case "given up":
             engine.handoff_released(HandoffReleased(start.handoff_id, 0, "no answer", "p"))
         case "peer":

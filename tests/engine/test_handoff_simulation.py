@@ -173,7 +173,7 @@ class World:
             return False
         if not out.ended:
             self.end(worker_id, out)
-            released = HandoffReleased(out.grant.handoff_id, out.grant.generation, "stopped")
+            released = HandoffReleased(out.grant.handoff_id, out.grant.generation, "stopped", worker_id)
             self.messages.append(lambda: self.decode.handoff_released(released))
         return True
 

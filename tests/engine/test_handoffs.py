@@ -95,8 +95,17 @@ def test_a_closed_hand_off_stays_quarantined_until_released(setting: Setting) ->
     assert setting.states(2, 3, 4) == {BlockState.QUARANTINED}
     assert setting.states(0, 1) == {BlockState.IN_USE}
     assert setting.pool.num_free == 7
-    assert setting.ledger.released(HandoffReleased(setting.handoff.handoff_id, 1)) is None
+    assert setting.ledger.released(HandoffReleased(setting.handoff.handoff_id, 1, None, "p")) is None
     assert setting.pool.num_free == 12
+
+
+@pytest.mark.parametrize("worker_id", ["", "q"])
+def test_only_the_claimant_can_say_that_it_has_stopped(setting: Setting, worker_id: str) -> None:
+    setting.granted("p")
+    forged = HandoffReleased(setting.handoff.handoff_id, 1, None, worker_id)
+    assert setting.ledger.released(forged) is None
+    assert setting.states(2, 3, 4) == {BlockState.QUARANTINED}
+    assert (setting.ledger.num_open, setting.ledger.num_grants, setting.ledger.counters.num_stale) == (1, 1, 1)
 
 
 def test_done_of_a_closed_hand_off_releases_it_as_well(setting: Setting) -> None:
@@ -110,7 +119,7 @@ def test_done_of_a_closed_hand_off_releases_it_as_well(setting: Setting) -> None
 
 def test_a_release_by_the_claimant_gives_the_request_back(setting: Setting) -> None:
     setting.granted()
-    released = HandoffReleased(setting.handoff.handoff_id, 1, "out of memory")
+    released = HandoffReleased(setting.handoff.handoff_id, 1, "out of memory", "p")
     assert setting.ledger.released(released) == "r"
     assert setting.ledger.released(released) is None
     assert setting.ledger.counters.num_stale == 1

@@ -21,7 +21,7 @@ from kvrelay.core.log_limit import LogLimit
 from kvrelay.core.messages import AbortRequest, AdminReply, Message, Ping, Pong
 from kvrelay.errors import ConfigError, WorkerUnavailableError
 from kvrelay.rpc import CurveKeys, Heartbeat, Peer, ZmqRpcClient, ZmqRpcServer, new_curve_keys, zmq_socket
-from kvrelay.rpc.zmq_socket import HIGH_WATER_MARK
+from kvrelay.rpc.zmq_socket import HIGH_WATER_MARK, Endpoint
 
 PATIENT = Heartbeat(interval_s=30.0, timeout_s=120.0)
 """A receiver that is paused for long is not yet given up."""
@@ -322,6 +322,49 @@ def test_without_the_servers_key_nobody_gets_in() -> None:
             assert received == []
 
     asyncio.run(scenario())
+
+
+class Impostor(ZmqRpcClient):
+    """Chooses its routing id."""
+
+    def _connect(self, endpoint: Endpoint) -> None:
+        endpoint.socket.setsockopt(zmq.ROUTING_ID, b"somebody")
+        super()._connect(endpoint)
+
+
+def test_who_takes_over_a_routing_id_does_not_take_over_the_identity() -> None:
+    async def scenario() -> None:
+        ours = new_curve_keys()
+        server = ZmqRpcServer(curve_keys=ours)
+        heard: list[tuple[str, Message]] = []
+        gone: list[Peer] = []
+
+        async def admit(public_key: str) -> str:
+            return public_key
+
+        server.admit_by(admit)
+        server.on_message(lambda peer, message: heard.append((server.identity(peer), message)))
+        server.on_peer_gone(gone.append)
+        async with started(server):
+            keys = [new_curve_keys() for _ in range(2)]
+            for number, each in enumerate(keys):
+                # The first one's end is not noticed before the second one speaks.
+                server._probe_later = lambda delay_s: None  # type: ignore[method-assign]
+                async with connected(Impostor(server.address, server_key=ours.public, curve_keys=each)) as client:
+                    client.send(Ping(number))
+                    await eventually(lambda number=number: len(heard) == number + 1)  # type: ignore[misc]
+            assert heard == [(each.public.decode(), Ping(number)) for number, each in enumerate(keys)]
+            assert gone == [b"somebody"]
+
+    asyncio.run(scenario())
+
+
+def test_only_a_server_with_keys_can_tell_its_clients_apart() -> None:
+    async def admit(_: str) -> str:
+        return "somebody"
+
+    with pytest.raises(ConfigError, match="without CURVE"):
+        ZmqRpcServer().admit_by(admit)
 
 
 def test_secrets_stay_out_of_repr() -> None:

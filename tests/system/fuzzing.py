@@ -12,14 +12,15 @@ import json
 import pickle
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
-from kvrelay.control.base import Keys
+from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.core.event_codec import ReplayRequest, encode_events, encode_load, encode_replay_request
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, LoadMetrics
@@ -36,7 +37,8 @@ from kvrelay.core.messages import (
     encode_message,
 )
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import WorkerInfo
+from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerInfo
+from kvrelay.rpc import CurveKeys, new_curve_keys
 
 INTEGERS = (0, -1, 1, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1)
 PICKLE = pickle.dumps({"cmd": "__import__('os')._exit(3)", "data": list(range(50))})
@@ -44,6 +46,7 @@ MARKER = bytes(range(256))
 FRAMES_PER_CONNECTION = 100
 SEND_TIMEOUT_MS = 20_000
 CONNECT_TIMEOUT_S = 5.0
+FUZZING_WORKER = "prefill-0"
 HTTP_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health", "/x")
 
 
@@ -107,8 +110,8 @@ class Corpus:
                 GenerateRequest("fuzz", name, tokens, sampling, (7, 8), hit_rate=0.5),
                 GenerateRequest("fuzz-2", name, tokens * 8, msgspec.structs.replace(sampling, logprobs=3, seed=1)),
                 AbortRequest("fuzz"),
-                HandoffClaim("fuzz", "prefill-0", worker.kv_compatibility),
-                HandoffReleased("fuzz", 1, "gone", "prefill-0"),
+                HandoffClaim("fuzz", FUZZING_WORKER, worker.kv_compatibility),
+                HandoffReleased("fuzz", 1, "gone", FUZZING_WORKER),
                 HandoffGrant("fuzz", 1, (1, 2, 3), 16),
                 HandoffAbandon("fuzz", 1),
                 OutputBatch((TokenOutput("fuzz", (1, 2)),)),
@@ -158,8 +161,9 @@ class Corpus:
             return frame
 
 
-def fuzz_request_plane(worker: WorkerInfo, count: int, seed: int) -> None:
-    """``count`` ZMQ messages over many connections, some of several frames, and broken ZMTP beside them."""
+def fuzz_request_plane(worker: WorkerInfo, callers: Sequence[CurveKeys], count: int, seed: int) -> None:
+    """``count`` ZMQ messages over many connections of ``callers``, which the worker knows, some messages of several
+    frames, and broken ZMTP beside them."""
     rng = random.Random(seed)
     corpus = Corpus(rng, worker)
     context = zmq.Context()
@@ -168,6 +172,9 @@ def fuzz_request_plane(worker: WorkerInfo, count: int, seed: int) -> None:
             with context.socket(zmq.DEALER) as dealer:
                 dealer.setsockopt(zmq.LINGER, 2000)
                 dealer.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+                keys = rng.choice(callers)
+                dealer.curve_serverkey = worker.public_key.encode()
+                dealer.curve_publickey, dealer.curve_secretkey = keys.public, keys.secret
                 dealer.connect(worker.address)
                 for _ in range(min(FRAMES_PER_CONNECTION, count - begin)):
                     frames = [corpus.frame(corpus.requests)]
@@ -177,6 +184,28 @@ def fuzz_request_plane(worker: WorkerInfo, count: int, seed: int) -> None:
             _send_raw(rng, worker.address.removeprefix("tcp://"), _broken_greeting(rng))
     finally:
         context.term()
+
+
+@asynccontextmanager
+async def known_callers(control: ControlPlane, keys: Keys, worker: WorkerInfo) -> AsyncIterator[list[CurveKeys]]:
+    """A frontend, an operator and a prefill worker, as far as discovery can tell."""
+    callers = [new_curve_keys() for _ in range(3)]
+    frontend, operator, prefill = (each.public.decode() for each in callers)
+    metadata = KvMetadata(
+        FUZZING_WORKER, 0, "nixl", b"", 0, 0, 1, "cpu", 0, worker.kv_compatibility, prefill, worker.lease_ttl_s
+    )
+    entries = {
+        keys.frontend("fuzz"): CallerInfo("fuzz", frontend),
+        keys.operator("fuzz"): CallerInfo("fuzz", operator),
+        keys.worker_kv_metadata(FUZZING_WORKER, 0): metadata,
+    }
+    for key, entry in entries.items():
+        await control.discovery.put(key, msgspec.json.encode(entry))
+    try:
+        yield callers
+    finally:
+        for key in entries:
+            await control.discovery.delete(key)
 
 
 def _broken_greeting(rng: random.Random) -> bytes:

@@ -12,7 +12,6 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from tests.system.fuzzing import (
     fuzz_control,
     fuzz_http,
     fuzz_request_plane,
+    known_callers,
 )
 from tests.system.openapi_values import SchemaValues
 from tests.system.serving import Serve, kvrelay
@@ -35,7 +35,6 @@ import kvrelay as package
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
-from kvrelay.core.workers import WorkerInfo
 from kvrelay.executors.mock import mock_generate
 from kvrelay.launch.admin import list_workers
 
@@ -86,18 +85,6 @@ class Footprint:
         )
 
 
-def workers_of(server: Serve) -> list[WorkerInfo]:
-    async def listed() -> list[WorkerInfo]:
-        config = ControlConfig(control=server.control)
-        control = await connect_control(config)
-        try:
-            return await list_workers(control, Keys(config.namespace))
-        finally:
-            await control.close()
-
-    return asyncio.run(listed())
-
-
 def answers_right(server: Serve) -> bool:
     """Long prompts (prefilled remotely) and short ones give the tokens that they must."""
     for number in (0, 5):
@@ -116,17 +103,27 @@ def assert_well(server: Serve) -> None:
 
 
 def attack(server: Serve, num_frames: int, seed: int) -> None:
-    """Half of the frames to the request planes, a third to the control plane, the rest to HTTP; all at once."""
-    workers = workers_of(server)
-    share = num_frames // (2 * len(workers))
-    with ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(fuzz_request_plane, worker, share, seed + n) for n, worker in enumerate(workers)]
-        jobs.append(pool.submit(fuzz_http, server.url, num_frames // 6, seed))
-        for n, worker in enumerate(workers):
-            control = fuzz_control(server.control, "default", worker, num_frames // (3 * len(workers)), seed + n)
-            jobs.append(pool.submit(asyncio.run, control))
-        for job in jobs:
-            job.result()
+    """Half of the frames to the request planes, a third to the control plane, the rest to HTTP; all at once. The
+    senders have credentials: without, none of their frames would get further than a handshake."""
+    asyncio.run(attack_with_credentials(server, num_frames, seed))
+
+
+async def attack_with_credentials(server: Serve, num_frames: int, seed: int) -> None:
+    config = ControlConfig(control=server.control)
+    keys = Keys(config.namespace)
+    control = await connect_control(config)
+    try:
+        workers = await list_workers(control, keys)
+        async with known_callers(control, keys, workers[0]) as callers, asyncio.TaskGroup() as senders:
+            share = num_frames // (2 * len(workers))
+            for n, worker in enumerate(workers):
+                senders.create_task(asyncio.to_thread(fuzz_request_plane, worker, callers, share, seed + n))
+                count = num_frames // (3 * len(workers))
+                fuzzing = fuzz_control(server.control, config.namespace, worker, count, seed + n)
+                senders.create_task(asyncio.to_thread(asyncio.run, fuzzing))
+            senders.create_task(asyncio.to_thread(fuzz_http, server.url, num_frames // 6, seed))
+    finally:
+        await control.close()
 
 
 def test_random_and_mutated_frames(server):

@@ -29,6 +29,7 @@ from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.executors.mock import mock_generate
 from kvrelay.launch.admin import list_workers, order
+from kvrelay.launch.request_plane import operator_keys
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -149,7 +150,13 @@ def caches(server: Serve) -> dict[str, list[str]]:
 
     async def ask() -> dict[str, list[str]]:
         workers = await registered(server)
-        held = await asyncio.gather(*(order(info, "cache") for info in workers))
+        config = ControlConfig(control=server.control)
+        control = await connect_control(config)
+        try:
+            async with operator_keys(control, config) as keys:
+                held = await asyncio.gather(*(order(info, keys, "cache") for info in workers))
+        finally:
+            await control.close()
         return {info.worker_id: sorted(answer["blocks"]) for info, answer in zip(workers, held, strict=True)}
 
     return asyncio.run(ask())

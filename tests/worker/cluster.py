@@ -13,22 +13,25 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+
+import msgspec
 
 from tests.patience import PATIENCE_S
 
 from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig
 from kvrelay.control import connect_control
-from kvrelay.control.base import ControlPlane
+from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, OutputBatch, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
-from kvrelay.core.workers import WorkerRole
+from kvrelay.core.workers import CallerInfo, WorkerRole
 from kvrelay.engine.core import EngineCore
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.rpc.base import RpcClient
-from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcServer
+from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient, LoopbackRpcServer
 from kvrelay.transfer import build_transport
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
@@ -36,6 +39,7 @@ from kvrelay.worker.settings import WorkerSettings, new_worker_id
 from kvrelay.worker.worker import Worker
 
 VOCAB_SIZE = 1000
+FRONTEND_KEY = "key of the frontend"
 WAIT_S = PATIENCE_S
 LOOPBACK = TransferConfig(transport="loopback", transfer_timeout_s=1.0)
 
@@ -74,6 +78,7 @@ class Node:
         cluster.network.unlisten(self.server)
         worker = self.worker
         await worker._fleet.close()
+        await worker._callers.close()
         await worker._publisher.close()
         await worker._decode.close()
         pulling = [worker._prefill._pulling] if worker._prefill._pulling else []
@@ -205,13 +210,16 @@ class Cluster:
             worker_id=worker_id,
             remote_prefill_timeout_s=self.disagg.remote_prefill_timeout_s,
         )
-        settings = WorkerSettings("m", "m", role, "mock", config, self.transfer, self.control, self.disagg, worker_id)
+        key = f"key of {worker_id}"
+        settings = WorkerSettings(
+            "m", "m", role, "mock", config, self.transfer, self.control, self.disagg, worker_id, key
+        )
         control = await connect_control(self.control)
         server = self.network.server()
         transport = build_transport(self.transfer, worker_id, self.fabric)
         if isinstance(transport, LoopbackTransport):
             self._watch_writes(transport)
-        worker = Worker(settings, executor, core, transport, control, server, self._connect)
+        worker = Worker(settings, executor, core, transport, control, server, partial(self.connect, key))
         await worker.start()
         node = Node(worker, core, server, transport, control, asyncio.create_task(worker.run()))
         self.nodes.append(node)
@@ -235,17 +243,24 @@ class Cluster:
 
         transport._perform = checked
 
-    async def _connect(self, address: str, public_key: str) -> RpcClient:
-        client = self.network.client(address)
+    async def connect(self, own_key: str, address: str, public_key: str) -> LoopbackRpcClient:
+        client = self.network.client(address, own_key)
         await client.start()
         return client
 
     async def client(self, node: Node) -> Client:
-        connection = self.network.client(node.server.address)
+        """Of a frontend that discovery knows."""
+        await self.register_frontend()
+        connection = self.network.client(node.server.address, FRONTEND_KEY)
         client = Client(connection, node.id)
         connection.on_message(client.receive)
         await connection.start()
         return client
+
+    async def register_frontend(self) -> None:
+        discovery = self.nodes[0].control.discovery
+        entry = CallerInfo("f", FRONTEND_KEY)
+        await discovery.put(Keys(self.control.namespace).frontend(entry.caller_id), msgspec.json.encode(entry))
 
     async def pair(self) -> tuple[Node, Node, Client]:
         """A prefill worker, a decode worker that knows of it, and a client of the latter."""

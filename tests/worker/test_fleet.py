@@ -31,7 +31,16 @@ class Watched:
         self.discovery = self.plane.discovery
         self.ended: list[str] = []
         self.fenced: list[str] = []
-        self.fleet = Fleet(self.discovery, KEYS, "m", self.ended.append, self.fenced.append, on_no_prefill=lambda: None)
+        self.registered: list[KvMetadata] = []
+        self.fleet = Fleet(
+            self.discovery,
+            KEYS,
+            "m",
+            self.ended.append,
+            self.fenced.append,
+            on_no_prefill=lambda: None,
+            on_registered=self.registered.append,
+        )
 
     def fence_in_s(self, worker_id: str) -> float:
         return self.fleet._fences[worker_id].when() - asyncio.get_running_loop().time()

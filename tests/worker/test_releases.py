@@ -85,7 +85,7 @@ async def test_a_prefill_worker_that_reconnects_first_leaves_nobody_waiting():
         assert await client.answer("r") == expected(prompt(3000), 8)
         del prefill.worker._prefill._releases.say
         ((handoff_id, generation),) = decode.worker._decode._open_grants
-        decode.worker._decode.released(HandoffReleased(handoff_id, generation))
+        decode.worker._decode.released(HandoffReleased(handoff_id, generation, None, prefill.id))
 
 
 async def test_a_grant_that_cannot_be_sent_is_taken_back_at_once(monkeypatch):

@@ -103,10 +103,10 @@ class ControlConfig(Settings):
     control_replicas: int = setting(
         0, "NATS servers that keep leases and queue; 0: three if the cluster has them, else one.", low=0, high=5
     )
-    request_plane_security: Literal["auto", "curve", "none"] = setting(
-        "auto", "Encryption and keys between frontends and workers; auto: CURVE unless a worker listens on loopback."
+    request_plane_security: Literal["curve", "none"] = setting(
+        "curve", "Encryption and keys between frontends, workers and operators; none: with --insecure only."
     )
-    insecure: bool = setting(False, "Allow to be reached from other machines without authentication.")
+    insecure: bool = setting(False, "Allow to be reached without authentication.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,8 @@ class Keys:
         self.workers = f"{self.root}workers/"
         self.leases = f"{self.root}leases/"
         self.kv_metadata = f"{self.root}kv_metadata/"
+        self.frontends = f"{self.root}frontends/"
+        self.operators = f"{self.root}operators/"
         self.config = f"{self.root}config/"
         self.subject_root = f"kvrelay.{namespace}."
         self.kv_events = f"{self.subject_root}kv_events.*"
@@ -195,6 +197,12 @@ class Keys:
 
     def worker_kv_metadata(self, worker_id: str, rank: int) -> str:
         return f"{self.kv_metadata}{worker_id}/{rank}"
+
+    def frontend(self, caller_id: str) -> str:
+        return self.frontends + caller_id
+
+    def operator(self, caller_id: str) -> str:
+        return self.operators + caller_id
 
     def config_value(self, name: str) -> str:
         return self.config + name

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.core.handoff import RemotePrefillRequest
-from kvrelay.core.workers import KvMetadata, WorkerInfo
+from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerInfo
 from kvrelay.errors import InvalidInputError, ProtocolError
 
 MAX_ENTRY_BYTES = 1 << 20
@@ -30,6 +30,7 @@ _Struct = TypeVar("_Struct", WorkerInfo, KvMetadata)
 
 _worker_decoder = msgspec.json.Decoder(WorkerInfo)
 _metadata_decoder = msgspec.json.Decoder(KvMetadata)
+_caller_decoder = msgspec.json.Decoder(CallerInfo)
 _setting_decoder: msgspec.json.Decoder[Setting] = msgspec.json.Decoder(Setting)
 _prefill_decoder = msgspec.msgpack.Decoder(RemotePrefillRequest)
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -47,6 +48,19 @@ def decode_kv_metadata(place: str, value: bytes) -> KvMetadata:
     if str(metadata.rank) != rank:
         raise ProtocolError(f"KV metadata of {worker_id} is under rank {rank!r}, and says {metadata.rank}")
     return metadata
+
+
+def decode_caller(caller_id: str, value: bytes) -> CallerInfo:
+    """The frontend or operator whose id the key names. Raises ProtocolError."""
+    if len(value) > MAX_ENTRY_BYTES:
+        raise ProtocolError(f"entry of caller {caller_id} has {len(value)} bytes")
+    try:
+        caller = _caller_decoder.decode(value)
+    except _UNREADABLE as exc:
+        raise ProtocolError(f"entry of caller {caller_id} is malformed: {exc}") from exc
+    if caller.caller_id != caller_id or caller.version != VERSION:
+        raise ProtocolError(f"entry of caller {caller_id} is of {caller.caller_id}, version {caller.version}")
+    return caller
 
 
 def decode_setting(name: str, value: bytes) -> Setting:

@@ -82,8 +82,8 @@ class KvMetadata(msgspec.Struct, frozen=True):
 
     ``agent`` is the transport's own opaque connection blob; ``address`` and ``num_bytes`` bound the pool in the
     worker's memory; block b lies at ``address + b * block_bytes``. ``public_key`` is the one of ``WorkerInfo``: a
-    worker that drains has left the list of workers, but its hand-offs go on. ``lease_ttl_s``: it may write for so long
-    after its last sign of life.
+    worker that drains has left the list of workers, but its hand-offs go on. The worker calls others with the same key,
+    and is known by it. ``lease_ttl_s``: it may write for so long after its last sign of life.
     """
 
     worker_id: WorkerId
@@ -98,4 +98,16 @@ class KvMetadata(msgspec.Struct, frozen=True):
     kv_compatibility: Name
     public_key: Name = ""
     lease_ttl_s: LeaseTime = 10.0
+    version: int = 1
+
+
+class CallerInfo(msgspec.Struct, frozen=True):
+    """A frontend's or an operator's entry in discovery, under ``kvrelay/NAMESPACE/frontends/CALLER_ID`` or
+    ``.../operators/CALLER_ID``: workers let in who proves to hold the secret half of ``public_key`` (CURVE, Z85 text).
+    It hangs on its process's lease."""
+
+    caller_id: str
+    public_key: str
+    host: str = ""
+    pid: int = 0
     version: int = 1

@@ -174,10 +174,14 @@ class HandoffLedger:
         return handoff
 
     def released(self, message: HandoffReleased) -> str | None:
-        """The claimant has stopped. Returns the id of the request that is to be computed here, if one still waits."""
+        """The claimant has stopped. Returns the id of the request that is to be computed here, if one still waits.
+
+        Nobody else can say so: another worker's word for it is stale."""
         if message.generation == 0:
             return self._given_up(message.handoff_id, message.prefill_worker_id)
-        if not self._end_grant(message.handoff_id, message.generation):
+        grant = self._grants.get((message.handoff_id, message.generation))
+        is_claimant = grant is not None and grant.claimant == message.prefill_worker_id
+        if not is_claimant or not self._end_grant(message.handoff_id, message.generation):
             self.counters.num_stale += 1
             return None
         self.counters.num_released += 1

@@ -20,8 +20,9 @@ from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.messages import AdminReply, AdminRequest, Message
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, KvrelayError, ProtocolError, WorkerUnavailableError
-from kvrelay.launch.request_plane import client_of
+from kvrelay.launch.request_plane import client_of, operator_keys
 from kvrelay.router import runtime as router_settings
+from kvrelay.rpc import CurveKeys
 from kvrelay.worker import disagg
 
 _log = logging.getLogger(__name__)
@@ -40,9 +41,12 @@ SETTABLE = (
 _nonces = itertools.count(1)
 
 
-async def order(info: WorkerInfo, command: str, argument: str = "", timeout_s: float = ORDER_TIMEOUT_S) -> Any:
-    """Send one order to one worker; gives its JSON answer. Raises WorkerUnavailableError, KvrelayError."""
-    client = client_of(info, timeout_s)
+async def order(
+    info: WorkerInfo, keys: CurveKeys, command: str, argument: str = "", timeout_s: float = ORDER_TIMEOUT_S
+) -> Any:
+    """Send one order to one worker, as the operator with those keys; gives its JSON answer. Raises
+    WorkerUnavailableError, KvrelayError."""
+    client = client_of(info, keys, timeout_s)
     answer: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
 
     def receive(message: Message) -> None:
@@ -80,17 +84,18 @@ async def cluster_status(config: ControlConfig, *, check: bool = False) -> dict[
     control = await connect_control(config)
     try:
         workers = await list_workers(control, Keys(config.namespace))
-        answers = await asyncio.gather(*(_status_of(info, check) for info in workers))
+        async with operator_keys(control, config) as keys:
+            answers = await asyncio.gather(*(_status_of(info, keys, check) for info in workers))
         return {"prefill_queue_size": await control.prefill_queue.size(), "workers": answers}
     finally:
         await control.close()
 
 
-async def _status_of(info: WorkerInfo, check: bool) -> dict[str, Any]:
+async def _status_of(info: WorkerInfo, keys: CurveKeys, check: bool) -> dict[str, Any]:
     try:
-        status: dict[str, Any] = await order(info, "status", timeout_s=STATUS_TIMEOUT_S)
+        status: dict[str, Any] = await order(info, keys, "status", timeout_s=STATUS_TIMEOUT_S)
         if check:
-            status["integrity"] = await order(info, "check_integrity", timeout_s=STATUS_TIMEOUT_S)
+            status["integrity"] = await order(info, keys, "check_integrity", timeout_s=STATUS_TIMEOUT_S)
         return status
     except KvrelayError as exc:
         return {"worker_id": info.worker_id, "role": info.role, "model": info.model, "error": str(exc)}
@@ -148,11 +153,12 @@ async def print_order(config: ControlConfig, worker_id: str, command: str, argum
     control = await connect_control(config)
     try:
         workers = {info.worker_id: info for info in await list_workers(control, Keys(config.namespace))}
+        if worker_id not in workers:
+            raise WorkerUnavailableError(f"no worker {worker_id} in discovery{nearest(worker_id, workers)}")
+        async with operator_keys(control, config) as keys:
+            print(json.dumps(await order(workers[worker_id], keys, command, argument)))
     finally:
         await control.close()
-    if worker_id not in workers:
-        raise WorkerUnavailableError(f"no worker {worker_id} in discovery{nearest(worker_id, workers)}")
-    print(json.dumps(await order(workers[worker_id], command, argument)))
 
 
 async def config_set(config: ControlConfig, key: str, value: str) -> None:

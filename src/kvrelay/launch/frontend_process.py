@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 from kvrelay.config import ControlConfig, FrontendConfig, RouterConfig
 from kvrelay.control import connect_control
@@ -11,7 +12,7 @@ from kvrelay.control.base import Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import ConfigError
 from kvrelay.frontend import Frontend, run_frontend
-from kvrelay.launch.request_plane import client_of
+from kvrelay.launch.request_plane import client_of, frontend_keys
 from kvrelay.launch.security import require_api_key
 from kvrelay.launch.signals import on_terminate
 from kvrelay.router import ReplayRequester, Router
@@ -36,6 +37,8 @@ async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, c
 
     plane = await connect_control(control)
     try:
-        await run_frontend(frontend, plane, Keys(control.namespace), client_of, router_of, stop=stop, on_ready=ready)
+        async with frontend_keys(plane, control, stop.set) as ours:
+            connect = partial(client_of, keys=ours)
+            await run_frontend(frontend, plane, Keys(control.namespace), connect, router_of, stop=stop, on_ready=ready)
     finally:
         await plane.close()

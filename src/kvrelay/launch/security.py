@@ -1,8 +1,8 @@
 """Who may talk to a process: the rules that hold before anything is bound.
 
 It owns the decision, not the mechanisms: CURVE is in ``rpc``, API keys and TLS in ``frontend``, credentials of the
-control plane in ``control``. Whatever only this machine can reach needs no authentication; what others can reach does,
-unless ``--insecure`` says otherwise.
+control plane in ``control``. The request plane always asks who calls. HTTP, metrics and KV transfer that only this
+machine can reach need no authentication; what others can reach does. ``--insecure`` lifts that.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ LOOPBACK_DEVICE = "lo"
 
 
 def request_plane_keys(host: str, control: ControlConfig) -> CurveKeys | None:
-    """A fresh key pair for a worker that listens on ``host``; None when its request plane is to be open.
+    """A fresh key pair for a worker; None when its request plane is to be open.
 
-    Raises ConfigError when it would be open to other machines without ``insecure``.
+    Loopback is no exception: every user of the machine reaches it. Raises ConfigError when it would be open without
+    ``insecure``.
     """
-    mode = control.request_plane_security
-    if mode == "curve" or (mode == "auto" and not is_loopback(host)):
+    if control.request_plane_security == "curve":
         return new_curve_keys()
-    if mode == "none" and not is_loopback(host) and not control.insecure:
+    if not control.insecure:
         raise ConfigError(
-            f"a worker on {host} without CURVE would take orders from anybody: leave --request-plane-security at auto, "
-            f"or give --insecure on a network that you trust",
+            f"a worker on {host} without CURVE would take orders from anybody who can reach its port, other users of "
+            f"this machine included: leave --request-plane-security at curve, or give --insecure where you trust all "
+            f"of them",
             param="request_plane_security",
         )
     return None

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from kvrelay.config import (
@@ -30,11 +29,12 @@ from kvrelay.engine.base import Executor
 from kvrelay.engine.core import EngineCore
 from kvrelay.errors import CheckpointError, ConfigError, EngineHungError
 from kvrelay.executors import ExecutorSettings, build_executor
+from kvrelay.launch.request_plane import connector
 from kvrelay.launch.security import request_plane_keys, require_metrics_key, transfer_settings
 from kvrelay.launch.signals import on_terminate
 from kvrelay.launch.stuck import ended_when_stuck
-from kvrelay.rpc import Heartbeat, ZmqRpcClient, ZmqRpcServer
-from kvrelay.rpc.base import RpcClient, RpcServer
+from kvrelay.rpc import Heartbeat, ZmqRpcServer
+from kvrelay.rpc.base import RpcServer
 from kvrelay.transfer import build_transport
 from kvrelay.transfer.base import Transport
 from kvrelay.worker.peers import Connect
@@ -99,7 +99,7 @@ async def _run_worker(options: WorkerOptions) -> None:
             build_transport(settings.transfer, settings.worker_id),
             control,
             ZmqRpcServer(options.host, options.port, heartbeat=heartbeat, curve_keys=curve_keys),
-            partial(_connect, heartbeat),
+            connector(heartbeat, curve_keys),
             seed=options.runner.seed,
         )
         watch(worker)
@@ -177,8 +177,3 @@ def _tokenizer_fingerprint(path: Path) -> str:
     except OSError as exc:
         raise CheckpointError(f"cannot read {exc.filename}: {exc.strerror}") from exc
 
-
-async def _connect(heartbeat: Heartbeat, address: str, public_key: str) -> RpcClient:
-    client = ZmqRpcClient(address, heartbeat=heartbeat, server_key=public_key.encode() or None)
-    await client.start()
-    return client

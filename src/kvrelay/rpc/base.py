@@ -7,7 +7,7 @@ All methods are to be called on the event loop that the object was started on; `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NewType, Protocol
 
 from kvrelay.core.messages import Message
@@ -19,12 +19,23 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 """A larger message is refused by its sender, and ends the connection that it arrives on."""
 
 
+Admit = Callable[[str], Awaitable[str | None]]
+"""Gives the identity of the client with that public key (Z85 text), or None to refuse it. Must end in bounded time."""
+
+
 class RpcServer(Protocol):
     """Accepts clients on one address."""
 
     @property
     def address(self) -> str:
         """``tcp://HOST:PORT`` that others connect to."""
+
+    def admit_by(self, admit: Admit) -> None:
+        """Let in only clients that ``admit`` knows by the key whose possession they have proved. To be called before
+        ``start``, of a server that has keys. Without it every client is let in that can connect."""
+
+    def identity(self, peer: Peer) -> str:
+        """What ``admit`` has answered for the peer's connection; empty for a peer that is gone or was not asked for."""
 
     def on_message(self, handler: Callable[[Peer, Message], None]) -> None:
         """Called for every well-formed message; a malformed frame is logged, counted and dropped."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvrelay.core.messages import Message, decode_message, encode_message
 from kvrelay.errors import AddressInUseError, PayloadTooLargeError, ProtocolError, WorkerUnavailableError
-from kvrelay.rpc.base import MAX_FRAME_BYTES, Peer
+from kvrelay.rpc.base import MAX_FRAME_BYTES, Admit, Peer
 
 HIGH_WATER_MARK = 10_000
 
@@ -28,9 +28,9 @@ class LoopbackNetwork:
         """A server that is not started yet; port 0 takes a free one."""
         return LoopbackRpcServer(self, f"tcp://loopback:{port or next(self._ports) + 10_000}")
 
-    def client(self, address: str) -> LoopbackRpcClient:
-        """A client of ``address`` that is not started yet."""
-        return LoopbackRpcClient(self, address)
+    def client(self, address: str, public_key: str = "") -> LoopbackRpcClient:
+        """A client of ``address`` that is not started yet. That it holds the key is taken on trust."""
+        return LoopbackRpcClient(self, address, public_key)
 
     def listen(self, server: LoopbackRpcServer) -> None:
         if server.address in self._servers:
@@ -53,6 +53,8 @@ class LoopbackRpcServer:
         self._address = address
         self._clients: dict[Peer, LoopbackRpcClient] = {}
         self._peer_ids = itertools.count(1)
+        self._admit: Admit | None = None
+        self._identities: dict[Peer, str] = {}
         self._on_message: Callable[[Peer, Message], None] | None = None
         self._on_peer_gone: Callable[[Peer], None] | None = None
         self.num_malformed = 0
@@ -61,6 +63,12 @@ class LoopbackRpcServer:
     @property
     def address(self) -> str:
         return self._address
+
+    def admit_by(self, admit: Admit) -> None:
+        self._admit = admit
+
+    def identity(self, peer: Peer) -> str:
+        return self._identities.get(peer, "")
 
     def on_message(self, handler: Callable[[Peer, Message], None]) -> None:
         self._on_message = handler
@@ -91,9 +99,14 @@ class LoopbackRpcServer:
         for client in clients.values():
             client.accept(client.lose)
 
-    def accept(self, client: LoopbackRpcClient) -> Peer:
+    async def accept(self, client: LoopbackRpcClient) -> Peer | None:
+        """None: it is not let in."""
+        identity = "" if self._admit is None else await self._admit(client.public_key)
+        if identity is None:
+            return None
         peer = Peer(next(self._peer_ids).to_bytes(5, "big"))
         self._clients[peer] = client
+        self._identities[peer] = identity
         return peer
 
     def deliver(self, peer: Peer, frame: bytes) -> None:
@@ -109,6 +122,7 @@ class LoopbackRpcServer:
     def drop(self, peer: Peer) -> None:
         """Break the connection: both ends hear of it."""
         client = self._clients.pop(peer, None)
+        self._identities.pop(peer, None)
         if client is None:
             return
         client.accept(client.lose)
@@ -119,9 +133,10 @@ class LoopbackRpcServer:
 class LoopbackRpcClient:
     """RpcClient in memory. While it ``is_paused`` it hears nothing: what comes waits for ``resume``."""
 
-    def __init__(self, network: LoopbackNetwork, address: str) -> None:
+    def __init__(self, network: LoopbackNetwork, address: str, public_key: str) -> None:
         self._network = network
         self.address = address
+        self.public_key = public_key
         self._server: LoopbackRpcServer | None = None
         self._peer = Peer(b"")
         self._is_lost = False
@@ -154,9 +169,10 @@ class LoopbackRpcClient:
 
     async def start(self) -> None:
         server = self._network.find(self.address)
-        if server is None:
+        peer = None if server is None else await server.accept(self)
+        if server is None or peer is None:
             raise WorkerUnavailableError(f"{self.address} refused the connection")
-        self._server, self._peer = server, server.accept(self)
+        self._server, self._peer = server, peer
 
     async def close(self) -> None:
         server, self._server = self._server, None

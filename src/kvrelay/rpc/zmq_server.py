@@ -20,8 +20,9 @@ import zmq
 
 from kvrelay.core.messages import Message, decode_message, encode_message
 from kvrelay.errors import AddressInUseError, ConfigError, PayloadTooLargeError, ProtocolError
-from kvrelay.rpc.base import MAX_FRAME_BYTES, Peer
+from kvrelay.rpc.base import MAX_FRAME_BYTES, Admit, Peer
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from kvrelay.rpc.zap import IDENTITY, ZapHandler
 from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, PROBE_FRAME, CurveKeys, Endpoint
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ WILDCARDS = ("0.0.0.0", "*", "::")
 class ZmqRpcServer:
     """RpcServer over ZMQ. ``advertise_host`` is the name that others connect to when ``host`` is a wildcard.
 
-    With ``curve_keys`` only clients that know the public key can connect, and all traffic is encrypted.
+    With ``curve_keys`` only clients that know the public key can connect, and all traffic is encrypted; ``admit_by``
+    asks for the clients' own keys as well.
     """
 
     def __init__(
@@ -54,7 +56,10 @@ class ZmqRpcServer:
         self._curve_keys = curve_keys
         self._endpoint: Endpoint | None = None
         self._address = ""
-        self._peers: set[Peer] = set()
+        self._admit: Admit | None = None
+        self._zap: ZapHandler | None = None
+        self._peers: dict[Peer, str] = {}
+        """Clients that have sent something and are not gone, with the identities of their connections."""
         self._parting: dict[Peer, bool] = {}
         """Peers that were sent away and are still connected; whether they have been told."""
         self._farewell: asyncio.Handle | None = None
@@ -78,6 +83,15 @@ class ZmqRpcServer:
         """Clients that have sent something and are not gone."""
         return frozenset(self._peers)
 
+    def admit_by(self, admit: Admit) -> None:
+        """Raises ConfigError without keys of our own: nobody could prove that he holds his."""
+        if self._curve_keys is None:
+            raise ConfigError("a request plane without CURVE cannot tell its clients apart", param="curve_keys")
+        self._admit = admit
+
+    def identity(self, peer: Peer) -> str:
+        return self._peers.get(peer, "")
+
     def on_message(self, handler: Callable[[Peer, Message], None]) -> None:
         self._on_message = handler
 
@@ -90,6 +104,7 @@ class ZmqRpcServer:
         try:
             self._bind(endpoint)
         except zmq.ZMQError as exc:
+            self._close_zap()
             await endpoint.close()
             if exc.errno == errno.EADDRINUSE:
                 raise AddressInUseError(f"port {self._port} of {self._host} is in use") from exc
@@ -114,7 +129,7 @@ class ZmqRpcServer:
     def disconnect(self, peer: Peer) -> None:
         if peer not in self._peers:
             return
-        self._peers.discard(peer)
+        del self._peers[peer]
         self._parting[peer] = False
         if self._on_peer_gone is not None:
             asyncio.get_running_loop().call_soon(self._on_peer_gone, peer)
@@ -132,13 +147,21 @@ class ZmqRpcServer:
             self._farewell.cancel()
         self._peers.clear()
         self._parting.clear()
+        self._close_zap()
         await endpoint.close()
+
+    def _close_zap(self) -> None:
+        zap, self._zap = self._zap, None
+        if zap is not None:
+            zap.close()
 
     def _bind(self, endpoint: Endpoint) -> None:
         socket = endpoint.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._curve_keys is not None:
             endpoint.use_curve(self._curve_keys)
+        if self._admit is not None:
+            self._zap = ZapHandler(endpoint.context, socket, self._admit)
         is_ipv6 = ":" in self._host
         socket.setsockopt(zmq.IPV6, int(is_ipv6))
         host = f"[{self._host}]" if is_ipv6 else self._host
@@ -153,17 +176,17 @@ class ZmqRpcServer:
         self._address = f"tcp://{host}:{port}"
 
     def _receive_one(self) -> bool:
-        frames = self._endpoint.receive() if self._endpoint is not None else None
+        frames = self._endpoint.receive_frames() if self._endpoint is not None else None
         if frames is None:
             return False
-        peer = Peer(frames[0])
+        peer = Peer(frames[0].bytes)
         if peer in self._parting:
             return True
-        self._peers.add(peer)
+        self._heard(peer, str(frames[-1].get(IDENTITY)) if self._zap is not None else "")
         try:
             if len(frames) != 2:
                 raise ProtocolError(f"a message of {len(frames) - 1} frames instead of one")
-            message = decode_message(frames[1])
+            message = decode_message(frames[1].buffer)
         except ProtocolError as exc:
             self.num_malformed += 1
             _log.warning("dropped a frame from peer %.16s: %s (%d so far)", peer.hex(), exc, self.num_malformed)
@@ -171,6 +194,18 @@ class ZmqRpcServer:
         if self._on_message is not None:
             self._on_message(peer, message)
         return True
+
+    def _heard(self, peer: Peer, identity: str) -> None:
+        """A client may choose its routing id, and so take over that of another one that has just left."""
+        known = self._peers.get(peer)
+        if known is not None and known != identity:
+            self._lost(peer)
+        self._peers[peer] = identity
+
+    def _lost(self, peer: Peer) -> None:
+        del self._peers[peer]
+        if self._on_peer_gone is not None:
+            self._on_peer_gone(peer)
 
     def _say_farewell(self) -> None:
         """Tell the peers that were sent away, now or when their queues have room."""
@@ -216,11 +251,8 @@ class ZmqRpcServer:
             return
         reader.wake()
         for peer in unreachable:
-            if peer not in self._peers:
-                continue
-            self._peers.discard(peer)
-            if self._on_peer_gone is not None:
-                self._on_peer_gone(peer)
+            if peer in self._peers:
+                self._lost(peer)
 
 
 def _can_reach(socket: zmq.Socket[bytes], peer: Peer) -> bool:

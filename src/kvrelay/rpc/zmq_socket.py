@@ -133,8 +133,8 @@ class Endpoint:
         events: int,
         on_event: Callable[[zmq.Event], None],
     ) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self._context.socket(socket_type)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(socket_type)
         _configure(self.socket, heartbeat)
         self._monitor = ConnectionMonitor(self.socket, events, on_event)
         self.reader = SocketReader(self.socket, receive_one)
@@ -155,10 +155,17 @@ class Endpoint:
         except zmq.Again:
             return None
 
+    def receive_frames(self) -> list[zmq.Frame] | None:
+        """As ``receive``, with what libzmq knows of each frame besides its bytes."""
+        try:
+            return self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+
     async def close(self, *, drop_queued: bool = False) -> None:
         """What is queued has LINGER_MS to leave, or no time at all; then the address is free. No callback follows."""
         self.reader.close()
         self._monitor.close()
         # Without unbinding before: that would end connections with what is queued for them.
         self.socket.close(linger=0 if drop_queued else None)
-        await asyncio.to_thread(self._context.term)
+        await asyncio.to_thread(self.context.term)

@@ -341,7 +341,8 @@ class DecodeSide:
             self._transfer.open_handoff()
         else:
             # Nobody knows of this grant, so nobody writes.
-            unheard = HandoffReleased(answer.handoff_id, answer.generation, "the grant was not sent")
+            error = "the grant was not sent"
+            unheard = HandoffReleased(answer.handoff_id, answer.generation, error, claim.worker_id)
             self._engine.post(lambda core: core.handoff_released(unheard))
             self._server.send(peer, HandoffRefused(message.handoff_id, f"{claim.worker_id} has left or given it up"))
 
@@ -355,7 +356,10 @@ class DecodeSide:
         """The claimant has stopped writing."""
         self._engine.post(lambda core: core.handoff_released(message))
         if message.generation:
-            self._close(message.handoff_id, message.generation)
+            key = (message.handoff_id, message.generation)
+            grant = self._open_grants.get(key)
+            if grant is not None and grant.worker_id == message.prefill_worker_id:
+                self._close(*key)
             return
         for claim in self._claims:
             claim.is_void |= (claim.worker_id, claim.handoff_id) == (message.prefill_worker_id, message.handoff_id)

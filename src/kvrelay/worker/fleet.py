@@ -5,29 +5,28 @@ Three different ends, since a draining worker leaves ``workers/`` first and goes
   - its entry under ``kv_metadata/`` disappears: its lease has ended, until it registers again. A lease that was revoked
     ends before its time, and its holder, who may not have heard of it, still writes;
   - the lease's time to live later, or when it registers again, it is fenced: by then it knows that its lease has ended.
-When the control plane is away the last known workers stay.
+When the control plane is away the last known workers stay. A worker that never registered counts as ended: whatever it
+were given, nothing would ever tell that it is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_kv_metadata, decode_worker
-from kvrelay.core.workers import WorkerRole
+from kvrelay.core.workers import KvMetadata, WorkerRole
 
-MAX_REMEMBERED = 4096
 MAX_LEASE_TTL_S = 3600.0
 """The longest that there is (``ControlConfig.lease_ttl_s``): what an unknown one may be."""
 
 
 class Fleet:
-    """Watches the workers of one model. ``on_ended(worker_id)`` runs when a worker's lease has ended,
-    ``on_fenced(worker_id)`` when it can no longer write, ``on_no_prefill`` when the last prefill worker stops taking
-    work."""
+    """Watches the workers of one model. ``on_registered(metadata)`` runs when a worker has a lease,
+    ``on_ended(worker_id)`` when that has ended, ``on_fenced(worker_id)`` when the worker can no longer write,
+    ``on_no_prefill`` when the last prefill worker stops taking work."""
 
     def __init__(
         self,
@@ -37,15 +36,16 @@ class Fleet:
         on_ended: Callable[[str], None],
         on_fenced: Callable[[str], None],
         on_no_prefill: Callable[[], None],
+        on_registered: Callable[[KvMetadata], None],
     ) -> None:
         self._discovery = discovery
         self._keys = keys
         self._model = model
+        self._on_registered = on_registered
         self._on_ended = on_ended
         self._on_fenced = on_fenced
         self._on_no_prefill = on_no_prefill
         self._prefill_workers: set[str] = set()
-        self._ended: OrderedDict[str, None] = OrderedDict()
         self._ranks: dict[str, set[str]] = {}
         """Those of each worker that are registered."""
         self._ttl_s: dict[str, float] = {}
@@ -58,8 +58,8 @@ class Fleet:
         return len(self._prefill_workers)
 
     def has_ended(self, worker_id: str) -> bool:
-        """Whether its lease has ended, and it has not registered again."""
-        return worker_id in self._ended
+        """Whether it has no lease: it has ended, and the worker has not registered again; or it never had one."""
+        return worker_id not in self._ranks
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -79,19 +79,19 @@ class Fleet:
         place = event.key.removeprefix(self._keys.kv_metadata)
         worker_id, _, rank = place.partition("/")
         if event.kind is WatchKind.PUT:
-            self._registered(worker_id, rank, decode_kv_metadata(place, event.value).lease_ttl_s)
+            self._registered(worker_id, rank, decode_kv_metadata(place, event.value))
         else:
             self._unregistered(worker_id, rank)
 
-    def _registered(self, worker_id: str, rank: str, ttl_s: float) -> None:
-        self._ended.pop(worker_id, None)
+    def _registered(self, worker_id: str, rank: str, metadata: KvMetadata) -> None:
         self._ranks.setdefault(worker_id, set()).add(rank)
         # An entry that was overwritten with a shorter time says nothing of what its owner goes by.
-        self._ttl_s[worker_id] = max(ttl_s, self._ttl_s.get(worker_id, 0.0))
+        self._ttl_s[worker_id] = max(metadata.lease_ttl_s, self._ttl_s.get(worker_id, 0.0))
         if worker_id in self._fences:
             # It has withdrawn what it had begun under its old lease before it came back.
             self._fences[worker_id].cancel()
             self._fence(worker_id)
+        self._on_registered(metadata)
 
     def _unregistered(self, worker_id: str, rank: str) -> None:
         ranks = self._ranks.get(worker_id, set())
@@ -99,9 +99,6 @@ class Fleet:
         if ranks or worker_id in self._fences:
             return  # its lease lives by its other entries, or is known to have ended and is timed already
         self._ranks.pop(worker_id, None)
-        self._ended[worker_id] = None
-        if len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
         ttl_s = self._ttl_s.pop(worker_id, MAX_LEASE_TTL_S)
         self._fences[worker_id] = asyncio.get_running_loop().call_later(ttl_s, self._fence, worker_id)
         self._on_ended(worker_id)

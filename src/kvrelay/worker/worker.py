@@ -23,7 +23,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffReleased
 from kvrelay.core.messages import AbortRequest, AdminReply, AdminRequest, GenerateRequest, Message, Ping, Pong
-from kvrelay.core.workers import WorkerRole
+from kvrelay.core.workers import KvMetadata, WorkerRole
 from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.stats import engine_stats
@@ -39,6 +39,7 @@ from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.callers import Caller, CallerKind, Callers
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.decode_side import DecodeSide
 from kvrelay.worker.disagg import DisaggPolicy
@@ -117,10 +118,12 @@ class Worker:
             self._engine.progress, settings.engine.step_timeout_s, self._on_failure, MonotonicClock()
         )
         self._policy = DisaggPolicy(settings.disagg)
+        self._callers = Callers(control.discovery, self._keys, is_open=not settings.public_key)
         self._fleet = Fleet(
             control.discovery,
             self._keys,
             settings.model,
+            on_registered=self._on_worker_registered,
             on_ended=self._on_worker_ended,
             on_fenced=self._on_worker_fenced,
             on_no_prefill=self._on_no_prefill_worker,
@@ -167,6 +170,8 @@ class Worker:
         """Bind, register, appear in discovery. Raises ControlUnavailableError or AddressInUseError."""
         self._server.on_message(self._on_message)
         self._server.on_peer_gone(self._decode.peer_gone)
+        if self.settings.public_key:
+            self._server.admit_by(self._callers.admit)
         await self._server.start()
         self._transfer.start()
         registered = self._transfer.register(
@@ -180,6 +185,7 @@ class Worker:
         await self._membership.join(agent)
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
         self._fleet.start()
+        self._callers.start()
         self._spawn(follow_thresholds(self._control.discovery, self._keys, self._policy))
         self._spawn(self._membership.keep_entries())
         await self._enter_role(self.role)
@@ -233,6 +239,7 @@ class Worker:
         await asyncio.to_thread(self._transfer.close)
         await self._membership.leave()
         await self._fleet.close()
+        await self._callers.close()
         await self._publisher.close()
         await self._decode.close()
         await self._peers.close()
@@ -303,6 +310,10 @@ class Worker:
     # -- what arrives -------------------------------------------------------------------------------------------------
 
     def _on_message(self, peer: Peer, message: Message) -> None:
+        refusal = self._callers.refusal(self._server.identity(peer), message)
+        if refusal is not None:
+            _log.warning("%s from peer %s was dropped: %s", type(message).__name__, peer.hex(), refusal)
+            return
         match message:
             case GenerateRequest():
                 self._decode.generate(peer, message)
@@ -343,7 +354,11 @@ class Worker:
     def _on_abandon(self, peer: DecodePeer, message: HandoffAbandon) -> None:
         self._prefill.on_abandon(peer, message)
 
+    def _on_worker_registered(self, metadata: KvMetadata) -> None:
+        self._callers.learn(Caller(CallerKind.WORKER, metadata.worker_id), metadata.public_key)
+
     def _on_worker_ended(self, worker_id: str) -> None:
+        self._callers.forget(Caller(CallerKind.WORKER, worker_id))
         self._decode.worker_ended(worker_id)
         self._on_decode_peer_lost(worker_id)
 

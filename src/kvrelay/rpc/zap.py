@@ -1,0 +1,84 @@
+"""Who may connect to a CURVE server: answers libzmq's questions (ZAP, ZeroMQ RFC 27) on the running event loop.
+
+A client proves in the handshake that it holds the secret half of its key. libzmq then asks here before it lets a single
+message through, and keeps the handshake waiting for the answer. What this module does not know: which keys are good;
+``base.Admit`` says so, and names the identity that every message of the connection then carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import zmq
+from zmq.utils import z85
+
+from kvrelay.rpc.base import Admit
+from kvrelay.rpc.zmq_socket import SocketReader
+
+_log = logging.getLogger(__name__)
+
+ADDRESS = "inproc://zeromq.zap.01"
+DOMAIN = b"kvrelay"
+VERSION = b"1.0"
+IDENTITY = "User-Id"
+"""The property of a received frame in which libzmq keeps what ``Admit`` has answered."""
+MAX_UNDECIDED = 256
+"""Handshakes that may wait for an answer; more are refused at once."""
+KEY_BYTES = 32
+NUM_REQUEST_FRAMES = 9
+
+
+class ZapHandler:
+    """Guards a server socket with CURVE keys that is not bound yet; to be closed before its context ends."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], guarded: zmq.Socket[bytes], admit: Admit) -> None:
+        self._admit = admit
+        self._undecided: set[asyncio.Task[None]] = set()
+        guarded.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        # Should this handler be missing, libzmq refuses everybody instead of letting everybody in.
+        guarded.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.bind(ADDRESS)
+        self._reader = SocketReader(self._socket, self._receive_one)
+
+    def close(self) -> None:
+        """Answer nothing more."""
+        for task in self._undecided:
+            task.cancel()
+        self._reader.close()
+        self._socket.close(linger=0)
+
+    def _receive_one(self) -> bool:
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        if len(frames) != NUM_REQUEST_FRAMES or frames[2] != VERSION:
+            _log.error("libzmq asked for admission in %d frames of an unknown version", len(frames))
+            return True
+        mechanism, key = frames[7], frames[8]
+        if mechanism != b"CURVE" or len(key) != KEY_BYTES or len(self._undecided) >= MAX_UNDECIDED:
+            self._answer(frames, None)
+            return True
+        task = asyncio.get_running_loop().create_task(self._decide(frames, z85.encode(key).decode()))
+        self._undecided.add(task)
+        task.add_done_callback(self._undecided.discard)
+        return True
+
+    async def _decide(self, frames: list[bytes], public_key: str) -> None:
+        identity = None
+        try:
+            identity = await self._admit(public_key)
+        finally:
+            # A client without an answer would wait for its whole timeout.
+            self._answer(frames, identity)
+        if identity is None:
+            _log.warning("a connection from %s was refused: its key is not known", frames[5].decode(errors="replace"))
+
+    def _answer(self, frames: list[bytes], identity: str | None) -> None:
+        if self._socket.closed:
+            return
+        verdict = [b"400", b"unknown key", b""] if identity is None else [b"200", b"OK", identity.encode()]
+        self._socket.send_multipart([frames[0], b"", VERSION, frames[3], *verdict, b""], zmq.NOBLOCK)
+        self._reader.wake()
