@@ -104,7 +104,7 @@ async def test_a_grant_that_comes_after_the_lease_was_lost_is_not_used():
 async def test_a_claim_by_a_worker_whose_lease_has_ended_is_turned_down():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
-        decode.worker._fleet._ttl_s.pop(prefill.id)
+        decode.worker._fleet._ranks.pop(prefill.id)
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
         await shared.until(lambda: prefill.worker._prefill.stats.num_refused == 1)
