@@ -88,7 +88,7 @@ async def test_an_unknown_time_to_live_is_the_longest_and_nothing_refused_is_bel
         await one.put("w/0", value)
         await one.settled()
         assert one.fleet.has_ended("w")
-            assert "w" not in [each.worker_id for each in one.registered]
+        assert "w" not in [each.worker_id for each in one.registered]
         await one.delete("w/0")
         await eventually(lambda: one.ended == ["w"])
         assert one.fence_in_s("w") > MAX_LEASE_TTL_S - 10.0
