@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
-
 from tests.patience import PATIENCE_S
 
 from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig

@@ -176,4 +176,3 @@ def _tokenizer_fingerprint(path: Path) -> str:
         return tokenizer_fingerprint(path)
     except OSError as exc:
         raise CheckpointError(f"cannot read {exc.filename}: {exc.strerror}") from exc
-
