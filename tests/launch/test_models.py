@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,40 @@ from kvrelay.errors import CheckpointError
 from kvrelay.launch.models import resolve_model
 
 
-def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"model\.gguf is a file.*a checkpoint is a directory"):
+def test_a_file_that_is_no_gguf_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"model\.bin is a file.*a checkpoint is a directory"):
+        resolve_model(str(path))
+
+
+def test_a_gguf_file_is_converted_once_and_found_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    started: list[list[str]] = []
+
+    def convert(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        Path(command[-1]).mkdir(parents=True)
+        return subprocess.CompletedProcess(command, 0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", convert)
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF one")
+    first = resolve_model(str(path))
+    assert first.name == "tiny"
+    assert resolve_model(str(path)) == first
+    path.write_bytes(b"GGUF two")
+    assert resolve_model(str(path)) != first
+    assert len(started) == 2
+
+
+def test_a_gguf_file_that_cannot_be_converted_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF" + bytes(60))
+    with pytest.raises(CheckpointError, match=r"cannot convert .*broken\.gguf: \S"):
         resolve_model(str(path))
 
 

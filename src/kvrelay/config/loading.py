@@ -55,6 +55,12 @@ def environment_with(**values: str) -> dict[str, str]:
     return {**os.environ, **{ENV_PREFIX + name.upper(): value for name, value in values.items()}}
 
 
+def cache_directory() -> Path:
+    """Where things are kept that can be made again: ``$XDG_CACHE_HOME/kvrelay``, or ``~/.cache/kvrelay``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "kvrelay"
+
+
 def read_config_file(path: Path, sections: list[type[Settings]]) -> dict[str, dict[str, object]]:
     """The sections of a YAML configuration file. Raises ConfigError for unknown sections and broken files."""
     try:

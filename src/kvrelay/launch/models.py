@@ -6,10 +6,12 @@ from pathlib import Path
 
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import CheckpointError
+from kvrelay.launch.gguf import checkpoint_of, is_gguf
 
 
 def resolve_model(model: str | None) -> Path:
-    """The directory of a checkpoint: the bundled one, a local directory, or a hub id fetched by ``huggingface_hub``.
+    """The directory of a checkpoint: the bundled one, a local directory, a GGUF file (converted once), or a hub id that
+    ``huggingface_hub`` fetches.
 
     Raises CheckpointError when there is none.
     """
@@ -21,9 +23,13 @@ def resolve_model(model: str | None) -> Path:
             raise CheckpointError(f"{model} is no checkpoint: it has no config.json", param="model")
         return path.resolve()
     if path.exists():
-        raise CheckpointError(
-            f"{model} is a file: a checkpoint is a directory with config.json and .safetensors files", param="model"
-        )
+        if not is_gguf(path):
+            raise CheckpointError(
+                f"{model} is a file, but no GGUF file: a checkpoint is a directory with config.json and .safetensors "
+                "files, or a GGUF file",
+                param="model",
+            )
+        return checkpoint_of(path)
     if model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1:
         raise CheckpointError(f"checkpoint directory {model} does not exist", param="model")
     return _from_hub(model)
