@@ -44,7 +44,7 @@ class QueueServer(Protocol):
 OpenServer = Callable[[], AbstractAsyncContextManager[QueueServer]]
 
 
-def prefill(name: str, timeout_s: float = 0.0, line: str = LINE) -> RemotePrefillRequest:
+def prefill(name: str, timeout_s: float = 0.0, line: str = LINE, num_output_tokens: int = 0) -> RemotePrefillRequest:
     return RemotePrefillRequest(
         handoff_id=name,
         decode_worker_id="decode-1",
@@ -52,7 +52,7 @@ def prefill(name: str, timeout_s: float = 0.0, line: str = LINE) -> RemotePrefil
         model="m",
         request_id=f"request of {name}",
         token_ids=tuple(range(100)),
-        num_output_tokens=0,
+        num_output_tokens=num_output_tokens,
         sampling=SamplingParams(),
         block_ids=(3, 4, 5),
         num_cached_tokens=16,
@@ -82,6 +82,58 @@ class PrefillQueueContract:
             for delivery in deliveries:
                 await delivery.ack()
             assert await one.pull(LINE, 2 * server.ack_wait_s) is None
+
+        run(open_server, scenario)
+
+    def test_those_that_were_begun_elsewhere_go_first(self, open_server: OpenServer) -> None:
+        """A stream has stopped in the middle for each of them; whoever is new has not seen a token yet."""
+
+        async def scenario(server: QueueServer) -> None:
+            decode, one, two = await server.connect(), await server.connect(), await server.connect()
+            for name in ("a", "b"):
+                await decode.push(prefill(name))
+            for name in ("x", "y"):
+                await decode.push(prefill(name, num_output_tokens=5))
+            await decode.push(prefill("c"))
+            assert (await decode.size(LINE), await decode.size()) == (5, 5)
+            deliveries = [await pulled(queue) for queue in (one, two, one, two, one)]
+            assert [item.request.handoff_id for item in deliveries] == ["x", "y", "a", "b", "c"]
+            assert [item.num_deliveries for item in deliveries] == [1] * 5
+            for delivery in deliveries:
+                await delivery.ack()
+            waiting = asyncio.create_task(one.pull(LINE, 5.0))
+            await asyncio.sleep(0.05)
+            await decode.push(prefill("z", num_output_tokens=1))
+            delivery = await waiting
+            assert delivery is not None
+            assert delivery.request.handoff_id == "z"
+            await delivery.ack()
+            assert await one.pull(LINE, 2 * server.ack_wait_s) is None
+
+        run(open_server, scenario)
+
+    def test_many_of_both_kinds_come_once_each(self, open_server: OpenServer) -> None:
+        """Also when both kinds arrive at the same moment: what one pull cannot take goes to another."""
+
+        async def scenario(server: QueueServer) -> None:
+            decode = await server.connect()
+            consumers = [await server.connect() for _ in range(3)]
+            got: list[str] = []
+
+            async def consume(queue: PrefillQueue) -> None:
+                while len(got) < 40:
+                    delivery = await queue.pull(LINE, 0.2)
+                    if delivery is not None:
+                        await delivery.ack()
+                        got.append(delivery.request.handoff_id)
+
+            consuming = [asyncio.create_task(consume(queue)) for queue in consumers]
+            for number in range(20):
+                resumed = prefill(f"resumed-{number}", num_output_tokens=3)
+                await asyncio.gather(decode.push(prefill(f"new-{number}")), decode.push(resumed))
+            await asyncio.gather(*consuming)
+            assert sorted(got) == sorted(f"{kind}-{number}" for kind in ("new", "resumed") for number in range(20))
+            assert await decode.size() == 0
 
         run(open_server, scenario)
 

@@ -63,7 +63,7 @@ def test_a_request_from_arrival_to_end(make_engine: MakeEngine) -> None:
 
 def test_outputs_say_where_their_tokens_stand(make_engine: MakeEngine) -> None:
     """Those of a request that was begun elsewhere go on counting; preemption and stop tokens change nothing."""
-    engine = make_engine(num_blocks=14)
+    engine = make_engine(num_blocks=13)
     answer = reference(PROMPT, 12)
     engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=12)))
     engine.add_request(Request("b", PROMPT, SamplingParams(max_tokens=12), output_token_ids=answer[:5]))

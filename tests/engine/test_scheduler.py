@@ -105,6 +105,19 @@ def test_urgent_requests_overtake(make_engine: MakeEngine) -> None:
     assert [rows[0][0] for rows in recorder.rows] == ["urgent", "normal", "late", "later"]
 
 
+@pytest.mark.parametrize("mode", [PrefillMode.LOCAL, PrefillMode.HANDOFF])
+def test_what_was_begun_elsewhere_goes_before_what_is_new(make_engine: MakeEngine, mode: PrefillMode) -> None:
+    """On the worker that it moves to, and on the one that prefills it; but not before what is more urgent."""
+    engine = make_engine(max_num_seqs=8, max_num_batched_tokens=16)
+    recorder = Recorder(engine)
+    engine.add_request(request("new", 16, 1, mode=mode))
+    engine.add_request(request("urgent", 16, 1, first=40, priority=-1, mode=mode))
+    engine.add_request(request("moved", 12, 5, first=70, output_token_ids=(5, 6, 7, 8), mode=mode))
+    for _ in range(3):
+        engine.step()
+    assert [row[0][0] for row in recorder.rows] == ["urgent", "moved", "new"]
+
+
 def test_the_least_urgent_is_preempted_and_comes_back(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=8)
     requests = [request(name, 8, max_tokens=12, first=first) for name, first in (("a", 10), ("b", 50), ("c", 90))]

@@ -126,8 +126,9 @@ class PrefillQueue(Protocol):
         """Into the line of ``request.kv_compatibility``."""
 
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
-        """The line's next entry, or None after ``timeout_s``. Malformed entries are logged, counted and dropped;
-        those delivered too often go to the dead-letter subject."""
+        """The line's next entry, or None after ``timeout_s``. What continues a stream (``is_resumed``) goes before
+        what is new. Malformed entries are logged, counted and dropped; those delivered too often go to the dead-letter
+        subject."""
 
     async def size(self, kv_compatibility: str | None = None) -> int:
         """Entries that nobody has pulled yet, in one line or in all."""

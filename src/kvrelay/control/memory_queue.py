@@ -33,6 +33,7 @@ class _QueueEntry:
     line: str
     data: bytes
     pushed_s: float
+    is_resumed: bool = False
     ready_s: float = 0.0
     num_deliveries: int = 0
 
@@ -73,15 +74,15 @@ class MemoryQueue:
         """Until when a consumer may be silent from now on."""
         return self._clock.now() + self.ack_wait_s
 
-    def push_raw(self, line: str, data: bytes) -> None:
+    def push_raw(self, line: str, data: bytes, *, is_resumed: bool = False) -> None:
         """An entry in its wire form; also garbage, to see what becomes of it."""
-        self._entries.append(_QueueEntry(line, data, self._clock.now()))
+        self._entries.append(_QueueEntry(line, data, self._clock.now(), is_resumed))
         self.changed.set()
 
     def pop(self, line: str) -> MemoryPrefillDelivery | None:
         """The line's first entry that may be delivered now."""
         now = self._clock.now()
-        for entry in list(self._entries):
+        for entry in sorted(self._entries, key=lambda entry: not entry.is_resumed):
             if entry.line != line or entry.ready_s > now:
                 continue
             self._entries.remove(entry)
@@ -167,7 +168,7 @@ class MemoryPrefillQueue:
 
     async def push(self, request: RemotePrefillRequest) -> None:
         self._plane.check_connected()
-        self._queue.push_raw(request.kv_compatibility, msgspec.msgpack.encode(request))
+        self._queue.push_raw(request.kv_compatibility, msgspec.msgpack.encode(request), is_resumed=request.is_resumed)
 
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
         deadline_s = asyncio.get_running_loop().time() + timeout_s

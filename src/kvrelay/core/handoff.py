@@ -71,6 +71,11 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     lora: str | None = None
     version: int = 1
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether a stream that has begun waits for it: such entries are pulled first."""
+        return self.num_output_tokens > 0
+
 
 class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
     """P to D: I hold the queue entry; may I compute it? ``wants_checksums``: P will not trust hit blocks without."""

@@ -42,6 +42,7 @@ class Request:
         "ending",
         "first_output_sent",
         "handoff_id",
+        "is_resumed",
         "length_limit",
         "local_hashes",
         "mode",
@@ -82,6 +83,8 @@ class Request:
         self.priority = priority
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.is_resumed = len(output_token_ids) > 0
+        """Whether it was begun elsewhere: its stream stands still until it is served here."""
         self.status = RequestStatus.WAITING
         self.times: list[tuple[RequestStatus, float]] = []
         """The request's waterfall: each state with the clock's time of entering it."""
@@ -142,9 +145,10 @@ class Request:
         return self.sampling.prompt_logprobs is not None and not self.first_output_sent
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Order of service: lower priority numbers first, then first come, first served."""
-        return (self.priority, self.arrival)
+    def key(self) -> tuple[int, bool, int]:
+        """Order of service: lower priority numbers first, then what was begun elsewhere, then first come, first
+        served."""
+        return (self.priority, not self.is_resumed, self.arrival)
 
     def move(self, status: RequestStatus, now_s: float) -> None:
         """Go to another state. Raises IllegalTransitionError unless the table allows it."""
@@ -163,6 +167,6 @@ class Request:
         self.sequence_hashes.extend(hashes.sequence)
 
 
-def service_order(request: Request) -> tuple[int, int]:
+def service_order(request: Request) -> tuple[int, bool, int]:
     """``Request.key``, to sort by."""
     return request.key

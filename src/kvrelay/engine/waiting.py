@@ -1,4 +1,4 @@
-"""The waiting line: requests by priority, then by arrival.
+"""The waiting line: requests in their order of service.
 
 It owns the order. Removal is lazy: a removed request stays in the heap, unseen, until it comes to the top.
 """
@@ -14,7 +14,7 @@ class WaitingQueue:
     """A priority queue with removal from anywhere."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
+        self._heap: list[tuple[tuple[int, bool, int], Request]] = []
         self._members: set[Request] = set()
 
     def __len__(self) -> int:
@@ -29,17 +29,17 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         self._members.add(request)
-        heapq.heappush(self._heap, (*request.key, request))
+        heapq.heappush(self._heap, (request.key, request))
 
     def peek(self) -> Request | None:
         """The most urgent request, left in place."""
         heap = self._heap
-        while heap and heap[0][2] not in self._members:
+        while heap and heap[0][1] not in self._members:
             heapq.heappop(heap)
-        return heap[0][2] if heap else None
+        return heap[0][1] if heap else None
 
     def remove(self, request: Request) -> None:
         """Take ``request`` out, wherever it stands. KeyError if it is not waiting."""
         self._members.remove(request)
-        if self._heap and self._heap[0][2] is request:
+        if self._heap and self._heap[0][1] is request:
             heapq.heappop(self._heap)

@@ -1,11 +1,13 @@
 """The global prefill queue on a JetStream work-queue stream.
 
-It owns the stream, a durable consumer per line that all prefill workers of that line share, and the dead-letter stream.
+It owns the stream, two durable consumers per line that all prefill workers of that line share (one for requests that
+continue a stream and overtake, and one for all others), and the dead-letter stream.
 Delivery is at least once: an entry whose consumer falls silent for ``ack_wait_s`` goes to the next one, so consumers
 beat while they work. It does not know what a prefill is beyond its line and the time limit in its envelope, which is
 held against the server's stamps: no two machines' clocks are compared.
 
     kvrelay.NS.prefill.queue.LINE ──> stream kvrelay_NS_prefill ──> consumer prefill_LINE ──pull──> workers
+    ...LINE=resumed ─────────────────────────> " ─────────────────> ..._LINE=resumed ───pull first──> "
                                                                           │ delivered too often
                                                                           v
                                       kvrelay.NS.prefill.dead (stream kvrelay_NS_prefill_dead, kept for a day)
@@ -17,7 +19,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -87,12 +89,20 @@ class NatsPrefillDelivery:
         await self._connection.publish(self._reply, b"+WPI")
 
 
-@dataclass(slots=True)
-class _Line:
-    """One ``kv_compatibility``. ``size`` is valid until ``size_until_s``."""
+class _Track(NamedTuple):
+    """A subject, and the durable consumer that all workers share."""
 
     subject: str
     consumer: str
+
+
+@dataclass(slots=True)
+class _Line:
+    """One ``kv_compatibility``, in two tracks: what overtakes because it continues a stream, and everything else.
+    ``size``, of both, is valid until ``size_until_s``."""
+
+    resumed: _Track
+    new: _Track
     is_ready: bool = False
     size: int = 0
     size_until_s: float = 0.0
@@ -150,26 +160,31 @@ class NatsPrefillQueue:
     async def push(self, request: RemotePrefillRequest) -> None:
         data = msgspec.msgpack.encode(request)
         line = await self._ready_line(request.kv_compatibility)
+        # Idle consumers wait on the other track only: on both, each pull might get an entry too many. In an empty queue
+        # there is no one to overtake.
+        must_overtake = request.is_resumed and await self.size(request.kv_compatibility) > 0
         try:
-            await self._publish(line, data)
+            await self._publish(line, line.resumed if must_overtake else line.new, data)
         except PayloadTooLargeError as exc:
             # Not the client's fault: this prefill is for the decode worker itself.
             raise ControlUnavailableError(f"prefill {request.handoff_id} does not fit into the queue: {exc}") from exc
         line.size_until_s = 0.0
 
-    async def _publish(self, line: _Line, data: bytes) -> None:
+    async def _publish(self, line: _Line, track: _Track, data: bytes) -> None:
         try:
-            await self._jetstream.publish(line.subject, data)
+            await self._jetstream.publish(track.subject, data)
         except NoRespondersError:
             await self._create(line)
-            await self._jetstream.publish(line.subject, data)
+            await self._jetstream.publish(track.subject, data)
 
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         while True:
             line = await self._ready_line(kv_compatibility)
-            message = await self._next(line, max(deadline_s - loop.time(), 0.0))
+            message = await self._next(line, line.resumed, 0.0)
+            if message is None:
+                message = await self._next(line, line.new, max(deadline_s - loop.time(), 0.0))
             if message is None:
                 return None
             delivery = await self._accept(line, message)
@@ -192,12 +207,13 @@ class NatsPrefillQueue:
     async def _ask_size(self, kv_compatibility: str) -> int:
         line = await self._ready_line(kv_compatibility)
         try:
-            info = await self._jetstream.consumer_info(self._stream, line.consumer)
+            tracks = (line.resumed, line.new)
+            infos = [await self._jetstream.consumer_info(self._stream, track.consumer) for track in tracks]
         except ControlUnavailableError:
             line.is_ready = False
             raise
-        self._set_clock(info)
-        line.size = info.num_pending
+        self._set_clock(infos[-1])
+        line.size = sum(info.num_pending for info in infos)
         line.size_until_s = asyncio.get_running_loop().time() + SIZE_CACHE_S
         return line.size
 
@@ -205,7 +221,11 @@ class NatsPrefillQueue:
         line = self._lines.get(kv_compatibility)
         if line is None:
             token = _token(kv_compatibility)
-            line = self._lines[kv_compatibility] = _Line(f"{self._subject}{token}", f"prefill_{token}")
+            # What follows the token is none of its own characters: "=" begins two hexadecimal digits there.
+            line = self._lines[kv_compatibility] = _Line(
+                resumed=_Track(f"{self._subject}{token}=resumed", f"prefill_{token}=resumed"),
+                new=_Track(f"{self._subject}{token}", f"prefill_{token}"),
+            )
         return line
 
     async def _ready_line(self, kv_compatibility: str) -> _Line:
@@ -216,24 +236,11 @@ class NatsPrefillQueue:
         return line
 
     async def _create(self, line: _Line) -> None:
-        """The line's consumer, and the streams, where there are none."""
+        """The line's consumers, and the streams, where there are none."""
         await self.start()
-        consumer = await self._jetstream.create_consumer(
-            self._stream,
-            {
-                "name": line.consumer,
-                "durable_name": line.consumer,
-                "filter_subject": line.subject,
-                "ack_policy": "explicit",
-                "ack_wait": int(self._ack_wait_s * 1e9),
-                "max_ack_pending": MAX_ENTRIES,
-                "deliver_policy": "all",
-                "max_deliver": -1,
-                # Of a model that is served no longer.
-                "inactive_threshold": 2 * MAX_AGE_S * 1_000_000_000,
-            },
-        )
-        self._set_clock(consumer)
+        for track in (line.resumed, line.new):
+            config = _consumer(track, self._ack_wait_s)
+            self._set_clock(await self._jetstream.create_consumer(self._stream, config))
         line.is_ready = True
 
     def _set_clock(self, answer: ConsumerInfo) -> None:
@@ -246,7 +253,7 @@ class NatsPrefillQueue:
         clock may have been set since the last."""
         if not request.timeout_s or self._age_s(stored_s) <= request.timeout_s:
             return False
-        self._set_clock(await self._jetstream.consumer_info(self._stream, line.consumer))
+        self._set_clock(await self._jetstream.consumer_info(self._stream, line.new.consumer))
         return self._age_s(stored_s) > request.timeout_s
 
     def _age_s(self, stored_s: float) -> float:
@@ -259,7 +266,7 @@ class NatsPrefillQueue:
 
     # -- pulling ------------------------------------------------------------------------------------------------------
 
-    async def _next(self, line: _Line, timeout_s: float) -> NatsMessage | None:
+    async def _next(self, line: _Line, track: _Track, timeout_s: float) -> NatsMessage | None:
         """One message from the consumer, or None. Safe to cancel: what arrives too late is given back at once."""
         inbox = self._connection.new_inbox()
         arrived: asyncio.Future[NatsMessage] = asyncio.get_running_loop().create_future()
@@ -272,7 +279,7 @@ class NatsPrefillQueue:
         message = None
         try:
             await self._connection.publish(
-                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{line.consumer}", _next_request(timeout_s), reply=inbox
+                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{track.consumer}", _next_request(timeout_s), reply=inbox
             )
             async with asyncio.timeout(timeout_s + ANSWER_MARGIN_S):
                 # Shielded: cancelled itself it could not take what is on its way, to be given back.
@@ -351,6 +358,21 @@ def _next_request(timeout_s: float) -> bytes:
 
 def _nak(delay_s: float) -> bytes:
     return b"-NAK" if delay_s <= 0 else b"-NAK " + msgspec.json.encode({"delay": int(delay_s * 1e9)})
+
+
+def _consumer(track: _Track, ack_wait_s: float) -> dict[str, Any]:
+    return {
+        "name": track.consumer,
+        "durable_name": track.consumer,
+        "filter_subject": track.subject,
+        "ack_policy": "explicit",
+        "ack_wait": int(ack_wait_s * 1e9),
+        "max_ack_pending": MAX_ENTRIES,
+        "deliver_policy": "all",
+        "max_deliver": -1,
+        # Of a model that is served no longer.
+        "inactive_threshold": 2 * MAX_AGE_S * 1_000_000_000,
+    }
 
 
 def _queue_stream(name: str, subject: str) -> dict[str, Any]:
