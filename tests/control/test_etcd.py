@@ -305,7 +305,7 @@ async def test_certificates_of_both_sides(tmp_path: Path) -> None:
             await discovery.close()
         for files in (f"ca={certificate}", f"ca={certificate}&cert={other}&key={other_key}", f"ca={other}&cert={both}"):
             with pytest.raises(ControlUnavailableError, match="cannot be reached") as caught:
-                await EtcdDiscovery.connect(f"{server.url}?{files}", connect_timeout_s=1.0)
+                await EtcdDiscovery.connect(f"{server.url}?{files}", connect_timeout_s=2.0)
             assert "\n" not in caught.value.message
     finally:
         server.stop()

@@ -40,7 +40,7 @@ from kvrelay.worker.worker import Worker
 VOCAB_SIZE = 1000
 FRONTEND_KEY = "key of the frontend"
 WAIT_S = PATIENCE_S
-LOOPBACK = TransferConfig(transport="loopback", transfer_timeout_s=1.0)
+LOOPBACK = TransferConfig(transport="loopback", transfer_timeout_s=3.0)
 
 
 def prompt(length: int, start: int = 0) -> tuple[int, ...]:
