@@ -1,4 +1,4 @@
-# make help | serve | test | test-busy | check | bench. Each builds the environment (.venv) first when it is not there.
+# make help | serve | chat | test | test-busy | check | bench. Each builds the environment (.venv) first when it is not there.
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-busy check bench env system-packages clean
+.PHONY: help serve chat test test-busy check bench env system-packages clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -19,6 +19,9 @@ serve: env  ## one prefill and one decode worker with the bundled checkpoint (MO
 
 # Whole files go to each of LANES processes: much of the time tests wait for leases, servers and each other.
 PYTEST := $(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
+
+chat: env  ## a real instruction-tuned model (SmolLM2 135M, 93 MB, fetched once), served 1P1D, and a chat in this terminal
+	@$(BIN)/kvrelay chat "$$($(BIN)/python tools/smollm2.py $(VENV)/models)" $(ARGS)
 
 test: env system-packages  ## all tests that need no GPU (LANES=2 side by side)
 	@$(PYTEST) $(ARGS)

@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": ("kvrelay.cli.serve:serve", "Serve a model on this machine, prefill and decode apart."),
     "frontend": ("kvrelay.cli.processes:frontend", "Run a frontend of a cluster."),
     "worker": ("kvrelay.cli.processes:worker", "Run a worker of a cluster."),
+    "chat": ("kvrelay.cli.chat:chat", "Talk to a model in the terminal."),
     "status": ("kvrelay.cli.cluster:status", "Show a running cluster."),
     "drain": ("kvrelay.cli.cluster:drain", "Let a worker finish its work and leave."),
     "role": ("kvrelay.cli.cluster:role", "Change what a worker does."),

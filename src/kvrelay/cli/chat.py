@@ -1,0 +1,186 @@
+"""``kvrelay chat``: a conversation in the terminal, with a running server or with one that it starts."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+
+from kvrelay.errors import ConfigError, FatalError, InvalidInputError, WorkerUnavailableError
+
+COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChatServer:
+    """An OpenAI server, as a chat sees it."""
+
+    url: str
+    api_key: str = ""
+
+    def model(self) -> str:
+        """The first model that is served. Raises WorkerUnavailableError."""
+        with closing(self._connection()) as connection:
+            answer = self._ask(connection, "GET", "/models", None)
+            models = json.loads(answer.read()).get("data", [])
+        if not models:
+            raise WorkerUnavailableError(f"{self.url} serves no model")
+        return str(models[0]["id"])
+
+    def stream(self, body: dict[str, Any]) -> Iterator[str]:
+        """The answer's text as it comes; closing the iterator stops the answer.
+
+        Raises InvalidInputError for a refused request, WorkerUnavailableError when the server or the stream breaks.
+        """
+        with closing(self._connection()) as connection:
+            answer = self._ask(connection, "POST", "/chat/completions", json.dumps({**body, "stream": True}))
+            for line in answer:
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                if not line.startswith(b"data: "):
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise WorkerUnavailableError(event["error"]["message"])
+                for choice in event["choices"]:
+                    yield choice["delta"].get("content") or ""
+            raise WorkerUnavailableError(f"{self.url} ended the answer early")
+
+    def _connection(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{self.url!r} is not an http URL, e.g. http://127.0.0.1:8000", param="url")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        return kind(parts.hostname, parts.port, timeout=TIMEOUT_S)
+
+    def _ask(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: str | None
+    ) -> http.client.HTTPResponse:
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        base = urlsplit(self.url).path.rstrip("/").removesuffix("/v1")
+        try:
+            connection.request(method, f"{base}/v1{path}", body, headers)
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as exc:
+            raise WorkerUnavailableError(f"no server answers at {self.url}: {exc}") from exc
+        if answer.status != 200:
+            raise InvalidInputError(f"{self.url} answers {answer.status}: {_reason(answer.read())}")
+        return answer
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--url", help="A running server, e.g. http://127.0.0.1:8000; default: start one for MODEL.")
+@click.option("--api-key", default="", envvar="KVRELAY_API_KEY", show_envvar=True, help="Key of that server.")
+@click.option("--system", "system_prompt", help="System prompt.")
+@click.option("--max-tokens", default=512, type=click.IntRange(1), help="Longest answer, in tokens.")
+@click.option("--temperature", type=click.FloatRange(0.0, 100.0), help="0 is greedy; default: the model's own.")
+def chat(
+    model: str | None,
+    url: str | None,
+    api_key: str,
+    system_prompt: str | None,
+    max_tokens: int,
+    temperature: float | None,
+) -> None:
+    """Talk to MODEL: a checkpoint that is served for this chat with prefill and decode apart, or with --url the name of
+    a served model. Lines that are piped in are answered one by one.
+
+    Example: kvrelay chat ./SmolLM2-135M-Instruct.Q4_1.gguf
+    """
+    options: dict[str, Any] = {"max_tokens": max_tokens}
+    if temperature is not None:
+        options["temperature"] = temperature
+    with _server(model, url, api_key) as server:
+        options["model"] = model if url and model else server.model()
+        if sys.stdin.isatty():
+            click.echo(f"{options['model']}: {COMMANDS}")
+        _converse(server, options, [{"role": "system", "content": system_prompt}] if system_prompt else [])
+
+
+def _converse(server: ChatServer, options: dict[str, Any], opening: list[dict[str, str]]) -> None:
+    messages = list(opening)
+    while (line := _read_line()) is not None:
+        text = line.strip()
+        if text == "/exit":
+            return
+        if text == "/reset":
+            messages = list(opening)
+            continue
+        if not text:
+            continue
+        messages.append({"role": "user", "content": text})
+        try:
+            answer = _print_answer(server.stream({**options, "messages": messages}))
+        except InvalidInputError as exc:
+            # Most likely the conversation has outgrown the model's context; what was said before still fits.
+            click.echo(f"kvrelay: {exc.message}", err=True)
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _read_line() -> str | None:
+    """None at the end of input, and for Ctrl-C when nothing is being answered."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+def _print_answer(pieces: Iterator[str]) -> str:
+    """Print the pieces as they come; Ctrl-C stops the answer and keeps what was said."""
+    said: list[str] = []
+    try:
+        for piece in pieces:
+            said.append(piece)
+            click.echo(piece, nl=False)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        pieces.close()  # type: ignore[attr-defined]
+        click.echo()
+    return "".join(said)
+
+
+@contextmanager
+def _server(model: str | None, url: str | None, api_key: str) -> Iterator[ChatServer]:
+    """The server at ``url``, or one that lives as long as the block."""
+    if url:
+        yield ChatServer(url, api_key)
+        return
+    from kvrelay.launch.children import kvrelay_command
+    from kvrelay.launch.models import resolve_model
+
+    command = kvrelay_command("serve", str(resolve_model(model)), "--prefill", "1", "--decode", "1", "--port", "0")
+    # In a session of its own: Ctrl-C stops an answer, not the server.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if " at http" not in line:
+            raise FatalError(f"the server did not start (exit code {process.wait()})")
+        yield ChatServer(line.split(" at ", 1)[1].split()[0])
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _reason(body: bytes) -> str:
+    """The message in OpenAI's error body, or the body itself."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")

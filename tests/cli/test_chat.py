@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvrelay.cli.chat import ChatServer, chat
+from kvrelay.errors import ConfigError, InvalidInputError, WorkerUnavailableError
+
+
+@dataclass
+class Script:
+    """A scripted server: what it answers with, and what it was asked."""
+
+    answers: list[tuple[int, list[str]]] = field(default_factory=list)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    url: str = ""
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    made = Script()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200, json.dumps({"data": [{"id": "the-model"}]}).encode())
+
+        def do_POST(self) -> None:
+            made.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            made.keys.append(self.headers.get("authorization"))
+            status, lines = made.answers.pop(0)
+            self._send(status, "".join(f"{line}\n\n" for line in lines).encode())
+
+        def _send(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    made.url = f"http://127.0.0.1:{server.server_port}"
+    yield made
+    server.shutdown()
+    server.server_close()
+
+
+def said(*pieces: str) -> tuple[int, list[str]]:
+    events = [json.dumps({"choices": [{"delta": {"content": piece}}]}) for piece in pieces]
+    usage = json.dumps({"choices": [], "usage": {}})
+    return 200, [f"data: {event}" for event in (*events, usage)] + ["data: [DONE]"]
+
+
+def run(script: Script, lines: str, *arguments: str) -> Result:
+    return CliRunner().invoke(chat, ["--url", script.url, *arguments], input=lines, catch_exceptions=False)
+
+
+def test_the_conversation_so_far_goes_with_every_question(script: Script) -> None:
+    script.answers = [said("Hel", "lo."), said("Bye.")]
+    result = run(script, "hi\n\nand now?\n", "--system", "Be brief.", "--max-tokens", "9", "--api-key", "k")
+    assert result.stdout == "Hello.\nBye.\n"
+    assert script.keys == ["Bearer k"] * 2
+    assert script.asked[0] | {"messages": 0} == {"model": "the-model", "max_tokens": 9, "stream": True, "messages": 0}
+    assert [(message["role"], message["content"]) for message in script.asked[1]["messages"]] == [
+        ("system", "Be brief."),
+        ("user", "hi"),
+        ("assistant", "Hello."),
+        ("user", "and now?"),
+    ]
+
+
+def test_reset_forgets_and_exit_ends(script: Script) -> None:
+    script.answers = [said("one"), said("two")]
+    run(script, "a\n/reset\nb\n/exit\nc\n")
+    assert [len(asked["messages"]) for asked in script.asked] == [1, 1]
+
+
+def test_a_refused_question_is_not_part_of_the_conversation(script: Script) -> None:
+    refusal = json.dumps({"error": {"message": "too long"}})
+    script.answers = [said("one"), (400, [refusal]), said("two")]
+    result = run(script, "a\nb\nc\n")
+    assert "answers 400: too long" in result.stderr
+    assert [message["content"] for message in script.asked[2]["messages"]] == ["a", "one", "c"]
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, is_first = ChatServer.stream, True
+
+    def interrupted(server: ChatServer, body: dict[str, Any]) -> Iterator[str]:
+        nonlocal is_first
+        for piece in ask(server, body):
+            yield piece
+            if is_first:
+                is_first = False
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(ChatServer, "stream", interrupted)
+    script.answers = [said("One, ", "two, ", "three"), said("ok")]
+    result = run(script, "count\nstop?\n")
+    assert result.stdout == "One, \nok\n"
+    assert [message["content"] for message in script.asked[1]["messages"]] == ["count", "One, ", "stop?"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((200, ['data: {"choices": [{"delta": {"content": "x"}}]}']), "ended the answer early"),
+        ((200, ['data: {"error": {"message": "the worker is gone"}}']), "the worker is gone"),
+    ],
+)
+def test_a_broken_stream_is_an_error(script: Script, answer: tuple[int, list[str]], message: str) -> None:
+    script.answers = [answer]
+    with pytest.raises(WorkerUnavailableError, match=message):
+        run(script, "a\n")
+
+
+def test_wrong_urls_are_refused() -> None:
+    with pytest.raises(ConfigError, match="is not an http URL"):
+        ChatServer("ftp://host").model()
+    with pytest.raises(WorkerUnavailableError, match=r"no server answers at http://127\.0\.0\.1:1"):
+        ChatServer("http://127.0.0.1:1").model()
+    with pytest.raises(InvalidInputError, match="answers 404"):
+        _not_found()
+
+
+def _not_found() -> None:
+    class Nothing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            ChatServer(f"http://127.0.0.1:{server.server_port}/v1").model()
+        finally:
+            server.shutdown()
