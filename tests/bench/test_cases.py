@@ -23,8 +23,7 @@ from kvrelay.bench.interference import (
     summarise,
 )
 from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, ServeReport, serve_report
-from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult
-from kvrelay.bench.report.slo import Slo
+from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult, Slo
 from kvrelay.bench.suite import Step, SuiteReport, run_steps, top_figures, write_sample_conversations, write_suite
 from kvrelay.bench.sweep import CaseSweep, KneeOptions, knee_search, plot_sweep, sweep_case, sweep_markdown
 from kvrelay.errors import InvalidInputError

@@ -17,9 +17,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrelay.bench.client.connection import ConnectionPool
+from kvrelay.bench.client.connection import ConnectionPool, Target, parse_target
 from kvrelay.bench.client.service import wait_until_healthy
-from kvrelay.bench.client.target import Target, parse_target
 from kvrelay.bench.errors import BenchError, ServerDownError
 from kvrelay.errors import InvalidInputError
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.client.payload import BodyOptions, Endpoint, parse_extra
-from kvrelay.bench.client.target import Target
 from kvrelay.bench.commands.options import command_line
-from kvrelay.bench.load.lengths import parse_length
 from kvrelay.bench.load.mix import ClassSpec, Dataset, DatasetKind, parse_mix
-from kvrelay.bench.report.slo import parse_slo
+from kvrelay.bench.load.request import parse_length
+from kvrelay.bench.report.records import parse_slo
 from kvrelay.bench.serving import ServeOptions
 from kvrelay.errors import InvalidInputError
 

@@ -23,7 +23,7 @@ from kvrelay.bench.load.mix import Dataset, parse_mix
 from kvrelay.bench.progress import ProgressBar, progress_bar
 from kvrelay.bench.report.files import print_result, write_result
 from kvrelay.bench.report.metrics import ServeReport, figure
-from kvrelay.bench.report.plotting import new_figure, plot_beside, save_figure
+from kvrelay.bench.report.plots import new_figure, plot_beside, save_figure
 from kvrelay.bench.report.records import INTERRUPTED
 from kvrelay.bench.report.table import milliseconds, number, table
 from kvrelay.bench.serving import ServeOptions, run_on_loop, run_serve

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvrelay.bench.client.target import Target
-from kvrelay.bench.load.lengths import Length
+from kvrelay.bench.client.connection import Target
 from kvrelay.bench.load.mix import ClassSpec, Dataset
+from kvrelay.bench.load.request import Length
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.metrics import LoadReport, figure
 from kvrelay.bench.serving import ServeOptions, require_success, run_serve

@@ -20,8 +20,8 @@ import click
 
 from kvrelay.bench.cases import Case, CaseTimes, running
 from kvrelay.bench.given import numbers
-from kvrelay.bench.load.lengths import Length
 from kvrelay.bench.load.mix import ClassSpec, Dataset, DatasetKind, build_class
+from kvrelay.bench.load.request import Length
 from kvrelay.bench.own_cluster import figures, measure_load, medians, random_load, serve_command
 from kvrelay.bench.prefixes.blocks import hit_ratios
 from kvrelay.bench.report.files import print_result

@@ -13,19 +13,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvrelay.bench.client.connection import ConnectionPool
+from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.driver import LoadDriver, RunLimits, warm_up
 from kvrelay.bench.client.payload import BodyOptions, Endpoint
 from kvrelay.bench.client.service import count_tokens, detokenize, first_model
-from kvrelay.bench.client.target import Target
 from kvrelay.bench.errors import BadResponseError, BenchError
 from kvrelay.bench.load.mix import ClassSpec, DatasetKind, build_class
 from kvrelay.bench.load.request import LoadClass, LoadRequest
 from kvrelay.bench.load.tokens import LocalTokenizer
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, ServeReport, serve_report
-from kvrelay.bench.report.records import Outcome, RequestRecord, RunResult
-from kvrelay.bench.report.slo import Slo
+from kvrelay.bench.report.records import Outcome, RequestRecord, RunResult, Slo
 from kvrelay.errors import InvalidInputError
 
 _T = TypeVar("_T")

@@ -13,12 +13,12 @@ from typing import Any
 from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.given import ANY_TARGET, dataset, numbers, serve_options
-from kvrelay.bench.load.arrivals import check_rate
 from kvrelay.bench.load.mix import ClassSpec
+from kvrelay.bench.load.request import check_rate
 from kvrelay.bench.progress import ProgressBar, progress_bar
 from kvrelay.bench.report.files import print_result, write_result
 from kvrelay.bench.report.metrics import ServeReport, figure
-from kvrelay.bench.report.plotting import new_figure, plot_beside, save_figure
+from kvrelay.bench.report.plots import new_figure, plot_beside, save_figure
 from kvrelay.bench.report.records import INTERRUPTED
 from kvrelay.bench.report.table import milliseconds, number, table
 from kvrelay.bench.serving import ServeOptions, run_on_loop, run_serve

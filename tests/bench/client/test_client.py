@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from kvrelay.bench.client.connection import ConnectionPool
+from kvrelay.bench.client.connection import ConnectionPool, parse_target
 from kvrelay.bench.client.driver import LoadDriver, RunLimits
 from kvrelay.bench.client.payload import BodyOptions, Endpoint
 from kvrelay.bench.client.service import count_tokens, cpu_seconds, first_model, wait_until_healthy
-from kvrelay.bench.client.target import parse_target
 from kvrelay.bench.errors import BenchError, ServerDownError
-from kvrelay.bench.load.lengths import Length
 from kvrelay.bench.load.mix import ClassSpec, Dataset, build_class
+from kvrelay.bench.load.request import Length
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.records import Outcome, RunResult, TokenSource
 from kvrelay.bench.serving import ServeOptions, ServeRun, require_success, run_on_loop, run_serve

@@ -8,10 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.bench.client.events import EventSplitter
-from kvrelay.bench.client.payload import BodyOptions, Endpoint, decode_chunk, encode_body, error_text, parse_extra
+from kvrelay.bench.client.connection import parse_target
+from kvrelay.bench.client.payload import (
+    BodyOptions,
+    Endpoint,
+    EventSplitter,
+    decode_chunk,
+    encode_body,
+    error_text,
+    parse_extra,
+)
 from kvrelay.bench.client.stream import StreamRecorder
-from kvrelay.bench.client.target import parse_target
 from kvrelay.bench.errors import BadResponseError
 from kvrelay.bench.load.request import ChatMessage, LoadRequest
 from kvrelay.bench.report.records import Outcome, RequestRecord, TokenSource

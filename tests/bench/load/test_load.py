@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from kvrelay.bench.formats import TraceRecord
-from kvrelay.bench.load.arrivals import random_arrivals, trace_arrivals
 from kvrelay.bench.load.files import mooncake_requests
-from kvrelay.bench.load.generated import SharedPrefix, TokenRange, random_requests, shared_prefix_requests
-from kvrelay.bench.load.lengths import Length, parse_length
+from kvrelay.bench.load.generated import (
+    SharedPrefix,
+    TokenRange,
+    random_requests,
+    readable_prefix_requests,
+    shared_prefix_requests,
+)
 from kvrelay.bench.load.mix import ClassSpec, Dataset, DatasetKind, build_class, parse_mix
-from kvrelay.bench.load.readable import readable_prefix_requests
-from kvrelay.bench.load.request import LoadRequest
+from kvrelay.bench.load.request import Length, LoadRequest, parse_length, random_arrivals, trace_arrivals
 from kvrelay.bench.load.tokens import EstimatedTokens, LocalTokenizer
 from kvrelay.errors import InvalidInputError
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from kvrelay.bench.commands.router import bench_router
+from kvrelay.bench.commands.parts import bench_router
 from kvrelay.bench.parts.router import POLICIES, measure_growth, measure_peer
 from kvrelay.errors import InvalidInputError
 

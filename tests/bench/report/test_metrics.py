@@ -8,9 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, serve_report
-from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult, spread_tokens
-from kvrelay.bench.report.slo import Slo, parse_slo
-from kvrelay.bench.report.statistics import distribution
+from kvrelay.bench.report.records import (
+    ClientLoad,
+    Outcome,
+    RequestRecord,
+    RunResult,
+    Slo,
+    distribution,
+    parse_slo,
+    spread_tokens,
+)
 from kvrelay.bench.report.text import report_text
 from kvrelay.errors import InvalidInputError
 

@@ -17,10 +17,8 @@ import msgspec
 
 from kvrelay.bench.chaos.answers import KnownPrompt, Verdict, judge
 from kvrelay.bench.chaos.report import AskedPrompt
-from kvrelay.bench.client.connection import ConnectionPool
-from kvrelay.bench.client.events import EventSplitter
-from kvrelay.bench.client.payload import DONE, Chunk, Endpoint, decode_chunk, error_text
-from kvrelay.bench.client.target import parse_target
+from kvrelay.bench.client.connection import ConnectionPool, parse_target
+from kvrelay.bench.client.payload import DONE, Chunk, Endpoint, EventSplitter, decode_chunk, error_text
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
 from kvrelay.errors import RetryElsewhereError
 

@@ -10,9 +10,8 @@ from typing import TypeVar
 
 import msgspec
 
-from kvrelay.bench.client.connection import Answer, ConnectionPool
+from kvrelay.bench.client.connection import Answer, ConnectionPool, Target
 from kvrelay.bench.client.payload import error_text
-from kvrelay.bench.client.target import Target
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
 
 _T = TypeVar("_T", bound=msgspec.Struct)

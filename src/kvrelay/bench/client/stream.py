@@ -8,8 +8,7 @@ from __future__ import annotations
 import time
 
 from kvrelay.bench.client.connection import Answer, ConnectionPool
-from kvrelay.bench.client.events import EventSplitter
-from kvrelay.bench.client.payload import DONE, Chunk, Endpoint, Usage, decode_chunk, error_text
+from kvrelay.bench.client.payload import DONE, Chunk, Endpoint, EventSplitter, Usage, decode_chunk, error_text
 from kvrelay.bench.errors import BadResponseError, ServerDownError
 from kvrelay.bench.report.records import Outcome, RequestRecord, TokenSource, spread_tokens
 

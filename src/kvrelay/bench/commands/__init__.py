@@ -9,17 +9,10 @@ from __future__ import annotations
 import click
 
 from kvrelay.bench.commands.chaos import bench_chaos
-from kvrelay.bench.commands.compare import compare_command
-from kvrelay.bench.commands.engine import bench_engine
-from kvrelay.bench.commands.frontend import bench_frontend
-from kvrelay.bench.commands.interference import interference_command
+from kvrelay.bench.commands.parts import bench_engine, bench_frontend, bench_router, bench_routing, bench_transfer
 from kvrelay.bench.commands.prefixes import prefixes_command
-from kvrelay.bench.commands.router import bench_router
-from kvrelay.bench.commands.routing import bench_routing
-from kvrelay.bench.commands.serve import serve_command
+from kvrelay.bench.commands.servers import compare_command, interference_command, serve_command, sweep_command
 from kvrelay.bench.commands.suite import all_command
-from kvrelay.bench.commands.sweep import sweep_command
-from kvrelay.bench.commands.transfer import bench_transfer
 
 
 @click.group("bench")

@@ -15,8 +15,7 @@ import numpy as np
 
 from kvrelay.bench.formats import FileFormat, TraceRecord, json_lines, read_conversations
 from kvrelay.bench.load.generated import TokenRange
-from kvrelay.bench.load.lengths import Length
-from kvrelay.bench.load.request import ChatMessage, LoadRequest, Prompt
+from kvrelay.bench.load.request import ChatMessage, Length, LoadRequest, Prompt
 from kvrelay.bench.load.tokens import TokenCounter
 from kvrelay.errors import InvalidInputError
 

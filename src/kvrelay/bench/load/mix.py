@@ -16,18 +16,24 @@ from pathlib import Path
 import numpy as np
 
 from kvrelay.bench.formats import read_azure, read_mooncake
-from kvrelay.bench.load.arrivals import check_rate, random_arrivals, trace_arrivals
 from kvrelay.bench.load.files import MOONCAKE_BLOCK, json_requests, mooncake_requests, sharegpt_requests, trace_requests
 from kvrelay.bench.load.generated import (
     DEFAULT_VOCAB_SIZE,
     SharedPrefix,
     TokenRange,
     random_requests,
+    readable_prefix_requests,
     shared_prefix_requests,
 )
-from kvrelay.bench.load.lengths import Length, parse_length
-from kvrelay.bench.load.readable import readable_prefix_requests
-from kvrelay.bench.load.request import LoadClass, LoadRequest
+from kvrelay.bench.load.request import (
+    Length,
+    LoadClass,
+    LoadRequest,
+    check_rate,
+    parse_length,
+    random_arrivals,
+    trace_arrivals,
+)
 from kvrelay.bench.load.tokens import EstimatedTokens, LocalTokenizer, TokenCounter
 from kvrelay.errors import InvalidInputError
 

@@ -1,9 +1,15 @@
-"""The vocabulary of load: one request to send, and one class of requests with its arrivals."""
+"""The vocabulary of load: a request, a class of requests, lengths, and arrival times. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from kvrelay.errors import InvalidInputError
 
 Prompt = str | tuple[int, ...]
 
@@ -48,3 +54,82 @@ class LoadClass:
     max_concurrency: int | None = None
     num_requests: int | None = None
     rate: float | None = None
+
+
+MAX_LENGTH = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """A distribution of token counts.
+
+    ``fixed`` (low), ``uniform`` (low to high, both included) or ``normal`` (mean low, deviation high, cut off at 1).
+    """
+
+    kind: Literal["fixed", "uniform", "normal"]
+    low: float
+    high: float = 0.0
+
+    def sample(self, rng: np.random.Generator) -> int:
+        if self.kind == "fixed":
+            return int(self.low)
+        if self.kind == "uniform":
+            return int(rng.integers(int(self.low), int(self.high) + 1))
+        return min(MAX_LENGTH, max(1, round(float(rng.normal(self.low, self.high)))))
+
+    def mean(self) -> float:
+        """The mean before cutting off."""
+        return (self.low + self.high) / 2 if self.kind == "uniform" else self.low
+
+
+def parse_length(text: str, name: str = "length") -> Length:
+    """Read ``128``, ``uniform~64~256`` or ``normal~128~32``; raises InvalidInputError naming ``name``."""
+    kind, *numbers = text.split("~")
+    try:
+        if not numbers:
+            return _checked(Length("fixed", float(int(kind))), text, name)
+        if kind in ("uniform", "normal") and len(numbers) == 2:
+            low, high = (float(int(number)) for number in numbers)
+            return _checked(Length("uniform" if kind == "uniform" else "normal", low, high), text, name)
+    except ValueError:
+        pass
+    raise InvalidInputError(f"{name} {text!r} is not N, uniform~LOW~HIGH or normal~MEAN~DEVIATION", param=name)
+
+
+def _checked(length: Length, text: str, name: str) -> Length:
+    ordered = length.kind != "uniform" or length.low <= length.high
+    if length.low < 1 or length.high < 0 or max(length.low, length.high) > MAX_LENGTH or not ordered:
+        raise InvalidInputError(f"{name} {text!r} is out of range: at least 1, at most {MAX_LENGTH}", param=name)
+    return length
+
+
+def check_rate(rate: float, name: str = "request rate") -> float:
+    """A rate in requests per second must be a positive number; infinity means all at once."""
+    if math.isnan(rate) or rate <= 0:
+        raise InvalidInputError(f"{name} must be above zero, not {rate:g}", param=name)
+    return rate
+
+
+def random_arrivals(rng: np.random.Generator, rate: float, burstiness: float = 1.0) -> Iterator[float]:
+    """Endless offsets in seconds with ``rate`` arrivals per second on average; the first is one gap after the start.
+
+    Gaps are gamma-distributed with shape ``burstiness``: 1 is Poisson, below 1 burstier, above 1 more regular.
+    """
+    check_rate(rate)
+    if not (burstiness > 0 and math.isfinite(burstiness)):
+        raise InvalidInputError(f"burstiness must be above zero, not {burstiness:g}", param="burstiness")
+    now = 0.0
+    while True:
+        if math.isfinite(rate):
+            now += float(rng.gamma(burstiness, 1.0 / (rate * burstiness)))
+        yield now
+
+
+def trace_arrivals(arrivals_s: Iterable[float], time_scale: float = 1.0) -> Iterator[float]:
+    """The trace's own times from its first request on, ``time_scale`` times as fast."""
+    if not (time_scale > 0 and math.isfinite(time_scale)):
+        raise InvalidInputError(f"the trace's time scale must be above zero, not {time_scale:g}", param="time_scale")
+    start: float | None = None
+    for arrival in arrivals_s:
+        start = arrival if start is None else start
+        yield max(0.0, (arrival - start) / time_scale)

@@ -18,7 +18,7 @@ from kvrelay.bench.load.tokens import LocalTokenizer
 from kvrelay.bench.prefixes.blocks import CacheHits, chained_blocks, hit_ratios
 from kvrelay.bench.prefixes.radix import PackedSequences, SharedPrefixNode, shared_prefixes
 from kvrelay.bench.progress import ProgressBar
-from kvrelay.bench.report.statistics import Distribution, distribution
+from kvrelay.bench.report.records import Distribution, distribution
 from kvrelay.errors import InvalidInputError
 
 _SHOWN_CHARS = 160

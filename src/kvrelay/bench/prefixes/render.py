@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvrelay.bench.prefixes.measure import PrefixMeasurement, PrefixReport, Unit
-from kvrelay.bench.report.plotting import new_figure, save_figure
-from kvrelay.bench.report.statistics import Distribution
+from kvrelay.bench.report.plots import new_figure, save_figure
+from kvrelay.bench.report.records import Distribution
 from kvrelay.bench.report.table import table
 
 

@@ -13,9 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult
-from kvrelay.bench.report.slo import Goodput, Slo, goodput
-from kvrelay.bench.report.statistics import Distribution, distribution
+from kvrelay.bench.report.records import (
+    ClientLoad,
+    Distribution,
+    Goodput,
+    Outcome,
+    RequestRecord,
+    RunResult,
+    Slo,
+    distribution,
+    goodput,
+)
 
 REPORT_KIND = "kvrelay-bench-serve/1"
 

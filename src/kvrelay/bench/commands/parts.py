@@ -1,0 +1,171 @@
+"""``kvrelay bench engine``, ``frontend``, ``router``, ``routing`` and ``transfer``: the parts of the system."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvrelay.bench.commands.options import FILE, serve_args_option
+from kvrelay.cli.options import SettingsSource, json_option, model_argument, settings_options
+from kvrelay.config import EngineConfig, RunnerConfig, TransferConfig
+
+SETTINGS = (EngineConfig, RunnerConfig)
+ADMISSION = ("max_num_waiting", "kv_watermark")
+"""Not to be set: the whole batch is there at once, and nothing of it may be refused."""
+
+
+@click.command("engine")
+@model_argument
+@click.option("--num-prompts", default=128, type=click.IntRange(1, 100_000), help="Prompts in the batch.")
+@click.option("--input-len", default=128, type=click.IntRange(1), help="Tokens per prompt.")
+@click.option("--output-len", default=64, type=click.IntRange(1), help="Tokens per answer.")
+@click.option("--runs", default=3, type=click.IntRange(1, 1000), help="Timed passes; the median is reported.")
+@click.option("--load-seed", default=0, type=int, help="Seed of the prompts.")
+@json_option
+@settings_options(*SETTINGS, exclude=ADMISSION)
+def bench_engine(
+    model: str | None,
+    num_prompts: int,
+    input_len: int,
+    output_len: int,
+    runs: int,
+    load_seed: int,
+    as_json: bool,
+    config_file: Path | None,
+    **flags: object,
+) -> None:
+    """Run a batch of random prompts through the engine, in this process, without any server.
+
+    Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64
+    """
+    from kvrelay.bench.parts.engine import EngineLoad, run_engine_benchmark
+    from kvrelay.bench.report.files import print_result
+    from kvrelay.bench.report.table import table
+    from kvrelay.launch.models import resolve_model
+
+    source = SettingsSource(SETTINGS, config_file, flags)
+    runner = source.build(RunnerConfig)
+    engine = source.build(EngineConfig, max_num_waiting=num_prompts, kv_watermark=0)
+    path = resolve_model(model)
+    report = run_engine_benchmark(path, runner, engine, EngineLoad(num_prompts, input_len, output_len, load_seed), runs)
+    rows = [(name, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}") for name, value in report.items()]
+    settings = {"model": path.name, "runner": dataclasses.asdict(runner), "engine": dataclasses.asdict(engine)}
+    print_result(report | settings, table((f"engine, {path.name}, {runner.dtype}", ""), rows), as_json)
+
+
+@click.command("frontend")
+@model_argument
+@click.option("--workers", default=4, type=click.IntRange(1, 64), help="Mock workers behind the frontend.")
+@click.option("--rounds", default=3, type=click.IntRange(1, 100), help="Turns; medians are reported.")
+@click.option("--scale", default=1.0, type=click.FloatRange(0.01, 100), help="Multiplies the number of requests.")
+@click.option("--url", "urls", multiple=True, help="NAME=URL of another server, measured in the same run.")
+@click.option("--plain", is_flag=True, help="Send only fields that OpenAI's own API knows, to every server.")
+@serve_args_option
+@json_option
+def bench_frontend(**given: Any) -> None:
+    """Load a frontend with mock workers: requests/s, streamed tokens/s, time to the first token, CPU time of the
+    process that answers, where its /metrics tell.
+
+    Example: kvrelay bench frontend --workers 4 --rounds 3
+    """
+    from kvrelay.bench.frontend import measure_frontend
+
+    measure_frontend(given)
+
+
+@click.command("router")
+@click.option("--num-workers", type=click.IntRange(1, 4096), default=64, show_default=True, help="Workers indexed.")
+@click.option(
+    "--blocks-per-worker", type=click.IntRange(1024), default=2048, show_default=True, help="Blocks that each holds."
+)
+@click.option("--repeats", type=click.IntRange(10), default=1000, show_default=True, help="Calls per figure.")
+@click.option(
+    "--growth/--no-growth", default=True, show_default=True, help="Measure 8 to 1,024 workers and more blocks."
+)
+@click.option(
+    "--max-blocks",
+    type=click.IntRange(1),
+    default=1_000_000,
+    show_default=True,
+    help="Most blocks of the growth table.",
+)
+@click.option("--trace", "traces", type=FILE, multiple=True, help="Replay this Mooncake trace under every policy.")
+@click.option("--trace-workers", type=click.IntRange(1), default=16, show_default=True, help="Simulated workers.")
+@click.option(
+    "--cache-blocks", type=click.IntRange(1), default=2500, show_default=True, help="Their caches, in 512-token blocks."
+)
+@click.option("--trace-limit", type=click.IntRange(1), help="Replay only so many requests.")
+@click.option("--time-scale", type=float, default=1.0, show_default=True, help="2: requests arrive twice as fast.")
+@click.option("--peer-python", type=FILE, help="An interpreter with ai-dynamo-runtime: measure its index too.")
+@json_option
+def bench_router(as_json: bool, **given: Any) -> None:
+    """How fast the router hashes, looks up, decides and takes in events, and how well its policies place a trace.
+
+    \b
+    Example: kvrelay bench router --trace conversation.jsonl --max-blocks 10000000
+    """
+    from kvrelay.bench.parts.router import measure_router
+    from kvrelay.bench.parts.router_text import router_text
+    from kvrelay.bench.report.files import print_result
+
+    benchmark = measure_router(given)
+    print_result(benchmark, router_text(benchmark), as_json)
+
+
+@click.command("routing")
+@model_argument
+@click.option("--engine", default="mock", type=click.Choice(["mock", "torch"]), help="Engine; the defaults follow it.")
+@click.option("--workers", type=click.IntRange(1, 64), help="Aggregated workers; default: 4 (torch: 2).")
+@click.option("--policies", default="kv,round-robin", show_default=True, help="Policies, the first one is compared.")
+@click.option("--pools", default="1.6,6", show_default=True, help="All KV pools over what all system prompts take.")
+@click.option("--groups", type=click.IntRange(1), help="System prompts; default: 16 (torch: 8).")
+@click.option("--per-group", type=click.IntRange(1), help="Prompts that share one; default: 64 (torch: 24).")
+@click.option("--system", type=click.IntRange(1), help="Tokens of a system prompt; default: 2000 (torch: 1024).")
+@click.option("--rate", type=click.FloatRange(0.01), help="Requests per second; default: 20 (torch: 8).")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1, 100), help="Turns; medians are shown.")
+@serve_args_option
+@json_option
+def bench_routing(**given: Any) -> None:
+    """Compare routing policies on a running cluster: time to first token, hit ratio, imbalance.
+
+    Example: kvrelay bench routing --policies kv,round-robin,least-loaded --rounds 1
+    """
+    from kvrelay.bench.routing import measure_routing
+
+    measure_routing(given)
+
+
+@click.command("transfer")
+@click.option("--total-mib", default=64, type=click.IntRange(8, 16384), help="MiB moved per round.")
+@click.option("--rounds", default=7, type=click.IntRange(1, 1000), help="Rounds; the median is reported.")
+@json_option
+@settings_options(TransferConfig, exclude=("kv_checksums",))
+def bench_transfer(total_mib: int, rounds: int, as_json: bool, config_file: Path | None, **flags: object) -> None:
+    """Read and write a pool of another process on this machine, in pieces of several sizes, beside a plain memcpy.
+
+    Example: kvrelay bench transfer --total-mib 256
+    """
+    import msgspec
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvrelay.bench.parts.transfer import run_transfer_benchmark
+
+    config = SettingsSource((TransferConfig,), config_file, flags).build(TransferConfig)
+    result = run_transfer_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
+    if as_json:
+        click.echo(json.dumps(msgspec.to_builtins(result)))
+        return
+    title = f"{result.transport} ({result.ucx_tls}); memcpy {result.memcpy_bytes_per_s / 1e9:.1f} GB/s"
+    table = Table(title=title, title_justify="left")
+    for column in ("op", "piece", "pieces", "GB/s"):
+        table.add_column(column, justify="right")
+    for row in result.rows:
+        piece = f"{row.piece_bytes / 1024:g} KiB"
+        table.add_row(row.op, piece, str(row.num_pieces), f"{row.bytes_per_s / 1e9:.2f}")
+    Console().print(table)
+    Console().print(f"an empty notification takes {result.notify_s * 1e6:.0f} us")
