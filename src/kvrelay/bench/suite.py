@@ -9,21 +9,27 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import numpy as np
 
 from kvrelay.bench.cases import Case, CaseTimes, running
 from kvrelay.bench.errors import BenchError
-from kvrelay.bench.report.files import to_json, write_text
+from kvrelay.bench.report.files import describe_machine, write_result, write_text
+from kvrelay.bench.report.table import table
 from kvrelay.bench.serving import run_on_loop
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import InvalidInputError, KvrelayError
 
+SUITE_KIND = "kvrelay-bench-all/1"
+SAMPLE = "sample-conversations.txt"
 _MAX_FIGURES = 40
 _REASON_CHARS = 400
 
@@ -58,6 +64,57 @@ class SuiteReport:
     machine: str
     started_at: str
     steps: tuple[StepResult, ...]
+
+
+def run_all(model_dir: str | None, short: bool, only: str, folder: Path, start_timeout_s: float) -> None:
+    """``kvrelay bench all``. ``only``: names joined by commas, empty for all. Raises BenchError when a step failed."""
+    steps = all_steps(model_dir, short, folder)
+    wanted = [name.strip() for name in only.split(",") if name.strip()]
+    unknown = set(wanted) - {step.name for step in steps}
+    if unknown:
+        raise InvalidInputError(f"no benchmark {', '.join(sorted(unknown))}: {', '.join(s.name for s in steps)}")
+    write_sample_conversations(folder / SAMPLE, 50_000 if short else 1_000_000)
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    finished: list[StepResult] = []
+
+    def done(result: StepResult) -> None:
+        finished.append(result)
+        click.echo(f"{result.name}: {result.error or 'ok'} ({result.seconds:.0f} s)", err=True)
+        write_suite(SuiteReport(SUITE_KIND, describe_machine(), started_at, tuple(finished)), folder)
+
+    run_steps(
+        [step for step in steps if not wanted or step.name in wanted],
+        sys.executable,
+        folder,
+        CaseTimes(start_timeout_s),
+        done,
+    )
+    click.echo(f"results: {folder / 'summary.md'}")
+    failed = [result.name for result in finished if result.error]
+    if failed:
+        raise BenchError(f"{len(failed)} of {len(finished)} benchmarks failed: {', '.join(failed)}")
+
+
+def all_steps(model_dir: str | None, short: bool, folder: Path) -> list[Step]:
+    """Every benchmark, in the order in which they run. The short form has fewer rounds and a smaller load."""
+    model = (model_dir,) if model_dir else ()
+    steps = [
+        Step("engine", ("engine", *model, *(("--runs", "2", "--num-prompts", "64") * short), "--json")),
+        Step("frontend", ("frontend", *model, *(("--rounds", "2", "--scale", "0.25") * short), "--json")),
+        Step("router", ("router", "--json")),
+        Step("transfer", ("transfer", *(("--rounds", "2") * short), "--json")),
+    ]
+    plot = ("--plot", str(folder / "prefixes.png"))
+    steps.append(Step("prefixes", ("prefixes", str(folder / SAMPLE), "--cache-blocks", "1000,10000", *plot, "--json")))
+    load = ["--input-len", "256", "--output-len", "64", "--max-concurrency", "16", "--slo", "ttft=500,tpot=25"]
+    load += ["--num-prompts", "64" if short else "512", "--plot", str(folder / "serve.png"), "--json"]
+    serve = f"{shlex.quote(sys.executable)} -m kvrelay serve {shlex.quote(model_dir) if model_dir else ''}"
+    server = f"{serve} --prefill 1 --decode 1 --port {{port}}"
+    steps.append(Step("serve", ("serve", "--base-url", "{url}", *load), server))
+    turns = ("--rounds", "2", "--duration", "12") if short else ("--rounds", "3", "--duration", "30")
+    place = ("--output-dir", str(folder / "interference"), "--json")
+    steps.append(Step("interference", ("interference", *model, *turns, *place), timeout_s=420.0 if short else 1200.0))
+    return steps
 
 
 def run_steps(
@@ -137,15 +194,15 @@ def top_figures(result: Any) -> tuple[tuple[str, float], ...]:
     return tuple(found[:_MAX_FIGURES])
 
 
-def suite_markdown(report: SuiteReport) -> str:
-    """The summary: what ran, how long, what it found."""
+def write_suite(report: SuiteReport, folder: Path) -> None:
+    """``summary.json`` and ``summary.md``: what ran, how long, what it found."""
+    rows = [(step.name, f"{step.seconds:.0f}", step.error or "ok") for step in report.steps]
     lines = [f"# Benchmark results, {report.started_at}", "", f"Machine: {report.machine}", ""]
-    lines += ["| benchmark | seconds | result |", "|---|---|---|"]
-    lines += [f"| {step.name} | {step.seconds:.0f} | {step.error or 'ok'} |" for step in report.steps]
+    lines.append(table(("benchmark", "seconds", "result"), rows, markdown=True))
     for step in report.steps:
         lines += ["", f"## {step.name}", "", f"`{step.command}`", ""]
         lines += [f"- {name}: {value:.6g}" for name, value in step.figures]
-    return "\n".join(lines)
+    write_result(folder, "summary", report, "\n".join(lines))
 
 
 def write_sample_conversations(path: Path, count: int, seed: int = 0) -> None:
@@ -159,9 +216,3 @@ def write_sample_conversations(path: Path, count: int, seed: int = 0) -> None:
         text = row.tobytes()
         lines.append((systems[shared] + text[150:] if shared < len(systems) else text).decode())
     write_text(path, "\n".join(lines))
-
-
-def write_suite(report: SuiteReport, folder: Path) -> None:
-    """``summary.json`` and ``summary.md``."""
-    write_text(folder / "summary.json", to_json(report))
-    write_text(folder / "summary.md", suite_markdown(report))

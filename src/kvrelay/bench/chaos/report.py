@@ -1,17 +1,18 @@
-"""What a chaos run found. Pure: records in, figures and a verdict out."""
+"""What a chaos run found. Pure: records in; figures, a verdict and text out."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 import numpy as np
 
 from kvrelay.bench.chaos.answers import Verdict
 from kvrelay.bench.chaos.plan import ROLES, FaultKind
+from kvrelay.bench.report.table import number, table
 
 BAD = (Verdict.WRONG, Verdict.MISSING, Verdict.REPEATED, Verdict.FAILED, Verdict.HUNG)
 MAX_EXAMPLES = 20
@@ -193,14 +194,14 @@ def worst_pauses(
     for record in requests:
         if record.is_stream:
             times = [record.begin_s, *record.arrivals_s, record.end_s]
-            pauses.append(max((b - a, a, number) for number, (a, b) in enumerate(pairwise(times))))
+            pauses.append(max((b - a, a, chunk) for chunk, (a, b) in enumerate(pairwise(times))))
     lines = []
-    for length_s, begin_s, number in sorted(pauses, reverse=True)[:count]:
+    for length_s, begin_s, chunk in sorted(pauses, reverse=True)[:count]:
         end_s = begin_s + length_s
         names = [
             f"{f.name} ({f.at_s - begin_s:+.1f} s)" for f in faults if f.at_s < end_s and f.end_s > begin_s - BEFORE_S
         ]
-        lines.append(f"{length_s:.2f} s before chunk {number + 1}; {', '.join(names) or 'no fault'}")
+        lines.append(f"{length_s:.2f} s before chunk {chunk + 1}; {', '.join(names) or 'no fault'}")
     return tuple(lines)
 
 
@@ -219,3 +220,37 @@ def problems_of(requests: Sequence[AskedPrompt], faults: Sequence[FaultRecord]) 
     bad = [f"{record.verdict}: {record.detail}" for record in requests if record.verdict in BAD]
     unhealed = [f"{fault.name}: {fault.problem}" for fault in faults if fault.problem]
     return bad[:MAX_EXAMPLES] + unhealed[:MAX_EXAMPLES]
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+_COLUMNS = ("count", "heal p50", "max s", "again", "alone", "streams", "pause p99", "max s")
+
+
+def chaos_text(report: ChaosReport) -> str:
+    """The report for a terminal of 80 columns. ``again``: requests that lost their frontend and were sent again."""
+    rows = []
+    for name, fault in report.faults.items():
+        healed = _cells(fault.recovery, "p50_s", "max_s")
+        pause = (str(fault.pause.count) if fault.pause else "-", *_cells(fault.pause, "p99_s", "max_s"))
+        rows.append((name, str(fault.count), *healed, str(fault.num_reconnected), str(fault.num_alone), *pause))
+    lines = [table((f"chaos, {report.engine}, seed {report.seed}", *_COLUMNS), rows), ""]
+    for item in fields(report):
+        if item.name not in ("faults", "targets", "problems", "worst_pauses"):
+            lines.append(f"{item.name.replace('_', ' ')}: {_shown(getattr(report, item.name))}")
+    lines += ["worst pauses:", *(f"  {pause}" for pause in report.worst_pauses)]
+    for target in report.targets:
+        verdict = {True: "met", False: "missed", None: "not measured"}[target.is_met]
+        lines.append(f"target {verdict}: {target.name} {number(target.value, 'g')} (at most {target.limit:g})")
+    return "\n".join([*lines, *report.problems])
+
+
+def _cells(values: Spread | None, *names: str) -> list[str]:
+    return ["-" if values is None else f"{getattr(values, name):.2f}" for name in names]
+
+
+def _shown(value: object) -> object:
+    """A spread of seconds in one line; anything else as it is."""
+    if not isinstance(value, Spread):
+        return value
+    return ", ".join(f"{item.name} {getattr(value, item.name):g}" for item in fields(value))

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvrelay.bench.client.connection import Answer, ConnectionPool, Target
+from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.payload import error_text
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
 
@@ -39,10 +39,7 @@ class _Text(msgspec.Struct):
 
 async def first_model(pool: ConnectionPool) -> str:
     """The id of the first model at ``/v1/models``. Raises ServerDownError, BadResponseError."""
-    answer = await pool.send(pool.target.head("GET", "/v1/models", 0))
-    if answer.status != 200:
-        raise BadResponseError(f"{pool.target.url}/v1/models: HTTP {answer.status}: {error_text(answer.body)}")
-    models = _decode(answer, _Models, f"{pool.target.url}/v1/models")
+    models = await _ask(pool, "/v1/models", _Models)
     if not models.data:
         raise BadResponseError(f"{pool.target.url} serves no model")
     return models.data[0].id
@@ -78,12 +75,9 @@ async def count_tokens(pool: ConnectionPool, model: str, texts: Sequence[str]) -
     slots = asyncio.Semaphore(_TOKENIZE_AT_ONCE)
 
     async def one(text: str) -> int:
-        body = msgspec.json.encode({"model": model, "prompt": text, "add_special_tokens": False})
         async with slots:
-            answer = await pool.send(pool.target.head("POST", "/tokenize", len(body)) + body)
-        if answer.status != 200:
-            raise BadResponseError(f"/tokenize: HTTP {answer.status}")
-        found = _decode(answer, _TokenCount, "/tokenize")
+            body = {"model": model, "prompt": text, "add_special_tokens": False}
+            found = await _ask(pool, "/tokenize", _TokenCount, body)
         return found.count if found.count is not None else len(found.tokens or ())
 
     # All are waited for, also when one has failed: none may be left behind under way.
@@ -114,14 +108,16 @@ async def cpu_seconds(target: Target) -> float:
 
 async def detokenize(pool: ConnectionPool, model: str, tokens: Sequence[int]) -> str:
     """The text of token ids by the server's ``/detokenize``. Raises BadResponseError where it has none."""
-    body = msgspec.json.encode({"model": model, "tokens": list(tokens)})
-    answer = await pool.send(pool.target.head("POST", "/detokenize", len(body)) + body)
+    return (await _ask(pool, "/detokenize", _Text, {"model": model, "tokens": list(tokens)})).prompt
+
+
+async def _ask(pool: ConnectionPool, path: str, kind: type[_T], body: object = None) -> _T:
+    """GET, or POST of ``body``. Raises BadResponseError for a status other than 200 and an answer of another kind."""
+    content = b"" if body is None else msgspec.json.encode(body)
+    answer = await pool.send(pool.target.head("GET" if body is None else "POST", path, len(content)) + content)
+    where = f"{pool.target.url}{path}"
     if answer.status != 200:
-        raise BadResponseError(f"{pool.target.url}/detokenize: HTTP {answer.status}: {error_text(answer.body)}")
-    return _decode(answer, _Text, "/detokenize").prompt
-
-
-def _decode(answer: Answer, kind: type[_T], where: str) -> _T:
+        raise BadResponseError(f"{where}: HTTP {answer.status}: {error_text(answer.body)}")
     try:
         return msgspec.json.decode(answer.body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,34 +26,24 @@ ADMISSION = ("max_num_waiting", "kv_watermark")
 @click.option("--load-seed", default=0, type=int, help="Seed of the prompts.")
 @json_option
 @settings_options(*SETTINGS, exclude=ADMISSION)
-def bench_engine(
-    model: str | None,
-    num_prompts: int,
-    input_len: int,
-    output_len: int,
-    runs: int,
-    load_seed: int,
-    as_json: bool,
-    config_file: Path | None,
-    **flags: object,
-) -> None:
+def bench_engine(model: str | None, as_json: bool, config_file: Path | None, **given: Any) -> None:
     """Run a batch of random prompts through the engine, in this process, without any server.
 
     Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64
     """
-    from kvrelay.bench.parts.engine import EngineLoad, run_engine_benchmark
+    from kvrelay.bench.parts.engine import EngineLoad, engine_text, run_engine_benchmark
     from kvrelay.bench.report.files import print_result
-    from kvrelay.bench.report.table import table
     from kvrelay.launch.models import resolve_model
 
-    source = SettingsSource(SETTINGS, config_file, flags)
+    load = EngineLoad(*(given.pop(name) for name in ("num_prompts", "input_len", "output_len", "load_seed")))
+    num_runs = given.pop("runs")
+    source = SettingsSource(SETTINGS, config_file, given)
     runner = source.build(RunnerConfig)
-    engine = source.build(EngineConfig, max_num_waiting=num_prompts, kv_watermark=0)
+    engine = source.build(EngineConfig, max_num_waiting=load.num_prompts, kv_watermark=0)
     path = resolve_model(model)
-    report = run_engine_benchmark(path, runner, engine, EngineLoad(num_prompts, input_len, output_len, load_seed), runs)
-    rows = [(name, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}") for name, value in report.items()]
+    report = run_engine_benchmark(path, runner, engine, load, num_runs)
     settings = {"model": path.name, "runner": dataclasses.asdict(runner), "engine": dataclasses.asdict(engine)}
-    print_result(report | settings, table((f"engine, {path.name}, {runner.dtype}", ""), rows), as_json)
+    print_result(report | settings, engine_text(f"engine, {path.name}, {runner.dtype}", report), as_json)
 
 
 @click.command("frontend")
@@ -149,23 +138,9 @@ def bench_transfer(total_mib: int, rounds: int, as_json: bool, config_file: Path
 
     Example: kvrelay bench transfer --total-mib 256
     """
-    import msgspec
-    from rich.console import Console
-    from rich.table import Table
-
-    from kvrelay.bench.parts.transfer import run_transfer_benchmark
+    from kvrelay.bench.parts.transfer import run_transfer_benchmark, transfer_text
+    from kvrelay.bench.report.files import print_result
 
     config = SettingsSource((TransferConfig,), config_file, flags).build(TransferConfig)
     result = run_transfer_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
-    if as_json:
-        click.echo(json.dumps(msgspec.to_builtins(result)))
-        return
-    title = f"{result.transport} ({result.ucx_tls}); memcpy {result.memcpy_bytes_per_s / 1e9:.1f} GB/s"
-    table = Table(title=title, title_justify="left")
-    for column in ("op", "piece", "pieces", "GB/s"):
-        table.add_column(column, justify="right")
-    for row in result.rows:
-        piece = f"{row.piece_bytes / 1024:g} KiB"
-        table.add_row(row.op, piece, str(row.num_pieces), f"{row.bytes_per_s / 1e9:.2f}")
-    Console().print(table)
-    Console().print(f"an empty notification takes {result.notify_s * 1e6:.0f} us")
+    print_result(result, transfer_text(result), as_json)

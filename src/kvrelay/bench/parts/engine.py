@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.bench.report.table import table
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.sampling import SamplingParams
@@ -105,3 +106,9 @@ def _report(runs: list[EngineRun], load: EngineLoad) -> dict[str, float]:
         "input_len": load.input_len,
         "output_len": load.output_len,
     }
+
+
+def engine_text(title: str, report: dict[str, float]) -> str:
+    """The figures as a table."""
+    rows = ((name, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}") for name, value in report.items())
+    return table((title, ""), rows)

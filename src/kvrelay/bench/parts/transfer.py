@@ -1,7 +1,7 @@
 """How fast KV moves between two processes on this machine, through the same thread and transport that workers use.
 
-What it owns: a peer process with an empty pool, timed rounds, the comparison with a plain copy of memory. What it does
-not know: how results are printed. ``python -m kvrelay.bench.parts.transfer`` is the peer process.
+It owns a peer process with an empty pool (``python -m kvrelay.bench.parts.transfer``), timed rounds, and the comparison
+with a plain copy of memory.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from kvrelay.bench.report.table import table
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
@@ -56,15 +57,15 @@ class TransferBenchmark(msgspec.Struct, frozen=True):
     rows: tuple[TransferRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """Memory, touched, so that no round pays for page faults."""
-
-    array: np.ndarray[tuple[int], np.dtype[np.uint8]]
-
-    @property
-    def region(self) -> MemoryRegion:
-        return MemoryRegion(self.array.ctypes.data, self.array.nbytes)
+def transfer_text(result: TransferBenchmark) -> str:
+    """The figures as a table."""
+    title = f"{result.transport} ({result.ucx_tls}); memcpy {result.memcpy_bytes_per_s / 1e9:.1f} GB/s"
+    rows = (
+        (row.op, f"{row.piece_bytes / 1024:g} KiB", str(row.num_pieces), f"{row.bytes_per_s / 1e9:.2f}")
+        for row in result.rows
+    )
+    notify = f"an empty notification takes {result.notify_s * 1e6:.0f} us"
+    return f"{title}\n\n{table(('op', 'piece', 'pieces', 'GB/s'), rows)}\n\n{notify}"
 
 
 def run_transfer_benchmark(
@@ -81,12 +82,13 @@ def run_transfer_benchmark(
     config = config or TransferConfig()
     if max(piece_bytes) > total_bytes or min(piece_bytes) <= 0 or num_rounds < 1:
         raise TransferError("a benchmark needs at least one round, and pieces that fit into the total")
-    pool = _Pool(np.ones(2 * total_bytes, dtype=np.uint8))
+    pool = _touched(2 * total_bytes)
+    region = MemoryRegion(pool.ctypes.data, pool.nbytes)
     thread = TransferThread(build_transport(config, "benchmark-parent"), config)
     thread.start()
     try:
-        with _peer_process(config, pool.region.num_bytes) as peer:
-            thread.register(pool.region, kv_compatibility=_COMPATIBILITY).result(_START_TIMEOUT_S)
+        with _peer_process(config, region.num_bytes) as peer:
+            thread.register(region, kv_compatibility=_COMPATIBILITY).result(_START_TIMEOUT_S)
             thread.add_peer(peer).result(_START_TIMEOUT_S)
             thread.open_handoff()
             _move(thread, TransferOp.WRITE, _plan(total_bytes, max(piece_bytes)), b"warm-up")
@@ -102,7 +104,7 @@ def run_transfer_benchmark(
         transport=config.transport,
         ucx_tls=config.ucx_tls,
         num_rounds=num_rounds,
-        memcpy_bytes_per_s=_memcpy(pool, total_bytes, num_rounds),
+        memcpy_bytes_per_s=total_bytes / _median_s(num_rounds, np.copyto, pool[total_bytes:], pool[:total_bytes]),
         notify_s=notify,
         plan_1000_blocks_s=_time_plan(),
         rows=rows,
@@ -140,26 +142,24 @@ def _plan(total_bytes: int, piece_bytes: int) -> TransferPlan:
     return TransferPlan(offsets, offsets, np.full(len(offsets), piece_bytes, dtype=np.int64))
 
 
-def _memcpy(pool: _Pool, total_bytes: int, num_rounds: int) -> float:
-    source, target = pool.array[:total_bytes], pool.array[total_bytes:]
+def _touched(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that no round pays page faults for."""
+    return np.ones(num_bytes, dtype=np.uint8)
+
+
+def _median_s(rounds: int, call: Callable[..., object], *arguments: object) -> float:
     seconds = []
-    for _ in range(num_rounds):
+    for _ in range(rounds):
         begin = time.perf_counter()
-        np.copyto(target, source)
+        call(*arguments)
         seconds.append(time.perf_counter() - begin)
-    return total_bytes / statistics.median(seconds)
+    return statistics.median(seconds)
 
 
 def _time_plan() -> float:
     layout = KVLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=64, dtype="bfloat16")
     rng = np.random.default_rng(0)
-    local, remote = (rng.permutation(4000)[:1000].tolist() for _ in range(2))
-    seconds = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        plan_blocks(layout, local, remote)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+    return _median_s(20, plan_blocks, layout, *(rng.permutation(4000)[:1000].tolist() for _ in range(2)))
 
 
 @contextmanager
@@ -194,11 +194,11 @@ def _peer_process(config: TransferConfig, num_bytes: int) -> Iterator[KvMetadata
 
 def _peer_main(num_bytes: int, config: TransferConfig) -> None:
     """A pool that can be read and written, until stdin ends."""
-    pool = _Pool(np.ones(num_bytes, dtype=np.uint8))
+    pool = _touched(num_bytes)
     thread = TransferThread(build_transport(config, "benchmark-peer"), config)
     thread.on_notification(lambda _: None)
     thread.start()
-    region = pool.region
+    region = MemoryRegion(pool.ctypes.data, pool.nbytes)
     agent = thread.register(region).result(_START_TIMEOUT_S)
     metadata = KvMetadata(
         worker_id="benchmark-peer",
