@@ -3,7 +3,7 @@
 It starts a NATS server on loopback unless it is given one, then the workers and frontends with the command lines that
 a cluster would use, waits until all of them are there, says so in one line, and watches them: a child that crashes is
 started again with growing pauses; one that crashes in a loop ends the whole with a non-zero exit. One that leaves with
-exit code 0 was told to, and stays away.
+exit code 0 was told to, and stays away; when nobody is left who takes requests, that is an error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from kvrelay.control.base import Keys
 from kvrelay.control.credentials import require_credentials
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.errors import AddressInUseError, CheckpointError, FatalError, KvrelayError
+from kvrelay.errors import AddressInUseError, CheckpointError, ControlUnavailableError, FatalError, KvrelayError
+from kvrelay.launch.admin import list_workers
 from kvrelay.launch.children import Child, kvrelay_command, restart, restart_delay_s, start_child, stop_children
 from kvrelay.launch.nats_keeper import NatsKeeper
 from kvrelay.launch.security import require_api_key, require_metrics_key
 from kvrelay.launch.signals import on_terminate
+from kvrelay.launch.takers import LOOK_INTERVAL_S, is_child, nobody_takes_requests
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +82,9 @@ class Cluster:
         self._frontends: list[Child] = []
         self._port = options.frontend.port
         self._stop = asyncio.Event()
+        self._look_for_takers_s: float | None = None
+        """When to look who takes requests, after a worker has left; None: no need."""
+        self._left_pids: set[int] = set()
 
     @property
     def url(self) -> str:
@@ -218,6 +223,7 @@ class Cluster:
                     self._revive(child, time.monotonic())
             if keeper is not None:
                 await keeper.look()
+            await self._check_takers(time.monotonic())
             try:
                 async with asyncio.timeout(POLL_INTERVAL_S * 4):
                     await self._stop.wait()
@@ -247,9 +253,35 @@ class Cluster:
         print(f"kvrelay: {child.name} (pid {child.pid}) was told to leave, and has left", file=sys.stderr)
         self._workers = [other for other in self._workers if other is not child]
         self._frontends = [other for other in self._frontends if other is not child]
-        if not self._workers or not self._frontends:
-            print("kvrelay: nobody is left to serve, stopping", file=sys.stderr)
-            self._stop.set()
+        if not self._frontends:
+            raise FatalError("the last frontend was told to leave: no client can reach the workers any more")
+        self._look_for_takers_s = 0.0
+        self._left_pids.add(child.pid)
+
+    async def _check_takers(self, now_s: float) -> None:
+        """After a worker has left: raise FatalError if nobody takes requests any more. Going on would look healthy and
+        serve nothing."""
+        if self._look_for_takers_s is None or now_s < self._look_for_takers_s:
+            return
+        self._look_for_takers_s = now_s + LOOK_INTERVAL_S
+        try:
+            control = await connect_control(replace(self._control, connect_timeout_s=LOOK_INTERVAL_S))
+            try:
+                workers = await list_workers(control, Keys(self._control.namespace))
+            finally:
+                await control.close()
+        except ControlUnavailableError as exc:
+            _log.debug("cannot ask who takes requests: %s", exc)
+            return
+        # One that left while the control plane was away is listed until its lease has run out.
+        workers = [worker for worker in workers if not is_child(worker, self._left_pids)]
+        if nobody_takes_requests(workers, {child.pid for child in self._workers}):
+            raise FatalError(
+                "the last worker that takes requests was told to leave (kvrelay drain, SIGTERM or a revoked lease): "
+                "nothing is left to serve"
+            )
+        if any(worker.role.takes_requests for worker in workers):
+            self._look_for_takers_s = None
 
     async def _shut_down(self) -> None:
         """Frontends first, so that nothing new comes; then the workers, drained; then the control plane."""
