@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 from tests.contracts.waiting import eventually
-from tests.worker.cluster import FRONTEND_KEY, Cluster, Node, cluster, expected, prompt
+from tests.worker.cluster import FRONTEND_KEY, WAIT_S, Cluster, Node, cluster, expected, prompt
 
 from kvrelay.control.base import Discovery, Keys
 from kvrelay.control.memory import MemoryBroker
@@ -291,3 +291,49 @@ async def test_a_claimant_that_never_registered_gets_nothing() -> None:
         assert await client.answer("r") == expected(prompt(600), 8)
         assert rogue.grants == []
         assert ledger.counters.num_granted == 0
+
+
+async def test_a_change_of_role_gives_up_on_a_claimant_that_lives_and_says_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its blocks stay quarantined, since it may write, until its lease ends."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        hold_claims(prefill)
+        rogue = Rogue(shared, decode)
+        await rogue.register(prefill)
+        await rogue.connect()
+        client.send("r", prompt(600))
+        ledger = decode.core.ledger
+        await shared.until(lambda: ledger.counters.num_opened == 1)
+        rogue.claim(ledger.unclaimed()[0].handoff_id)
+        await shared.until(lambda: len(rogue.grants) == 1)
+        client.abort("r")
+        await shared.until(lambda: any(isinstance(message, HandoffAbandon) for message in rogue.heard))
+        decode.worker._decode._give_up_after_s = 0.1
+        async with asyncio.timeout(WAIT_S):
+            await decode.worker.set_role(WorkerRole.BOTH)
+        assert f"{rogue.grants[0].handoff_id} (rogue)" in caplog.text
+        assert (ledger.num_grants, decode.core.pool.num_quarantined) == (1, len(rogue.grants[0].block_ids))
+        await rogue.lease.revoke()
+        await shared.until(lambda: ledger.num_grants == 0)
+        assert decode.core.pool.num_quarantined == 0
+
+
+async def test_a_decode_worker_takes_back_its_own_hand_offs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids of hand-offs are easily guessed."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        rogue = await shared.join(WorkerRole.DECODE)
+        await prefill.worker._peers.get(rogue.id, rogue.server.address)
+        prefill.slow_down(0.05)
+        client.send("r", prompt(1500))
+        await shared.until(
+            lambda: prefill.worker._prefill.num_handoffs == 1 and bool(prefill.worker._prefill._outgoing)
+        )
+        ((handoff_id, generation),) = decode.worker._decode._open_grants
+        (peer,) = [peer for peer in prefill.worker._peers._peers.values() if peer.worker_id == rogue.id]
+        prefill.worker._on_abandon(peer, HandoffAbandon(handoff_id, generation))
+        assert await client.answer("r") == expected(prompt(1500), 8)
+        assert prefill.worker._prefill.stats.num_prefills == 1
+        assert prefill.worker._prefill.stats.num_abandoned == 0

@@ -145,7 +145,7 @@ async def test_an_abandon_that_overtakes_its_grant_counts():
         await shared.until(lambda: bool(grants))
         ((peer, grant),) = grants
         client.abort("r")
-        await shared.until(lambda: bool(prefill.worker._prefill._claiming.get(grant.handoff_id)))
+        await shared.until(lambda: bool(prefill.worker._prefill._claiming.get((decode.id, grant.handoff_id))))
         send(peer, grant)
         await shared.until(lambda: decode.core.ledger.num_grants == 0)
         await shared.until(lambda: prefill.worker._prefill.num_handoffs == 0)

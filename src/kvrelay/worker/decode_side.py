@@ -63,6 +63,7 @@ _log = logging.getLogger(__name__)
 
 QUEUE_SIZE_INTERVAL_S = 0.02
 EXPIRY_INTERVAL_S = 0.25
+DRAIN_INTERVAL_S = 0.02
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +102,7 @@ class DecodeSide:
         policy: DisaggPolicy,
         num_prefill_workers: Callable[[], int],
         has_ended: Callable[[str], bool],
+        give_up_after_s: float,
     ) -> None:
         self.stats = DecodeStats()
         self.accepting = True
@@ -118,6 +120,7 @@ class DecodeSide:
         self._policy = policy
         self._num_prefill_workers = num_prefill_workers
         self._has_ended = has_ended
+        self._give_up_after_s = give_up_after_s
         self._queue_size = 0
         self._loop = asyncio.get_running_loop()
         self.arrivals = Arrivals(engine, checksums, self.stats, self._handoff_ended)
@@ -422,10 +425,23 @@ class DecodeSide:
         task.add_done_callback(self._tasks.discard)
 
     async def drain(self) -> None:
-        """Take nothing new; return when every request and every hand-off has ended."""
+        """Take nothing new; return when every request and every hand-off has ended. A claimant that lives and does not
+        answer ``HandoffAbandon`` is waited for ``give_up_after_s``: its blocks stay quarantined, we go on."""
         self.accepting = False
-        while self._peer_of or self._claims or self._open_grants:
-            await asyncio.sleep(0.02)
+        while self._peer_of:
+            await asyncio.sleep(DRAIN_INTERVAL_S)
+        deadline_s = time.monotonic() + self._give_up_after_s
+        while self._claims or self._open_grants:
+            if time.monotonic() > deadline_s:
+                _log.error(
+                    "gave up waiting for hand-offs whose claimants have not released them for %g s: %s; their blocks "
+                    "stay quarantined until the claimants release them or lose their leases",
+                    self._give_up_after_s,
+                    ", ".join(f"{name} ({grant.worker_id})" for (name, _), grant in self._open_grants.items())
+                    or "none",
+                )
+                return
+            await asyncio.sleep(DRAIN_INTERVAL_S)
 
     async def close(self) -> None:
         tasks = [self._expiry, *self._tasks, *([self._queue_watch] if self._queue_watch else [])]

@@ -52,6 +52,8 @@ _log = logging.getLogger(__name__)
 PULL_TIMEOUT_S = 1.0
 CLAIM_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0
+DRAIN_TIMEOUT_S = 150.0
+"""Longer than any decode worker waits for a hand-off that was claimed (``EngineCore``, ``handoff_timeout_s``)."""
 MAX_REMEMBERED = 4096
 MAX_COMPUTING = 2
 """Hand-offs pulled and not yet computed: one in the engine, one behind it."""
@@ -87,8 +89,9 @@ class PrefillSide:
         self._releases = Releases(peers, detection_s)
         self._term = 0
         """Raised by ``abandon_all``: what was claimed in an earlier term must not begin to write."""
-        self._seen: OrderedDict[str, None] = OrderedDict()
-        self._claiming: dict[str, set[int]] = {}
+        self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
+        """Decode workers and their hand-offs, as below: an id is worth something only from the worker that gave it."""
+        self._claiming: dict[tuple[str, str], set[int]] = {}
         """Claims that wait for an answer, and the generations of each that were abandoned before their grant came."""
         self._meeting = KeyedLocks()
         self._outgoing: dict[str, OutgoingHandoff] = {}
@@ -112,13 +115,18 @@ class PrefillSide:
             self._pulling = None
 
     async def drain(self) -> None:
-        """Stop pulling; return when every hand-off, with all its reads and writes, has ended."""
+        """Stop pulling; return when every hand-off, with all its reads and writes, has ended, or when no decode worker
+        waits for it any more."""
         pulling = self._pulling
         self.stop()
         if pulling is not None:
             await asyncio.wait([pulling])
         if self._serving:
-            await asyncio.wait(self._serving)
+            _, late = await asyncio.wait(self._serving, timeout=DRAIN_TIMEOUT_S)
+            if late:
+                _log.error("gave up %d hand-offs that have not ended in %g s", len(late), DRAIN_TIMEOUT_S)
+                self.abandon_all("the worker drains")
+                await asyncio.wait(late, timeout=CLOSE_TIMEOUT_S)
 
     async def close(self) -> None:
         """Stop at once. Begins no transfer any more; those under way are the transfer thread's to end."""
@@ -149,11 +157,13 @@ class PrefillSide:
 
     def on_abandon(self, peer: DecodePeer, message: HandoffAbandon) -> None:
         """The decode worker no longer waits. It hears a release in any case: it may have missed an earlier one."""
-        if message.handoff_id in self._claiming:
+        claiming = self._claiming.get((peer.worker_id, message.handoff_id))
+        if claiming is not None:
             # It came before the grant that it takes back.
-            self._claiming[message.handoff_id].add(message.generation)
+            claiming.add(message.generation)
             return
-        handoff = self._outgoing.get(_engine_request_id(message.handoff_id, message.generation))
+        name = _engine_request_id(peer.worker_id, message.handoff_id, message.generation)
+        handoff = self._outgoing.get(name)
         if handoff is not None:
             handoff.abandon("abandoned by the decode worker")
             return
@@ -232,9 +242,10 @@ class PrefillSide:
         request = delivery.request
         if delivery.is_expired:
             raise StaleHandoffError(f"it waited in the queue for more than {request.timeout_s:g} s")
-        if request.handoff_id in self._seen:
+        key = (request.decode_worker_id, request.handoff_id)
+        if key in self._seen:
             return "delivered again, and dealt with here before"
-        self._remember(request.handoff_id)
+        self._remember(key)
         if request.model != self._model:
             raise IncompatiblePeerError(f"the queue entry is for model {request.model}, this worker has {self._model}")
         term = self._term
@@ -254,11 +265,12 @@ class PrefillSide:
     async def _claim(self, peer: DecodePeer, handoff_id: str) -> HandoffGrant | HandoffRefused:
         """Ask for it. Raises StaleHandoffError for a grant that was taken back before it came."""
         claim = HandoffClaim(handoff_id, self._worker_id, self._kv_compatibility, self._checksums.required)
-        abandoned = self._claiming[handoff_id] = set()
+        key = (peer.worker_id, handoff_id)
+        abandoned = self._claiming[key] = set()
         try:
             answer = await peer.claim(claim, CLAIM_TIMEOUT_S)
         finally:
-            del self._claiming[handoff_id]
+            del self._claiming[key]
         if isinstance(answer, HandoffGrant) and answer.generation in abandoned:
             raise StaleHandoffError("abandoned by the decode worker")
         return answer
@@ -270,8 +282,8 @@ class PrefillSide:
                 metadata = await self._peers.kv_metadata(worker_id, 0, self._kv_compatibility)
                 await asyncio.wrap_future(self._transfer.add_peer(metadata))
 
-    def _remember(self, handoff_id: str) -> None:
-        self._seen[handoff_id] = None
+    def _remember(self, key: tuple[str, str]) -> None:
+        self._seen[key] = None
         if len(self._seen) > MAX_REMEMBERED:
             self._seen.popitem(last=False)
 
@@ -336,8 +348,8 @@ def _on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *ar
         loop.call_soon_threadsafe(function, *arguments)
 
 
-def _engine_request_id(handoff_id: str, generation: int) -> str:
-    return f"{handoff_id}/{generation}"
+def _engine_request_id(decode_worker_id: str, handoff_id: str, generation: int) -> str:
+    return f"{decode_worker_id}/{handoff_id}/{generation}"
 
 
 def _check_blocks(request: RemotePrefillRequest, grant: HandoffGrant, block_size: int) -> None:
@@ -353,7 +365,7 @@ def _engine_request(delivery: PrefillDelivery, grant: HandoffGrant) -> Request:
     request = delivery.request
     num_prompt = len(request.token_ids) - request.num_output_tokens
     return Request(
-        request_id=_engine_request_id(grant.handoff_id, grant.generation),
+        request_id=_engine_request_id(request.decode_worker_id, grant.handoff_id, grant.generation),
         prompt_token_ids=request.token_ids[:num_prompt],
         output_token_ids=request.token_ids[num_prompt:],
         sampling=request.sampling,

@@ -61,6 +61,9 @@ _log = logging.getLogger(__name__)
 HUNG_JOIN_S = 0.1
 """How long the engine's thread is waited for when it hangs."""
 
+GIVE_UP_LEASES = 3.0
+"""So many times the lease's time to live a drain waits for peers: long enough that one that is dead is fenced."""
+
 
 class Worker:
     """Wires an engine to the planes. Everything it uses comes by constructor."""
@@ -161,6 +164,7 @@ class Worker:
             policy=self._policy,
             num_prefill_workers=lambda: self._fleet.num_prefill_workers if self.role is not WorkerRole.PREFILL else 0,
             has_ended=self._fleet.has_ended,
+            give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
         self._transfer.on_notification(lambda notification: self._decode.arrivals.notified(notification.payload))
 
