@@ -6,6 +6,7 @@ Both listen to all sequences of a request and end a future when the last one has
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from kvrelay.core.handoff import PositionLogprobs
@@ -15,6 +16,10 @@ from kvrelay.frontend.openai.answer import AnswerFormat, Choice, Finish, PromptT
 from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.sequence import Sequence
 
+NUM_ALTERNATIVES = 20
+START_COST = 1024
+TURN_COST = 2**16
+"""Tokens that are hashed, routed and sent in a turn of the loop, some 3 ms; a sequence costs as much as 1,024."""
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 DONE_EVENT = b"data: [DONE]\n\n"
 
@@ -29,13 +34,23 @@ class Answer:
         self._sequences: list[Sequence] = []
         self._num_open = 0
 
-    def start(self, sequences: list[Sequence]) -> None:
-        """Place all sequences. Raises RetryElsewhereError; then those that were placed are cancelled."""
-        self._sequences = sequences
-        self._num_open = len(sequences)
+    async def start(self, sequences: Iterable[Sequence], num_sequences: int) -> None:
+        """Place all sequences, some at a turn of the loop. Returns early when one of them has failed.
+
+        Raises RetryElsewhereError; then those that were placed are cancelled.
+        """
+        self._num_open = num_sequences
+        cost = 0
         try:
             for sequence in sequences:
+                self._sequences.append(sequence)
                 sequence.start()
+                cost += START_COST + len(sequence.spec.prompt_token_ids)
+                if cost >= TURN_COST:
+                    cost = 0
+                    await asyncio.sleep(0)
+                    if self.done.done():
+                        return
         except BaseException:
             self.cancel()
             raise
@@ -44,6 +59,9 @@ class Answer:
         """End what still runs."""
         for sequence in self._sequences:
             sequence.cancel()
+        if self.done.done() and not self.done.cancelled():
+            # Whoever starts the sequences may have failed first; asyncio complains of exceptions that none has seen.
+            self.done.exception()
 
     def gone(self) -> None:
         """The client went away."""
@@ -71,6 +89,12 @@ class Answer:
 
 class ClientGoneError(KvrelayError):
     """Nobody is left to be answered."""
+
+
+def require_client(exchange: Exchange) -> None:
+    """Raise ClientGoneError if the client has gone."""
+    if exchange.is_gone:
+        raise ClientGoneError("the client went away")
 
 
 class StreamedAnswer(Answer):
@@ -157,6 +181,14 @@ class WholeAnswer(Answer):
         if finish is not None:
             choice.finish = finish
             self._one_finished()
+
+    @property
+    def size(self) -> int:
+        """Tokens, with all their alternatives."""
+        return sum(
+            len(choice.prompt_token_ids) + len(choice.token_ids) + NUM_ALTERNATIVES * len(choice.logprobs)
+            for choice in self._choices.values()
+        )
 
     def body(self) -> bytes:
         choices = [self._choices[index] for index in sorted(self._choices)]

@@ -8,14 +8,15 @@ import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from kvrelay.config import FrontendConfig
 from kvrelay.core.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.errors import InvalidInputError, KvrelayError, ModelNotFoundError, OverloadedError
-from kvrelay.frontend.answers import ClientGoneError
+from kvrelay.errors import KvrelayError, ModelNotFoundError, OverloadedError
+from kvrelay.frontend.answers import ClientGoneError, require_client
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, HttpRequest, Response
@@ -27,9 +28,10 @@ from kvrelay.frontend.openai.errors import error_body, error_response
 from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest, parse_body
 from kvrelay.frontend.openai.schema import openapi_document
 from kvrelay.frontend.pipeline import BrokenStreamError, Pipeline
-from kvrelay.frontend.prompts import render_chat, tokenize
+from kvrelay.frontend.prompts import detokenized, tokenized
 from kvrelay.frontend.rate_limit import RateLimit
 from kvrelay.frontend.routing import RoutingEndpoints
+from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -92,8 +94,9 @@ class FrontendApp:
         self._tasks: set[asyncio.Task[None]] = set()
         self._openapi = msgspec.json.encode(openapi_document())
         in_flight = InFlight(config.max_waiting_requests, metrics, clock)
-        pipeline = Pipeline(config, cluster, metrics, self._keys, in_flight)
-        routing = RoutingEndpoints(cluster)
+        self._threads = SideThreads()
+        pipeline = Pipeline(config, cluster, metrics, self._keys, in_flight, self._threads)
+        routing = RoutingEndpoints(cluster, self._threads)
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
             "/v1/chat/completions": Route("POST", pipeline.chat, "chatcmpl-"),
@@ -147,6 +150,7 @@ class FrontendApp:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._threads.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -222,24 +226,19 @@ class FrontendApp:
         raise ModelNotFoundError(f"The model `{name[:200]}` does not exist.", param="model", code="model_not_found")
 
     async def _tokenize(self, exchange: Exchange, request_id: str) -> None:
-        request = parse_body(exchange.request.body, TokenizeRequest)
+        size = len(exchange.request.body)
+        request = await self._threads.call(size, parse_body, exchange.request.body, TokenizeRequest)
         model = self._cluster.model(request.model)
-        if (request.prompt is None) == (request.messages is None):
-            raise InvalidInputError("either prompt or messages must be given", param="prompt")
-        if request.messages is not None:
-            text = render_chat(request.messages, model, request.add_generation_prompt)
-            tokens = await tokenize(text, model, bool(request.add_special_tokens))
-        else:
-            tokens = await tokenize(request.prompt or "", model, request.add_special_tokens is not False)
-        strings = [model.tokenizer.token_string(token) for token in tokens] if request.return_token_strs else None
-        _respond(exchange, TokenizeResponse(len(tokens), model.max_model_len, tokens, strings))
+        tokens = await self._threads.run(size, tokenized(request, model), partial(require_client, exchange))
+        answer = await self._threads.call(size, _tokenize_answer, tokens, model, bool(request.return_token_strs))
+        exchange.respond(Response(200, answer))
 
     async def _detokenize(self, exchange: Exchange, request_id: str) -> None:
-        request = parse_body(exchange.request.body, DetokenizeRequest)
+        size = len(exchange.request.body)
+        request = await self._threads.call(size, parse_body, exchange.request.body, DetokenizeRequest)
         model = self._cluster.model(request.model)
-        if request.tokens and not (min(request.tokens) >= 0 and max(request.tokens) < model.vocab_size):
-            raise InvalidInputError(f"tokens must be between 0 and {model.vocab_size - 1}", param="tokens")
-        _respond(exchange, DetokenizeResponse(model.tokenizer.decode(request.tokens)))
+        text = await self._threads.call(size, detokenized, request, model)
+        _respond(exchange, DetokenizeResponse(text))
 
     async def _health(self, exchange: Exchange, request_id: str) -> None:
         """Ready: a model can be served."""
@@ -261,6 +260,11 @@ class FrontendApp:
 
     async def _document(self, exchange: Exchange, request_id: str) -> None:
         exchange.respond(Response(200, self._openapi))
+
+
+def _tokenize_answer(tokens: list[int], model: Model, with_strings: bool) -> bytes:
+    strings = list(map(model.tokenizer.token_string, tokens)) if with_strings else None
+    return msgspec.json.encode(TokenizeResponse(len(tokens), model.max_model_len, tokens, strings))
 
 
 def _respond(exchange: Exchange, body: msgspec.Struct) -> None:

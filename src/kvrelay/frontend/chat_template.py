@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvrelay.errors import CheckpointError, InvalidInputError
+from kvrelay.errors import CheckpointError, InvalidInputError, PromptTooLongError
 
 
 def _raise_exception(message: str) -> None:
@@ -30,6 +31,22 @@ def _tojson(
 ) -> str:
     """Unlike jinja2's own filter this one does not escape for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _joined(pieces: Iterable[str], max_chars: int) -> str:
+    """Raises PromptTooLongError as soon as there is too much: a few messages may be repeated without end."""
+    found: list[str] = []
+    num_chars = 0
+    for piece in pieces:
+        found.append(piece)
+        num_chars += len(piece)
+        if num_chars > max_chars:
+            raise PromptTooLongError(
+                f"The chat template makes more than {max_chars} characters of these messages; they cannot fit.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+    return "".join(found)
 
 
 class ChatTemplate:
@@ -52,8 +69,13 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
         arguments: Mapping[str, object] | None = None,
+        max_chars: int = sys.maxsize,
     ) -> str:
-        """The prompt. Raises InvalidInputError when the template refuses the messages."""
+        """The prompt.
+
+        Raises InvalidInputError when the template refuses the messages, PromptTooLongError when it writes more than
+        ``max_chars``.
+        """
         names: dict[str, object] = {
             **self._special_tokens,
             "tools": None,
@@ -63,6 +85,6 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(names)
+            return _joined(self._template.generate(names), max_chars)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as exc:
             raise InvalidInputError(f"the chat template refuses these messages: {exc}", param="messages") from exc

@@ -1,20 +1,24 @@
 """A request's way through the frontend, on one page:
 
-    body ──parse──> fields ──plan──> prompts ──tokenize──> sequences ──admit, route, call──> outputs ──> answer
+    body ──parse──> fields ──plan, admit──> prompts ──tokenize──> sequences ──route, call──> outputs ──> answer
 
-Everything after the call is driven by the workers' messages: a token goes from the connection through its sequence to
-the client's socket without a task or a queue in between. The coroutine here only waits for the end.
+Large bodies are parsed and tokenized on the side threads, and large answers put together there, so that no other
+request waits for it. Everything after the call is driven by the workers' messages: a token goes from the connection
+through its sequence to the client's socket without a task or a queue in between. The coroutine here only waits for the
+end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from functools import partial
 
 from kvrelay.config import FrontendConfig
 from kvrelay.errors import InvalidInputError, KvrelayError
-from kvrelay.frontend.answers import ClientGoneError, StreamedAnswer, WholeAnswer
+from kvrelay.frontend.answers import ClientGoneError, StreamedAnswer, WholeAnswer, require_client
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, Response
@@ -25,10 +29,18 @@ from kvrelay.frontend.openai.answer import AnswerFormat
 from kvrelay.frontend.openai.chat import ChatFormat
 from kvrelay.frontend.openai.completions import CompletionFormat
 from kvrelay.frontend.openai.errors import DeadlineError, error_event
-from kvrelay.frontend.openai.plan import TIMEOUT_HEADER, GenerationPlan, check_timeout, plan_chat, plan_completion
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, parse_body
-from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts
+from kvrelay.frontend.openai.plan import (
+    TIMEOUT_HEADER,
+    GenerationPlan,
+    check_timeout,
+    choice_sampling,
+    plan_chat,
+    plan_completion,
+)
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, parse_body
+from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts, read_completion
 from kvrelay.frontend.sequence import Sequence, SequenceSpec
+from kvrelay.frontend.side_threads import Pieces, SideThreads
 from kvrelay.frontend.stop_strings import StopStrings
 
 
@@ -36,54 +48,73 @@ class Pipeline:
     """Generates answers for ``/v1/completions`` and ``/v1/chat/completions``."""
 
     def __init__(
-        self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics, keys: ApiKeys, in_flight: InFlight
+        self,
+        config: FrontendConfig,
+        cluster: Cluster,
+        metrics: FrontendMetrics,
+        keys: ApiKeys,
+        in_flight: InFlight,
+        threads: SideThreads,
     ) -> None:
         self._config = config
         self._cluster = cluster
         self._metrics = metrics
         self._keys = keys
         self._in_flight = in_flight
+        self._threads = threads
 
     async def complete(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/completions``. Raises KvrelayError before the answer has begun."""
-        request = parse_body(exchange.request.body, CompletionRequest)
+        body = exchange.request.body
+        request, items = await self._threads.call(len(body), read_completion, body, self._config.max_prompts)
         model = self._cluster.model(request.model)
         plan = plan_completion(request, model.tokenizer.default_sampling, self._config.max_n)
-        prompts = await completion_prompts(request.prompt, model, plan.add_special_tokens, self._config.max_prompts)
-        echoes = None
-        if plan.echo:
-            echoes = [prompt.text_of(model.tokenizer) for prompt in prompts for _ in range(plan.n)]
-        form = CompletionFormat(
-            request_id,
-            int(time.time()),
-            model.name,
-            model.tokenizer,
-            return_token_ids=plan.return_token_ids,
-            include_usage=plan.include_usage,
-            continuous_usage=plan.continuous_usage,
-            with_logprobs=request.logprobs is not None,
-            with_prompt_logprobs=request.prompt_logprobs is not None,
-            echoes=echoes,
-        )
-        await self._generate(exchange, request_id, model, plan, prompts, form)
+        plan.check(model.vocab_size)
+        with self._in_flight.admitted(plan.n * len(items)):
+            prompts = await self._prepared(
+                exchange, completion_prompts(items, model, plan.add_special_tokens, with_texts=plan.echo)
+            )
+            echoes = None
+            if plan.echo:
+                echoes = [prompt.text or "" for prompt in prompts for _ in range(plan.n)]
+            form = CompletionFormat(
+                request_id,
+                int(time.time()),
+                model.name,
+                model.tokenizer,
+                return_token_ids=plan.return_token_ids,
+                include_usage=plan.include_usage,
+                continuous_usage=plan.continuous_usage,
+                with_logprobs=request.logprobs is not None,
+                with_prompt_logprobs=request.prompt_logprobs is not None,
+                echoes=echoes,
+            )
+            await self._generate(exchange, request_id, model, plan, prompts, form)
 
     async def chat(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/chat/completions``. Raises KvrelayError before the answer has begun."""
-        request = parse_body(exchange.request.body, ChatCompletionRequest)
+        body = exchange.request.body
+        request = await self._threads.call(len(body), parse_body, body, ChatCompletionRequest)
         model = self._cluster.model(request.model)
         plan = plan_chat(request, model.tokenizer.default_sampling, self._config.max_n)
-        prompt = await chat_prompt(request, model)
-        form = ChatFormat(
-            request_id,
-            int(time.time()),
-            model.name,
-            model.tokenizer,
-            return_token_ids=plan.return_token_ids,
-            include_usage=plan.include_usage,
-            continuous_usage=plan.continuous_usage,
-            with_logprobs=bool(request.logprobs),
-        )
-        await self._generate(exchange, request_id, model, plan, [prompt], form)
+        plan.check(model.vocab_size)
+        with self._in_flight.admitted(plan.n):
+            prompts = await self._prepared(exchange, chat_prompt(request, model))
+            form = ChatFormat(
+                request_id,
+                int(time.time()),
+                model.name,
+                model.tokenizer,
+                return_token_ids=plan.return_token_ids,
+                include_usage=plan.include_usage,
+                continuous_usage=plan.continuous_usage,
+                with_logprobs=bool(request.logprobs),
+            )
+            await self._generate(exchange, request_id, model, plan, prompts, form)
+
+    async def _prepared(self, exchange: Exchange, work: Pieces[list[Prompt]]) -> list[Prompt]:
+        """The prompts of a request, unless its client goes away meanwhile."""
+        return await self._threads.run(len(exchange.request.body), work, partial(require_client, exchange))
 
     async def _generate(
         self,
@@ -94,44 +125,45 @@ class Pipeline:
         prompts: Items[Prompt],
         form: AnswerFormat,
     ) -> None:
-        plan = plan.within(self._keys.limits_of(exchange.request.client), [len(prompt.token_ids) for prompt in prompts])
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        plan = plan.within(self._keys.limits_of(exchange.request.client), lengths)
+        plan.check_prompts(lengths)
         timeout_s = self._timeout_s(exchange, plan)
         specs = _specs(request_id, model, plan, prompts)
         headers = [(b"x-request-id", request_id.encode())]
         answer: StreamedAnswer | WholeAnswer
         answer = StreamedAnswer(plan, form, exchange, headers) if plan.stream else WholeAnswer(plan, form)
-        with self._in_flight.admitted(len(specs)):
-            try:
-                await self._run(
-                    answer, exchange, [self._sequence(spec, model, plan, answer) for spec in specs], timeout_s
-                )
-            except ClientGoneError:
+        sequences = (self._sequence(spec, model, plan, answer) for spec in specs)
+        try:
+            await self._run(answer, exchange, sequences, plan.n * len(prompts), timeout_s)
+        except ClientGoneError:
+            raise
+        except KvrelayError as exc:
+            if not exchange.is_started or not isinstance(answer, StreamedAnswer):
                 raise
-            except KvrelayError as exc:
-                if not exchange.is_started or not isinstance(answer, StreamedAnswer):
-                    raise
-                answer.finish_broken(error_event(exc))
-                raise BrokenStreamError(exc.message) from exc
+            answer.finish_broken(error_event(exc))
+            raise BrokenStreamError(exc.message) from exc
         if isinstance(answer, StreamedAnswer):
             answer.finish()
         else:
             headers.append((b"x-kvrelay-worker", answer.worker_id.encode()))
-            exchange.respond(Response(200, answer.body(), headers=headers))
+            whole = await self._threads.call(answer.size, answer.body)
+            exchange.respond(Response(200, whole, headers=headers))
 
     async def _run(
         self,
         answer: StreamedAnswer | WholeAnswer,
         exchange: Exchange,
-        sequences: list[Sequence],
+        sequences: Iterator[Sequence],
+        num_sequences: int,
         timeout_s: float | None,
     ) -> None:
         """Until every sequence has finished; ends all of them when one fails, the client leaves or time is up."""
-        if exchange.is_gone:
-            raise ClientGoneError("the client went away")
+        require_client(exchange)
         exchange.on_gone(answer.gone)
         try:
             async with asyncio.timeout(timeout_s):
-                answer.start(sequences)
+                await answer.start(sequences, num_sequences)
                 await answer.done
         except TimeoutError as exc:
             raise DeadlineError(f"the request ran past its deadline of {timeout_s:g} s") from exc
@@ -168,20 +200,21 @@ class BrokenStreamError(KvrelayError):
     """The answer had begun and ended with an error event: nothing more can be said to the client."""
 
 
-def _specs(request_id: str, model: Model, plan: GenerationPlan, prompts: Items[Prompt]) -> list[SequenceSpec]:
-    """All choices in order: those of the first prompt, those of the second, ..."""
-    specs: list[SequenceSpec] = []
-    for prompt in prompts:
-        for number in range(plan.n):
-            sampling = plan.sampling_for(len(prompt.token_ids), number, model.max_model_len, model.vocab_size)
-            specs.append(
-                SequenceSpec(
-                    request_id=request_id,
-                    index=len(specs),
-                    prompt_token_ids=prompt.token_ids,
-                    sampling=sampling,
-                    priority=plan.priority,
-                    include_stop=plan.include_stop,
-                )
-            )
-    return specs
+def _specs(request_id: str, model: Model, plan: GenerationPlan, prompts: Items[Prompt]) -> Iterator[SequenceSpec]:
+    """All choices in order: those of the first prompt, those of the second, ... Every prompt is checked at once.
+
+    Raises PromptTooLongError, InvalidInputError.
+    """
+    samplings = [plan.sampling_of(len(prompt.token_ids), model.max_model_len) for prompt in prompts]
+    return (
+        SequenceSpec(
+            request_id=request_id,
+            index=number * plan.n + choice,
+            prompt_token_ids=prompt.token_ids,
+            sampling=choice_sampling(sampling, choice),
+            priority=plan.priority,
+            include_stop=plan.include_stop,
+        )
+        for number, (prompt, sampling) in enumerate(zip(prompts, samplings))
+        for choice in range(plan.n)
+    )

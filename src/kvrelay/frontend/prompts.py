@@ -1,48 +1,94 @@
-"""From a request's prompt to token ids, checked against the model. Long texts are tokenized beside the event loop."""
+"""From a request's prompt to token ids, checked against the model, in pieces for the side threads."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvrelay.errors import InvalidInputError, PromptTooLongError
 from kvrelay.frontend.models import Model
+from kvrelay.frontend.openai.bounds import MAX_TOKENIZED_CHARS
 from kvrelay.frontend.openai.chat import template_messages
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, ChatMessage
-from kvrelay.frontend.tokenizer import Tokenizer
+from kvrelay.frontend.openai.requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse_body,
+)
+from kvrelay.frontend.side_threads import Pieces
 
-INLINE_CHARS = 8192
-"""Shorter texts are tokenized in place: a millisecond, less than what a thread would cost others."""
-MAX_CHARS_PER_TOKEN = 1024
-"""No prompt of more than so many characters per token of context can fit; it need not be tokenized to know."""
+PIECE_TOKENS = 2**18
+"""Token ids that are checked and copied in one piece: some milliseconds."""
+
+PromptItem = str | list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's tokens, and its text if it was given as text."""
+    """A prompt's tokens, and its text if it is wanted or was given."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
 
-    def text_of(self, tokenizer: Tokenizer) -> str:
-        return tokenizer.decode(self.token_ids) if self.text is None else self.text
 
-
-async def completion_prompts(
-    prompt: str | list[str | int | list[int]], model: Model, add_special_tokens: bool, max_prompts: int
-) -> list[Prompt]:
-    """A text, token ids, or a list of either. Raises InvalidInputError."""
-    items = _split(prompt)
+def read_completion(body: bytes, max_prompts: int) -> tuple[CompletionRequest, list[PromptItem]]:
+    """The request and its prompts, at most ``max_prompts``. Raises InvalidInputError."""
+    request = parse_body(body, CompletionRequest)
+    items = _split(request.prompt)
     if len(items) > max_prompts:
         raise InvalidInputError(f"more than {max_prompts} prompts", param="prompt")
-    return [await _prompt(item, model, add_special_tokens) for item in items]
+    return request, items
 
 
-async def chat_prompt(request: ChatCompletionRequest, model: Model) -> Prompt:
-    """The rendered messages. The template writes special tokens itself, so none are added unless asked for."""
+def completion_prompts(
+    items: Sequence[PromptItem], model: Model, add_special_tokens: bool, with_texts: bool = False
+) -> Pieces[list[Prompt]]:
+    """Texts or token ids as prompts; ``with_texts`` also those given as ids. Raises InvalidInputError."""
+    texts = [item for item in items if isinstance(item, str)]
+    for text in texts:
+        _check_length(text, model)
+    encoded = iter((yield from model.tokenizer.encode_texts(texts, add_special_tokens, enough=model.max_model_len)))
+    prompts: list[Prompt] = []
+    num_tokens = 0
+    for item in items:
+        prompts.append(_text_prompt(item, encoded, model) if isinstance(item, str) else _ids_prompt(item, model))
+        if with_texts and not isinstance(item, str):
+            yield
+            prompts[-1] = Prompt(prompts[-1].token_ids, model.tokenizer.decode(item))
+        num_tokens += len(prompts[-1].token_ids)
+        if num_tokens > PIECE_TOKENS:
+            num_tokens = 0
+            yield
+    return prompts
+
+
+def chat_prompt(request: ChatCompletionRequest, model: Model) -> Pieces[list[Prompt]]:
+    """The rendered messages, as the only prompt. The template writes special tokens itself, so none are added unless
+    asked for. Raises InvalidInputError."""
     text = render_chat(request.messages, model, request.add_generation_prompt, request.chat_template_kwargs)
-    return await _prompt(text, model, bool(request.add_special_tokens))
+    yield
+    return (yield from completion_prompts([text], model, bool(request.add_special_tokens)))
+
+
+def tokenized(request: TokenizeRequest, model: Model) -> Pieces[list[int]]:
+    """For ``/tokenize``: however many tokens there are. Raises InvalidInputError."""
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidInputError("either prompt or messages must be given", param="prompt")
+    text, add_special_tokens = request.prompt or "", request.add_special_tokens is not False
+    if request.messages is not None:
+        text = render_chat(request.messages, model, request.add_generation_prompt, max_chars=MAX_TOKENIZED_CHARS)
+        add_special_tokens = bool(request.add_special_tokens)
+        yield
+    (token_ids,) = yield from model.tokenizer.encode_texts([text], add_special_tokens)
+    return token_ids
+
+
+def detokenized(request: DetokenizeRequest, model: Model) -> str:
+    """For ``/detokenize``. Raises InvalidInputError."""
+    _check_ids(request.tokens, model, "tokens")
+    return model.tokenizer.decode(request.tokens)
 
 
 def render_chat(
@@ -50,28 +96,21 @@ def render_chat(
     model: Model,
     add_generation_prompt: bool | None = None,
     arguments: dict[str, object] | None = None,
+    max_chars: int | None = None,
 ) -> str:
-    """Raises InvalidInputError: no chat template, or one that refuses the messages."""
+    """The messages as the chat template writes them, in ``max_chars`` at most (None: what may fit into the context).
+
+    Raises InvalidInputError: no chat template, one that refuses the messages, or one that writes too much.
+    """
     template = model.tokenizer.chat_template
     if template is None:
         raise InvalidInputError(f"The model `{model.name}` has no chat template.", param="messages")
-    return template.render(template_messages(messages), add_generation_prompt is not False, arguments)
+    if max_chars is None:
+        max_chars = _max_chars(model)
+    return template.render(template_messages(messages), add_generation_prompt is not False, arguments, max_chars)
 
 
-async def tokenize(text: str, model: Model, add_special_tokens: bool) -> list[int]:
-    """Raises PromptTooLongError for what cannot fit by far."""
-    if len(text) <= INLINE_CHARS:
-        return model.tokenizer.encode(text, add_special_tokens)
-    if len(text) > MAX_CHARS_PER_TOKEN * model.max_model_len:
-        raise PromptTooLongError(
-            f"The prompt's {len(text)} characters cannot fit into a context of {model.max_model_len} tokens.",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens)
-
-
-def _split(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+def _split(prompt: str | list[str | int | list[int]]) -> list[PromptItem]:
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))
@@ -83,11 +122,39 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     return prompt  # type: ignore[return-value]
 
 
-async def _prompt(item: str | list[int], model: Model, add_special_tokens: bool) -> Prompt:
-    text = item if isinstance(item, str) else None
-    token_ids = await tokenize(item, model, add_special_tokens) if isinstance(item, str) else item
+def _max_chars(model: Model) -> int:
+    """No text of more characters can fit into the context: it need not be tokenized to know."""
+    return model.tokenizer.max_chars_per_token * model.max_model_len
+
+
+def _check_length(text: str, model: Model) -> None:
+    if len(text) > _max_chars(model):
+        raise _too_long(f"The prompt's {len(text)} characters cannot fit into a context of", model)
+
+
+def _text_prompt(text: str, encoded: Iterator[list[int]], model: Model) -> Prompt:
+    token_ids = next(encoded)
+    if len(token_ids) > model.max_model_len:
+        raise _too_long("The prompt is longer than the model's maximum context length of", model)
+    _check_ids(token_ids, model, "prompt")
+    return Prompt(_not_empty(token_ids), text)
+
+
+def _ids_prompt(token_ids: list[int], model: Model) -> Prompt:
+    _check_ids(token_ids, model, "prompt")
+    return Prompt(_not_empty(token_ids))
+
+
+def _not_empty(token_ids: list[int]) -> tuple[int, ...]:
     if not token_ids:
         raise InvalidInputError("the prompt is empty", param="prompt")
-    if min(token_ids) < 0 or max(token_ids) >= model.vocab_size:
-        raise InvalidInputError(f"token ids must be between 0 and {model.vocab_size - 1}", param="prompt")
-    return Prompt(tuple(token_ids), text)
+    return tuple(token_ids)
+
+
+def _check_ids(token_ids: list[int], model: Model, param: str) -> None:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= model.vocab_size):
+        raise InvalidInputError(f"token ids must be between 0 and {model.vocab_size - 1}", param=param)
+
+
+def _too_long(what: str, model: Model) -> PromptTooLongError:
+    return PromptTooLongError(f"{what} {model.max_model_len} tokens.", param="prompt", code="context_length_exceeded")

@@ -15,8 +15,8 @@ from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, Response
 from kvrelay.frontend.models import Model, WorkerState
-from kvrelay.frontend.openai.requests import CompletionRequest, parse_body
-from kvrelay.frontend.prompts import completion_prompts
+from kvrelay.frontend.prompts import completion_prompts, read_completion
+from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.router import RoutingExplanation, RoutingRequest
 from kvrelay.router.runtime import SETTABLE
 
@@ -58,15 +58,17 @@ class RouterAnswer(msgspec.Struct, frozen=True):
 class RoutingEndpoints:
     """Handlers, as ``FrontendApp`` wants them."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, threads: SideThreads) -> None:
         self._cluster = cluster
+        self._threads = threads
 
     async def explain(self, exchange: Exchange, request_id: str) -> None:
         """The decision on a completion request with one prompt. Raises InvalidInputError, WorkerUnavailableError."""
-        request = parse_body(exchange.request.body, CompletionRequest)
+        size = len(exchange.request.body)
+        request, items = await self._threads.call(size, read_completion, exchange.request.body, max_prompts=1)
         model = self._cluster.model(request.model)
         add_special_tokens = request.add_special_tokens is not False
-        (prompt,) = await completion_prompts(request.prompt, model, add_special_tokens, max_prompts=1)
+        (prompt,) = await self._threads.run(size, completion_prompts(items, model, add_special_tokens))
         decision = model.router.explain(RoutingRequest(request_id, prompt.token_ids, request.max_tokens or 0))
         answer = RouteAnswer(os.getpid(), model.name, len(prompt.token_ids), model.router.block_size, decision)
         exchange.respond(Response(200, msgspec.json.encode(answer)))

@@ -8,7 +8,8 @@ requests.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from kvrelay.errors import CheckpointError, InvalidInputError
 from kvrelay.frontend.chat_template import ChatTemplate
 from kvrelay.frontend.detokenizer import ByteLevelDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from kvrelay.frontend.side_threads import Pieces, complete
+from kvrelay.frontend.text_pieces import NFC_SHRINKAGE, cut_text, may_be_cut
 
 
 class DefaultSampling(msgspec.Struct, frozen=True):
@@ -28,6 +31,13 @@ class DefaultSampling(msgspec.Struct, frozen=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+
+PIECE_CHARS = 2**15
+"""Characters that are tokenized in one call: some 10 ms."""
+MAX_BATCH = 256
+MAX_CHARS_PER_TOKEN = 1024
+"""For tokenizers of which nothing better is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +57,10 @@ class Tokenizer:
         self._rust = rust
         self._special = _special_ids(rust)
         self._byte_level = _is_byte_level(rust)
-        self._tokens: dict[bool, TokenBytes] = {}
         self.vocab_size = int(rust.get_vocab_size(with_added_tokens=True))
+        self._tokens = self._token_bytes() if self._byte_level else None
+        self._frame = _frame(rust) if self._byte_level and may_be_cut(rust) else None
+        self.max_chars_per_token = self._max_chars_per_token()
         self.default_sampling = settings.default_sampling
         self.chat_template = settings.chat_template
 
@@ -57,14 +69,45 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises InvalidInputError for text that is no valid Unicode (lone surrogates)."""
+        return complete(self.encode_texts([text], add_special_tokens))[0]
+
+    def encode_texts(
+        self, texts: Sequence[str], add_special_tokens: bool, enough: int = sys.maxsize
+    ) -> Pieces[list[list[int]]]:
+        """The tokens of each text, in pieces that do not keep the interpreter's lock.
+
+        It may stop when a text has more than ``enough`` tokens; the tokens that are known by then are returned.
+        Raises InvalidInputError for text that is no valid Unicode (lone surrogates).
+        """
+        before, behind = self._frame if self._frame is not None and add_special_tokens else ([], [])
+        found: list[list[int]] = [list(before) for _ in texts]
+        for batch in _batches(self._cut(texts)):
+            pieces = [piece for _, piece in batch]
+            for (index, _), ids in zip(batch, self._encode_batch(pieces, add_special_tokens)):
+                found[index] += ids
+            yield
+            if len(found[batch[-1][0]]) > enough:
+                return found
+        return [ids + behind for ids in found] if behind else found
+
+    def _cut(self, texts: Sequence[str]) -> Iterator[tuple[int, str]]:
+        """Each text in one piece or several, with its number."""
+        for index, text in enumerate(texts):
+            for piece in [text] if self._frame is None else cut_text(text, PIECE_CHARS):
+                yield index, piece
+
+    def _encode_batch(self, pieces: list[str], add_special_tokens: bool) -> Iterator[list[int]]:
+        # Unlike ``encode`` this lets go of the interpreter's lock; "fast" leaves out the offsets.
+        with_special = add_special_tokens and self._frame is None
         try:
-            ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+            encodings = self._rust.encode_batch_fast(pieces, add_special_tokens=with_special)
         except (TypeError, UnicodeEncodeError) as exc:
             raise InvalidInputError("the text is not valid Unicode", param="prompt") from exc
-        return ids
+        return (encoding.ids for encoding in encodings)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return str(self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        # A batch of one, since ``decode`` keeps the interpreter's lock.
+        return str(self._rust.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def token_text(self, token_id: int) -> str:
         """One token as text by itself, special or not; parts of characters show as U+FFFD."""
@@ -72,8 +115,8 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token."""
-        if self._byte_level:
-            pieces = self._token_bytes(False).pieces
+        if self._tokens is not None:
+            pieces = self._tokens[False].pieces
             return pieces[token_id] if token_id < len(pieces) else b""
         return self.decode([token_id]).encode()
 
@@ -83,15 +126,22 @@ class Tokenizer:
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh one, for one sequence."""
-        if self._byte_level:
-            return ByteLevelDetokenizer(self._token_bytes(skip_special_tokens))
+        if self._tokens is not None:
+            return ByteLevelDetokenizer(self._tokens[skip_special_tokens])
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens))
 
-    def _token_bytes(self, skip_special: bool) -> TokenBytes:
-        if skip_special not in self._tokens:
-            pieces = [_byte_level_piece(self.token_string(token)) for token in range(self.vocab_size)]
-            self._tokens[skip_special] = TokenBytes(pieces, self._special if skip_special else frozenset())
-        return self._tokens[skip_special]
+    def _token_bytes(self) -> dict[bool, TokenBytes]:
+        """Each token's bytes, by whether special tokens have none. Made here, since the first request would wait."""
+        pieces = [_byte_level_piece(self.token_string(token)) for token in range(self.vocab_size)]
+        return {False: TokenBytes(pieces, frozenset()), True: TokenBytes(pieces, self._special)}
+
+    def _max_chars_per_token(self) -> int:
+        """A text of more characters than so many per token cannot be of so few tokens."""
+        has_all_bytes = all(self._rust.token_to_id(char) is not None for char in _ALPHABET)
+        if self._frame is None or self._tokens is None or not has_all_bytes:
+            return MAX_CHARS_PER_TOKEN
+        longest = max(map(len, self._tokens[False].pieces))
+        return longest * (1 if self._rust.normalizer is None else NFC_SHRINKAGE)
 
 
 def load_tokenizer(model_path: Path) -> Tokenizer:
@@ -169,13 +219,37 @@ def _special_tokens(config: dict[str, object]) -> dict[str, str]:
     return tokens
 
 
+def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Pieces that are tokenized in one call: one long one, or some short ones."""
+    batch: list[tuple[int, str]] = []
+    num_chars = 0
+    for piece in pieces:
+        batch.append(piece)
+        num_chars += len(piece[1])
+        if num_chars >= PIECE_CHARS or len(batch) >= MAX_BATCH:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
+
+
+def _frame(rust: RustTokenizer) -> tuple[list[int], list[int]] | None:
+    """The special tokens before and behind a text; None if they are not simply around it."""
+    inner = rust.encode("a", add_special_tokens=False).ids
+    whole = rust.encode("a", add_special_tokens=True).ids
+    for start in range(len(whole) - len(inner) + 1):
+        if whole[start : start + len(inner)] == inner:
+            return whole[:start], whole[start + len(inner) :]
+    return None
+
+
 def _special_ids(rust: RustTokenizer) -> frozenset[int]:
     return frozenset(token for token, added in rust.get_added_tokens_decoder().items() if added.special)
 
 
 def _is_byte_level(rust: RustTokenizer) -> bool:
     """Whether decoding is nothing but joining the bytes of byte-level tokens."""
-    decoder = json.loads(rust.to_str())["decoder"]
+    decoder = json.loads(rust.decoder.__getstate__()) if rust.decoder is not None else None
     if decoder is not None and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
         decoder = decoder["decoders"][0]
     return decoder is not None and decoder["type"] == "ByteLevel"

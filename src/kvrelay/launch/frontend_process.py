@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 from functools import partial
 
 from kvrelay.config import ControlConfig, FrontendConfig, RouterConfig
@@ -19,12 +21,18 @@ from kvrelay.router import ReplayRequester, Router
 
 _log = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long a side thread may keep the interpreter from the event loop."""
+
 
 async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, control: ControlConfig) -> None:
     """Run until SIGTERM. Raises ConfigError, ControlUnavailableError, AddressInUseError."""
     if not control.control:
         raise ConfigError("a frontend needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
     require_api_key(frontend, control)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # The side threads are enough; a pool of the tokenizer's own would take the cores of workers beside us.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     stop = asyncio.Event()
     on_terminate(stop.set)
     clock = MonotonicClock()

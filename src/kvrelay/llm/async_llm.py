@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,16 +14,18 @@ from typing import Any
 
 import msgspec
 
+from kvrelay.core import sampling as core
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import AdminRequest
 from kvrelay.errors import EngineDeadError, InvalidInputError, KvrelayError, WorkerUnavailableError
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import Finish
-from kvrelay.frontend.openai.plan import GenerationPlan
+from kvrelay.frontend.openai.plan import GenerationPlan, choice_sampling
 from kvrelay.frontend.openai.requests import ChatMessage
 from kvrelay.frontend.prompts import Prompt, completion_prompts, render_chat
 from kvrelay.frontend.sequence import Sequence, SequenceSpec
+from kvrelay.frontend.side_threads import INLINE_SIZE, complete
 from kvrelay.frontend.stop_strings import StopStrings
 from kvrelay.llm.embedded import EmbeddedCluster
 from kvrelay.llm.outputs import CompletionOutput, RequestOutput, TextDelta
@@ -165,10 +167,12 @@ class AsyncLLM:
         self, prompt: Prompt, model: Model, params: SamplingParams, answer: _Collected | _Streamed
     ) -> list[Sequence]:
         plan = plan_of(params)
+        plan.check(model.vocab_size)
+        sampling = plan.sampling_of(len(prompt.token_ids), model.max_model_len)
         request_id = uuid.uuid4().hex
         return [
             Sequence(
-                _spec(request_id, number, prompt, model, plan),
+                _spec(request_id, number, prompt, sampling, plan),
                 model,
                 model.tokenizer.detokenizer(plan.skip_special_tokens) if params.detokenize else _NoText(),
                 StopStrings(plan.stops, plan.include_stop) if plan.stops else None,
@@ -183,16 +187,24 @@ class AsyncLLM:
         given = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
         if not given:
             raise InvalidInputError("the prompt is empty", param="prompt")
-        return (await completion_prompts(given, model, True, 1))[0]  # type: ignore[arg-type]
+        return await _aside(len(given), lambda: complete(completion_prompts([given], model, True))[0])
 
     async def _chat_prompt(self, model: Model, messages: Items[Message], arguments: dict[str, object]) -> Prompt:
         try:
             typed = msgspec.convert(list(messages), list[ChatMessage])
         except msgspec.ValidationError as exc:
             raise InvalidInputError(f"malformed messages: {exc}", param="messages") from exc
-        text = render_chat(typed, model, True, arguments)
-        tokens = model.tokenizer.encode(text, add_special_tokens=False)
-        return Prompt(tuple(tokens), text)
+
+        def rendered() -> Prompt:
+            text = render_chat(typed, model, True, arguments)
+            return complete(completion_prompts([text], model, False))[0]
+
+        return await _aside(sum(len(str(message)) for message in messages), rendered)
+
+
+async def _aside(size: int, work: Callable[[], Prompt]) -> Prompt:
+    """Long prompts are tokenized in a thread: the event loop is the caller's."""
+    return work() if size <= INLINE_SIZE else await asyncio.to_thread(work)
 
 
 class _NoText:
@@ -306,12 +318,14 @@ def _engines_lost() -> Iterator[None]:
         raise EngineDeadError(exc.message) from exc
 
 
-def _spec(request_id: str, number: int, prompt: Prompt, model: Model, plan: GenerationPlan) -> SequenceSpec:
+def _spec(
+    request_id: str, number: int, prompt: Prompt, sampling: core.SamplingParams, plan: GenerationPlan
+) -> SequenceSpec:
     return SequenceSpec(
         request_id=request_id,
         index=number,
         prompt_token_ids=prompt.token_ids,
-        sampling=plan.sampling_for(len(prompt.token_ids), number, model.max_model_len, model.vocab_size),
+        sampling=choice_sampling(sampling, number),
         include_stop=plan.include_stop,
     )
 

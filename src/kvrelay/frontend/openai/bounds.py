@@ -17,6 +17,7 @@ from kvrelay.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from kvrelay.errors import InvalidInputError
 
 MAX_TOKEN_IDS = 2**20
+MAX_TOKENIZED_CHARS = 2**20
 MAX_STOPS = 64
 MAX_STOP_CHARS = 4096
 MAX_JSON_SIZE = 2**20
@@ -25,7 +26,7 @@ Word = Annotated[str, Meta(max_length=64)]
 Name = Annotated[str, Meta(max_length=1024)]
 Text = Annotated[str, Meta(max_length=2**22)]
 """A prompt or a message. A longer text would not fit into any context."""
-TokenizedText = Annotated[str, Meta(max_length=2**20)]
+TokenizedText = Annotated[str, Meta(max_length=MAX_TOKENIZED_CHARS)]
 """A text whose tokens are sent back."""
 TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKEN_IDS)]
 PromptItems = Annotated[list[Text | int | TokenIds], Meta(max_length=MAX_TOKEN_IDS)]

@@ -19,6 +19,9 @@ from kvrelay.frontend.tokenizer import DefaultSampling
 TIMEOUT_HEADER = "x-request-timeout-s"
 DEFAULT_MAX_TOKENS = 16
 MAX_PRIORITY = 2**31
+MAX_PROMPT_LOGPROBS = 2**17
+"""Alternatives times tokens of a prompt. They arrive, and are sent, in one piece: 0.1 s on the event loop."""
+MAX_REQUEST_LOGPROBS = 2**20
 
 _V = TypeVar("_V")
 
@@ -27,7 +30,7 @@ _V = TypeVar("_V")
 class GenerationPlan:
     """What every sequence of a request has in common. ``max_tokens`` None: as much as the context allows.
 
-    ``sampling`` is complete but for max_tokens and seed, which ``sampling_for`` fills in.
+    ``sampling`` is complete but for max_tokens, which ``sampling_of`` fills in, and the seed of each choice.
     """
 
     sampling: SamplingParams
@@ -46,11 +49,25 @@ class GenerationPlan:
     priority: int
     timeout_s: float | None
 
-    def sampling_for(self, num_prompt_tokens: int, index: int, max_model_len: int, vocab_size: int) -> SamplingParams:
-        """Of choice ``index`` of one prompt. Each choice has a seed of its own, as in vLLM: the seed plus its index.
+    def check(self, vocab_size: int) -> None:
+        """Once per request: raise InvalidInputError for tokens that the model does not have."""
+        self.sampling.validate_tokens(vocab_size)
 
-        Raises PromptTooLongError, InvalidInputError.
-        """
+    def check_prompts(self, prompt_lengths: Sequence[int]) -> None:
+        """Raise InvalidInputError if the prompts' logprobs would be too many to send."""
+        count = self.sampling.prompt_logprobs
+        if count is None:
+            return
+        entries = [(count + 1) * length for length in prompt_lengths]
+        if max(entries) > MAX_PROMPT_LOGPROBS or sum(entries) * self.n > MAX_REQUEST_LOGPROBS:
+            raise InvalidInputError(
+                f"too many logprobs of prompts: at most {MAX_PROMPT_LOGPROBS} of a prompt, {MAX_REQUEST_LOGPROBS} in "
+                "all choices; ask for fewer alternatives or in several requests",
+                param="prompt_logprobs",
+            )
+
+    def sampling_of(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
+        """Of all choices of one prompt. Raises PromptTooLongError, InvalidInputError."""
         room = max_model_len - num_prompt_tokens
         wanted = room if self.max_tokens is None else self.max_tokens
         if self.is_max_default:
@@ -63,12 +80,11 @@ class GenerationPlan:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        seed = self.sampling.seed
-        if seed is not None and index:
-            seed = (seed + index) % 2**63
-        sampling = msgspec.structs.replace(self.sampling, max_tokens=wanted, seed=seed)
-        sampling.validate(vocab_size)
-        return sampling
+        if self.sampling.min_tokens > wanted:
+            raise InvalidInputError(
+                f"min_tokens must be between 0 and {wanted}, got {self.sampling.min_tokens}", param="min_tokens"
+            )
+        return msgspec.structs.replace(self.sampling, max_tokens=wanted)
 
     def within(self, limits: KeyLimits, prompt_lengths: Sequence[int]) -> GenerationPlan:
         """The plan for prompts of so many tokens, if a key of these limits allows it; raises PayloadTooLargeError.
@@ -94,6 +110,13 @@ class GenerationPlan:
         if not self.is_max_default:
             return self
         return replace(self, max_tokens=share if self.max_tokens is None else min(self.max_tokens, share))
+
+
+def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Each choice of a prompt has a seed of its own, as in vLLM: the seed plus its index."""
+    if sampling.seed is None or index == 0:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
 def plan_completion(request: CompletionRequest, defaults: DefaultSampling, max_n: int) -> GenerationPlan:
