@@ -69,6 +69,9 @@ class RunnerConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs.")
     attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = setting("auto", "Attention implementation.")
     num_threads: int = setting(0, "Compute threads of this process; 0: the cores it may use.", low=0, high=1024)
+    yield_while_starting: bool = setting(
+        False, "Load and compile at lower CPU priority, beside workers that serve; serve restarts workers so."
+    )
     enforce_eager: bool = setting(False, "CUDA: run decode without graphs.")
     seed: int = setting(0, "Seed from which requests without one draw theirs.")
 

@@ -33,6 +33,8 @@ class Child:
     command: list[str]
     process: subprocess.Popen[bytes]
     environment: dict[str, str] | None = None
+    restart_flags: tuple[str, ...] = ()
+    """Added to the command when it is started again."""
     crashes_s: list[float] = field(default_factory=list)
     num_without_control: int = 0
     """Ends in a row because the control plane was away; they are no crashes."""
@@ -86,7 +88,8 @@ def restart_delay_s(child: Child, now_s: float) -> float | None:
 
 def restart(child: Child) -> None:
     """Start the child's command again, in place."""
-    child.process = start_child(child.name, child.command, environment=child.environment).process
+    command = [*child.command, *child.restart_flags]
+    child.process = start_child(child.name, command, environment=child.environment).process
     child.restart_s = None
 
 

@@ -39,6 +39,8 @@ from kvrelay.launch.takers import LOOK_INTERVAL_S, is_child, nobody_takes_reques
 _log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.05
+RESTART_FLAGS = ("--yield-while-starting",)
+"""The streams of a worker that crashed are prefilled elsewhere at this moment, and new ones wait behind them."""
 USAGE_EXIT_CODE = 2
 TOKEN_BYTES = 16
 
@@ -134,7 +136,9 @@ class Cluster:
             *options.worker_flags[len(self._workers)],
             *options.control_flags,
         )
-        return start_child(f"{role} worker {number}", command, environment=self._environment())
+        child = start_child(f"{role} worker {number}", command, environment=self._environment())
+        child.restart_flags = RESTART_FLAGS
+        return child
 
     def _start_frontend(self, number: int) -> Child:
         options = self._options

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from kvrelay.config import (
@@ -29,6 +30,7 @@ from kvrelay.engine.base import Executor
 from kvrelay.engine.core import EngineCore
 from kvrelay.errors import CheckpointError, ConfigError, EngineHungError
 from kvrelay.executors import ExecutorSettings, build_executor
+from kvrelay.launch.low_priority import at_low_priority
 from kvrelay.launch.request_plane import connector
 from kvrelay.launch.security import request_plane_keys, require_metrics_key, transfer_settings
 from kvrelay.launch.signals import on_terminate
@@ -91,7 +93,8 @@ async def _run_worker(options: WorkerOptions) -> None:
         watch = await _start_monitoring(options.metrics, stack)
         control = await connect_control(options.control)
         stack.push_async_callback(control.close)
-        executor = await asyncio.to_thread(_load, options)
+        loading = at_low_priority if options.runner.yield_while_starting else asyncio.to_thread
+        executor = await loading(partial(_load, options))
         settings = _settings(options, executor, curve_keys.public.decode() if curve_keys else "")
         worker = assemble_worker(
             settings,
