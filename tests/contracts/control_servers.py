@@ -129,7 +129,7 @@ class NatsDiscoveryServer(NatsServer):
     async def revoke_lease(self, lease: Lease) -> None:
         connection = await self.open()
         await connection.request(
-            f"$KV.kvrelay_test.kvrelay/test/leases/{lease.lease_id}", b"", headers={"KV-Operation": "DEL"}
+            f"$KV.kvrelay_test.kvrelay.test.leases.{lease.lease_id}", b"", headers={"KV-Operation": "DEL"}
         )
 
     async def close(self) -> None:
@@ -169,7 +169,7 @@ class NatsBusServer(NatsServer):
 async def clear(process: NatsServerProcess) -> None:
     """Delete all streams, without the cost of a restart."""
     connection = await NatsConnection.connect(process.url, PATIENCE_S)
-    for stream in ("KV_kvrelay_test", "kvrelay_test_prefill", "kvrelay_test_prefill_dead"):
+    for stream in ("KV_kvrelay_test", "kvrelay_test_beats", "kvrelay_test_prefill", "kvrelay_test_prefill_dead"):
         await connection.request(f"$JS.API.STREAM.DELETE.{stream}", b"")
     await connection.close()
 

@@ -197,10 +197,10 @@ def test_what_the_server_stores_is_readable(nats: NatsServerProcess) -> None:
             lease = await control.discovery.grant(5.0)
             await control.discovery.put(Keys("readable").worker("w-1"), b'{"role": "decode"}', lease)
             connection = await NatsConnection.connect(nats.url, PATIENCE_S)
-            subject = "$JS.API.DIRECT.GET.KV_kvrelay_readable.$KV.kvrelay_readable.kvrelay/readable/"
-            worker = await connection.request(f"{subject}workers/w-1", b"")
+            subject = "$JS.API.DIRECT.GET.KV_kvrelay_readable.$KV.kvrelay_readable.kvrelay.readable."
+            worker = await connection.request(f"{subject}workers.w-1", b"")
             assert worker.data == b'{"role": "decode"}'
-            held = await connection.request(f"{subject}leases/{lease.lease_id}", b"")
+            held = await connection.request(f"{subject}leases.{lease.lease_id}", b"")
             assert b'"ttl_s":5.0' in held.data
             await connection.close()
             await lease.revoke()
@@ -319,7 +319,7 @@ def test_what_the_dead_left_is_swept_up(nats: NatsServerProcess) -> None:
         async with plane(nats.url, "swept") as two:
             assert await two.discovery.list("") == {}
             connection = await NatsConnection.connect(nats.url, PATIENCE_S)
-            subject = "$JS.API.DIRECT.GET.KV_kvrelay_swept.$KV.kvrelay_swept.kvrelay/swept/workers/4"
+            subject = "$JS.API.DIRECT.GET.KV_kvrelay_swept.$KV.kvrelay_swept.kvrelay.swept.workers.4"
             async with asyncio.timeout(PATIENCE_S):
                 while ((await connection.request(subject, b"")).headers or {}).get("KV-Operation") != "PURGE":
                     await asyncio.sleep(0.02)

@@ -21,7 +21,7 @@ from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats_process import NatsServerProcess, find_binary
 from kvrelay.errors import ControlUnavailableError
 
-STREAMS = ("KV_kvrelay_test", "kvrelay_test_prefill", "kvrelay_test_prefill_dead")
+STREAMS = ("KV_kvrelay_test", "kvrelay_test_beats", "kvrelay_test_prefill", "kvrelay_test_prefill_dead")
 LEASE_TTL_S = 30.0
 
 T = TypeVar("T")

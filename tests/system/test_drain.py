@@ -46,7 +46,7 @@ def revoke(lease_id: str, server: Serve, request: pytest.FixtureRequest) -> None
 
     async def delete() -> None:
         connection = await NatsConnection.connect(server.control, 5.0)
-        subject = f"$KV.kvrelay_default.kvrelay/default/leases/{lease_id}"
+        subject = f"$KV.kvrelay_default.kvrelay.default.leases.{lease_id}"
         await connection.request(subject, b"", headers={"KV-Operation": "DEL"})
         await connection.close()
 

@@ -196,6 +196,16 @@ class Keys:
         """Where a lease is kept that is a key itself, in NATS: who deletes it has revoked it."""
         return self.leases + lease_id
 
+    @property
+    def lease_beats(self) -> str:
+        """Subjects of a lease's refreshes, less its id, in NATS."""
+        return f"{self.subject_root}beats."
+
+    @property
+    def lease_keeper(self) -> str:
+        """The subject on which the watcher that times the leases says that it does, in NATS."""
+        return f"{self.subject_root}lease_keeper"
+
     def worker_kv_metadata(self, worker_id: str, rank: int) -> str:
         return f"{self.kv_metadata}{worker_id}/{rank}"
 

@@ -42,6 +42,8 @@ class LeaseState:
     seq: int
     refreshed_s: float
     is_proven: bool
+    is_missing: bool = False
+    """The server did not have it when all was listed last; nobody will announce its end."""
 
 
 class LeaseTable:
@@ -57,6 +59,8 @@ class LeaseTable:
         self._is_resyncing = False
         self._seen_keys: set[str] = set()
         self._seen_leases: set[str] = set()
+        self._known_leases: set[str] = set()
+        """From before the resynchronisation."""
 
     def __repr__(self) -> str:
         return f"LeaseTable(entries={len(self._entries)}, visible={len(self._visible)}, leases={len(self._leases)})"
@@ -101,7 +105,7 @@ class LeaseTable:
         While resynchronising, the age counts only for a lease that was not known before.
         """
         self._seen_leases.add(lease_id)
-        if lease_id in self._leases and self._is_resyncing:
+        if lease_id in self._known_leases and self._is_resyncing:
             age_s = 0.0
         age_s = max(age_s, 0.0)
         self._leases[lease_id] = LeaseState(ttl_s, seq, self._clock.now() - age_s, is_proven=age_s < ttl_s)
@@ -120,6 +124,8 @@ class LeaseTable:
 
     def begin_resync(self) -> None:
         """The server's whole state follows, then ``end_resync``. Events wait until then."""
+        if not self._is_resyncing:
+            self._known_leases = set(self._leases)
         self._is_resyncing = True
         self._seen_keys.clear()
         self._seen_leases.clear()
@@ -128,8 +134,10 @@ class LeaseTable:
         """The difference between what was visible before and what the server has now."""
         self._is_resyncing = False
         now = self._clock.now()
-        for lease_id in self._leases.keys() - self._seen_leases:
-            self._leases[lease_id].refreshed_s = now
+        for lease_id, state in self._leases.items():
+            state.is_missing = lease_id not in self._seen_leases
+            if state.is_missing:
+                state.refreshed_s = now
         for key in self._entries.keys() - self._seen_keys:
             holder = self._entries[key].lease_id
             if holder is None or holder not in self._leases or holder in self._seen_leases:
@@ -138,13 +146,37 @@ class LeaseTable:
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def due(self) -> list[str]:
-        """Leases that were not refreshed within their time to live."""
-        return [lease_id for lease_id in self._leases if self._is_overdue(lease_id)]
+    def due(self, *, only_missing: bool = False) -> list[str]:
+        """Leases that were not refreshed within their time to live. ``only_missing``: for who hears no refreshes."""
+        return [
+            lease_id
+            for lease_id, state in self._leases.items()
+            if (state.is_missing or not only_missing) and self._is_overdue(lease_id)
+        ]
 
-    def next_due_s(self) -> float | None:
+    def next_due_s(self, *, only_missing: bool = False) -> float | None:
         """When, on the clock, the next lease becomes due; None without leases."""
-        return min((state.refreshed_s + state.ttl_s for state in self._leases.values()), default=None)
+        return min(
+            (
+                state.refreshed_s + state.ttl_s
+                for state in self._leases.values()
+                if state.is_missing or not only_missing
+            ),
+            default=None,
+        )
+
+    def trust_all(self) -> None:
+        """Refreshes were not heard for a while, so every lease counts as refreshed now."""
+        for state in self._leases.values():
+            state.refreshed_s = self._clock.now()
+
+    @property
+    def has_unproven(self) -> bool:
+        return not all(state.is_proven for state in self._leases.values())
+
+    @property
+    def shortest_ttl_s(self) -> float | None:
+        return min((state.ttl_s for state in self._leases.values()), default=None)
 
     def postpone(self, lease_id: str, delay_s: float) -> None:
         """Ask again about this lease in ``delay_s``."""

@@ -4,9 +4,15 @@ It owns the bucket's stream, the form of keys, headers and markers, and compare-
 or when a lease is over.
 
 An entry's value is the caller's, untouched; the lease that it hangs on stands in a header. A lease is a key of its own,
-``kvrelay/NS/leases/ID``, which its holder writes again and again. The marker of one that has expired says so in a
-header: whoever deletes a lease in another way, with ``nats kv del kvrelay_NS kvrelay/NS/leases/ID`` for instance, asks
-its holder to leave. Deletion markers and their subjects go after an hour.
+``kvrelay/NS/leases/ID``, written once. Its holder's refreshes go to a stream of their own, kept in memory, where only
+the watcher that times the leases reads them: the bucket, which everybody watches, changes when members come and go.
+
+    bucket KV_kvrelay_NS (file)      kvrelay.NS.workers.ID, ..., kvrelay.NS.leases.ID    written when members change
+    stream kvrelay_NS_beats (memory) kvrelay.NS.beats.ID                                 at a third of each lease
+
+A lease expires by compare-and-swap on its last beat, so that either the holder's next refresh or the expiry succeeds;
+then its key is deleted, with a marker that says so. Whoever deletes the key in another way, with ``nats kv del
+kvrelay_NS kvrelay.NS.leases.ID`` for instance, asks its holder to leave. Markers go after an hour, beats after two.
 """
 
 from __future__ import annotations
@@ -36,24 +42,33 @@ EXPIRED_HEADER = "Kvrelay-Expired"
 OPERATION_HEADER = "KV-Operation"
 MARKER_HEADERS = (OPERATION_HEADER, "Nats-Marker-Reason")
 MARKER_TTL = "3600s"
+BEATS_MAX_AGE_S = 7200
+"""Twice the longest lease."""
 
 
 class LeaseValue(msgspec.Struct):
-    """What a lease's key holds. ``beats`` shows an operator that it lives."""
+    """What a lease's key holds."""
 
     ttl_s: LeaseTime
-    beats: int
     holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
-    """A lease granted or refreshed; ``ttl_s`` None: ended."""
+    """A lease granted; ``ttl_s`` None: ended."""
 
     lease_id: str
     ttl_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class BeatRecord:
+    """A lease refreshed at ``stored_s`` by the server's clock, or expired (``is_end``)."""
+
+    lease_id: str
     seq: int
     stored_s: float
+    is_end: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +89,13 @@ class Bucket:
         self.name = f"kvrelay_{namespace}"
         self.stream = f"KV_{self.name}"
         self._subjects = f"$KV.{self.name}."
-        self._leases = Keys(namespace).leases
+        keys = Keys(namespace)
+        self._leases = keys.leases
+        self.beats_stream = f"{self.name}_beats"
+        self._beats = keys.lease_beats
 
     async def ensure(self) -> None:
-        """Create it unless it exists."""
+        """Create both streams unless they exist."""
         await self._jetstream.ensure_stream(
             {
                 "name": self.stream,
@@ -92,6 +110,17 @@ class Bucket:
                 "duplicate_window": 2_000_000_000,
             }
         )
+        await self._jetstream.ensure_stream(
+            {
+                "name": self.beats_stream,
+                "subjects": [f"{self._beats}*"],
+                "max_msgs_per_subject": 1,
+                "discard": "old",
+                "storage": "memory",
+                "max_age": BEATS_MAX_AGE_S * 1_000_000_000,
+                "duplicate_window": 2_000_000_000,
+            }
+        )
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -102,23 +131,39 @@ class Bucket:
         """Leave a deletion marker. With ``expected_seq`` only if nobody has written since: WrongSequenceError."""
         await self._delete(key, {EXPECTED_SEQUENCE: str(expected_seq)} if expected_seq is not None else {})
 
-    async def write_lease(self, lease_id: str, value: LeaseValue, expected_seq: int) -> int:
-        """Grant (``expected_seq`` 0) or refresh. Raises WrongSequenceError when it has ended, or been written since."""
-        headers = {EXPECTED_SEQUENCE: str(expected_seq)}
-        return await self._publish(self._leases + lease_id, msgspec.json.encode(value), headers)
+    async def grant_lease(self, lease_id: str, value: LeaseValue) -> int:
+        """A new lease, its first beat before its key: whoever sees it can tell its age. Gives the beat's number."""
+        seq = await self.beat(lease_id, 0)
+        await self._publish(self._leases + lease_id, msgspec.json.encode(value), {})
+        return seq
+
+    async def beat(self, lease_id: str, expected_seq: int) -> int:
+        """Refresh; gives this beat's number. Raises WrongSequenceError unless ``expected_seq`` is the last one's."""
+        return await self._store(self._beats + lease_id, b"", {EXPECTED_SEQUENCE: str(expected_seq)})
 
     async def end_lease(self, lease_id: str) -> None:
         """By its holder."""
         await self.delete(self._leases + lease_id)
 
     async def expire_lease(self, lease_id: str, expected_seq: int) -> None:
-        """By anybody who finds it overdue. Raises WrongSequenceError when it was refreshed, or ended, meanwhile."""
-        await self._delete(self._leases + lease_id, {EXPECTED_SEQUENCE: str(expected_seq), EXPIRED_HEADER: "true"})
+        """Expire an overdue lease. Raises WrongSequenceError when it was refreshed or ended since ``expected_seq``."""
+        headers = {EXPECTED_SEQUENCE: str(expected_seq), EXPIRED_HEADER: "true"}
+        await self._store(self._beats + lease_id, b"", headers)
+        await self.finish_expiry(lease_id)
 
-    async def lease_seq(self, lease_id: str) -> int | None:
-        """Where the server has the lease; None when it has ended or was never granted."""
+    async def finish_expiry(self, lease_id: str) -> None:
+        """The second half: who expires a lease may end between the two."""
+        await self._delete(self._leases + lease_id, {EXPIRED_HEADER: "true"})
+
+    async def has_lease(self, lease_id: str) -> bool:
+        """False when it has ended or was never granted."""
         message = await self._last_of_lease(lease_id)
-        return None if message is None or _has(message, *MARKER_HEADERS) else message.seq
+        return message is not None and not _has(message, *MARKER_HEADERS)
+
+    async def last_beat(self, lease_id: str) -> BeatRecord | None:
+        """None when the server has lost it, in a restart for instance. Its ``stored_s`` is not known (0)."""
+        message = await self._jetstream.last_message(self.beats_stream, self._beats + lease_id)
+        return None if message is None else BeatRecord(lease_id, message.seq, 0.0, _has(message, EXPIRED_HEADER))
 
     async def was_revoked(self, lease_id: str) -> bool:
         """Whether somebody has deleted it on purpose: there is a marker, and no expiry has left it."""
@@ -136,7 +181,9 @@ class Bucket:
         await self._publish(key, b"", {OPERATION_HEADER: "PURGE", ROLLUP: "sub", MESSAGE_TTL: MARKER_TTL, **headers})
 
     async def _publish(self, key: str, value: bytes, headers: dict[str, str]) -> int:
-        subject = self._subjects + encode_key(key)
+        return await self._store(self._subjects + encode_key(key), value, headers)
+
+    async def _store(self, subject: str, value: bytes, headers: dict[str, str]) -> int:
         try:
             return await self._jetstream.publish(subject, value, headers)
         except NoRespondersError:
@@ -148,13 +195,20 @@ class Bucket:
 
     async def consume(self, name: str, inbox: str, heartbeat_s: float) -> ConsumerInfo:
         """Have the last message of every key, and then every new one, pushed to ``inbox``."""
+        return await self._consume(self.stream, f"{self._subjects}>", name, inbox, heartbeat_s)
+
+    async def consume_beats(self, name: str, inbox: str, heartbeat_s: float) -> ConsumerInfo:
+        """The same for the leases' beats."""
+        return await self._consume(self.beats_stream, f"{self._beats}*", name, inbox, heartbeat_s)
+
+    async def _consume(self, stream: str, subjects: str, name: str, inbox: str, heartbeat_s: float) -> ConsumerInfo:
         return await self._jetstream.create_consumer(
-            self.stream,
+            stream,
             {
                 "name": name,
                 "deliver_subject": inbox,
                 "deliver_policy": "last_per_subject",
-                "filter_subject": f"{self._subjects}>",
+                "filter_subject": subjects,
                 "ack_policy": "none",
                 "max_deliver": 1,
                 "mem_storage": True,
@@ -164,7 +218,7 @@ class Bucket:
             },
         )
 
-    def parse(self, message: NatsMessage, seq: int, stored_s: float) -> LeaseRecord | EntryRecord | None:
+    def parse(self, message: NatsMessage, seq: int) -> LeaseRecord | EntryRecord | None:
         """A message of the stream as what it means; None for what nobody of us wrote."""
         key = decode_key(message.subject.removeprefix(self._subjects))
         headers = message.headers or {}
@@ -173,13 +227,17 @@ class Bucket:
             return EntryRecord(key, None if is_marker else message.data, headers.get(LEASE_HEADER), seq)
         lease_id = key.removeprefix(self._leases)
         if is_marker:
-            return LeaseRecord(lease_id, None, seq, stored_s)
+            return LeaseRecord(lease_id, None)
         try:
             value = msgspec.json.decode(message.data, type=LeaseValue)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             _log.warning("lease %s in bucket %s is malformed: %s", lease_id, self.name, exc)
             return None
-        return LeaseRecord(lease_id, value.ttl_s, seq, stored_s)
+        return LeaseRecord(lease_id, value.ttl_s)
+
+    def parse_beat(self, message: NatsMessage, seq: int, stored_s: float) -> BeatRecord:
+        lease_id = message.subject.removeprefix(self._beats)
+        return BeatRecord(lease_id, seq, stored_s, EXPIRED_HEADER in (message.headers or {}))
 
 
 def _has(message: StoredMessage, *names: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,6 +31,7 @@ PING_INTERVAL_S = 2.0
 MAX_SILENT_PINGS = 2
 CLOSE_TIMEOUT_S = 1.0
 SCHEMES = ("nats", "tls")
+DENIED_PUBLISH = re.compile(r'permissions violation for publish to "([^"]+)"')
 URL_OPTIONS = (*TLS_OPTIONS, "creds")
 
 
@@ -39,6 +41,10 @@ class NoRespondersError(ControlUnavailableError):
 
 class RequestTimeoutError(ControlUnavailableError):
     """A request was sent, and no answer came in time."""
+
+
+class ControlDeniedError(ControlUnavailableError):
+    """The server's permissions forbid it to these credentials."""
 
 
 class NatsMessage(Protocol):
@@ -119,6 +125,8 @@ class NatsConnection:
         self._url = url
         self._on_reconnected: list[Callable[[], None]] = []
         self._is_closing = False
+        self._denied: set[str] = set()
+        """Subjects that the server refused to take from us."""
         self.num_errors = 0
 
     @classmethod
@@ -260,6 +268,8 @@ class NatsConnection:
         except nats_errors.NoRespondersError as exc:
             raise NoRespondersError(f"nobody answers {subject} at {self._url}") from exc
         except (nats_errors.TimeoutError, TimeoutError) as exc:
+            if subject.lower() in self._denied:
+                raise ControlDeniedError(f"these credentials may not publish {subject} at {self._url}") from exc
             raise RequestTimeoutError(f"no answer to {subject} from {self._url}") from exc
         except (nats_errors.Error, OSError) as exc:
             raise ControlUnavailableError(f"control server {self._url}: {_one_line(exc)}") from exc
@@ -276,6 +286,9 @@ class NatsConnection:
     def report(self, error: Exception) -> None:
         """An error that the library met in the background."""
         self.num_errors += 1
+        denied = DENIED_PUBLISH.search(str(error).lower())
+        if denied is not None:
+            self._denied.add(denied[1])
         _log.debug("control server %s: %s", self._url, _one_line(error))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from kvrelay.control.base import Lease, WatchEvent, WatchKind
+from kvrelay.control.base import Keys, Lease, WatchEvent, WatchKind
 from kvrelay.control.nats.bucket import Bucket
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.jetstream import JetStream
@@ -25,6 +25,7 @@ class NatsDiscovery:
         self, connection: NatsConnection, namespace: str, clock: Clock, holder: str = "", num_replicas: int = 0
     ) -> None:
         jetstream = JetStream(connection, num_replicas)
+        keys = Keys(namespace)
         self._connection = connection
         self._holder = holder
         self._bucket = Bucket(jetstream, namespace)
@@ -36,6 +37,7 @@ class NatsDiscovery:
             jetstream,
             self._bucket,
             clock,
+            keys.lease_keeper,
             on_events=self._hand_out,
             on_synced=self._synced,
             on_lease_ended=self._lease_ended,
@@ -55,7 +57,7 @@ class NatsDiscovery:
         await self._mirror.close()
 
     async def grant(self, ttl_s: float) -> Lease:
-        lease = NatsLease(self._bucket, ttl_s, self._holder)
+        lease = NatsLease(self._bucket, ttl_s, self._holder, lambda: self._mirror.is_live)
         await lease.start()
         self._leases = [other for other in self._leases if not other.is_given_back]
         self._leases.append(lease)

@@ -1,8 +1,8 @@
-"""A lease in a NATS key-value bucket: a key that its holder writes again and again.
+"""A lease in a NATS key-value bucket: a key that is written once, and beats in a stream of their own.
 
 It owns the beat, at a third of the time to live, and registering again. The lease is lost when no refresh has succeeded
-for a whole time to live, or its key is not there as it was last written; it was revoked when somebody has deleted that
-key.
+for a whole time to live, or its key is gone; it was revoked when somebody has deleted that key on purpose. A holder
+that watches discovery is told of that; one that does not looks at each beat.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from uuid import uuid4
 
 from kvrelay.control.held_lease import HeldLease
@@ -23,9 +24,12 @@ _log = logging.getLogger(__name__)
 class NatsLease(HeldLease):
     """A lease of this process, with the keys that hang on it."""
 
-    def __init__(self, bucket: Bucket, ttl_s: float, holder: str) -> None:
+    def __init__(self, bucket: Bucket, ttl_s: float, holder: str, is_watched: Callable[[], bool]) -> None:
+        """``is_watched``: whether ``wake`` is called at once when the lease's key is deleted."""
         super().__init__(ttl_s)
         self._bucket = bucket
+        self._is_watched = is_watched
+        self._is_suspect = False
         self._holder = holder
         self._seq = 0
         self._beats = 0
@@ -47,6 +51,7 @@ class NatsLease(HeldLease):
 
     def wake(self) -> None:
         """Beat now: it may be lost."""
+        self._is_suspect = True
         self._wake.set()
 
     async def put(self, key: str, value: bytes) -> None:
@@ -125,29 +130,45 @@ class NatsLease(HeldLease):
                 await self._bucket.delete(key)
 
     async def _refresh(self) -> bool:
-        """Write it again. False when somebody has ended it, or the server has lost it."""
+        """Beat. False when somebody has ended the lease, or the server has lost it."""
+        if self._is_suspect or not self._is_watched():
+            if not await self._bucket.has_lease(self._lease_id):
+                return False
+            self._is_suspect = False
         try:
-            await self._write(self._lease_id, self._seq)
+            await self._beat_once(self._lease_id)
             return True
         except WrongSequenceError:
-            seq = await self._bucket.lease_seq(self._lease_id)
-        if seq is None:
+            pass
+        if not await self._bucket.has_lease(self._lease_id):
             return False
-        # Only we write it: an earlier beat arrived whose answer did not. That one does not tell when it was sent.
-        self._seq = seq
-        await self._write(self._lease_id, seq)
+        last = await self._bucket.last_beat(self._lease_id)
+        if last is not None and last.is_end:
+            # Who expired it may have ended half-way.
+            await self._bucket.finish_expiry(self._lease_id)
+            return False
+        # Only we write them: the server has lost the last one, or stored one whose answer did not come.
+        self._seq = 0 if last is None else last.seq
+        await self._beat_once(self._lease_id)
         return True
 
     async def _grant(self) -> None:
         lease_id = uuid4().hex[:16]
-        self._beats = 0
-        await self._write(lease_id, 0)
+        sent_s = time.monotonic()
+        self._seq = await self._bucket.grant_lease(lease_id, LeaseValue(self._ttl_s, self._holder))
+        self._beats = 1
+        self._is_suspect = False
+        self._refreshed(sent_s)
         self._lease_id = lease_id
 
-    async def _write(self, lease_id: str, expected_seq: int) -> None:
-        """Grant or refresh. It counts from when it was sent: others time it from when it arrived, which is later."""
+    async def _beat_once(self, lease_id: str) -> None:
         sent_s = time.monotonic()
-        self._seq = await self._bucket.write_lease(lease_id, self._value(), expected_seq)
+        self._seq = await self._bucket.beat(lease_id, self._seq)
+        self._beats += 1
+        self._refreshed(sent_s)
+
+    def _refreshed(self, sent_s: float) -> None:
+        """It counts from when it was sent: others time it from when it arrived, which is later."""
         left_s = sent_s + self._ttl_s - time.monotonic()
         if left_s <= 0:
             return  # answered too late to count
@@ -155,7 +176,3 @@ class NatsLease(HeldLease):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(left_s, self._tell_lost)
-
-    def _value(self) -> LeaseValue:
-        self._beats += 1
-        return LeaseValue(self._ttl_s, self._beats, self._holder)

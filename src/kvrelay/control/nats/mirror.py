@@ -1,11 +1,12 @@
-"""A live copy of the bucket: reads its messages, keeps the lease table, ends the leases of the dead.
+"""A live copy of the bucket: reads its messages, keeps the lease table; the keeper ends the leases of the dead.
 
 It owns one consumer on the server, which it makes anew after every gap, and the background task that reads it. Server
-facts come in; WatchEvents go out. What they mean for visibility is LeaseTable's business.
+facts come in; WatchEvents go out. What they mean for visibility is LeaseTable's business, and which of the mirrors is
+the keeper is KeeperElection's; that one has a second consumer, of the leases' beats.
 
-Expiry of a key is not announced by the server, so every mirror times the leases by its own clock. One that finds a
-lease overdue asks the server to end it, by compare-and-swap on the last refresh that it has seen: either nobody has
-refreshed it since, then it is over for everybody, its holder included; or somebody has, then the mirror was merely
+Expiry of a key is not announced by the server, so the keeper times the leases by its own clock. When it finds a lease
+overdue it asks the server to end it, by compare-and-swap on the last beat that it has heard: either nobody has
+refreshed it since, then it is over for everybody, its holder included; or somebody has, then the keeper was merely
 slow. While there is no connection nothing expires.
 """
 
@@ -13,14 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import random
+from collections.abc import Awaitable, Callable
 from uuid import uuid4
 
 from kvrelay.control.base import WatchEvent
-from kvrelay.control.lease_table import KvEntry, LeaseTable
+from kvrelay.control.lease_table import KvEntry, LeaseState, LeaseTable
 from kvrelay.control.nats.bucket import Bucket, EntryRecord, LeaseRecord
-from kvrelay.control.nats.connection import REQUEST_TIMEOUT_S, NatsConnection, NatsMessage
-from kvrelay.control.nats.jetstream import JetStream, WrongSequenceError, parse_ack_subject
+from kvrelay.control.nats.connection import (
+    REQUEST_TIMEOUT_S,
+    ControlDeniedError,
+    NatsConnection,
+    NatsMessage,
+    NatsSubscription,
+)
+from kvrelay.control.nats.jetstream import ConsumerInfo, Delivery, JetStream, WrongSequenceError, parse_ack_subject
+from kvrelay.control.nats.keeper_election import KeeperElection, KeeperState
 from kvrelay.core.clock import Clock
 from kvrelay.errors import ControlUnavailableError
 
@@ -32,13 +41,32 @@ RETRY_S = 0.25
 SETTLE_S = 0.05
 POSTPONE_S = 0.05
 CANCEL_INTERVAL_S = 0.5
+MAX_ID_BYTES = 64
 MAX_ANSWER_SHARE = 0.1
 """Of a lease's time to live: a server that takes longer to answer is not trusted to have served the holder."""
 
 
+class _Feed:
+    """One consumer. ``server_offset_s``: the server's clock less ours."""
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+        self.name = f"mirror_{uuid4().hex}"
+        self.subscription: NatsSubscription | None = None
+        self.num_pending = 0
+        self.server_offset_s = 0.0
+        self.consumer_seq = 0
+        self.stream_seq = 0
+        self.heard_s = 0.0
+
+
+_Open = Callable[[str, str, float], Awaitable[ConsumerInfo]]
+_Item = tuple[_Feed, NatsMessage] | None
+
+
 class Mirror:
     """Call ``start`` on the event loop; ``on_events`` then gets what changes, ``on_lease_ended`` the ids of leases that
-    are over."""
+    are over. ``num_beats`` counts the refreshes of leases that this mirror has had to hear."""
 
     def __init__(
         self,
@@ -46,27 +74,36 @@ class Mirror:
         jetstream: JetStream,
         bucket: Bucket,
         clock: Clock,
+        keeper_subject: str,
         *,
         on_events: Callable[[list[WatchEvent]], None],
         on_synced: Callable[[], None],
         on_lease_ended: Callable[[str], None],
     ) -> None:
         self.table = LeaseTable(clock)
+        self.election = KeeperElection(clock, uuid4().hex, random.random())
+        self.num_beats = 0
         self._clock = clock
         self._connection = connection
         self._jetstream = jetstream
         self._bucket = bucket
+        self._keeper_subject = keeper_subject
         self._on_events = on_events
         self._on_synced = on_synced
         self._on_lease_ended = on_lease_ended
-        self._inbox: asyncio.Queue[NatsMessage | None] = asyncio.Queue()
-        self._consumer = ""
-        self._consumer_seq = 0
-        self._applied_seq = 0
-        self._server_offset_s = 0.0
+        self._inbox: asyncio.Queue[_Item] = asyncio.Queue()
+        self._entries = _Feed(bucket.stream)
+        self._beats: _Feed | None = None
+        self._is_listing = False
         self._is_live = False
+        self._may_end = True
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether every change is heard at once."""
+        return self._is_live and self._connection.is_connected
 
     def start(self) -> None:
         if self._task is None:
@@ -96,11 +133,12 @@ class Mirror:
         """Wait a little for message ``target``; if it never comes because it was deleted, ask the consumer."""
         try:
             async with asyncio.timeout(SETTLE_S):
-                await self._wait_for(lambda: self._is_live and self._applied_seq >= target)
+                await self._wait_for(lambda: self._is_live and self._entries.stream_seq >= target)
             return True
         except TimeoutError:
-            consumer = await self._jetstream.consumer_info(self._bucket.stream, self._consumer)
-            return consumer.num_pending == 0 and consumer.delivered.consumer_seq <= self._consumer_seq
+            feed = self._entries
+            consumer = await self._jetstream.consumer_info(feed.stream, feed.name)
+            return consumer.num_pending == 0 and consumer.delivered.consumer_seq <= feed.consumer_seq
 
     async def _wait_for(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -122,60 +160,117 @@ class Mirror:
     async def _follow(self) -> None:
         """List, then follow until there is a gap."""
         await self._bucket.ensure()
-        inbox: asyncio.Queue[NatsMessage | None] = asyncio.Queue()
-        self._inbox = inbox
+        self._inbox = asyncio.Queue()
 
-        async def receive(message: NatsMessage) -> None:
-            inbox.put_nowait(message)
+        async def hear_keeper(message: NatsMessage) -> None:
+            self.election.heard(message.data[:MAX_ID_BYTES].decode("ascii", "replace"))
 
-        subject = self._connection.new_inbox()
-        subscription = await self._connection.subscribe(subject, receive)
+        keeper = await self._connection.subscribe(self._keeper_subject, hear_keeper)
         try:
-            self._consumer = f"mirror_{uuid4().hex}"
-            consumer = await self._bucket.consume(self._consumer, subject, HEARTBEAT_S)
-            self._consumer_seq = self._applied_seq = 0
-            self._server_offset_s = consumer.created.timestamp() - self._clock.now()
-            await self._list(inbox, consumer.num_pending)
-            while await self._step(inbox):
+            await self._list()
+            while await self._step():
                 pass
         finally:
-            await self._connection.unsubscribe(subscription)
+            await self._connection.unsubscribe(keeper)
+            await self._close_beats()
+            if self._entries.subscription is not None:
+                await self._connection.unsubscribe(self._entries.subscription)
 
-    async def _list(self, inbox: asyncio.Queue[NatsMessage | None], num_messages: int) -> None:
-        self.table.begin_resync()
+    async def _open(self, stream: str, consume: _Open) -> _Feed:
+        feed, inbox = _Feed(stream), self._inbox
+
+        async def receive(message: NatsMessage) -> None:
+            inbox.put_nowait((feed, message))
+
+        subject = self._connection.new_inbox()
+        feed.subscription = await self._connection.subscribe(subject, receive)
         try:
-            while self._consumer_seq < num_messages:
-                async with asyncio.timeout(MAX_SILENCE_S):
-                    message = await inbox.get()
-                if message is None or not self._apply(message):
-                    raise ControlUnavailableError("the listing was interrupted")
+            consumer = await consume(feed.name, subject, HEARTBEAT_S)
+        except ControlUnavailableError:
+            await self._connection.unsubscribe(feed.subscription)
+            raise
+        feed.num_pending = consumer.num_pending
+        feed.heard_s = self._clock.now()
+        feed.server_offset_s = consumer.created.timestamp() - feed.heard_s
+        return feed
+
+    async def _close_beats(self) -> None:
+        feed, self._beats = self._beats, None
+        if feed is not None and feed.subscription is not None:
+            await self._connection.unsubscribe(feed.subscription)
+
+    async def _list(self) -> None:
+        self.table.begin_resync()
+        self._is_listing = True
+        try:
+            self._entries = await self._open(self._bucket.stream, self._bucket.consume)
+            await self._read(self._entries)
+            # Behind the keys, so that the beats of all leases that were found are read.
+            self._beats = await self._open(self._bucket.beats_stream, self._bucket.consume_beats)
+            await self._read(self._beats)
         except TimeoutError as exc:
             raise ControlUnavailableError("the listing did not come to its end") from exc
+        finally:
+            self._is_listing = False
         self._on_events(self.table.end_resync())
         self._is_live = True
         self._changed.set()
         self._on_synced()
         await self._tidy(self.table.strays())
 
-    async def _step(self, inbox: asyncio.Queue[NatsMessage | None]) -> bool:
-        """Apply the next message, or look after overdue leases. False when there is a gap."""
-        wait_s = MAX_SILENCE_S
-        due_s = self.table.next_due_s()
-        if due_s is not None:
-            wait_s = min(wait_s, max(due_s - self._clock.now(), 0.0))
+    async def _read(self, feed: _Feed) -> None:
+        """What the consumer had to deliver when it was made."""
+        while feed.consumer_seq < feed.num_pending:
+            async with asyncio.timeout(MAX_SILENCE_S):
+                item = await self._inbox.get()
+            if item is None or not self._apply(*item):
+                raise ControlUnavailableError("the listing was interrupted")
+
+    async def _step(self) -> bool:
+        """Apply the next message, or do what is due. False when there is a gap."""
+        await self._keep_or_rest()
+        wait_s = max(self._next_due_s() - self._clock.now(), 0.0)
         try:
             async with asyncio.timeout(wait_s):
-                message = await inbox.get()
+                item = await self._inbox.get()
         except TimeoutError:
-            if wait_s == MAX_SILENCE_S or not self._connection.is_connected:
+            if self._is_silent() or not self._connection.is_connected:
                 return False
-            for lease_id in self.table.due():
-                await self._end_if_dead(lease_id)
+            for lease_id in self.table.due(only_missing=self._beats is None):
+                await self._look_after(lease_id)
             return True
-        return message is not None and self._apply(message)
+        if item is None:
+            return False
+        feed, message = item
+        return feed not in (self._entries, self._beats) or self._apply(feed, message)
 
-    def _apply(self, message: NatsMessage) -> bool:
+    def _next_due_s(self) -> float:
+        lease_s = self.table.next_due_s(only_missing=self._beats is None)
+        feeds = [self._entries] if self._beats is None else [self._entries, self._beats]
+        silent_s = min(feed.heard_s for feed in feeds) + MAX_SILENCE_S
+        return min(self.election.due_s(), silent_s, *([] if lease_s is None else [lease_s]))
+
+    def _is_silent(self) -> bool:
+        """The server sends heartbeats on both feeds."""
+        now = self._clock.now()
+        return any(now - feed.heard_s >= MAX_SILENCE_S for feed in (self._entries, self._beats) if feed is not None)
+
+    async def _keep_or_rest(self) -> None:
+        """Say that we keep the leases, and hear their beats, or leave it to the keeper."""
+        self.election.pace(self.table.shortest_ttl_s)
+        if self.election.look():
+            await self._connection.publish(self._keeper_subject, self.election.own_id.encode())
+        if self.election.state is KeeperState.RESTING:
+            if not self.table.has_unproven:
+                await self._close_beats()
+        elif self._beats is None:
+            _log.info("the keeper of the leases is gone: taking over")
+            self.table.trust_all()
+            self._beats = await self._open(self._bucket.beats_stream, self._bucket.consume_beats)
+
+    def _apply(self, feed: _Feed, message: NatsMessage) -> bool:
         """One message into the table. False when messages before it are missing."""
+        feed.heard_s = self._clock.now()
         if message.headers is not None and message.headers.get("Status") is not None:
             return True
         try:
@@ -183,46 +278,80 @@ class Mirror:
         except ValueError as exc:
             _log.warning("unexpected message in discovery: %s", exc)
             return True
-        if delivery.consumer_seq != self._consumer_seq + 1:
+        if delivery.consumer_seq != feed.consumer_seq + 1:
             return False
-        self._consumer_seq = delivery.consumer_seq
-        record = self._bucket.parse(message, delivery.stream_seq, delivery.timestamp_s)
-        events: list[WatchEvent] = []
-        match record:
+        feed.consumer_seq = delivery.consumer_seq
+        if feed is self._entries:
+            self._on_events(self._entry(message, delivery))
+        else:
+            self._on_events(self._beat(feed, message, delivery))
+        feed.stream_seq = delivery.stream_seq
+        self._changed.set()
+        return True
+
+    def _entry(self, message: NatsMessage, delivery: Delivery) -> list[WatchEvent]:
+        match self._bucket.parse(message, delivery.stream_seq):
             case EntryRecord(key, None):
-                events = self.table.delete(key)
+                return self.table.delete(key)
             case EntryRecord(key, bytes() as value, lease_id, seq):
-                events = self.table.put(key, value, lease_id, seq)
+                return self.table.put(key, value, lease_id, seq)
             case LeaseRecord(lease_id, None):
                 events = self.table.end(lease_id)
                 self._on_lease_ended(lease_id)
-            case LeaseRecord(lease_id, float() as ttl_s, seq, stored_s):
-                age_s = 0.0 if self._is_live else self._clock.now() + self._server_offset_s - stored_s
-                events = self.table.refresh(lease_id, ttl_s, seq, age_s)
-        self._applied_seq = delivery.stream_seq
-        self._changed.set()
-        self._on_events(events)
-        return True
+                return events
+            case LeaseRecord(lease_id, float() as ttl_s):
+                return self.table.refresh(lease_id, ttl_s, 0)
+        return []
+
+    def _beat(self, feed: _Feed, message: NatsMessage, delivery: Delivery) -> list[WatchEvent]:
+        self.num_beats += 1
+        beat = self._bucket.parse_beat(message, delivery.stream_seq, delivery.timestamp_s)
+        state = self.table.lease(beat.lease_id)
+        if state is None:
+            return []  # its key comes when it is granted, or has gone
+        age_s = self._clock.now() + feed.server_offset_s - beat.stored_s if self._is_listing else 0.0
+        # Expired half-way, it is over as soon as somebody looks.
+        return self.table.refresh(beat.lease_id, state.ttl_s, beat.seq, state.ttl_s if beat.is_end else age_s)
 
     # -- the dead -----------------------------------------------------------------------------------------------------
 
-    async def _end_if_dead(self, lease_id: str) -> None:
+    async def _look_after(self, lease_id: str) -> None:
+        """A lease that is due: end it if its holder is dead, and if that is for us."""
         state = self.table.lease(lease_id)
         if state is None:
             return
+        try:
+            await self._end_if_dead(lease_id, state)
+        except ControlDeniedError as exc:
+            self._leave_it_to_others(exc)
+            self.table.postpone(lease_id, state.ttl_s)
+
+    def _leave_it_to_others(self, reason: ControlDeniedError) -> None:
+        _log.info("leaving it to others to end leases: %s", reason)
+        self._may_end = False
+        self.election.forbid()
+
+    async def _end_if_dead(self, lease_id: str, state: LeaseState) -> None:
         asked_s = self._clock.now()
-        seq = await self._bucket.lease_seq(lease_id)
+        is_there = await self._bucket.has_lease(lease_id)
+        beat = await self._bucket.last_beat(lease_id) if is_there else None
         if self._clock.now() - asked_s > state.ttl_s * MAX_ANSWER_SHARE:
             # The server was held up, and perhaps with it a refresh that we would now overtake.
             self.table.postpone(lease_id, state.ttl_s / 3)
             return
-        if seq is not None and seq != state.seq:
+        if beat is not None and not beat.is_end and beat.seq != state.seq:
             # Its holder lives; the refresh is on its way to us.
-            self._on_events(self.table.refresh(lease_id, state.ttl_s, seq))
+            self._on_events(self.table.refresh(lease_id, state.ttl_s, beat.seq))
             return
-        if seq is not None:
+        if is_there and not self._may_end:
+            self.table.postpone(lease_id, state.ttl_s)
+            return
+        if is_there:
             try:
-                await self._bucket.expire_lease(lease_id, expected_seq=seq)
+                if beat is not None and beat.is_end:
+                    await self._bucket.finish_expiry(lease_id)
+                else:
+                    await self._bucket.expire_lease(lease_id, expected_seq=0 if beat is None else beat.seq)
             except WrongSequenceError:
                 self.table.postpone(lease_id, POSTPONE_S)
                 return
@@ -235,7 +364,11 @@ class Mirror:
     async def _tidy(self, entries: dict[str, KvEntry]) -> None:
         """Take what nobody holds out of the bucket."""
         for key, entry in entries.items():
+            if not self._may_end:
+                return
             try:
                 await self._bucket.delete(key, expected_seq=entry.seq)
+            except ControlDeniedError as exc:
+                self._leave_it_to_others(exc)
             except WrongSequenceError:
                 _log.debug("%s was written again, or somebody else has deleted it", key)

@@ -346,7 +346,7 @@ class NatsPrefillQueue:
 
 def _token(kv_compatibility: str) -> str:
     """As a part of a subject and of a consumer's name: digests as they are."""
-    encoded = encode_key(kv_compatibility).replace("/", "=2F").replace(".", "=2E")
+    encoded = encode_key(kv_compatibility).replace(".", "=2F")
     return encoded or "="
 
 

@@ -1,0 +1,87 @@
+"""Which of the watchers times the leases: pure policy, with an injected clock.
+
+One watcher, the keeper, hears every lease's beats and ends the leases of the dead; the others hear only of members that
+come and go. So the traffic grows with the number of workers, not with its square. The keeper says on a subject that it
+is there; who misses it for a while takes over. Two keepers at a time do no harm, since a lease is ended by
+compare-and-swap: then the one with the greater id resigns.
+
+    TRIAL ──heard a keeper──> RESTING <──heard a keeper with a smaller id── KEEPING
+      └──────────nobody heard──────────> KEEPING <──nobody heard── RESTING
+
+A newcomer hears the beats from the start, on trial, and so knows which of those that it finds are alive.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from kvrelay.core.clock import Clock
+
+INTERVALS_PER_LEASE = 8
+MAX_INTERVAL_S = 5.0
+MIN_INTERVAL_S = 0.05
+PATIENCE_INTERVALS = 3.0
+
+
+class KeeperState(enum.Enum):
+    TRIAL = "trial"
+    KEEPING = "keeping"
+    RESTING = "resting"
+
+
+class KeeperElection:
+    """One watcher's part. ``jitter`` (0 to 1) differs between watchers, so that they do not all take over at once."""
+
+    def __init__(self, clock: Clock, own_id: str, jitter: float) -> None:
+        self._clock = clock
+        self.own_id = own_id
+        self._jitter = jitter
+        self._heard_s = clock.now()
+        self._said_s = clock.now() - MAX_INTERVAL_S
+        self._interval_s = MAX_INTERVAL_S
+        self._may_keep = True
+        self.state = KeeperState.TRIAL
+
+    def __repr__(self) -> str:
+        return f"KeeperElection({self.own_id}, {self.state.value}, interval_s={self._interval_s:g})"
+
+    def pace(self, shortest_ttl_s: float | None) -> None:
+        """The shortest lease decides how soon a keeper that ended must be missed."""
+        interval_s = MAX_INTERVAL_S
+        if shortest_ttl_s is not None:
+            interval_s = min(max(shortest_ttl_s / INTERVALS_PER_LEASE, MIN_INTERVAL_S), MAX_INTERVAL_S)
+        if interval_s < self._interval_s:
+            # The keeper learns of a short lease when we do: its silence so far means nothing.
+            self._heard_s = self._clock.now()
+        self._interval_s = interval_s
+
+    def heard(self, keeper_id: str) -> None:
+        """Somebody says that he keeps the leases."""
+        if keeper_id == self.own_id:
+            return
+        self._heard_s = self._clock.now()
+        if self.state is KeeperState.KEEPING and self.own_id < keeper_id:
+            self._said_s = self._clock.now() - MAX_INTERVAL_S  # at once, so that the other one resigns
+            return
+        self.state = KeeperState.RESTING
+
+    def forbid(self) -> None:
+        """These credentials may not end leases: never keep."""
+        self._may_keep = False
+        self.state = KeeperState.RESTING
+
+    def due_s(self) -> float:
+        """When ``look`` is to be called next, at the latest."""
+        if self.state is KeeperState.KEEPING:
+            return self._said_s + self._interval_s
+        if not self._may_keep:
+            return self._clock.now() + MAX_INTERVAL_S
+        return self._heard_s + self._interval_s * (PATIENCE_INTERVALS + self._jitter)
+
+    def look(self) -> bool:
+        """Whether to say now that this watcher keeps the leases; it may have just become the keeper."""
+        if not self._may_keep or self._clock.now() < self.due_s():
+            return False
+        self.state = KeeperState.KEEPING
+        self._said_s = self._clock.now()
+        return True

@@ -1,0 +1,175 @@
+"""What discovery costs: messages grow with the number of members, and what is stored does not grow with time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.contracts.waiting import eventually, watching
+
+from kvrelay.control.base import Keys
+from kvrelay.control.nats.connection import NatsConnection
+from kvrelay.control.nats.discovery import NatsDiscovery
+from kvrelay.control.nats.keeper_election import KeeperState
+from kvrelay.control.nats.lease import NatsLease
+from kvrelay.control.nats_process import NatsServerProcess
+from kvrelay.core.clock import MonotonicClock
+
+TTL_S = 1.5
+NUM_MEMBERS = 12
+
+
+@pytest.fixture(scope="module")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServerProcess]:
+    process = NatsServerProcess(tmp_path_factory.mktemp("nats"))
+    process.start()
+    yield process
+    process.stop()
+
+
+class Member:
+    """A worker's part in discovery: a lease, an entry, a watch."""
+
+    def __init__(self, discovery: NatsDiscovery, connection: NatsConnection, lease: NatsLease) -> None:
+        self.discovery = discovery
+        self.connection = connection
+        self.lease = lease
+        self.mirror = discovery._mirror
+
+    async def vanish(self) -> None:
+        """As SIGKILL would have it."""
+        await self.discovery.close()
+        await self.connection.close()
+
+
+@asynccontextmanager
+async def members(url: str, namespace: str, count: int, ttl_s: float = TTL_S) -> AsyncIterator[list[Member]]:
+    async with AsyncExitStack() as stack:
+        found = []
+        for number in range(count):
+            connection = await NatsConnection.connect(url, 10.0)
+            stack.push_async_callback(connection.close)
+            discovery = NatsDiscovery(connection, namespace, MonotonicClock())
+            await discovery.start()
+            stack.push_async_callback(discovery.close)
+            lease = await discovery.grant(ttl_s)
+            assert isinstance(lease, NatsLease)
+            await discovery.put(Keys(namespace).worker(f"w{number}"), b"{}", lease)
+            await stack.enter_async_context(watching(discovery, Keys(namespace).workers))
+            found.append(Member(discovery, connection, lease))
+        await eventually(lambda: all(len(one.mirror.table.visible) == count for one in found))
+        await eventually(lambda: [one.mirror.election.state for one in found].count(KeeperState.KEEPING) == 1)
+        await eventually(lambda: sum(one.mirror._beats is not None for one in found) == 1)
+        yield found
+
+
+def num_bytes(store: Path, namespace: str) -> int:
+    """Of the bucket's message files."""
+    files = store.glob(f"jetstream/**/KV_kvrelay_{namespace}/msgs/*.blk")
+    return sum(file.stat().st_size for file in files)
+
+
+def test_one_member_hears_the_refreshes_and_the_others_hear_nothing(nats: NatsServerProcess) -> None:
+    """With every member hearing every refresh it would be NUM_MEMBERS times as many."""
+
+    async def scenario() -> None:
+        async with members(nats.url, "traffic", NUM_MEMBERS) as group:
+            beats = [one.lease._beats for one in group]
+            heard = [one.mirror.num_beats for one in group]
+            entries = [one.mirror._entries.consumer_seq for one in group]
+            await eventually(lambda: all(one.lease._beats >= before + 4 for one, before in zip(group, beats)))
+            num_beats = sum(one.lease._beats - before for one, before in zip(group, beats))
+            num_heard = [one.mirror.num_beats - before for one, before in zip(group, heard)]
+            # A change of keeper on a busy machine costs one listing more.
+            assert sum(num_heard) <= num_beats + 2 * NUM_MEMBERS
+            assert [one.mirror._entries.consumer_seq for one in group] == entries
+
+    asyncio.run(scenario())
+
+
+def test_another_keeper_ends_the_lease_of_one_that_died(nats: NatsServerProcess) -> None:
+    async def scenario() -> None:
+        async with members(nats.url, "takeover", 4) as group:
+            (keeper,) = [one for one in group if one.mirror.election.state is KeeperState.KEEPING]
+            others = [one for one in group if one is not keeper]
+            victim = others.pop()
+            await keeper.vanish()
+            await victim.vanish()
+            await eventually(lambda: all(len(one.mirror.table.visible) == 2 for one in others))
+            assert sum(one.mirror.election.state is KeeperState.KEEPING for one in others) == 1
+            assert all(one.lease.lease_id for one in others)
+
+    asyncio.run(scenario())
+
+
+def test_an_expiry_that_was_left_half_way_is_finished(nats: NatsServerProcess) -> None:
+    """Who ends a lease may end between its two writes; the lease's holder is alive, and begins anew."""
+
+    async def scenario() -> None:
+        async with members(nats.url, "halfway", 2) as group:
+            lease = group[0].lease
+            old, told = lease.lease_id, []
+            lease.on_lost(lambda: told.append("lost"))
+            lease.on_revoked(lambda: told.append("revoked"))
+            bucket = group[1].discovery._bucket
+            last = await bucket.last_beat(old)
+            assert last is not None
+            headers = {"Nats-Expected-Last-Subject-Sequence": str(last.seq), "Kvrelay-Expired": "true"}
+            await group[1].connection.request(f"kvrelay.halfway.beats.{old}", b"", headers=headers)
+            await eventually(lambda: lease.lease_id not in ("", old))
+            await eventually(lambda: all(len(one.mirror.table.visible) == 2 for one in group))
+            assert told == ["lost"]
+            assert not await bucket.has_lease(old)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_stored_does_not_grow_while_nothing_changes(nats: NatsServerProcess) -> None:
+    async def scenario() -> None:
+        async with members(nats.url, "still", 3, ttl_s=0.5) as group:
+            store = nats.store_dir
+            assert store is not None
+            before = await stored(group[0], store, "still")
+            beats = [one.lease._beats for one in group]
+            await eventually(lambda: all(one.lease._beats >= before + 6 for one, before in zip(group, beats)))
+            assert await stored(group[0], store, "still") == before
+
+    async def stored(one: Member, store: Path, namespace: str) -> tuple[int, int]:
+        """Messages ever written to the bucket, and the bytes of its message files."""
+        info = await one.discovery._bucket._jetstream.stream_info(f"KV_kvrelay_{namespace}")
+        return info.state.last_seq, num_bytes(store, namespace)
+
+    asyncio.run(scenario())
+
+
+def test_what_is_stored_is_bounded_while_members_come_and_go(nats: NatsServerProcess) -> None:
+    """Only the last value of a key is kept, and the server drops the others' space as it goes."""
+
+    async def scenario() -> None:
+        connection = await NatsConnection.connect(nats.url, 10.0)
+        discovery = NatsDiscovery(connection, "churn", MonotonicClock())
+        await discovery.start()
+        value = b"x" * 16_384
+        sizes = []
+        for _ in range(4):
+            for start in range(0, 1_000, 50):
+                await asyncio.gather(
+                    *(
+                        discovery.put(f"kvrelay/churn/workers/w{number % 20}", value)
+                        for number in range(start, start + 50)
+                    )
+                )
+            info = await discovery._bucket._jetstream.stream_info("KV_kvrelay_churn")
+            assert info.state.messages == 20
+            store = nats.store_dir
+            assert store is not None
+            sizes.append(num_bytes(store, "churn"))
+        await discovery.close()
+        await connection.close()
+        # 4,000 writes of 16 KiB are 64 MiB; what is kept is 320 KiB, and at most a few of the server's blocks with it.
+        assert max(sizes) < 32 * 1024 * 1024, sizes
+
+    asyncio.run(scenario())
