@@ -7,17 +7,26 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.patience import PATIENCE_S, until
 from tests.system.serving import Serve
-from tests.system.test_faults import Streams, until
+from tests.system.streams import Streams
 
 from kvrelay.errors import EngineHungError
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 
 HOST = f"127.{os.getpid() >> 8 & 255}.{os.getpid() & 255}.2"
 """An address that no other run of this test uses."""
 PORT = 9400
+
+
+def health(port: int) -> int:
+    """Status of a worker's health; 0 while it is not there."""
+    try:
+        return httpx.get(f"http://{HOST}:{port}/health", timeout=PATIENCE_S).status_code
+    except httpx.TransportError:
+        return 0
 
 
 def test_a_worker_that_hangs_ends_itself_and_its_streams_go_on(tmp_path: Path) -> None:
@@ -29,7 +38,7 @@ def test_a_worker_that_hangs_ends_itself_and_its_streams_go_on(tmp_path: Path) -
             streams.wait_for_tokens(30)
             stop = hang.with_name(f"{hang.name}.{victim}")
             stop.touch()
-            until(lambda: 503 in {httpx.get(f"http://{HOST}:{PORT + at}/health").status_code for at in (0, 1)})
+            until(lambda: 503 in {health(PORT), health(PORT + 1)})
             streams.check()
         until(lambda: f"pid {victim}) ended with exit code {EngineHungError.exit_code}" in server.read())
         assert "it hangs; this worker ends, its requests go on elsewhere" in server.output

@@ -25,7 +25,7 @@ from kvrelay.errors import AddressInUseError, ConfigError, ControlUnavailableErr
 
 BINARY = "nats-server"
 SCRATCH_PREFIX = "kvrelay-nats-"
-READY_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.02
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
