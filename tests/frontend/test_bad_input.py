@@ -143,7 +143,9 @@ async def test_too_many_in_flight(model_dir: Path) -> None:
     async with running(model_dir, Script(hang=True), max_waiting_requests=2) as cluster:
         client = await RawClient.connect(cluster.frontend.port)
         body = b'{"prompt": "a", "n": 2}'
-        client.writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        client.writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
         await cluster.until(lambda: len(cluster.workers["w0"].requests) == 2)
         answer = await send(cluster.frontend.port, "POST", "/v1/completions", OK)
         assert answer.status == 429

@@ -158,6 +158,9 @@ class FrontendConfig(Settings):
     tls_cert: str = setting("", "Certificate chain (PEM) for HTTPS; empty: HTTP.")
     tls_key: str = setting("", "Private key (PEM) of the certificate.")
     max_body_bytes: int = setting(16 * 1024 * 1024, "Largest request body.", low=1024)
+    max_buffered_bytes: int = setting(
+        256 * 1024 * 1024, "Request bytes held at once; beyond them the largest upload gets 503.", low=1024
+    )
     max_waiting_requests: int = setting(4096, "Requests in flight before new ones get 429.", low=1)
     max_n: int = setting(128, "Largest n of a request.", low=1)
     max_prompts: int = setting(1024, "Most prompts in one completions request.", low=1)

@@ -109,8 +109,6 @@ class ControlUnavailableError(RetryElsewhereError):
 class AddressInUseError(KvrelayError):
     """The port that was asked for belongs to another process."""
 
-    exit_code = 2
-
     @classmethod
     def at(cls, host: str, port: int, reason: OSError) -> AddressInUseError:
         """What to tell when the operating system does not let us listen there."""

@@ -16,7 +16,7 @@ from kvrelay.config import FrontendConfig
 from kvrelay.core.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import KvrelayError, ModelNotFoundError, OverloadedError
-from kvrelay.frontend.answers import ClientGoneError, require_client
+from kvrelay.frontend.answers import DONE_EVENT, ClientGoneError, require_client
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, HttpRequest, Response
@@ -134,6 +134,8 @@ class FrontendApp:
                 challenge = [(b"www-authenticate", b"Bearer")]
                 return self._refusal(request, 401, "a valid API key is needed", challenge, "invalid_api_key")
             request.client, request.max_body_bytes = client, self._keys.limits_of(client).max_body_bytes
+        if route.method != "POST":
+            request.max_body_bytes = 0
         return None
 
     def error_response(self, status: int, message: str) -> Response:
@@ -146,7 +148,7 @@ class FrontendApp:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """End the requests that are still open."""
+        """End the requests that are still open, each with an error."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -202,14 +204,14 @@ class FrontendApp:
             response = _with_request_id(error_response(exc), request_id)
             status = str(response.status)
             exchange.respond(response)
+        except asyncio.CancelledError:
+            # Only close() cancels, and nothing waits for this task's result.
+            status = "503"
+            _cut_short(exchange, 503, "the frontend is shutting down", request_id)
         except Exception:  # noqa: BLE001 - the outermost frame of a request
             status = "500"
             _log.exception("%s failed", request_id)
-            if not exchange.is_started and not exchange.is_done:
-                exchange.respond(_with_request_id(Response(500, error_body(500, "internal error")), request_id))
-            elif not exchange.is_done:
-                exchange.write(b"data: " + error_body(500, "internal error") + b"\n\n")
-                exchange.finish()
+            _cut_short(exchange, 500, "internal error", request_id)
         self._metrics.answered(endpoint, status)
 
     # -- handlers -----------------------------------------------------------------------------------------------------
@@ -228,6 +230,7 @@ class FrontendApp:
     async def _tokenize(self, exchange: Exchange, request_id: str) -> None:
         size = len(exchange.request.body)
         request = await self._threads.call(size, parse_body, exchange.request.body, TokenizeRequest)
+        exchange.drop_body()
         model = self._cluster.model(request.model)
         tokens = await self._threads.run(size, tokenized(request, model), partial(require_client, exchange))
         answer = await self._threads.call(size, _tokenize_answer, tokens, model, bool(request.return_token_strs))
@@ -236,6 +239,7 @@ class FrontendApp:
     async def _detokenize(self, exchange: Exchange, request_id: str) -> None:
         size = len(exchange.request.body)
         request = await self._threads.call(size, parse_body, exchange.request.body, DetokenizeRequest)
+        exchange.drop_body()
         model = self._cluster.model(request.model)
         text = await self._threads.call(size, detokenized, request, model)
         _respond(exchange, DetokenizeResponse(text))
@@ -274,6 +278,19 @@ def _respond(exchange: Exchange, body: msgspec.Struct) -> None:
 def _with_request_id(response: Response, request_id: str) -> Response:
     headers = (*response.headers, (b"x-request-id", request_id.encode()))
     return Response(response.status, response.body, response.content_type, headers)
+
+
+def _cut_short(exchange: Exchange, status: int, message: str, request_id: str) -> None:
+    """End an answer that cannot be completed with an error: its status, or the last event of its stream."""
+    if exchange.is_done:
+        return
+    body = error_body(status, message)
+    if exchange.is_started:
+        exchange.write(b"data: " + body + b"\n\n" + DONE_EVENT)
+        exchange.finish()
+    else:
+        headers = [(b"retry-after", b"1")] if status == 503 else []
+        exchange.respond(_with_request_id(Response(status, body, headers=headers), request_id))
 
 
 def _request_id(request: HttpRequest, prefix: str) -> str:

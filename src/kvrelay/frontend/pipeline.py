@@ -65,14 +65,17 @@ class Pipeline:
 
     async def complete(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/completions``. Raises KvrelayError before the answer has begun."""
-        body = exchange.request.body
-        request, items = await self._threads.call(len(body), read_completion, body, self._config.max_prompts)
+        size = len(exchange.request.body)
+        request, items = await self._threads.call(
+            size, read_completion, exchange.request.body, self._config.max_prompts
+        )
+        exchange.drop_body()
         model = self._cluster.model(request.model)
         plan = plan_completion(request, model.tokenizer.default_sampling, self._config.max_n)
         plan.check(model.vocab_size)
         with self._in_flight.admitted(plan.n * len(items)):
             prompts = await self._prepared(
-                exchange, completion_prompts(items, model, plan.add_special_tokens, with_texts=plan.echo)
+                exchange, size, completion_prompts(items, model, plan.add_special_tokens, with_texts=plan.echo)
             )
             echoes = None
             if plan.echo:
@@ -93,13 +96,14 @@ class Pipeline:
 
     async def chat(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/chat/completions``. Raises KvrelayError before the answer has begun."""
-        body = exchange.request.body
-        request = await self._threads.call(len(body), parse_body, body, ChatCompletionRequest)
+        size = len(exchange.request.body)
+        request = await self._threads.call(size, parse_body, exchange.request.body, ChatCompletionRequest)
+        exchange.drop_body()
         model = self._cluster.model(request.model)
         plan = plan_chat(request, model.tokenizer.default_sampling, self._config.max_n)
         plan.check(model.vocab_size)
         with self._in_flight.admitted(plan.n):
-            prompts = await self._prepared(exchange, chat_prompt(request, model))
+            prompts = await self._prepared(exchange, size, chat_prompt(request, model))
             form = ChatFormat(
                 request_id,
                 int(time.time()),
@@ -112,9 +116,9 @@ class Pipeline:
             )
             await self._generate(exchange, request_id, model, plan, prompts, form)
 
-    async def _prepared(self, exchange: Exchange, work: Pieces[list[Prompt]]) -> list[Prompt]:
-        """The prompts of a request, unless its client goes away meanwhile."""
-        return await self._threads.run(len(exchange.request.body), work, partial(require_client, exchange))
+    async def _prepared(self, exchange: Exchange, size: int, work: Pieces[list[Prompt]]) -> list[Prompt]:
+        """The prompts of a request whose body has ``size`` bytes, unless its client goes away meanwhile."""
+        return await self._threads.run(size, work, partial(require_client, exchange))
 
     async def _generate(
         self,

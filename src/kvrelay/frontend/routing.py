@@ -66,6 +66,7 @@ class RoutingEndpoints:
         """The decision on a completion request with one prompt. Raises InvalidInputError, WorkerUnavailableError."""
         size = len(exchange.request.body)
         request, items = await self._threads.call(size, read_completion, exchange.request.body, max_prompts=1)
+        exchange.drop_body()
         model = self._cluster.model(request.model)
         add_special_tokens = request.add_special_tokens is not False
         (prompt,) = await self._threads.run(size, completion_prompts(items, model, add_special_tokens))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -22,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 5.0
 MEET_TIMEOUT_S = 2.0
+FLUSH_TIMEOUT_S = 1.0
+"""How long the last errors may take to be read."""
 
 
 class Frontend:
@@ -34,18 +35,24 @@ class Frontend:
         keys: Keys,
         connect: RpcClientFactory,
         build_router: RouterFactory,
-        listener: socket.socket | None = None,
+        cluster: str = "",
     ) -> None:
-        """Raises AddressInUseError, ConfigError."""
+        """``cluster`` names it among all clusters: only its frontends share a port.
+
+        Raises AddressInUseError, ConfigError."""
         self.metrics = FrontendMetrics()
         self.cluster = Cluster(control, keys, connect, build_router)
         self.metrics.watch_workers(self.cluster.count_workers)
         self._config = config
         self._background = AsyncExitStack()
         self._app = FrontendApp(config, self.cluster, self.metrics)
-        limits = HttpLimits(max_body_bytes=config.max_body_bytes)
+        limits = HttpLimits(
+            max_body_bytes=config.max_body_bytes,
+            max_buffered_bytes=max(config.max_buffered_bytes, config.max_body_bytes),
+        )
         tls = server_tls(config.tls_cert, config.tls_key)
-        self._server = HttpServer(self._app, listener or open_listener(config.host, config.port), limits, tls)
+        listener = open_listener(config.host, config.port, cluster)
+        self._server = HttpServer(self._app, listener, limits, tls)
 
     def __repr__(self) -> str:
         return f"Frontend({self.url}, {self._server!r}, {self.cluster!r})"
@@ -53,6 +60,10 @@ class Frontend:
     @property
     def port(self) -> int:
         return self._server.port
+
+    @property
+    def num_open_requests(self) -> int:
+        return self._server.num_busy
 
     @property
     def url(self) -> str:
@@ -72,10 +83,11 @@ class Frontend:
         await self._server.start()
 
     async def close(self) -> None:
-        """Accept nothing new, let open requests end within ``shutdown_timeout_s``, then leave."""
-        await self._server.close(self._config.shutdown_timeout_s)
+        """Accept nothing new, let open requests end within ``shutdown_timeout_s``, end the others with an error."""
+        await self._server.drain(self._config.shutdown_timeout_s)
         await self._background.aclose()
         await self._app.close()
+        await self._server.close(FLUSH_TIMEOUT_S)
         await self.cluster.close()
 
 
@@ -86,15 +98,17 @@ async def run_frontend(
     connect: RpcClientFactory,
     build_router: RouterFactory,
     *,
+    cluster: str,
     stop: asyncio.Event,
-    on_ready: Callable[[Frontend], None] | None = None,
+    on_ready: Callable[[Frontend], None],
+    on_stopping: Callable[[Frontend], None],
 ) -> None:
     """Serve until ``stop`` is set. Raises AddressInUseError, ConfigError, ControlUnavailableError."""
-    frontend = Frontend(config, control, keys, connect, build_router)
+    frontend = Frontend(config, control, keys, connect, build_router, cluster)
     try:
         await frontend.start()
-        if on_ready is not None:
-            on_ready(frontend)
+        on_ready(frontend)
         await stop.wait()
+        on_stopping(frontend)
     finally:
         await frontend.close()

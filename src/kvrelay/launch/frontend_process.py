@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from functools import partial
+from urllib.parse import urlsplit
 
 from kvrelay.config import ControlConfig, FrontendConfig, RouterConfig
 from kvrelay.control import connect_control
@@ -14,6 +15,7 @@ from kvrelay.control.base import Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import ConfigError
 from kvrelay.frontend import Frontend, run_frontend
+from kvrelay.frontend.http import raise_descriptor_limit
 from kvrelay.launch.request_plane import client_of, frontend_keys
 from kvrelay.launch.security import require_api_key
 from kvrelay.launch.signals import on_terminate
@@ -25,11 +27,19 @@ SWITCH_INTERVAL_S = 0.0005
 """How long a side thread may keep the interpreter from the event loop."""
 
 
+def cluster_name(control: ControlConfig) -> str:
+    """The same for all frontends of a cluster, and no others: control plane and namespace, without credentials."""
+    urls = [urlsplit(url.strip()) for url in f"{control.control},{control.discovery}".split(",")]
+    hosts = sorted(url.netloc.rpartition("@")[2].lower().replace("localhost", "127.0.0.1") for url in urls)
+    return "/".join((control.namespace, *hosts))
+
+
 async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, control: ControlConfig) -> None:
     """Run until SIGTERM. Raises ConfigError, ControlUnavailableError, AddressInUseError."""
     if not control.control:
         raise ConfigError("a frontend needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
     require_api_key(frontend, control)
+    raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The side threads are enough; a pool of the tokenizer's own would take the cores of workers beside us.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -43,10 +53,27 @@ async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, c
     def ready(started: Frontend) -> None:
         _log.info("listening at %s", started.url)
 
+    def stopping(stopped: Frontend) -> None:
+        if stopped.num_open_requests:
+            print(
+                f"kvrelay: the frontend waits up to {frontend.shutdown_timeout_s:g} s for "
+                f"{stopped.num_open_requests} open requests; a second Ctrl-C or SIGTERM ends them at once",
+                file=sys.stderr,
+            )
+
     plane = await connect_control(control)
     try:
         async with frontend_keys(plane, control, stop.set) as ours:
-            connect = partial(client_of, keys=ours)
-            await run_frontend(frontend, plane, Keys(control.namespace), connect, router_of, stop=stop, on_ready=ready)
+            await run_frontend(
+                frontend,
+                plane,
+                Keys(control.namespace),
+                partial(client_of, keys=ours),
+                router_of,
+                cluster=cluster_name(control),
+                stop=stop,
+                on_ready=ready,
+                on_stopping=stopping,
+            )
     finally:
         await plane.close()

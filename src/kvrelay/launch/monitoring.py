@@ -21,7 +21,7 @@ from kvrelay.worker.worker import Worker
 METRICS_PATH = "/metrics"
 TEXT_FORMAT = b"text/plain; version=0.0.4; charset=utf-8"
 OK = Response(200, b'{"status":"ok"}')
-LIMITS = HttpLimits(max_body_bytes=0, max_pipelined=4)
+LIMITS = HttpLimits(max_body_bytes=0, max_connections=256)
 CLOSE_TIMEOUT_S = 1.0
 
 
@@ -94,7 +94,7 @@ class MonitoringApp:
 async def monitoring(config: MetricsConfig) -> AsyncIterator[MonitoringApp]:
     """Serve a worker's monitoring. Raises ConfigError, AddressInUseError."""
     app = MonitoringApp(config)
-    listener = open_listener(config.metrics_host, config.metrics_port, reuse_port=False)
+    listener = open_listener(config.metrics_host, config.metrics_port)
     server = HttpServer(app, listener, LIMITS)
     await server.start()
     try:

@@ -3,10 +3,12 @@
 ``HttpServer`` listens; each request becomes an ``Exchange`` that the application answers.
 """
 
-from kvrelay.frontend.http.connection import HttpLimits
+from kvrelay.frontend.http.accepting import raise_descriptor_limit
 from kvrelay.frontend.http.exchange import Exchange
+from kvrelay.frontend.http.limits import HttpLimits
+from kvrelay.frontend.http.listening import open_listener
 from kvrelay.frontend.http.messages import HttpRequest, Response
-from kvrelay.frontend.http.server import HttpApplication, HttpServer, open_listener
+from kvrelay.frontend.http.server import HttpApplication, HttpServer
 from kvrelay.frontend.http.tls import server_tls
 
 __all__ = [
@@ -17,5 +19,6 @@ __all__ = [
     "HttpServer",
     "Response",
     "open_listener",
+    "raise_descriptor_limit",
     "server_tls",
 ]

@@ -1,40 +1,27 @@
 """One client connection: bytes in, exchanges out, and the limits that keep a hostile client cheap.
 
-    data_received ──> httptools ──> head checked ──> body collected ──> Exchange ──> application (one at a time)
+    data_received ──> RequestReader ──> Exchange ──> application (one at a time)
 
-It owns parsing, keep-alive, pipelining (later requests wait in order), refusal of what is too large before it is read,
-deadlines for slow senders, and the bound on what a slow reader may leave unread. It does not know routes.
+It owns keep-alive, pipelining (requests wait in order, unread beyond a few kB), deadlines for slow senders, the end of
+slow readers, and half-closed connections. It does not know routes, nor how requests are read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, cast
-from urllib.parse import unquote
-
-import httptools
 
 from kvrelay.frontend.http.exchange import Exchange
+from kvrelay.frontend.http.limits import ByteBudget, HttpLimits
 from kvrelay.frontend.http.messages import HttpRequest, Response, encode_response
+from kvrelay.frontend.http.reading import CONTINUE, RequestReader
 
-
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    """Bounds of one connection; sizes in bytes, times in seconds."""
-
-    max_body_bytes: int = 16 * 1024 * 1024
-    max_head_bytes: int = 64 * 1024
-    max_unsent_bytes: int = 8 * 1024 * 1024
-    max_pipelined: int = 64
-    head_timeout_s: float = 15.0
-    body_timeout_s: float = 60.0
-    idle_timeout_s: float = 120.0
-    linger_s: float = 3.0
+PIECE_BYTES = 8192
+"""What is parsed at once: the most that can be read ahead of a request that is being answered."""
+PROBE_REPLY_S = 0.1
 
 
 class ConnectionOwner(Protocol):
@@ -45,6 +32,14 @@ class ConnectionOwner(Protocol):
 
     @property
     def is_closing(self) -> bool: ...
+
+    @property
+    def buffered(self) -> ByteBudget[HttpConnection]:
+        """Request bytes, over all connections."""
+
+    @property
+    def unsent(self) -> ByteBudget[HttpConnection]:
+        """Answers' bytes that were not taken yet, over all connections."""
 
     def check_head(self, request: HttpRequest) -> Response | None:
         """Refuse a request by its head alone, or None."""
@@ -59,44 +54,83 @@ class ConnectionOwner(Protocol):
 
 
 class HttpConnection(asyncio.Protocol):
-    """An accepted connection."""
+    """An accepted connection. Implements ``RequestListener`` and ``Outlet``."""
 
     def __init__(self, owner: ConnectionOwner, now: Callable[[], float]) -> None:
         self._owner = owner
         self._now = now
         self._limits = owner.limits
-        self._parser = httptools.HttpRequestParser(self)
+        self._reader = RequestReader(owner.limits, self)
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._waiting: deque[tuple[HttpRequest, bool]] = deque()
-        self._is_discarding = False
+        self._held = bytearray()
+        self._refusal: Response | None = None
+        self._owes_continue = False
+        self._is_half_closed = False
         self._is_paused = False
         self._deadline_s: float | None = None
-        self._request: HttpRequest | None = None
-        self._begin()
+        self._num_sent_bytes = 0
+        self._num_taken_bytes = 0
+        self._taken_at_s = now()
 
     @property
     def is_idle(self) -> bool:
-        return self._exchange is None
+        return not self._is_busy
+
+    @property
+    def num_sheddable_bytes(self) -> int:
+        """Of an upload that is under way."""
+        return self._reader.num_body_bytes + len(self._held)
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Of requests that were not handed to the application yet, or not taken by it."""
+        waiting = sum(len(request.body) for request, _ in self._waiting)
+        return self.num_sheddable_bytes + waiting + (len(self._exchange.request.body) if self._exchange else 0)
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     def abort(self) -> None:
         """Cut the connection off."""
         if self._transport is not None:
             self._transport.abort()
+            if self._exchange is not None:
+                self._exchange.gone()
 
     def close_if_idle(self) -> None:
         """For a server that shuts down: an idle connection ends now, a busy one after its answer."""
         if self.is_idle and self._transport is not None:
-            self._transport.close()
+            self._close(self._transport)
+
+    def turn_away(self) -> None:
+        """For a server that has too many connections: say so, and end."""
+        self._reader.refuse(self._unavailable("there are too many connections"))
+
+    def shed(self) -> None:
+        """For a server whose clients upload too much at once: this one holds the most."""
+        self._held.clear()
+        if self._is_busy:
+            self.abort()
+        else:
+            self._reader.refuse(self._unavailable("too many request bytes are buffered (max_buffered_bytes)"))
 
     def check_deadline(self, now_s: float) -> None:
-        """Called by the server's sweep: end a client that sends too slowly or says nothing."""
-        if self._deadline_s is None or now_s < self._deadline_s or self._transport is None:
+        """Called by the server's sweep: end a client that sends too slowly, takes nothing, or says nothing."""
+        transport = self._transport
+        if transport is None:
             return
-        if self._is_in_message and not self._is_discarding:
-            self._refuse(self._owner.error_response(408, "the request did not arrive in time"))
-        else:
-            self._transport.close()
+        self._check_peer()
+        if self._is_stalled(transport, now_s):
+            self.abort()
+        elif self._deadline_s is None or now_s < self._deadline_s:
+            return
+        elif self._reader.is_in_message and not self._reader.is_refused:
+            self._reader.refuse(self._owner.error_response(408, "the request did not arrive in time"))
+        elif not self.num_unsent_bytes:
+            self._close(transport)
 
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
@@ -110,45 +144,59 @@ class HttpConnection(asyncio.Protocol):
         self._owner.connected(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
+        exchange, self._exchange = self._exchange, None
+        self._transport = self._refusal = None
         self._waiting.clear()
+        self._held.clear()
+        self._reader.close()
         self._owner.disconnected(self)
-        if self._exchange is not None:
-            self._exchange.gone()
+        if exchange is not None:
+            exchange.gone()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_discarding:
+        if self._reader.is_refused:
             return
-        if not self._is_head_complete:
-            self._num_head_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # It was refused when its head was complete.
-            return
-        except httptools.HttpParserError as exc:
-            self._refuse(self._owner.error_response(400, f"not a valid HTTP request: {exc}"))
-        if not self._is_head_complete and self._num_head_bytes > self._limits.max_head_bytes:
-            self._refuse(self._owner.error_response(431, "the request's head is too large"))
+        if self._is_busy:
+            self._hold(data)
+        else:
+            self._feed(data)
+
+    def eof_received(self) -> bool:
+        """The client sends nothing more. It may still read, or be gone: TCP does not tell. A request that is under way
+        is answered; a probe finds out whether anybody takes the answer. Over TLS the connection ends."""
+        transport, exchange = self._transport, self._exchange
+        if transport is None or not self._is_busy or transport.get_extra_info("ssl_object") is not None:
+            return False
+        self._is_half_closed = True
+        if exchange is not None and not exchange.is_started and exchange.request.http_minor >= 1:
+            # Any client must bear it (RFC 9110, 15.2), and a socket that is gone answers with a reset.
+            transport.write(CONTINUE)
+            asyncio.get_running_loop().call_later(PROBE_REPLY_S, self._check_peer)
+        return True
 
     def pause_writing(self) -> None:
         self._is_paused = True
 
     def resume_writing(self) -> None:
         self._is_paused = False
+        self._owner.unsent.forget(self)
 
     # -- Outlet -------------------------------------------------------------------------------------------------------
 
     def send(self, data: bytes) -> None:
-        """Queue bytes for the client; cut it off when it has left too many unread."""
+        """Queue bytes for the client."""
         transport = self._transport
         if transport is None:
             return
         transport.write(data)
-        if self._is_paused and transport.get_write_buffer_size() > self._limits.max_unsent_bytes:
-            transport.abort()
-            if self._exchange is not None:
-                self._exchange.gone()
+        self._num_sent_bytes += len(data)
+        if self._is_paused:
+            self._owner.unsent.update(self)
+
+    def body_dropped(self) -> None:
+        """The application needs the request's body no longer."""
+        if self._transport is not None:
+            self._owner.buffered.update(self)
 
     def exchange_done(self, keep_alive: bool) -> None:
         """The application has answered: go on with the next request, or end."""
@@ -156,121 +204,160 @@ class HttpConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
+        self._owner.buffered.update(self)
         if not keep_alive or self._owner.is_closing:
-            transport.close()
-        elif self._waiting:
+            self._close(transport)
+        elif self._waiting or self._held or self._refusal is not None or self._owes_continue:
             # On another turn of the loop, so that pipelined requests do not nest.
-            asyncio.get_running_loop().call_soon(self._next)
+            asyncio.get_running_loop().call_soon(self._go_on)
+        elif self._is_half_closed:
+            self._close(transport)
         else:
-            self._deadline_s = self._now() + self._limits.idle_timeout_s
+            self._await_client()
 
-    # -- httptools ----------------------------------------------------------------------------------------------------
+    # -- RequestListener ----------------------------------------------------------------------------------------------
 
-    def on_message_begin(self) -> None:
-        self._is_in_message = True
-        if self._exchange is None:
+    def check_head(self, request: HttpRequest) -> Response | None:
+        return self._owner.check_head(request)
+
+    def error_response(self, status: int, message: str) -> Response:
+        return self._owner.error_response(status, message)
+
+    def on_begin(self) -> None:
+        if not self._is_busy:
             self._deadline_s = self._now() + self._limits.head_timeout_s
 
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
-    def on_headers_complete(self) -> None:
-        self._is_head_complete = True
-        if self._is_discarding:
-            return
-        path, _, query = self._url.decode("latin-1").partition("?")
-        request = self._request = HttpRequest(
-            method=self._parser.get_method().decode("latin-1"),
-            path=unquote(path),
-            query=query,
-            headers=self._headers,
-            http_minor=0 if self._parser.get_http_version() == "1.0" else 1,
-        )
-        refusal = self._owner.check_head(request)
-        self._max_body_bytes = min(request.max_body_bytes or sys.maxsize, self._limits.max_body_bytes)
-        if refusal is None and self._parser.should_upgrade():
-            refusal = self._owner.error_response(400, "protocol upgrades are not supported")
-        length = self._headers.get("content-length", "0")
-        if refusal is None and (len(length) > 18 or int(length) > self._max_body_bytes):
-            refusal = self._too_large()
-        if refusal is not None:
-            self._refuse(refusal)
-            return
-        if self._exchange is None:
+    def on_head(self, expects_continue: bool) -> None:
+        if not self._is_busy:
             self._deadline_s = self._now() + self._limits.body_timeout_s
-        if self._headers.get("expect", "").lower() == "100-continue" and self._transport is not None:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if expects_continue and self._is_busy:
+            # Not amid the answer before it.
+            self._owes_continue = True
+        elif expects_continue and self._transport is not None:
+            self._transport.write(CONTINUE)
 
-    def on_body(self, data: bytes) -> None:
-        if self._is_discarding:
-            return
-        self._num_body_bytes += len(data)
-        if self._num_body_bytes > self._max_body_bytes:
-            self._body.clear()
-            self._refuse(self._too_large())
-            return
-        self._body.append(data)
-
-    def on_message_complete(self) -> None:
-        request = self._request
-        self._is_in_message = False
-        if self._is_discarding or request is None:
-            return
-        request.body = b"".join(self._body)
-        keep_alive = bool(self._parser.should_keep_alive())
-        self._begin()
-        if self._exchange is None and not self._waiting:
+    def on_request(self, request: HttpRequest, keep_alive: bool) -> None:
+        self._owes_continue = False
+        if self._is_busy:
+            self._waiting.append((request, keep_alive))
+        else:
             self._start(request, keep_alive)
-            return
-        self._waiting.append((request, keep_alive))
-        if len(self._waiting) > self._limits.max_pipelined:
-            self.abort()
+
+    def on_refusal(self, response: Response) -> None:
+        self._owes_continue = False
+        self._owner.buffered.update(self)
+        if self._is_busy:
+            # What came before is answered first.
+            self._refusal = response
+        else:
+            self._send_refusal(response)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Ready for the next request."""
-        self._url = b""
-        self._headers: dict[str, str] = {}
-        self._body: list[bytes] = []
-        self._request = None
-        self._num_head_bytes = self._num_body_bytes = 0
-        self._max_body_bytes = self._limits.max_body_bytes
-        self._is_head_complete = self._is_in_message = False
+    @property
+    def _is_busy(self) -> bool:
+        """A request is being answered, or will be before anything that comes now."""
+        return self._exchange is not None or bool(self._waiting) or bool(self._held)
+
+    def _feed(self, data: bytes) -> None:
+        for at in range(0, len(data), PIECE_BYTES):
+            if self._reader.is_refused or self._transport is None:
+                return
+            if self._is_busy:
+                self._hold(data[at:])
+                return
+            self._reader.feed(data[at : at + PIECE_BYTES])
+        if self._reader.num_body_bytes:
+            self._owner.buffered.update(self)
+
+    def _hold(self, data: bytes) -> None:
+        """Keep unparsed what came while a request is answered, and read no further."""
+        self._held += data
+        if self._transport is not None:
+            self._transport.pause_reading()
+        self._owner.buffered.update(self)
 
     def _start(self, request: HttpRequest, keep_alive: bool) -> None:
         self._deadline_s = None
         self._exchange = Exchange(request, self, keep_alive)
+        if request.body:
+            self._owner.buffered.update(self)
         self._owner.handle(self._exchange)
 
-    def _next(self) -> None:
-        if self._exchange is None and self._waiting and self._transport is not None:
+    def _go_on(self) -> None:
+        transport = self._transport
+        if self._exchange is not None or transport is None:
+            return
+        if self._waiting:
             self._start(*self._waiting.popleft())
+            return
+        if self._refusal is not None:
+            self._send_refusal(self._refusal)
+            return
+        if self._owes_continue:
+            self._owes_continue = False
+            transport.write(CONTINUE)
+        self._await_client()
+        data = bytes(self._held)
+        self._held.clear()
+        if data:
+            if not self._is_half_closed:
+                transport.resume_reading()
+            self._feed(data)
+            self._owner.buffered.update(self)
+        if self._is_half_closed and not self._is_busy and not self._reader.is_refused:
+            self._close(transport)
 
-    def _too_large(self) -> Response:
-        return self._owner.error_response(
-            413, f"the request body is above {self._max_body_bytes} bytes (max_body_bytes)"
-        )
+    def _await_client(self) -> None:
+        """The client's turn: the rest of a request, or the next one."""
+        is_in_message = self._reader.is_in_message
+        self._deadline_s = self._now() + (self._limits.body_timeout_s if is_in_message else self._limits.idle_timeout_s)
 
-    def _refuse(self, response: Response) -> None:
+    def _is_stalled(self, transport: asyncio.Transport, now_s: float) -> bool:
+        """Whether the client has stopped to take what is there for it, and that matters."""
+        num_unsent = transport.get_write_buffer_size()
+        num_taken = self._num_sent_bytes - num_unsent
+        if not num_unsent or num_taken != self._num_taken_bytes:
+            self._num_taken_bytes, self._taken_at_s = num_taken, now_s
+            return False
+        stalled_s = now_s - self._taken_at_s
+        if self._exchange is None and stalled_s >= self._limits.idle_timeout_s:
+            return True
+        return num_unsent > self._limits.max_unsent_bytes and stalled_s >= self._limits.stall_timeout_s
+
+    def _check_peer(self) -> None:
+        """Has the probe of a half-closed connection been answered with a reset?"""
+        if self._is_half_closed and self._transport is not None:
+            sock = self._transport.get_extra_info("socket")
+            if sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.abort()
+
+    def _unavailable(self, message: str) -> Response:
+        response = self._owner.error_response(503, message)
+        headers = (*response.headers, (b"retry-after", b"1"))
+        return Response(response.status, response.body, response.content_type, headers)
+
+    def _send_refusal(self, response: Response) -> None:
         """Answer at once and read no further request.
 
         The client may still be sending. Closing with unread data would reset the connection and take the answer with
         it, so what comes is read and thrown away for a moment.
         """
         transport = self._transport
-        if self._is_discarding or transport is None:
-            return
-        self._is_discarding = True
-        if self._exchange is not None:
-            # Garbage behind a request that is being answered: its answer has been promised first.
-            self._exchange.gone()
-            transport.abort()
+        self._refusal = None
+        if transport is None:
             return
         self._deadline_s = self._now() + self._limits.linger_s
         transport.write(encode_response(response, keep_alive=False))
-        if transport.can_write_eof():
+        if self._held:
+            self._held.clear()
+            transport.resume_reading()
+        if transport.can_write_eof() and not self._is_half_closed:
             transport.write_eof()
+        elif self._is_half_closed:
+            self._close(transport)
+
+    def _close(self, transport: asyncio.Transport) -> None:
+        """End it when the client has taken its answer; ``check_deadline`` sees to it that this ends."""
+        self._deadline_s = None
+        transport.close()

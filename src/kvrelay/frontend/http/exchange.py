@@ -1,8 +1,8 @@
 """One request and its answer, as the application sees it.
 
 An exchange is answered once: by ``respond``, or by ``start_stream``, any number of ``write`` and ``finish``. Nothing
-here waits: what the client does not read is kept in the connection's buffer, which is bounded; a client that lets it
-overflow is cut off and counts as gone. After the client has gone everything is a no-op.
+here waits: what the client does not read yet is kept in the connection's buffer; a client that stops reading while much
+is kept is cut off and counts as gone. After the client has gone everything is a no-op.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Outlet(Protocol):
 
     def send(self, data: bytes) -> None: ...
 
+    def body_dropped(self) -> None: ...
+
     def exchange_done(self, keep_alive: bool) -> None: ...
 
 
@@ -44,6 +46,12 @@ class Exchange:
     def on_gone(self, callback: Callable[[], None]) -> None:
         """``callback`` runs once if the client goes away before the answer is complete."""
         self._on_gone = callback
+
+    def drop_body(self) -> None:
+        """The application has read the request's body: it is kept no longer, and does not count as buffered."""
+        if self.request.body:
+            self.request.body = b""
+            self._outlet.body_dropped()
 
     def respond(self, response: Response) -> None:
         """Answer with a whole response."""

@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from urllib.parse import unquote
 
 REASONS = {int(status): status.phrase.encode() for status in HTTPStatus}
 JSON = b"application/json"
+CONTROL_BYTES = bytes((*range(9), *range(10, 32), 127))
+"""Never in a header's value: other processes' words must not become headers of ours."""
+
+
+def parse_target(target: str) -> tuple[str, str]:
+    """Path, decoded, and query of a request target, in origin form (``/a?b``) or absolute form (``http://host/a?b``);
+    RFC 9112, 3.2."""
+    scheme, colon, rest = target.partition("://")
+    if colon and scheme.lower() in ("http", "https"):
+        authority_end = min((at for at in (rest.find("/"), rest.find("?")) if at >= 0), default=len(rest))
+        target = rest[authority_end:]
+        if not target.startswith("/"):
+            target = "/" + target
+    path, _, query = target.partition("?")
+    return unquote(path), query
 
 
 @dataclass(slots=True)
@@ -63,6 +79,6 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 def _head(status: int, content_type: bytes, headers: Sequence[tuple[bytes, bytes]], keep_alive: bool) -> bytes:
     lines = [b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\n" % (status, REASONS.get(status, b"Unknown"), content_type)]
-    lines += [b"%b: %b\r\n" % pair for pair in headers]
+    lines += [b"%b: %b\r\n" % (name, value.translate(None, CONTROL_BYTES)) for name, value in headers]
     lines.append(b"connection: keep-alive\r\n" if keep_alive else b"connection: close\r\n")
     return b"".join(lines)

@@ -1,8 +1,4 @@
-"""Listening, the set of open connections, and an orderly end.
-
-The socket is opened with SO_REUSEPORT, so that several frontend processes share one port and the kernel spreads new
-connections over them.
-"""
+"""The set of open connections over a listening socket, what they may hold together, and an orderly end."""
 
 from __future__ import annotations
 
@@ -12,16 +8,17 @@ import socket
 import ssl
 from typing import Protocol
 
-from kvrelay.errors import AddressInUseError, ConfigError
-from kvrelay.frontend.http.connection import HttpConnection, HttpLimits
+from kvrelay.frontend.http.accepting import Acceptor, connections_within_limit
+from kvrelay.frontend.http.connection import HttpConnection
 from kvrelay.frontend.http.exchange import Exchange
-from kvrelay.frontend.http.messages import HttpRequest, Response
+from kvrelay.frontend.http.limits import ByteBudget, HttpLimits
+from kvrelay.frontend.http.messages import HttpRequest, Response, encode_response
 
 _log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 1.0
-BACKLOG = 1024
-MAX_CONNECTIONS = 16_384
+MAX_TURNED_AWAY = 64
+"""So many connections above the limit are told why they end; more are cut off."""
 TLS_HANDSHAKE_TIMEOUT_S = 10.0
 
 
@@ -38,27 +35,6 @@ class HttpApplication(Protocol):
         """Answer, now or later. Must not block or raise."""
 
 
-def open_listener(host: str, port: int, *, reuse_port: bool = True) -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one. Raises AddressInUseError, ConfigError."""
-    try:
-        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as exc:
-        raise ConfigError(f"cannot listen on {host}: {exc.strerror or exc}", param="host") from exc
-    family, kind, protocol, _, address = infos[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port and hasattr(socket, "SO_REUSEPORT"):
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except OSError as exc:
-        listener.close()
-        raise AddressInUseError.at(host, port, exc) from exc
-    return listener
-
-
 class HttpServer:
     """Serves an application on a listening socket, which it owns from then on."""
 
@@ -71,43 +47,61 @@ class HttpServer:
     ) -> None:
         self.limits = limits
         self.is_closing = False
+        self.buffered = ByteBudget[HttpConnection](
+            limits.max_buffered_bytes,
+            lambda connection: connection.num_buffered_bytes,
+            lambda connection: connection.num_sheddable_bytes,
+            HttpConnection.shed,
+        )
+        self.unsent = ByteBudget[HttpConnection](
+            limits.max_total_unsent_bytes,
+            lambda connection: connection.num_unsent_bytes,
+            lambda connection: connection.num_unsent_bytes,
+            HttpConnection.abort,
+        )
         self._application = application
-        self._listener = listener
         self._tls = tls
         self.port = int(listener.getsockname()[1])
+        self._max_connections = connections_within_limit(limits.max_connections)
         self._connections: set[HttpConnection] = set()
-        self._server: asyncio.Server | None = None
+        self._accepting: set[asyncio.Task[None]] = set()
+        refusal = Response(503, headers=[(b"retry-after", b"1")])
+        self._acceptor = Acceptor(listener, self._accepted, encode_response(refusal, keep_alive=False))
         self._sweep: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"HttpServer(port={self.port}, connections={len(self._connections)})"
+        return f"HttpServer(port={self.port}, connections={len(self._connections)}, buffered={self.buffered!r})"
 
     @property
     def num_connections(self) -> int:
         return len(self._connections)
 
-    async def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: HttpConnection(self, loop.time),
-            sock=self._listener,
-            ssl=self._tls,
-            ssl_handshake_timeout=TLS_HANDSHAKE_TIMEOUT_S if self._tls else None,
-        )
-        self._sweep = loop.call_later(SWEEP_INTERVAL_S, self._check_deadlines)
+    @property
+    def num_busy(self) -> int:
+        """Connections with a request that is being answered."""
+        return sum(not connection.is_idle for connection in self._connections)
 
-    async def close(self, timeout_s: float) -> None:
-        """Accept nothing new, let open exchanges end for up to ``timeout_s``, then cut off what is left."""
+    async def start(self) -> None:
+        self._acceptor.start()
+        self._sweep = asyncio.get_running_loop().call_later(SWEEP_INTERVAL_S, self._check_deadlines)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept nothing new, and let open exchanges end for up to ``timeout_s``."""
         self.is_closing = True
-        if self._server is not None:
-            self._server.close()
-        if self._sweep is not None:
-            self._sweep.cancel()
+        self._acceptor.close()
+        for task in self._accepting:
+            task.cancel()
         for connection in list(self._connections):
             connection.close_if_idle()
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._connections and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
+
+    async def close(self, timeout_s: float) -> None:
+        """Drain, then cut off what is left."""
+        await self.drain(timeout_s)
+        if self._sweep is not None:
+            self._sweep.cancel()
         for connection in list(self._connections):
             connection.abort()
         # Aborted connections report their loss on the next turns of the loop.
@@ -127,12 +121,35 @@ class HttpServer:
 
     def connected(self, connection: HttpConnection) -> None:
         self._connections.add(connection)
-        if len(self._connections) > MAX_CONNECTIONS:
-            _log.warning("more than %d connections: a new one is cut off", MAX_CONNECTIONS)
-            connection.abort()
+        excess = len(self._connections) - self._max_connections
+        if excess > 0:
+            _log.warning("more than %d connections: a new one is refused", self._max_connections)
+            if excess > MAX_TURNED_AWAY:
+                connection.abort()
+            else:
+                connection.turn_away()
 
     def disconnected(self, connection: HttpConnection) -> None:
         self._connections.discard(connection)
+        self.buffered.forget(connection)
+        self.unsent.forget(connection)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _accepted(self, accepted: socket.socket) -> None:
+        task = asyncio.get_running_loop().create_task(self._connect(accepted))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        timeout_s = TLS_HANDSHAKE_TIMEOUT_S if self._tls else None
+        try:
+            await loop.connect_accepted_socket(
+                lambda: HttpConnection(self, loop.time), accepted, ssl=self._tls, ssl_handshake_timeout=timeout_s
+            )
+        except (OSError, TimeoutError) as exc:
+            _log.debug("a client's TLS handshake failed: %s", exc)
 
     def _check_deadlines(self) -> None:
         loop = asyncio.get_running_loop()

@@ -9,6 +9,8 @@ import msgspec
 from kvrelay.errors import InvalidInputError, KvrelayError, RetryElsewhereError
 from kvrelay.frontend.http.messages import Response
 
+MAX_RETRY_AFTER_S = 3600.0
+
 
 class DeadlineError(RetryElsewhereError):
     """The request ran past its own deadline."""
@@ -47,8 +49,8 @@ _TYPES = {
 
 
 def status_of(error: KvrelayError) -> int:
-    """The HTTP status that tells a client about ``error``."""
-    if isinstance(error, InvalidInputError | RetryElsewhereError | RefusedError):
+    """The HTTP status that tells a client about ``error``. A worker's own status counts if it is one of an error."""
+    if isinstance(error, InvalidInputError | RetryElsewhereError | RefusedError) and 400 <= error.status < 600:
         return error.status
     return 500
 
@@ -70,8 +72,13 @@ def error_response(error: KvrelayError) -> Response:
     retry_after_s = getattr(error, "retry_after_s", None)
     headers: list[tuple[bytes, bytes]] = []
     if retry_after_s is not None and status_of(error) in (429, 503):
-        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
+        headers.append((b"retry-after", b"%d" % _whole_seconds(retry_after_s)))
     return Response(status_of(error), _body_of(error), headers=headers)
+
+
+def _whole_seconds(seconds: float) -> int:
+    """From one second to an hour, whatever a worker said."""
+    return math.ceil(min(max(seconds, 1.0), MAX_RETRY_AFTER_S)) if not math.isnan(seconds) else 1
 
 
 def _body_of(error: KvrelayError) -> bytes:

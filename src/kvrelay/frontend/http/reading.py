@@ -1,0 +1,245 @@
+"""From bytes to requests: what a client sends, checked while it comes.
+
+    feed ──> httptools ──> head checked ──> body collected ──> listener.on_request
+                               └── too large, malformed, refused ──> listener.on_refusal, and nothing more is read
+
+It owns the parser and the limits on heads, trailers and bodies. It knows no sockets and no time.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import httptools
+
+from kvrelay.frontend.http.limits import HttpLimits
+from kvrelay.frontend.http.messages import HttpRequest, Response, parse_target
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class RequestListener(Protocol):
+    """Who gets what was read. Called within ``feed``."""
+
+    def check_head(self, request: HttpRequest) -> Response | None:
+        """Refuse a request by its head alone, or None."""
+
+    def error_response(self, status: int, message: str) -> Response: ...
+
+    def on_begin(self) -> None:
+        """A request's first bytes are there."""
+
+    def on_head(self, expects_continue: bool) -> None:
+        """A head was accepted; its body follows."""
+
+    def on_request(self, request: HttpRequest, keep_alive: bool) -> None: ...
+
+    def on_refusal(self, response: Response) -> None:
+        """The last word to this client."""
+
+
+class RequestReader:
+    """Reads the requests of one connection, one after the other."""
+
+    def __init__(self, limits: HttpLimits, listener: RequestListener) -> None:
+        self.is_refused = False
+        self.is_in_message = False
+        self.num_body_bytes = 0
+        self._limits = limits
+        self._listener = listener
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+        self._has_progressed = False
+        self._num_silent_bytes = 0
+        self._is_resumed = False
+        self._request: HttpRequest | None = None
+        self._max_body_bytes = limits.max_body_bytes
+        self._begin()
+
+    def close(self) -> None:
+        """Nothing more comes, and nothing may be called any more but ``feed`` and ``refuse``, which do nothing.
+
+        Parser, reader and listener hold each other: without this, only the cycle collector frees them, and with them
+        the body of an aborted upload."""
+        self.is_refused = True
+        self._parser = None
+        self._drop()
+        del self._listener
+
+    def feed(self, data: bytes) -> None:
+        """The next bytes. Pieces of a few kB keep the limits exact to that."""
+        if self.is_refused or self._parser is None:
+            return
+        self._has_progressed = False
+        num_counted = self._num_head_bytes
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as exc:
+            self._ignore_upgrade(data[exc.args[0] :])
+            return
+        except httptools.HttpParserError as exc:
+            self._refuse(400, f"not a valid HTTP request: {exc}")
+            return
+        # One endless header, trailer or chunk extension: the parser says nothing before its end.
+        if not self._has_progressed:
+            self._num_silent_bytes += len(data)
+        elif self.is_in_message and self._request is None:
+            self._num_silent_bytes = max(0, len(data) - max(0, self._num_head_bytes - num_counted))
+        else:
+            self._num_silent_bytes = 0
+        self._count_head(0)
+
+    def refuse(self, response: Response) -> None:
+        """Read nothing more; the listener says why."""
+        if not self.is_refused:
+            self.is_refused = True
+            self._drop()
+            self._listener.on_refusal(response)
+
+    # -- httptools ----------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._has_progressed = True
+        if not self._is_resumed:
+            self.is_in_message = True
+            self._listener.on_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._has_progressed = True
+        if not self._is_resumed:
+            self._url += url
+            self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._has_progressed = True
+        if self._is_resumed or self.is_refused:
+            return
+        self._num_silent_bytes = 0
+        self._count_head(len(name) + len(value) + 4)
+        if self._request is not None:
+            # A trailer: counted, and ignored, since the head has been judged without it.
+            return
+        key = name.decode("latin-1").lower()
+        if key == "host":
+            self._num_hosts += 1
+        elif key == "transfer-encoding" and key in self._headers:
+            value = self._headers[key].encode("latin-1") + b", " + value
+        self._headers[key] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._has_progressed = True
+        if self._is_resumed or self.is_refused or self._parser is None:
+            return
+        path, query = parse_target(self._url.decode("latin-1"))
+        version = self._parser.get_http_version()
+        request = self._request = HttpRequest(
+            method=self._parser.get_method().decode("latin-1"),
+            path=path,
+            query=query,
+            headers=self._headers,
+            http_minor=0 if version == "1.0" else 1,
+        )
+        refusal = self._malformed(request, version) or self._listener.check_head(request)
+        if request.max_body_bytes is not None:
+            self._max_body_bytes = min(request.max_body_bytes, self._max_body_bytes)
+        length = self._headers.get("content-length", "0")
+        if refusal is None and (len(length) > 18 or int(length) > self._max_body_bytes):
+            refusal = self._too_large()
+        if refusal is not None:
+            self.refuse(refusal)
+            return
+        self._listener.on_head(self._headers.get("expect", "").lower() == "100-continue")
+
+    def on_chunk_header(self) -> None:
+        self._has_progressed = True
+
+    def on_body(self, data: bytes) -> None:
+        self._has_progressed = True
+        if self.is_refused:
+            return
+        self.num_body_bytes += len(data)
+        if self.num_body_bytes > self._max_body_bytes:
+            self.refuse(self._too_large())
+            return
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        self._has_progressed = True
+        request, parser = self._request, self._parser
+        if self.is_refused or request is None or parser is None:
+            return
+        if parser.should_upgrade() and self._has_body():
+            # The parser thinks that another protocol begins. It is the body: see _ignore_upgrade.
+            return
+        request.body = b"".join(self._body)
+        keep_alive = bool(parser.should_keep_alive())
+        self._begin()
+        self._listener.on_request(request, keep_alive)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Ready for the next request."""
+        self._url = b""
+        self._headers: dict[str, str] = {}
+        self._num_hosts = 0
+        self._num_head_bytes = 0
+        self._max_body_bytes = self._limits.max_body_bytes
+        self._is_resumed = False
+        self._drop()
+
+    def _drop(self) -> None:
+        self._request = None
+        self._body: list[bytes] = []
+        self.num_body_bytes = 0
+        self.is_in_message = False
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """A server may ignore Upgrade (RFC 9110, 7.8), as if the header were not there; llhttp cannot. If the request
+        has a body, a fresh parser reads it behind a head that says no more than how long it is."""
+        request = self._request
+        if request is not None and not self.is_refused:
+            length, coding = (request.headers.get(name) for name in ("content-length", "transfer-encoding"))
+            framing = f"content-length: {length}" if coding is None else f"transfer-encoding: {coding}"
+            wants_close = "close" in request.headers.get("connection", "").lower()
+            head = f"POST / HTTP/1.{request.http_minor}\r\nconnection: {'close' if wants_close else 'keep-alive'}\r\n"
+            self._parser = httptools.HttpRequestParser(self)
+            self._is_resumed = True
+            self._parser.feed_data(f"{head}{framing}\r\n\r\n".encode("latin-1"))
+        if rest:
+            self.feed(rest)
+
+    def _has_body(self) -> bool:
+        return "transfer-encoding" in self._headers or int(self._headers.get("content-length", "0")) > 0
+
+    def _malformed(self, request: HttpRequest, version: str) -> Response | None:
+        """What llhttp lets pass and RFC 9112 does not."""
+        error = self._listener.error_response
+        if version not in ("1.0", "1.1"):
+            return error(505, f"HTTP/{version} is not supported here, HTTP/1.1 is")
+        if self._num_hosts > 1 or (self._num_hosts == 0 and version == "1.1"):
+            return error(400, "an HTTP/1.1 request has one Host header")
+        if request.method == "CONNECT":
+            return error(501, "this server is no proxy")
+        coding = request.headers.get("transfer-encoding")
+        if coding is None:
+            return None
+        if version == "1.0":
+            return error(400, "HTTP/1.0 has no Transfer-Encoding")
+        if coding.lower() != "chunked":
+            return error(501, "the only Transfer-Encoding that is understood is chunked")
+        return None
+
+    def _count_head(self, num_bytes: int) -> None:
+        """Bytes of the head, of trailers, or of neither's end."""
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes + self._num_silent_bytes > self._limits.max_head_bytes:
+            self._refuse(431, f"the request's head is above {self._limits.max_head_bytes} bytes")
+
+    def _too_large(self) -> Response:
+        limit = self._max_body_bytes
+        message = f"the request body is above {limit} bytes (max_body_bytes)" if limit else "no body is taken here"
+        return self._listener.error_response(413, message)
+
+    def _refuse(self, status: int, message: str) -> None:
+        if not self.is_refused:
+            self.refuse(self._listener.error_response(status, message))
