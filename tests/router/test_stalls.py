@@ -7,15 +7,15 @@ import pytest
 from tests.router.test_router import OVERLAP, PLAIN, load_of, request, router, worker
 
 from kvrelay.errors import WorkerUnavailableError
-from kvrelay.router import PolicyRouter
+from kvrelay.router import Router
 from kvrelay.router.stalls import Stalls
 
 
-def say(built: PolicyRouter, name: str, step_age_s: float, seq: int) -> None:
+def say(built: Router, name: str, step_age_s: float, seq: int) -> None:
     built.apply_metrics(msgspec.structs.replace(load_of(name, seq=seq), step_age_s=step_age_s))
 
 
-def chosen(built: PolicyRouter, count: int = 30) -> set[str]:
+def chosen(built: Router, count: int = 30) -> set[str]:
     return {built.choose(request(f"r{number}")).worker_id for number in range(count)}
 
 
