@@ -119,6 +119,58 @@ def test_a_server_that_comes_late_is_waited_for(tmp_path: Path) -> None:
         process.stop()
 
 
+@pytest.mark.parametrize("answers", [b"", b"INFO {}\r\n"])
+def test_leaving_while_the_server_is_away(tmp_path: Path, answers: bytes) -> None:
+    """With a pull under way and a reconnection that gets nowhere: its end is no error."""
+    server = NatsServerProcess(store_dir=tmp_path)
+    url = server.start()
+
+    async def scenario() -> None:
+        errors: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        reached, is_over = asyncio.Event(), asyncio.Event()
+
+        async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(answers)
+            reached.set()
+            await is_over.wait()
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+        control = await connect_control(ControlConfig(control=url, namespace="test"))
+        pulling = asyncio.create_task(control.prefill_queue.pull("x", 30.0))
+        await asyncio.sleep(0.1)
+        server.stop()
+        silent = await asyncio.start_server(accept, "127.0.0.1", int(url.rsplit(":", 1)[1]))
+        async with silent, asyncio.timeout(PATIENCE_S):
+            await reached.wait()
+            pulling.cancel()
+            await asyncio.wait([pulling])
+            await control.close()
+            is_over.set()
+            await asyncio.sleep(0.05)
+        assert errors == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), AttributeError("writelines"), ConnectionResetError()])
+def test_what_the_library_raises_at_the_end_is_no_error_of_ours(nats: NatsServerProcess, error: BaseException) -> None:
+    async def scenario() -> None:
+        connection = await NatsConnection.connect(nats.url, 5.0)
+        close = connection._client.close
+
+        async def failing() -> None:
+            await close()
+            raise error
+
+        connection._client.close = failing
+        await connection.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
     process = NatsServerProcess(tmp_path)
     process.start()

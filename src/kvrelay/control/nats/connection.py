@@ -251,8 +251,8 @@ class NatsConnection:
             with suppress(nats_errors.Error, OSError, TimeoutError):
                 await self._client.flush(1)
         self._is_closing = True
-        with suppress(nats_errors.Error, OSError):
-            await self._client.close()
+        # While it reconnects, with something to say, the library may raise anything here.
+        await _ended(self._client.close())
 
     def _check(self, data: bytes) -> None:
         self.check_connected()
@@ -329,7 +329,7 @@ async def _ended(closing: Coroutine[Any, Any, None]) -> None:
     finally:
         task.cancel()
     if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-        _log.debug("closing a connection that never was: %s", _one_line(error))
+        _log.debug("closing a connection to the control server: %s", _one_line(error))
 
 
 def _parse(url: str) -> SplitResult:
