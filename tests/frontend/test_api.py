@@ -239,6 +239,9 @@ async def test_load_samples_reach_the_router(model_dir: Path) -> None:
         seen: list[LoadMetrics] = []
         cluster.frontend.cluster.model(None).router.apply_metrics = seen.append
         bus = cluster.broker.plane().events
+        # What somebody else publishes about the worker does not count.
+        await bus.publish(cluster.keys.worker_load("w1"), encode_load(sample))
+        await bus.publish(cluster.keys.worker_load("nobody"), encode_load(sample))
         await bus.publish(cluster.keys.worker_load("w0"), encode_load(sample))
         await bus.publish(cluster.keys.worker_load("w0"), b"garbage")
         await bus.publish(cluster.keys.worker_kv_events("w0"), b"garbage")

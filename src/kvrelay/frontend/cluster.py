@@ -316,6 +316,7 @@ class Cluster:
     def _on_events(self, subject: str, data: bytes) -> None:
         try:
             batch = decode_events(data)
+            _check_sender(subject, self._keys.worker_kv_events(batch.worker_id))
         except ProtocolError as exc:
             _log.warning("cache events on %s dropped: %s", subject, exc)
             return
@@ -326,6 +327,7 @@ class Cluster:
     def _on_load(self, subject: str, data: bytes) -> None:
         try:
             metrics = decode_load(data)
+            _check_sender(subject, self._keys.worker_load(metrics.worker_id))
         except ProtocolError as exc:
             _log.warning("load sample on %s dropped: %s", subject, exc)
             return
@@ -356,6 +358,12 @@ class Cluster:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _check_sender(subject: str, own_subject: str) -> None:
+    """A worker publishes under its own name; the server's permissions are by subject. Raises ProtocolError."""
+    if subject != own_subject:
+        raise ProtocolError(f"its place is {own_subject}")
 
 
 def _check_is_free(old: Model | None) -> None:
