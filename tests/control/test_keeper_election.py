@@ -9,7 +9,7 @@ import pytest
 from kvrelay.control.nats.keeper_election import MAX_INTERVAL_S, KeeperElection, KeeperState
 from kvrelay.core.clock import ManualClock
 
-TTL_S = 8.0
+TTL_S = 5.0
 INTERVAL_S = 1.0
 
 
@@ -87,7 +87,7 @@ def test_a_short_lease_that_appears_is_no_reason_to_take_over() -> None:
     clock.advance(MAX_INTERVAL_S)
     one.pace(0.5)
     assert not one.look()
-    clock.advance(0.2)
+    clock.advance(0.25)
     assert one.look()
 
 

@@ -31,6 +31,7 @@ PING_INTERVAL_S = 2.0
 MAX_SILENT_PINGS = 2
 CLOSE_TIMEOUT_S = 1.0
 SCHEMES = ("nats", "tls")
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 DENIED_PUBLISH = re.compile(r'permissions violation for publish to "([^"]+)"')
 URL_OPTIONS = (*TLS_OPTIONS, "creds")
 
@@ -240,6 +241,10 @@ class NatsConnection:
         with self._mapped("flush"):
             await self._client.flush(timeout_s)
 
+    def is_denied(self, subject: str) -> bool:
+        """Whether the server has refused to take a message on ``subject`` from these credentials."""
+        return subject.lower() in self._denied
+
     def new_inbox(self) -> str:
         return str(self._client.new_inbox())
 
@@ -268,7 +273,7 @@ class NatsConnection:
         except nats_errors.NoRespondersError as exc:
             raise NoRespondersError(f"nobody answers {subject} at {self._url}") from exc
         except (nats_errors.TimeoutError, TimeoutError) as exc:
-            if subject.lower() in self._denied:
+            if self.is_denied(subject):
                 raise ControlDeniedError(f"these credentials may not publish {subject} at {self._url}") from exc
             raise RequestTimeoutError(f"no answer to {subject} from {self._url}") from exc
         except (nats_errors.Error, OSError) as exc:
@@ -360,7 +365,11 @@ def _options(servers: list[SplitResult]) -> dict[str, Any]:
     if "creds" in query:
         options["user_credentials"] = query["creds"]
     if parts.password is not None:
-        options["user"], options["password"] = unquote(parts.username or ""), unquote(parts.password)
+        user = options["user"] = unquote(parts.username or "")
+        options["password"] = unquote(parts.password)
+        if PLAIN_NAME.fullmatch(user):
+            # A server's permissions can tell the users' inboxes apart: answers are read by who asked.
+            options["inbox_prefix"] = f"_INBOX_{user}"
     elif parts.username is not None:
         options["token"] = unquote(parts.username)
     files = TlsFiles.of_url("control", query, is_tls=any(server.scheme == "tls" for server in servers))

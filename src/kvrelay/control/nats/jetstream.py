@@ -136,7 +136,16 @@ class JetStream:
         self._num_replicas = num_replicas
 
     async def ensure_stream(self, config: Mapping[str, Any]) -> None:
-        """Create the stream unless it exists, in whatever configuration."""
+        """Create the stream unless it exists, in whatever configuration.
+
+        Looks first: not all credentials may create streams.
+        """
+        try:
+            await self.stream_info(config["name"])
+            return
+        except JetStreamError as exc:
+            if exc.err_code != STREAM_NOT_FOUND:
+                raise
         try:
             await self._create_stream(config, self._num_replicas or AUTO_REPLICAS)
         except JetStreamError as exc:

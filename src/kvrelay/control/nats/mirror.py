@@ -35,8 +35,8 @@ from kvrelay.errors import ControlUnavailableError
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 2.0
-MAX_SILENCE_S = 5.0
+HEARTBEAT_S = 4.0
+MAX_SILENCE_S = 10.0
 RETRY_S = 0.25
 SETTLE_S = 0.05
 POSTPONE_S = 0.05
@@ -257,6 +257,8 @@ class Mirror:
 
     async def _keep_or_rest(self) -> None:
         """Say that we keep the leases, and hear their beats, or leave it to the keeper."""
+        if self._may_end and self._connection.is_denied(self._keeper_subject):
+            self._leave_it_to_others("these credentials may not keep leases")
         self.election.pace(self.table.shortest_ttl_s)
         if self.election.look():
             await self._connection.publish(self._keeper_subject, self.election.own_id.encode())
@@ -326,7 +328,7 @@ class Mirror:
             self._leave_it_to_others(exc)
             self.table.postpone(lease_id, state.ttl_s)
 
-    def _leave_it_to_others(self, reason: ControlDeniedError) -> None:
+    def _leave_it_to_others(self, reason: object) -> None:
         _log.info("leaving it to others to end leases: %s", reason)
         self._may_end = False
         self.election.forbid()

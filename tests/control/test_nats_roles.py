@@ -1,0 +1,209 @@
+"""``deploy/nats.conf`` on a real server: every role does its work, and is refused what is not its work."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.contracts.prefill_queue_contract import LINE, prefill
+from tests.contracts.waiting import eventually, watching
+from tests.control.configured_server import configured_server
+
+from kvrelay.config import ControlConfig
+from kvrelay.control import connect_control
+from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.control.nats.connection import NatsConnection, NatsMessage
+from kvrelay.control.nats.plane import NatsControlPlane
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
+KEYS = Keys("default")
+TTL_S = 1.0
+BUCKET = "$KV.kvrelay_default.kvrelay.default."
+WORKER = KEYS.worker("w")
+
+FORBIDDEN = {
+    "frontend": [
+        f"{BUCKET}workers.w",
+        f"{BUCKET}kv_metadata.w.0",
+        f"{BUCKET}leases.0123",
+        f"{BUCKET}config.disagg=2Emax_local_prefill_length",
+        "kvrelay.default.beats.0123",
+        "kvrelay.default.lease_keeper",
+        f"kvrelay.default.prefill.queue.{LINE}",
+        "kvrelay.default.load.w",
+        "kvrelay.default.kv_events.w",
+        f"$JS.API.CONSUMER.MSG.NEXT.kvrelay_default_prefill.prefill_{LINE}",
+        "$JS.API.CONSUMER.CREATE.kvrelay_default_prefill.spy",
+        "$JS.API.STREAM.CREATE.KV_kvrelay_default",
+        "$JS.API.STREAM.DELETE.KV_kvrelay_default",
+        "$JS.API.STREAM.PURGE.KV_kvrelay_default",
+        "$JS.API.STREAM.UPDATE.KV_kvrelay_default",
+        "_INBOX_worker.x",
+    ],
+    "worker": [
+        f"{BUCKET}config.disagg=2Emax_local_prefill_length",
+        "$JS.API.STREAM.DELETE.KV_kvrelay_default",
+        "$JS.API.STREAM.PURGE.kvrelay_default_prefill",
+        "$JS.API.STREAM.UPDATE.kvrelay_default_prefill",
+        "$JS.API.CONSUMER.DELETE.kvrelay_default_prefill.x",
+        "_INBOX_frontend.x",
+    ],
+    "operator": [
+        f"kvrelay.default.prefill.queue.{LINE}",
+        "kvrelay.default.load.w",
+        "kvrelay.default.kv_events.w",
+        "_INBOX_worker.x",
+    ],
+}
+UNHEARD = {
+    "frontend": [
+        "_INBOX.>",
+        "_INBOX_worker.>",
+        ">",
+        "kvrelay.default.prefill.queue.*",
+        "$KV.>",
+        "kvrelay.default.replay.*",
+    ],
+    "worker": ["_INBOX_frontend.>", "_INBOX_operator.>", ">", "kvrelay.default.kv_events.*", "kvrelay.default.load.*"],
+    "operator": ["_INBOX_frontend.>", "_INBOX_worker.>", ">", "kvrelay.default.load.*"],
+}
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with configured_server(tmp_path_factory.mktemp("roles"), CONFIG.read_text()) as address:
+        # The streams are a worker's to make.
+        asyncio.run(_make_streams(address))
+        yield address
+
+
+async def _make_streams(address: str) -> None:
+    async with role(address, "worker"):
+        pass
+
+
+def url_of(address: str, name: str) -> str:
+    return f"nats://{name}:change-me-{name}@{address}"
+
+
+@asynccontextmanager
+async def role(address: str, name: str) -> AsyncIterator[ControlPlane]:
+    plane = await connect_control(ControlConfig(control=url_of(address, name), connect_timeout_s=10.0))
+    try:
+        yield plane
+    finally:
+        await plane.close()
+
+
+def refusals(plane: ControlPlane) -> set[str]:
+    assert isinstance(plane, NatsControlPlane)
+    return plane._connection._denied
+
+
+async def test_every_role_does_its_work(address: str) -> None:
+    async with (
+        role(address, "worker") as worker,
+        role(address, "worker") as other,
+        role(address, "frontend") as frontend,
+    ):
+        lease = await worker.discovery.grant(TTL_S)
+        await worker.discovery.put(WORKER, b"{}", lease)
+        await worker.discovery.put(KEYS.worker_kv_metadata("w", 0), b"{}", lease)
+        events: list[bytes] = []
+        load: list[bytes] = []
+        await frontend.events.subscribe(KEYS.kv_events, lambda _, data: events.append(data))
+        await frontend.events.subscribe(KEYS.load_metrics, lambda _, data: load.append(data))
+        await worker.events.serve(KEYS.worker_replay("w"), _shout)
+        async with (
+            watching(frontend.discovery, KEYS.workers) as seen,
+            watching(worker.discovery, KEYS.config) as settings,
+            watching(other.discovery, KEYS.kv_metadata) as memory,
+        ):
+            assert seen.state == {WORKER: b"{}"}
+            assert memory.state == {KEYS.worker_kv_metadata("w", 0): b"{}"}
+            await worker.events.publish(KEYS.worker_kv_events("w"), b"event")
+            await worker.events.publish(KEYS.worker_load("w"), b"load")
+            await eventually(lambda: (events, load) == ([b"event"], [b"load"]))
+            assert await frontend.events.request(KEYS.worker_replay("w"), b"ping", 5.0) == b"PING"
+            await worker.prefill_queue.push(prefill("h", timeout_s=60.0))
+            assert await worker.prefill_queue.size(LINE) == 1
+            delivery = await other.prefill_queue.pull(LINE, 10.0)
+            assert delivery is not None
+            await delivery.in_progress()
+            await delivery.ack()
+            async with role(address, "operator") as operator:
+                assert await operator.discovery.list(KEYS.workers) == {WORKER: b"{}"}
+                assert await operator.prefill_queue.size() == 0
+                await operator.discovery.put(KEYS.config_value("disagg.x"), b"1")
+                await eventually(lambda: bool(settings.state))
+                await operator.discovery.delete(KEYS.config_value("disagg.x"))
+                await eventually(lambda: not settings.state)
+                await operator.discovery.delete(KEYS.lease(lease.lease_id))
+            await eventually(lambda: not seen.state)
+        for plane in (worker, other):
+            assert refusals(plane) == set()
+
+
+async def _shout(data: bytes) -> bytes:
+    return data.upper()
+
+
+async def test_a_frontend_leaves_it_to_the_workers_to_end_a_lease(address: str) -> None:
+    """It hears of the dead like everybody else, as long as a worker is there, and it is never the keeper."""
+    async with role(address, "frontend") as frontend, watching(frontend.discovery, KEYS.workers) as seen:
+        async with role(address, "worker") as dying:
+            lease = await dying.discovery.grant(TTL_S)
+            await dying.discovery.put(WORKER, b"{}", lease)
+            await eventually(lambda: bool(seen.state))
+        assert isinstance(frontend, NatsControlPlane)
+        mirror = frontend._discovery._mirror
+        await eventually(lambda: not mirror._may_end, 30.0)
+        assert seen.state == {WORKER: b"{}"}
+        async with role(address, "worker") as other:
+            await other.discovery.list(KEYS.workers)
+            await eventually(lambda: not seen.state, 30.0)
+
+
+@pytest.mark.parametrize("name", list(FORBIDDEN))
+async def test_a_role_is_refused_what_is_not_its_work(address: str, name: str) -> None:
+    connection = await NatsConnection.connect(url_of(address, name), 10.0)
+    try:
+        for subject in FORBIDDEN[name]:
+            await connection.publish(subject, b"")
+        await connection.flush()
+        await eventually(lambda: all(connection.is_denied(subject) for subject in FORBIDDEN[name]))
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize("name", list(UNHEARD))
+async def test_a_role_hears_nothing_that_is_not_for_it(
+    address: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+    connection = await NatsConnection.connect(url_of(address, name), 10.0)
+    monkeypatch.setattr(connection, "report", lambda error: refused.append(str(error)))
+
+    async def ignore(message: NatsMessage) -> None: ...
+
+    try:
+        for subject in UNHEARD[name]:
+            await connection.subscribe(subject, ignore)
+        await connection.flush()
+
+        def subjects() -> set[str]:
+            return set(re.findall(r'for subscription to "([^"]+)"', " ".join(refused).lower()))
+
+        await eventually(lambda: {subject.lower() for subject in UNHEARD[name]} <= subjects())
+    finally:
+        await connection.close()
+
+
+@pytest.mark.parametrize("login", ["frontend:wrong", "nobody:change-me-worker", ""])
+async def test_nobody_else_comes_in(address: str, login: str) -> None:
+    with pytest.raises(Exception, match=r"[Aa]uthorization"):
+        await NatsConnection.connect(f"nats://{login}@{address}" if login else f"nats://{address}", 10.0)
