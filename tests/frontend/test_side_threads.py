@@ -238,14 +238,26 @@ async def test_tokens_are_checked_once_per_request(model_dir: Path, monkeypatch:
     assert calls == [None, 400]
 
 
-@pytest.mark.parametrize(("count", "length", "n"), [(20, 6300, 1), (1, 500, 1200)])
-async def test_logprobs_of_prompts_are_bounded(model_dir: Path, count: int, length: int, n: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "length", "n", "stream", "status"),
+    [
+        (20, 2**18 // 28, 1, False, 200),
+        (20, 2**18 // 28 + 1, 1, False, 400),
+        (20, 2**17 // 28, 1, True, 200),
+        (20, 2**17 // 28 + 1, 1, True, 400),
+        (1, 500, 2**21 // 4500 + 1, False, 400),
+    ],
+)
+async def test_logprobs_of_prompts_are_bounded(
+    model_dir: Path, count: int, length: int, n: int, stream: bool, status: int
+) -> None:
     async with running(model_dir, Script((10,)), max_n=2000) as cluster:
-        await cluster.register(cluster.workers["w0"], max_model_len=8192)
+        await cluster.register(cluster.workers["w0"], max_model_len=16384)
         model = cluster.frontend.cluster.model(None)
-        await cluster.until(lambda: model.max_model_len == 8192)
-        body = {"prompt": [5] * length, "n": n, "prompt_logprobs": count, "max_tokens": 1}
+        await cluster.until(lambda: model.max_model_len == 16384)
+        body = {"prompt": [5] * length, "n": n, "prompt_logprobs": count, "max_tokens": 1, "stream": stream}
         answer = await send(cluster.frontend.port, "POST", "/v1/completions", body)
-        assert answer.status == 400
-        assert answer.error["param"] == "prompt_logprobs"
-        assert not cluster.workers["w0"].requests
+        assert answer.status == status
+        assert bool(cluster.workers["w0"].requests) == (status == 200)
+        if status == 400:
+            assert answer.error["param"] == "prompt_logprobs"

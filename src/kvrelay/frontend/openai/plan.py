@@ -19,9 +19,12 @@ from kvrelay.frontend.tokenizer import DefaultSampling
 TIMEOUT_HEADER = "x-request-timeout-s"
 DEFAULT_MAX_TOKENS = 16
 MAX_PRIORITY = 2**31
-MAX_PROMPT_LOGPROBS = 2**17
-"""Alternatives times tokens of a prompt. They arrive, and are sent, in one piece: 0.1 s on the event loop."""
-MAX_REQUEST_LOGPROBS = 2**20
+LOGPROBS_BASE = 8
+"""A token's logprobs cost as much as so many alternatives, and its alternatives besides."""
+MAX_PROMPT_LOGPROBS = 2**18
+"""Of one prompt; half of it in a stream. They arrive in one piece, which takes the event loop 70 ms. In a stream they
+are sent in one piece, too."""
+MAX_REQUEST_LOGPROBS = 2**21
 
 _V = TypeVar("_V")
 
@@ -58,11 +61,13 @@ class GenerationPlan:
         count = self.sampling.prompt_logprobs
         if count is None:
             return
-        entries = [(count + 1) * length for length in prompt_lengths]
-        if max(entries) > MAX_PROMPT_LOGPROBS or sum(entries) * self.n > MAX_REQUEST_LOGPROBS:
+        per_token = count + LOGPROBS_BASE
+        of_one = MAX_PROMPT_LOGPROBS // (2 if self.stream else 1) // per_token
+        of_all = MAX_REQUEST_LOGPROBS // per_token
+        if max(prompt_lengths) > of_one or sum(prompt_lengths) * self.n > of_all:
             raise InvalidInputError(
-                f"too many logprobs of prompts: at most {MAX_PROMPT_LOGPROBS} of a prompt, {MAX_REQUEST_LOGPROBS} in "
-                "all choices; ask for fewer alternatives or in several requests",
+                f"logprobs of a prompt with {count} alternatives are given for up to {of_one} tokens, and for {of_all} "
+                "over all choices; ask for fewer alternatives, or in several requests",
                 param="prompt_logprobs",
             )
 
