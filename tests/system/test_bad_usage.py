@@ -93,7 +93,7 @@ def test_a_port_in_use():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        line = refused("serve", "--port", str(port))
+        line = refused("serve", "--port", str(port), code=1)
         assert f"127.0.0.1:{port}" in line
         assert "choose another port" in line
 

@@ -77,7 +77,10 @@ def serve(
         worker_flags += settings_to_flags(settings)
     frontend, control = source.build(FrontendConfig), source.build(ControlConfig)
     metrics = source.build(MetricsConfig)
-    frontend_flags = settings_to_flags(frontend, skip=("port", "api_key"))
+    shutdown_timeout_s = min(frontend.shutdown_timeout_s, drain_timeout)
+    frontend_flags = settings_to_flags(
+        replace(frontend, shutdown_timeout_s=shutdown_timeout_s), skip=("port", "api_key")
+    )
     frontend_flags += settings_to_flags(source.build(RouterConfig))
     run_async(
         run_serve(

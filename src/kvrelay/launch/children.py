@@ -12,17 +12,21 @@ import logging
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO
 
 from kvrelay.control.nats_process import die_with_parent
 from kvrelay.errors import ControlUnavailableError
+from kvrelay.launch.child_errors import ChildErrors
 
 _log = logging.getLogger(__name__)
 
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 CRASH_LOOP_WINDOW_S = 60.0
 CRASH_LOOP_LIMIT = 5
+SILENT_WAIT_S = 0.5
+"""An end that takes longer is explained."""
 
 
 @dataclass(slots=True)
@@ -33,6 +37,7 @@ class Child:
     command: list[str]
     process: subprocess.Popen[bytes]
     environment: dict[str, str] | None = None
+    errors: ChildErrors | None = None
     restart_flags: tuple[str, ...] = ()
     """Added to the command when it is started again."""
     crashes_s: list[float] = field(default_factory=list)
@@ -56,19 +61,26 @@ def kvrelay_command(*arguments: str) -> list[str]:
 
 
 def start_child(
-    name: str, command: list[str], output: IO[bytes] | None = None, environment: dict[str, str] | None = None
+    name: str,
+    command: list[str],
+    output: IO[bytes] | None = None,
+    environment: dict[str, str] | None = None,
+    errors: ChildErrors | None = None,
 ) -> Child:
-    """Start ``command``; it writes to our stdout and stderr, or both to ``output``; ``environment`` None: ours."""
+    """Start ``command``; it writes to our stdout and stderr, or both to ``output``; ``environment`` None: ours. With
+    ``errors`` its stderr goes through that."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=output,
-        stderr=output,
+        stderr=subprocess.PIPE if errors is not None else output,
         env=environment,
         start_new_session=True,
         preexec_fn=die_with_parent,  # noqa: PLW1509 - it only calls prctl
     )
-    return Child(name, command, process, environment)
+    if errors is not None and process.stderr is not None:
+        errors.follow(name, process.stderr)
+    return Child(name, command, process, environment, errors)
 
 
 def restart_delay_s(child: Child, now_s: float) -> float | None:
@@ -89,17 +101,25 @@ def restart_delay_s(child: Child, now_s: float) -> float | None:
 def restart(child: Child) -> None:
     """Start the child's command again, in place."""
     command = [*child.command, *child.restart_flags]
-    child.process = start_child(child.name, command, environment=child.environment).process
+    child.process = start_child(child.name, command, environment=child.environment, errors=child.errors).process
     child.restart_s = None
 
 
-async def stop_children(children: list[Child], timeout_s: float) -> None:
-    """SIGTERM, wait for a clean end, SIGKILL what is left."""
+async def stop_children(
+    children: list[Child], timeout_s: float, on_waiting: Callable[[list[Child]], None] = lambda _: None
+) -> None:
+    """SIGTERM, wait for a clean end, SIGKILL what is left. ``on_waiting`` hears of those that take their time, once."""
     for child in children:
         if child.exit_code is None:
             child.process.terminate()
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and any(child.exit_code is None for child in children):
+    started_s, is_told = time.monotonic(), False
+    while (waited_s := time.monotonic() - started_s) < timeout_s:
+        left = [child for child in children if child.exit_code is None]
+        if not left:
+            break
+        if waited_s >= SILENT_WAIT_S and not is_told:
+            is_told = True
+            on_waiting(left)
         await asyncio.sleep(0.02)
     for child in children:
         if child.exit_code is None:

@@ -30,6 +30,7 @@ from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import AddressInUseError, CheckpointError, ControlUnavailableError, FatalError, KvrelayError
 from kvrelay.launch.admin import list_workers
+from kvrelay.launch.child_errors import ChildErrors
 from kvrelay.launch.children import Child, kvrelay_command, restart, restart_delay_s, start_child, stop_children
 from kvrelay.launch.nats_keeper import NatsKeeper
 from kvrelay.launch.security import require_api_key, require_metrics_key
@@ -43,6 +44,8 @@ RESTART_FLAGS = ("--yield-while-starting",)
 """The streams of a worker that crashed are prefilled elsewhere at this moment, and new ones wait behind them."""
 USAGE_EXIT_CODE = 2
 TOKEN_BYTES = 16
+CUT_TIMEOUT_S = 5.0
+"""What a frontend needs beyond the drain timeout to tell the clients that it cuts off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Cluster:
         self._frontends: list[Child] = []
         self._port = options.frontend.port
         self._stop = asyncio.Event()
+        self._errors = ChildErrors(_write_error)
         self._look_for_takers_s: float | None = None
         """When to look who takes requests, after a worker has left; None: no need."""
         self._left_pids: set[int] = set()
@@ -136,7 +140,7 @@ class Cluster:
             *options.worker_flags[len(self._workers)],
             *options.control_flags,
         )
-        child = start_child(f"{role} worker {number}", command, environment=self._environment())
+        child = start_child(f"{role} worker {number}", command, environment=self._environment(), errors=self._errors)
         child.restart_flags = RESTART_FLAGS
         return child
 
@@ -146,7 +150,7 @@ class Cluster:
             "frontend", *options.frontend_flags, "--port", str(self._port), *options.control_flags
         )
         environment = self._environment(api_key=options.frontend.api_key)
-        return start_child(f"frontend {number}", command, environment=environment)
+        return start_child(f"frontend {number}", command, environment=environment, errors=self._errors)
 
     def _environment(self, **secret: str) -> dict[str, str]:
         """What may hold passwords; other users of this machine see command lines."""
@@ -290,10 +294,24 @@ class Cluster:
     async def _shut_down(self) -> None:
         """Frontends first, so that nothing new comes; then the workers, drained; then the control plane."""
         timeout_s = self._options.drain_timeout_s
-        await stop_children(self._frontends, timeout_s)
-        await stop_children(self._workers, timeout_s)
+        await stop_children(self._frontends, timeout_s + CUT_TIMEOUT_S, self._say_waiting)
+        await stop_children(self._workers, timeout_s, self._say_waiting)
         if self._nats is not None:
             await asyncio.to_thread(self._nats.stop)
+        await asyncio.to_thread(self._errors.finish, 1.0)
+
+    def _say_waiting(self, children: list[Child]) -> None:
+        names = ", ".join(child.name for child in children)
+        print(
+            f"kvrelay: waiting up to {self._options.drain_timeout_s:g} s for {names} to finish open requests; "
+            "a second Ctrl-C or SIGTERM ends them at once",
+            file=sys.stderr,
+        )
+
+
+def _write_error(line: bytes) -> None:
+    sys.stderr.buffer.write(line)
+    sys.stderr.buffer.flush()
 
 
 def _check_port(config: FrontendConfig) -> int:

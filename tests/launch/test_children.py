@@ -1,0 +1,62 @@
+"""Children: what they say, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from kvrelay.launch import children as children_module
+from kvrelay.launch.child_errors import WINDOW_S, ChildErrors
+from kvrelay.launch.children import Child, restart, start_child, stop_children
+
+FAILS = "import sys; print('kvrelay: no such file', file=sys.stderr); print(f'log {sys.argv[1]}', file=sys.stderr)"
+IGNORES = (
+    "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print('up', file=sys.stderr, flush=True); time.sleep(600)"
+)
+
+
+def test_equal_errors_of_several_children_are_told_once() -> None:
+    lines: list[bytes] = []
+    now_s = 0.0
+    errors = ChildErrors(lines.append, lambda: now_s)
+    for name in ("worker 0", "worker 1", "worker 2"):
+        errors.pass_on(name, b"2026-01-01 WARNING x\n")
+        errors.pass_on(name, b"kvrelay: no such file\n")
+    assert lines.count(b"kvrelay: no such file\n") == 1
+    assert lines.count(b"2026-01-01 WARNING x\n") == 3
+    errors.pass_on("worker 1", b"kvrelay: another\n")
+    errors.pass_on("worker 0", b"kvrelay: no such file\n")
+    assert lines[-2:] == [b"kvrelay: another\n", b"kvrelay: no such file\n"]
+    now_s = WINDOW_S + 1
+    errors.pass_on("worker 1", b"kvrelay: no such file\n")
+    assert lines.count(b"kvrelay: no such file\n") == 3
+
+
+def test_errors_of_real_children_and_of_restarted_ones() -> None:
+    lines: list[bytes] = []
+    errors = ChildErrors(lines.append)
+    children = [start_child(f"w{n}", [sys.executable, "-c", FAILS, str(n)], errors=errors) for n in range(3)]
+    for child in children:
+        child.process.wait(60)
+    restart(children[0])
+    children[0].process.wait(60)
+    errors.finish(60)
+    assert sorted(line for line in lines if line.startswith(b"log")) == [b"log 0\n", b"log 0\n", b"log 1\n", b"log 2\n"]
+    assert 1 <= lines.count(b"kvrelay: no such file\n") <= 2
+
+
+async def test_a_long_end_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children_module, "SILENT_WAIT_S", 0.05)
+    lines: list[bytes] = []
+    errors = ChildErrors(lines.append)
+    child = start_child("stubborn", [sys.executable, "-c", IGNORES], errors=errors)
+    while not lines:
+        await asyncio.sleep(0.01)
+    told: list[list[Child]] = []
+    await stop_children([child], 0.3, told.append)
+    assert told == [[child]]
+    assert child.exit_code == -9
+    errors.finish(60)
