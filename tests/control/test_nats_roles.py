@@ -29,9 +29,8 @@ FORBIDDEN = {
     "frontend": [
         f"{BUCKET}workers.w",
         f"{BUCKET}kv_metadata.w.0",
-        f"{BUCKET}leases.0123",
+        f"{BUCKET}operators.o",
         f"{BUCKET}config.disagg=2Emax_local_prefill_length",
-        "kvrelay.default.beats.0123",
         "kvrelay.default.lease_keeper",
         f"kvrelay.default.prefill.queue.{LINE}",
         "kvrelay.default.load.w",
@@ -45,6 +44,8 @@ FORBIDDEN = {
         "_INBOX_worker.x",
     ],
     "worker": [
+        f"{BUCKET}frontends.f",
+        f"{BUCKET}operators.o",
         f"{BUCKET}config.disagg=2Emax_local_prefill_length",
         "$JS.API.STREAM.DELETE.KV_kvrelay_default",
         "$JS.API.STREAM.PURGE.kvrelay_default_prefill",
@@ -124,6 +125,10 @@ async def test_every_role_does_its_work(address: str) -> None:
             watching(other.discovery, KEYS.kv_metadata) as memory,
         ):
             assert seen.state == {WORKER: b"{}"}
+            own = await frontend.discovery.grant(60.0)
+            await frontend.discovery.put(KEYS.frontend("f"), b"{}", own)
+            assert await worker.discovery.get(KEYS.frontend("f")) == b"{}"
+            await own.revoke()
             assert memory.state == {KEYS.worker_kv_metadata("w", 0): b"{}"}
             await worker.events.publish(KEYS.worker_kv_events("w"), b"event")
             await worker.events.publish(KEYS.worker_load("w"), b"load")
@@ -138,6 +143,10 @@ async def test_every_role_does_its_work(address: str) -> None:
             async with role(address, "operator") as operator:
                 assert await operator.discovery.list(KEYS.workers) == {WORKER: b"{}"}
                 assert await operator.prefill_queue.size() == 0
+                caller = await operator.discovery.grant(60.0)
+                await operator.discovery.put(KEYS.operator("o"), b"{}", caller)
+                assert await worker.discovery.get(KEYS.operator("o")) == b"{}"
+                await caller.revoke()
                 await operator.discovery.put(KEYS.config_value("disagg.x"), b"1")
                 await eventually(lambda: bool(settings.state))
                 await operator.discovery.delete(KEYS.config_value("disagg.x"))

@@ -127,7 +127,9 @@ class NatsConnection:
         self._on_reconnected: list[Callable[[], None]] = []
         self._is_closing = False
         self._denied: set[str] = set()
-        """Subjects that the server refused to take from us."""
+        """Subjects that the server refused to take from us, in lower case."""
+        self._asking: dict[str, set[asyncio.Timeout]] = {}
+        """Requests under way, by subject: the server answers one that it refuses with an error of the connection."""
         self.num_errors = 0
 
     @classmethod
@@ -208,12 +210,21 @@ class NatsConnection:
         timeout_s: float = REQUEST_TIMEOUT_S,
         headers: Mapping[str, str] | None = None,
     ) -> NatsMessage:
-        """One reply. Raises NoRespondersError, RequestTimeoutError, ControlUnavailableError."""
+        """One reply. Raises NoRespondersError, RequestTimeoutError, ControlDeniedError, ControlUnavailableError."""
         self._check(data)
+        key = subject.lower()
         with self._mapped(subject):
-            message: NatsMessage = await self._client.request(
-                subject, data, timeout=timeout_s, headers=dict(headers) if headers else None
-            )
+            async with asyncio.timeout(None) as scope:
+                asking = self._asking.setdefault(key, set())
+                asking.add(scope)
+                try:
+                    message: NatsMessage = await self._client.request(
+                        subject, data, timeout=timeout_s, headers=dict(headers) if headers else None
+                    )
+                finally:
+                    asking.discard(scope)
+                    if not asking:
+                        self._asking.pop(key, None)
         return message
 
     async def subscribe(
@@ -294,6 +305,8 @@ class NatsConnection:
         denied = DENIED_PUBLISH.search(str(error).lower())
         if denied is not None:
             self._denied.add(denied[1])
+            for scope in self._asking.get(denied[1], ()):
+                scope.reschedule(asyncio.get_running_loop().time())
         _log.debug("control server %s: %s", self._url, _one_line(error))
 
 

@@ -366,11 +366,9 @@ class Mirror:
     async def _tidy(self, entries: dict[str, KvEntry]) -> None:
         """Take what nobody holds out of the bucket."""
         for key, entry in entries.items():
-            if not self._may_end:
-                return
             try:
                 await self._bucket.delete(key, expected_seq=entry.seq)
             except ControlDeniedError as exc:
-                self._leave_it_to_others(exc)
+                _log.debug("%s is for others to remove: %s", key, exc)
             except WrongSequenceError:
                 _log.debug("%s was written again, or somebody else has deleted it", key)
