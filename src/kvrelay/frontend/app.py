@@ -15,6 +15,7 @@ import msgspec
 from kvrelay.config import FrontendConfig
 from kvrelay.core.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import KvrelayError, ModelNotFoundError, OverloadedError
 from kvrelay.frontend.answers import DONE_EVENT, ClientGoneError, require_client
 from kvrelay.frontend.api_keys import ApiKeys
@@ -91,7 +92,7 @@ class FrontendApp:
         self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
         self._cluster = cluster
         self._metrics = metrics
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._openapi = msgspec.json.encode(openapi_document())
         in_flight = InFlight(config.max_waiting_requests, metrics, clock)
         self._threads = SideThreads()
@@ -143,15 +144,11 @@ class FrontendApp:
         return Response(status, error_body(status, message))
 
     def handle(self, exchange: Exchange) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(exchange))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._answer(exchange))
 
     async def close(self) -> None:
         """End the requests that are still open, each with an error."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         self._threads.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from kvrelay.control.base import ControlPlane, Keys, Subscription, WatchEvent, W
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.event_codec import decode_events, decode_load
+from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.errors import (
@@ -84,7 +85,7 @@ class Cluster:
         """Workers that nobody has tried to reach yet."""
         self._all_met = asyncio.Event()
         self._all_met.set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._subscriptions: list[Subscription] = []
         self._settings = RuntimeSettings()
         self._workers_listed = asyncio.Event()
@@ -126,8 +127,8 @@ class Cluster:
             await events.subscribe(self._keys.load_metrics, self._on_load),
         ]
         discovery, settings = self._control.discovery, self._keys.config_value(ROUTER_SECTION)
-        self._spawn(follow(discovery, self._keys.workers, self._on_worker, self._workers_listed.set))
-        self._spawn(follow(discovery, settings, self._on_setting, self._settings_listed.set))
+        self._tasks.spawn(follow(discovery, self._keys.workers, self._on_worker, self._workers_listed.set))
+        self._tasks.spawn(follow(discovery, settings, self._on_setting, self._settings_listed.set))
 
     async def wait_synced(self, timeout_s: float) -> bool:
         """Until the workers that were registered at the start, and the settings of then, are known."""
@@ -214,7 +215,7 @@ class Cluster:
             return
         if (error := task.exception()) is not None:
             _log.error("the connection to %s failed", worker_id, exc_info=error)
-            self._spawn(self._keep_again(worker_id))
+            self._tasks.spawn(self._keep_again(worker_id))
             return
         # It may have come back while its connection was being closed.
         self._keep_if_wanted(worker_id)
@@ -341,7 +342,7 @@ class Cluster:
         return model.router if model is not None else None
 
     def _request_replay(self, worker_id: str, request: bytes) -> None:
-        self._spawn(self._replay(worker_id, request))
+        self._tasks.spawn(self._replay(worker_id, request))
 
     async def _replay(self, worker_id: str, request: bytes) -> None:
         try:
@@ -353,11 +354,6 @@ class Cluster:
         router = self._router_of(worker_id)
         if router is not None:
             router.apply_replay(worker_id, reply)
-
-    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _check_sender(subject: str, own_subject: str) -> None:

@@ -7,12 +7,12 @@ message through, and keeps the handshake waiting for the answer. What this modul
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import zmq
 from zmq.utils import z85
 
+from kvrelay.core.tasks import TaskSet
 from kvrelay.rpc.base import Admit
 from kvrelay.rpc.zmq_socket import SocketReader
 
@@ -34,7 +34,7 @@ class ZapHandler:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], guarded: zmq.Socket[bytes], admit: Admit) -> None:
         self._admit = admit
-        self._undecided: set[asyncio.Task[None]] = set()
+        self._undecided = TaskSet()
         guarded.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         # Should this handler be missing, libzmq refuses everybody instead of letting everybody in.
         guarded.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -44,8 +44,7 @@ class ZapHandler:
 
     def close(self) -> None:
         """Answer nothing more."""
-        for task in self._undecided:
-            task.cancel()
+        self._undecided.cancel()
         self._reader.close()
         self._socket.close(linger=0)
 
@@ -61,9 +60,7 @@ class ZapHandler:
         if mechanism != b"CURVE" or len(key) != KEY_BYTES or len(self._undecided) >= MAX_UNDECIDED:
             self._answer(frames, None)
             return True
-        task = asyncio.get_running_loop().create_task(self._decide(frames, z85.encode(key).decode()))
-        self._undecided.add(task)
-        task.add_done_callback(self._undecided.discard)
+        self._undecided.spawn(self._decide(frames, z85.encode(key).decode()))
         return True
 
     async def _decide(self, frames: list[bytes], public_key: str) -> None:

@@ -22,6 +22,7 @@ from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_caller
 from kvrelay.core.handoff import HandoffClaim, HandoffReleased
 from kvrelay.core.messages import AbortRequest, AdminRequest, GenerateRequest, Message, Ping
+from kvrelay.core.tasks import TaskSet
 
 ADMISSION_WAIT_S = 1.0
 """How long a handshake waits for a key to appear in our watch: its holder may be ahead of it."""
@@ -60,23 +61,18 @@ class Callers:
         self._key_of: dict[Caller, str] = {}
         self._callers_of: defaultdict[str, list[Caller]] = defaultdict(list)
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = TaskSet()
 
     def __repr__(self) -> str:
         return f"Callers({len(self._key_of)} known{', open' if self._is_open else ''})"
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
         watched = ((self._keys.frontends, CallerKind.FRONTEND), (self._keys.operators, CallerKind.OPERATOR))
-        self._tasks = [
-            loop.create_task(follow(self._discovery, prefix, partial(self._apply, kind, prefix)))
-            for prefix, kind in watched
-        ]
+        for prefix, kind in watched:
+            self._tasks.spawn(follow(self._discovery, prefix, partial(self._apply, kind, prefix)))
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     # -- what discovery says ------------------------------------------------------------------------------------------
 

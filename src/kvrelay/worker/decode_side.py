@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,6 +38,7 @@ from kvrelay.core.messages import (
     RequestRefused,
     TokenOutput,
 )
+from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.base import RemotePrefillStart, StepOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
@@ -130,10 +131,10 @@ class DecodeSide:
         self._unsent_abandons: defaultdict[str, list[HandoffAbandon]] = defaultdict(list)
         self._claims: set[_Claim] = set()
         self._open_grants: dict[tuple[str, int], _OpenGrant] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._last_request_s = 0.0
         self._queue_watch: asyncio.Task[None] | None = None
-        self._expiry = self._loop.create_task(self._expire_forever())
+        self._tasks.spawn(self._expire_forever())
 
     @property
     def num_requests(self) -> int:
@@ -257,7 +258,7 @@ class DecodeSide:
         if step.outputs:
             self._send_outputs(step.outputs)
         for start in step.remote_prefills:
-            self._spawn(self._push(start))
+            self._tasks.spawn(self._push(start))
         for claimant, abandon in abandons:
             self._send_abandon(claimant, abandon)
 
@@ -320,7 +321,7 @@ class DecodeSide:
             self._send_abandon(claimant, abandon)
         claim = _Claim(claimant, message.handoff_id)
         self._claims.add(claim)
-        self._spawn(self._grant(peer, message, claim))
+        self._tasks.spawn(self._grant(peer, message, claim))
 
     def _turn_down(self, peer: Peer, message: HandoffClaim, reason: str) -> None:
         """This claimant cannot have it, and has taken it from the queue: unless another one computes it we do."""
@@ -402,7 +403,7 @@ class DecodeSide:
         """Keep the queue's size fresh while requests arrive; stop asking a second after the last one."""
         self._last_request_s = time.monotonic()
         if self._num_prefill_workers() and (self._queue_watch is None or self._queue_watch.done()):
-            self._queue_watch = self._loop.create_task(self._refresh_queue_size())
+            self._queue_watch = self._tasks.spawn(self._refresh_queue_size())
 
     async def _refresh_queue_size(self) -> None:
         while time.monotonic() - self._last_request_s < 1.0:
@@ -418,11 +419,6 @@ class DecodeSide:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             if self._peer_of:
                 self._engine.post(lambda core: core.expire_handoffs())
-
-    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def drain(self) -> None:
         """Take nothing new; return when every request and every hand-off has ended. A claimant that lives and does not
@@ -444,7 +440,4 @@ class DecodeSide:
             await asyncio.sleep(DRAIN_INTERVAL_S)
 
     async def close(self) -> None:
-        tasks = [self._expiry, *self._tasks, *([self._queue_watch] if self._queue_watch else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_kv_metadata, decode_worker
+from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import KvMetadata, WorkerRole
 
 MAX_LEASE_TTL_S = 3600.0
@@ -50,7 +51,7 @@ class Fleet:
         """Those of each worker that are registered."""
         self._ttl_s: dict[str, float] = {}
         self._fences: dict[str, asyncio.TimerHandle] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = TaskSet()
 
     @property
     def num_prefill_workers(self) -> int:
@@ -62,18 +63,13 @@ class Fleet:
         return worker_id not in self._ranks
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._tasks = [
-            loop.create_task(follow(self._discovery, self._keys.workers, self._apply)),
-            loop.create_task(follow(self._discovery, self._keys.kv_metadata, self._on_memory)),
-        ]
+        self._tasks.spawn(follow(self._discovery, self._keys.workers, self._apply))
+        self._tasks.spawn(follow(self._discovery, self._keys.kv_metadata, self._on_memory))
 
     async def close(self) -> None:
         for fence in self._fences.values():
             fence.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def _on_memory(self, event: WatchEvent) -> None:
         place = event.key.removeprefix(self._keys.kv_metadata)

@@ -15,6 +15,7 @@ from kvrelay.control.base import Discovery, Keys
 from kvrelay.core.control_codec import decode_kv_metadata
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffGrant, HandoffRefused, HandoffReleased
 from kvrelay.core.messages import Message, Ping, Pong
+from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import ControlUnavailableError, IncompatiblePeerError, ProtocolError, WorkerUnavailableError
 from kvrelay.rpc.base import RpcClient
@@ -120,7 +121,7 @@ class DecodePeers:
         self._on_lost = on_lost
         self._peers: dict[str, DecodePeer] = {}
         self._opening = KeyedLocks()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = TaskSet()
 
     async def get(self, worker_id: str, address: str) -> DecodePeer:
         """The connection to ``worker_id``. Raises WorkerUnavailableError or IncompatiblePeerError."""
@@ -167,9 +168,7 @@ class DecodePeers:
             return
         del self._peers[peer.worker_id]
         peer.lost()
-        task = asyncio.get_running_loop().create_task(peer.client.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing.spawn(peer.client.close())
         self._on_lost(peer.worker_id)
 
     async def close(self) -> None:
@@ -177,5 +176,4 @@ class DecodePeers:
             peer.lost()
             await peer.client.close()
         self._peers.clear()
-        if self._closing:
-            await asyncio.gather(*self._closing)
+        await self._closing.wait()

@@ -27,6 +27,7 @@ from kvrelay.core.handoff import (
     RemotePrefillRequest,
 )
 from kvrelay.core.layout import KVLayout
+from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.base import StepOutput
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import (
@@ -95,7 +96,7 @@ class PrefillSide:
         """Claims that wait for an answer, and the generations of each that were abandoned before their grant came."""
         self._meeting = KeyedLocks()
         self._outgoing: dict[str, OutgoingHandoff] = {}
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving = TaskSet()
         self._slots = asyncio.Semaphore(MAX_COMPUTING)
         self._pulling: asyncio.Task[None] | None = None
 
@@ -202,9 +203,7 @@ class PrefillSide:
                 if delivery is None:
                     self._slots.release()
             if delivery is not None:
-                task = asyncio.get_running_loop().create_task(self._serve(delivery))
-                self._serving.add(task)
-                task.add_done_callback(self._serving.discard)
+                self._serving.spawn(self._serve(delivery))
 
     async def _serve(self, delivery: PrefillDelivery) -> None:
         """One queue entry from pull to acknowledgement."""

@@ -18,6 +18,7 @@ import logging
 import time
 
 from kvrelay.core.handoff import HandoffReleased
+from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import KvrelayError
 from kvrelay.worker.peers import DecodePeers
 
@@ -40,7 +41,7 @@ class Releases:
         self._peers = peers
         self._gone_for_s = max(GONE_FOR_DETECTIONS * detection_s, MIN_GONE_FOR_S)
         self._unheard: dict[str, list[HandoffReleased]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._is_closed = False
 
     @property
@@ -53,17 +54,12 @@ class Releases:
             self._unheard[worker_id].append(message)
             return
         self._unheard[worker_id] = [message]
-        task = asyncio.get_running_loop().create_task(self._tell(worker_id, address))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(self._tell(worker_id, address))
 
     async def close(self) -> None:
         """What is unheard does not matter any more: the end of our lease will say the same."""
         self._is_closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _tell(self, worker_id: str, address: str) -> None:
         unheard = self._unheard[worker_id]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
 from dataclasses import asdict
 
 import msgspec
@@ -23,6 +22,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffReleased
 from kvrelay.core.messages import AbortRequest, AdminReply, AdminRequest, GenerateRequest, Message, Ping, Pong
+from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import KvMetadata, WorkerRole
 from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.core import EngineCore
@@ -91,7 +91,7 @@ class Worker:
         self._draining = asyncio.Event()
         self._failed = asyncio.Event()
         self._failure: FatalError | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._membership = Membership(
             settings,
             executor,
@@ -190,8 +190,8 @@ class Worker:
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
         self._fleet.start()
         self._callers.start()
-        self._spawn(follow_thresholds(self._control.discovery, self._keys, self._policy))
-        self._spawn(self._membership.keep_entries())
+        self._tasks.spawn(follow_thresholds(self._control.discovery, self._keys, self._policy))
+        self._tasks.spawn(self._membership.keep_entries())
         await self._enter_role(self.role)
 
     async def run(self) -> None:
@@ -231,9 +231,7 @@ class Worker:
 
     async def close(self) -> None:
         """Leave discovery and free everything, whatever is in flight."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         self._decode.accepting = False
         if self._failure is not None:
             # Nothing finishes any more: whoever waits goes elsewhere now.
@@ -276,7 +274,7 @@ class Worker:
                 await self._enter_role(role)
             except ControlUnavailableError:
                 self._assume(before)
-                self._spawn(self._register_again())
+                self._tasks.spawn(self._register_again())
                 raise
 
     async def _enter_role(self, role: WorkerRole) -> None:
@@ -330,7 +328,7 @@ class Worker:
             case Ping():
                 self._server.send(peer, Pong(message.nonce, self.settings.worker_id))
             case AdminRequest():
-                self._spawn(self._obey(peer, message))
+                self._tasks.spawn(self._obey(peer, message))
             case _:
                 _log.warning("an unexpected %s was dropped", type(message).__name__)
 
@@ -390,7 +388,7 @@ class Worker:
         """Somebody wants us to leave. What had gone with the lease is known as lost by now."""
         _log.warning("lease revoked: draining")
         self.request_drain()
-        self._spawn(self._come_back())
+        self._tasks.spawn(self._come_back())
 
     async def _withdraw(self) -> None:
         """Return when nothing that we were allowed to write still moves. The lease may live on."""
@@ -465,8 +463,3 @@ class Worker:
             prefill=self._prefill.stats,
             transfer=self._transfer.stats(),
         )
-
-    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

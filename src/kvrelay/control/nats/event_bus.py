@@ -6,7 +6,6 @@ themselves after a gap; what was published in between is lost, as the contract s
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -18,6 +17,7 @@ from kvrelay.control.nats.connection import (
     NoRespondersError,
     RequestTimeoutError,
 )
+from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import ControlUnavailableError, KvrelayError, RetryElsewhereError
 
 _log = logging.getLogger(__name__)
@@ -30,19 +30,14 @@ MAX_CONCURRENT_REQUESTS = 256
 class NatsEventSubscription:
     """A subscription, with the answers that it has under way."""
 
-    def __init__(
-        self, connection: NatsConnection, subscription: NatsSubscription, tasks: set[asyncio.Task[None]]
-    ) -> None:
+    def __init__(self, connection: NatsConnection, subscription: NatsSubscription, tasks: TaskSet) -> None:
         self._connection = connection
         self._subscription = subscription
         self._tasks = tasks
 
     async def unsubscribe(self) -> None:
         await self._connection.unsubscribe(self._subscription)
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
 
 
 class NatsEventBus:
@@ -60,7 +55,7 @@ class NatsEventBus:
 
         subscription = await self._connection.subscribe(subject, receive)
         await self._connection.flush()
-        return NatsEventSubscription(self._connection, subscription, set())
+        return NatsEventSubscription(self._connection, subscription, TaskSet())
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
         try:
@@ -75,15 +70,13 @@ class NatsEventBus:
         return reply.data
 
     async def serve(self, subject: str, handler: Callable[[bytes], Awaitable[bytes]]) -> Subscription:
-        tasks: set[asyncio.Task[None]] = set()
+        tasks = TaskSet()
 
         async def receive(message: NatsMessage) -> None:
             if len(tasks) >= MAX_CONCURRENT_REQUESTS:
                 await self._connection.publish(message.reply, b"", headers={ERROR_HEADER: "too many requests"})
                 return
-            task = asyncio.get_running_loop().create_task(self._answer(message, handler))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            tasks.spawn(self._answer(message, handler))
 
         subscription = await self._connection.subscribe(subject, receive, queue="service")
         await self._connection.flush()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from kvrelay.control.nats.kv_keys import encode_key
 from kvrelay.control.redelivery import MAX_ACK_WAIT_S
 from kvrelay.core.control_codec import decode_prefill
 from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, ProtocolError
 
 _log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class NatsPrefillQueue:
         self._ack_wait_s = ack_wait_s
         self._max_deliveries = max_deliveries
         self._lines: dict[str, _Line] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = TaskSet()
         self.num_malformed = 0
         self.num_expired = 0
         self.num_dead = 0
@@ -154,8 +154,7 @@ class NatsPrefillQueue:
         for line in self._lines.values():
             if line.size_task is not None:
                 line.size_task.cancel()
-        while self._background:
-            await asyncio.wait(self._background)
+        await self._background.wait()
 
     async def push(self, request: RemotePrefillRequest) -> None:
         data = msgspec.msgpack.encode(request)
@@ -288,7 +287,7 @@ class NatsPrefillQueue:
             self._connection.check_connected()
         finally:
             if message is None:
-                self._spawn(self._give_back(line, subscription, arrived))
+                self._background.spawn(self._give_back(line, subscription, arrived))
             else:
                 await self._connection.unsubscribe(subscription)
         return self._without_status(line, message)
@@ -337,11 +336,6 @@ class NatsPrefillQueue:
         return NatsPrefillDelivery(
             self._connection, message.reply, request, num_deliveries=stamp.num_delivered, is_expired=is_expired
         )
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 def _token(kv_compatibility: str) -> str:

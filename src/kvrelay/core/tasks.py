@@ -1,0 +1,54 @@
+"""Background tasks of one owner: kept until they end, their failures logged, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+
+class TaskSet:
+    """The tasks that run now. To be used on the event loop that runs them.
+
+    The event loop itself keeps only weak references, and tells of a failed task when that is collected at the earliest.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[asyncio.Task[None]]:
+        return iter(tuple(self._tasks))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run ``work`` beside its owner. If it fails, the failure is logged and nothing else ends."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel(self) -> None:
+        """Ask every task to end."""
+        for task in self:
+            task.cancel()
+
+    async def wait(self) -> None:
+        """Return when no task runs, those included that are spawned meanwhile."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def close(self) -> None:
+        """Cancel what runs now and wait until it has ended."""
+        tasks = tuple(self)
+        self.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the background task %s failed", getattr(task.get_coro(), "__qualname__", task), exc_info=error)
