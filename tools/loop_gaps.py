@@ -30,7 +30,7 @@ from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.frontend import Frontend
-from kvrelay.router import build_router
+from kvrelay.router import Router
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.loopback import LoopbackNetwork
 
@@ -149,7 +149,7 @@ async def start_frontend() -> Frontend:
         plane,
         keys,
         lambda worker: network.client(worker.address),
-        lambda block_size, replay: build_router(RouterConfig(), block_size, MonotonicClock(), request_replay=replay),
+        lambda block_size, replay: Router(RouterConfig(), block_size, MonotonicClock(), request_replay=replay),
     )
     await frontend.start()
     return frontend

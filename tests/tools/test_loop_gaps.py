@@ -1,0 +1,21 @@
+"""The tool that measures gaps of the event loop keeps working; what it measures is no test's business."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tools import loop_gaps
+
+
+async def test_a_request_is_sent_and_measured() -> None:
+    frontend = await loop_gaps.start_frontend()
+    heartbeat = loop_gaps.Heartbeat()
+    try:
+        assert await asyncio.to_thread(loop_gaps.send, "nothing", frontend.port) == "200"
+        path, body = loop_gaps.REQUESTS["text of 1 MB"]()
+        assert path == loop_gaps.COMPLETIONS
+        assert len(body) > 10**6
+    finally:
+        heartbeat.stop()
+        await frontend.close()
+    assert heartbeat.longest_s > 0
