@@ -8,6 +8,7 @@ It owns the parser and the limits on heads, trailers and bodies. It knows no soc
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 import httptools
@@ -15,6 +16,8 @@ import httptools
 from kvrelay.frontend.http.limits import HttpLimits
 from kvrelay.frontend.http.messages import HttpRequest, Response, parse_target
 
+HOST = re.compile(r"(\[[0-9a-zA-Z:.%~_-]+\]|[0-9a-zA-Z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
+"""RFC 3986, 3.2.2, with a port; it may be empty."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -214,10 +217,15 @@ class RequestReader:
     def _malformed(self, request: HttpRequest, version: str) -> Response | None:
         """What llhttp lets pass and RFC 9112 does not."""
         error = self._listener.error_response
+        if version == "0.9":
+            # The parser says so if there is none.
+            return error(400, "the request line has no HTTP version")
         if version not in ("1.0", "1.1"):
             return error(505, f"HTTP/{version} is not supported here, HTTP/1.1 is")
         if self._num_hosts > 1 or (self._num_hosts == 0 and version == "1.1"):
             return error(400, "an HTTP/1.1 request has one Host header")
+        if not HOST.fullmatch(request.headers.get("host", "")):
+            return error(400, "the Host header is malformed")
         if request.method == "CONNECT":
             return error(501, "this server is no proxy")
         coding = request.headers.get("transfer-encoding")
