@@ -25,9 +25,29 @@ request. A claim, a notification or a release of another generation than the cur
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from kvrelay.core.sampling import SamplingParams
+
+
+class HandoffOrder(enum.StrEnum):
+    """Which worker hears of a request first."""
+
+    DECODE_FIRST = "decode-first"
+    """D opens the hand-off; any prefill worker pulls it from the queue."""
+    PREFILL_FIRST = "prefill-first"
+    """P and D are chosen up front and hear of it independently, so a claim may reach D before the request does."""
+
+
+class KvDirection(enum.StrEnum):
+    """Who moves the KV, and so whose memory a peer touches."""
+
+    PUSH = "push"
+    """P writes into the blocks that D has granted."""
+    PULL = "pull"
+    """P keeps its blocks until D has read them (GET)."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -84,6 +104,8 @@ class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
     prefill_worker_id: str
     kv_compatibility: str
     wants_checksums: bool = False
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    lease_id: str = ""
 
 
 class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
@@ -98,6 +120,8 @@ class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
     block_ids: tuple[int, ...]
     num_cached_tokens: int
     checksums: tuple[int, ...] | None = None
+    direction: KvDirection = KvDirection.PUSH
+    lease_id: str = ""
 
 
 class HandoffRefused(msgspec.Struct, frozen=True, tag=True):
@@ -141,3 +165,25 @@ class HandoffDone(msgspec.Struct, frozen=True, tag=True):
     num_transferred_bytes: int
     prefill_s: float
     checksums: tuple[int, ...] | None = None
+
+
+class HandoffReady(msgspec.Struct, frozen=True, tag=True):
+    """P to D, pull only: everything is computed and lies in P's ``block_ids``, from the first that D lacks to the last.
+
+    P keeps them until it hears HandoffFetched or HandoffAbandon, or D is fenced, and repeats this until then.
+    """
+
+    handoff_id: str
+    generation: int
+    block_ids: tuple[int, ...]
+    token_id: int
+    logprobs: PositionLogprobs | None
+    prefill_s: float
+    checksums: tuple[int, ...] | None = None
+
+
+class HandoffFetched(msgspec.Struct, frozen=True, tag=True):
+    """D to P, pull only: D has read everything and reads no more."""
+
+    handoff_id: str
+    generation: int

@@ -12,7 +12,9 @@ from kvrelay.core.handoff import (
     HandoffAbandon,
     HandoffClaim,
     HandoffDone,
+    HandoffFetched,
     HandoffGrant,
+    HandoffReady,
     HandoffRefused,
     HandoffReleased,
     PositionLogprobs,
@@ -124,6 +126,8 @@ Message = (
     | HandoffAbandon
     | HandoffReleased
     | HandoffDone
+    | HandoffReady
+    | HandoffFetched
     | Ping
     | Pong
     | AdminRequest

@@ -50,11 +50,11 @@ from kvrelay.errors import (
     OverloadedError,
     RetryElsewhereError,
 )
+from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.arrivals import Arrivals
 from kvrelay.worker.checksums import BlockChecksums
-from kvrelay.worker.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.gate import Gate
 from kvrelay.worker.outputs import send_outputs

@@ -35,6 +35,7 @@ from kvrelay.errors import (
     PayloadTooLargeError,
     WorkerUnavailableError,
 )
+from kvrelay.handoff.disagg import DisaggPolicy
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.transfer.base import Transport
@@ -42,7 +43,6 @@ from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.callers import Caller, CallerKind, Callers
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.decode_side import DecodeSide
-from kvrelay.worker.disagg import DisaggPolicy
 from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.fleet import Fleet
 from kvrelay.worker.load import LoadSampler

@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.config import DisaggConfig
 from kvrelay.errors import ConfigError
-from kvrelay.worker.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""The hand-off's contract: two ledgers, one per side, that decide who may touch which KV blocks, and when.
+
+A *prefill worker* P computes the KV of a prompt, a *decode worker* D goes on from it. This room holds the protocol
+between them and nothing else: events in, actions out, time as an argument. It knows no asyncio, no sockets, no
+threads, no memory and no scheduler. A driver (``worker``) turns what happens into events and carries the actions out.
+
+    D's driver ──DecodeEvent──> DecodeLedger ──DecodeAction──> D's driver     one DecodeHandoff per hand-off, its grants
+    P's driver ──PrefillEvent─> PrefillLedger ─PrefillAction─> P's driver     one PrefillHandoff per hand-off
+
+Order and direction are independent:
+
+    decode-first   D opens the hand-off, pushes an entry to the prefill queue; the worker that pulls it claims it
+    prefill-first  P and D are chosen up front; both hear of the request; P claims, perhaps before D has heard
+    push           P writes into the blocks that D has granted
+    pull           P keeps its blocks; D reads them and says so
+
+The way of a hand-off (push; pull differs from "computed" on):
+
+    decode worker D                                      prefill worker P
+      Opened: the engine lends the blocks
+      entry ──queue (decode-first), or the router────────> Pulled: the engine begins to compute at once
+      Claimed   <────────────── HandoffClaim ───────────── the claim is under way meanwhile
+      generation += 1
+                ─────────────── HandoffGrant ────────────> Granted: only now are hit blocks read from D,
+                                                           and computed blocks written into it
+      Done      <── HandoffDone, behind the last write ─── its blocks are free
+      verify checksums, if asked for; the loan ends; Resume
+
+    pull:       <────────────── HandoffReady ───────────── computed: the blocks stay P's, unchanged
+      read them into our own blocks, verify, Resume
+                ─────────────── HandoffFetched ──────────> its blocks are free
+
+A refused claim costs P a prefill, which stays in P's prefix cache.
+
+Who owns blocks, when. D's engine *lends* blocks to the hand-off when it opens it, and gets each loan back exactly once
+(``EndLoan``). Until then it may neither free nor reuse them, whatever becomes of the request.
+
+    D's blocks    engine ── Opened ──> loan 1 ── EndLoan ──> engine
+                                         │         ^  when nothing needs the loan any more:
+                                         │         │    - the hand-off is open and this is its current loan
+                                         │         │    - a grant of it is out: P may write (push) or read hit blocks
+                                         │         └    - D itself reads into the blocks, or checksums them
+                                         └─ a later claimant gets loan 2: other blocks, since the first may still write
+
+    a grant is out from SendGrant until P has said Done or Released, or P is fenced. Nothing else ends it.
+
+    P's blocks    engine ── Compute ──> in use ── FreeBlocks ──> engine
+                                         ^  when all reads, writes and checksums of them have ended, and (pull)
+                                         └  D has said Fetched or Abandon, or D is fenced
+
+The rules, and the place that keeps each (docs/architecture.md, "What may never happen"):
+
+    1  a message of another generation than the current one changes nothing    DecodeHandoff.done, .ready
+    2  what a peer may write is not free; a release is said until it is heard  DecodeHandoff.settle, PrefillHandoff
+    3  P writes nothing that others may think impossible: a lost lease stops   PrefillHandoff.stop, transfer's fence
+       it, and D frees only a lease's time to live after the lease has ended   PeerLeases
+    4  P's blocks stay in use until its own transfers have ended               PrefillHandoff.settle
+    5  who cannot exchange KV with D is refused                                DecodeLedger
+    6  a message to an earlier incarnation names a hand-off that is unknown    both ledgers
+    7  KV that was damaged is computed again; its blocks stay lent meanwhile   DecodeHandoff.verified
+
+What fences stale work, in one place. Each number answers one question; none is used for another.
+
+    generation     whose grant of this hand-off is current?      raised by each grant; it also counts attempts, which
+                                                                 ``max_attempts`` bounds
+    hand-off id    which hand-off of which incarnation of D?     names D's worker id, which is new at every start
+    lease id       was it begun under the lease that we know?    claim and grant carry their sender's. A ledger acts
+                                                                 only for a lease that it has seen in discovery, so
+                                                                 what it sees end fences all that was begun before
+    loan           which blocks of this hand-off?                between D's ledger and D's engine, never sent
+    transfer term  was it submitted under our lease of now?      in the transfer thread; a lost lease raises it. The
+                                                                 ledger needs none: LeaseLost stops each hand-off, and a
+                                                                 stopped one submits nothing
+    epoch          which role does this worker advertise?        in discovery and KV events; no part of this room
+
+Failures are told apart by type (``EndReason``), never by their text.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+
+Connection = Hashable
+"""A live connection to a peer, as the driver knows it. Compared, never looked into."""
+
+
+class EndReason(enum.StrEnum):
+    """Why a hand-off did not go the whole way. Values are for logs and metric labels."""
+
+    REQUEST_ENDED = "the request has ended"
+    NOT_QUEUED = "it could not be queued"
+    NO_PREFILL_WORKER = "no prefill worker is left"
+    DEADLINE = "its deadline has passed"
+    CLAIMS_EXHAUSTED = "it was claimed too often"
+    CLAIMANT_REFUSED = "its claimant was refused"
+    CLAIMANT_LOST = "the connection to its claimant has ended"
+    CLAIMANT_LEASE_ENDED = "the lease of its claimant has ended"
+    RELEASED = "its claimant has given it up"
+    GRANT_NOT_SENT = "the grant could not be sent"
+    KV_DAMAGED = "its KV is not what was sent"
+    READ_FAILED = "its KV could not be read"
+    NO_BLOCKS = "there are no blocks to read it into"
+
+    REFUSED = "the decode worker refused the claim"
+    CLAIM_TIMEOUT = "the decode worker did not answer the claim"
+    CLAIM_FAILED = "the decode worker could not be reached"
+    BAD_GRANT = "the grant does not fit the request"
+    ENGINE_REFUSED = "the engine did not take it"
+    ABANDONED = "the decode worker abandoned it"
+    DECODE_WORKER_LOST = "the connection to the decode worker has ended"
+    LEASE_LOST = "this worker's lease was lost"
+    LEAVING = "this worker leaves"
+    TRANSFER_FAILED = "a transfer failed"
+    CHECKSUM_FAILED = "computed KV could not be checksummed"
+
+
+class RefusalReason(enum.StrEnum):
+    """Why a claim is turned down."""
+
+    INCOMPATIBLE = "KV is not compatible"
+    LEASE_ENDED = "the claimant's lease has ended"
+    LEASE_UNKNOWN = "the claimant's lease is unknown"
+    UNKNOWN = "nobody waits for this hand-off"
+    GIVEN_UP = "the claimant has given it up"
+    ANOTHER_CLAIMANT = "it is meant for another worker"
+    EXHAUSTED = "it was claimed too often"
+    NO_BLOCKS = "no free blocks for another claimant"
+    BUSY = "another claimant is being served"

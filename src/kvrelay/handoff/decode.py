@@ -1,0 +1,575 @@
+"""One hand-off at the decode worker: who may write into its blocks, or is read from, and how its request goes on.
+
+    OPEN ──claim──> GRANTED ──Done──────────────────> VERIFYING ──ok──> CLOSED (Resume)
+      │              │  ^  └─Ready──> [OFFERED ──>] READING ──^  │
+      │     2nd claim│  │blocks            │           │         └damaged─> CLOSED (ComputeHere)
+      │              v  │                  │           └failed────────────> CLOSED (ComputeHere)
+      │            RENEWING                │
+      └──────────────┴─────────────────────┴── abort, release, lost claimant, deadline ──> CLOSED
+
+VERIFYING is passed through at once when nobody asked for checksums. OFFERED waits for blocks to read into.
+
+A *grant* outlives its hand-off: until its holder is known to have stopped it keeps its loan.
+
+    PREPARING ──hits checksummed──> OUT ──hand-off closed, another claimant──> ABANDONED ──Done, Released, fenced──> end
+        └──no longer wanted──> WITHDRAWN ──hits checksummed──> end      (OUT ends in the same ways)
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffDone,
+    HandoffFetched,
+    HandoffGrant,
+    HandoffReady,
+    HandoffRefused,
+    KvDirection,
+)
+from kvrelay.errors import IllegalTransitionError
+from kvrelay.handoff.base import Connection, EndReason, RefusalReason
+from kvrelay.handoff.decode_events import (
+    Allocate,
+    Allocated,
+    ChecksumHits,
+    Claimed,
+    ComputeHere,
+    DecodeAction,
+    EndLoan,
+    Read,
+    Resume,
+    Send,
+    SendGrant,
+    Verify,
+)
+
+
+class DecodeState(enum.Enum):
+    """Where a hand-off stands at the decode worker."""
+
+    OPEN = "open"
+    """No one has claimed it."""
+    GRANTED = "granted"
+    """The holder of the current generation computes it."""
+    RENEWING = "renewing"
+    """A later claimant waits for blocks of its own."""
+    OFFERED = "offered"
+    """Pull: P is ready; blocks to read into are awaited."""
+    READING = "reading"
+    """Pull: we read P's blocks."""
+    VERIFYING = "verifying"
+    """Everything has arrived; checksums are compared."""
+    CLOSED = "closed"
+    """The request no longer waits for it. Grants and loans may be out still."""
+
+
+_S = DecodeState
+TRANSITIONS: dict[DecodeState, frozenset[DecodeState]] = {
+    _S.OPEN: frozenset({_S.GRANTED, _S.CLOSED}),
+    _S.GRANTED: frozenset({_S.RENEWING, _S.OFFERED, _S.READING, _S.VERIFYING, _S.CLOSED}),
+    _S.RENEWING: frozenset({_S.GRANTED, _S.VERIFYING, _S.CLOSED}),
+    _S.OFFERED: frozenset({_S.READING, _S.CLOSED}),
+    _S.READING: frozenset({_S.VERIFYING, _S.CLOSED}),
+    _S.VERIFYING: frozenset({_S.CLOSED}),
+    _S.CLOSED: frozenset(),
+}
+WAITING_FOR_CLAIMANT = frozenset({_S.OPEN, _S.GRANTED, _S.RENEWING, _S.OFFERED})
+"""States that a lost claimant or a deadline ends. In the others everything that is needed is on its way or here."""
+
+
+class GrantState(enum.Enum):
+    """Where a grant stands."""
+
+    PREPARING = "preparing"
+    """Its hit blocks are being checksummed; the claimant does not know of it."""
+    OUT = "out"
+    ABANDONED = "abandoned"
+    """The claimant was told to stop."""
+    WITHDRAWN = "withdrawn"
+    """Was being prepared, and will not be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A claimant's permission to read the hits of ``loan``, and with push to write the rest of it."""
+
+    worker_id: str
+    connection: Connection
+    generation: int
+    loan: int
+    state: GrantState
+    told_s: float = 0.0
+    """When it was last told to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRules:
+    """Settings of a decode ledger. Seconds. ``checksums``: this worker trusts no KV without them."""
+
+    block_size: int
+    kv_compatibility: str
+    remote_prefill_timeout_s: float = 30.0
+    """Not claimed by then, it is computed here."""
+    grant_timeout_s: float = 120.0
+    """Claimed and not done by then, it is computed here."""
+    max_attempts: int = 2
+    """Claims that are granted before the request is computed here."""
+    early_claim_timeout_s: float = 5.0
+    """How long a prefill-first claim waits for its request."""
+    abandon_repeat_s: float = 2.0
+    can_replace_blocks: bool = True
+    """Whether the engine can give a waiting request other blocks. If not, a later claimant is refused, and the request
+    is computed here only when no peer can write to its blocks any more."""
+    checksums: bool = False
+
+
+@dataclass(slots=True)
+class DecodeCounters:
+    """Since start. Stale: named a hand-off or generation that is not current. Refused: claims that were turned down."""
+
+    num_opened: int = 0
+    num_granted: int = 0
+    num_done: int = 0
+    num_stale: int = 0
+    num_refused: int = 0
+    num_released: int = 0
+    num_abandoned: int = 0
+    num_expired: int = 0
+    num_fenced: int = 0
+    num_damaged: int = 0
+    num_verified_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Turn:
+    """One event being dealt with: when, under which rules, and what it leads to."""
+
+    now_s: float
+    rules: DecodeRules
+    counters: DecodeCounters
+    connections: dict[str, Connection]
+    out: list[DecodeAction] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class DecodeHandoff:
+    """The state machine. Every field holds an immutable value. Methods are events; ``settle`` follows each of them."""
+
+    handoff_id: str
+    request_id: str
+    direction: KvDirection
+    claimant: str | None
+    block_ids: tuple[int, ...]
+    num_hit_blocks: int
+    deadline_s: float
+    lease_id: str = ""
+    """Our own lease when it was opened."""
+    loans: tuple[int, ...] = ()
+    """Loans that the engine has not got back."""
+    loan: int = 0
+    """The current one, of ``block_ids``; 0: none yet."""
+    state: DecodeState = DecodeState.OPEN
+    generation: int = 0
+    grants: tuple[Grant, ...] = ()
+    given_up_by: frozenset[str] = frozenset()
+    """Workers that said they will not compute it: a claim of theirs that comes later was overtaken by that."""
+    waiting: Claimed | None = None
+    """RENEWING: the claim to be granted."""
+    allocating: int = 0
+    """The loan that the engine was asked for; 0: none."""
+    arrived: HandoffDone | HandoffReady | None = None
+    is_touched: bool = False
+    """Reads or checksums of our own touch the current loan."""
+    owed: EndReason | None = None
+    """Why the request is to be computed here, until that was said."""
+
+    # -- claims -------------------------------------------------------------------------------------------------------
+
+    def claimed(self, event: Claimed, turn: Turn) -> None:
+        """Grant it, or say why not. A later claimant gets other blocks: the first may still write to the old ones."""
+        worker_id = event.claim.prefill_worker_id
+        if worker_id in self.given_up_by:
+            refuse(event, RefusalReason.GIVEN_UP, turn)
+        elif self.claimant not in (None, worker_id):
+            refuse(event, RefusalReason.ANOTHER_CLAIMANT, turn)
+        elif self._is_served(worker_id):
+            return  # a duplicate: the first one is answered
+        elif self.state is DecodeState.CLOSED:
+            refuse(event, RefusalReason.UNKNOWN, turn)
+        elif self.state not in (DecodeState.OPEN, DecodeState.GRANTED):
+            refuse(event, RefusalReason.BUSY, turn)
+        elif self.generation >= turn.rules.max_attempts:
+            refuse(event, RefusalReason.EXHAUSTED, turn)
+            self.compute_here(EndReason.CLAIMS_EXHAUSTED, turn)
+        elif self.state is DecodeState.OPEN or self.direction is KvDirection.PULL:
+            self._abandon_holder(turn)
+            self._grant(event, turn)
+        else:
+            self._move(DecodeState.RENEWING)
+            self.waiting = event
+            self._allocate(turn)
+
+    def _allocate(self, turn: Turn) -> None:
+        """Ask the engine for the next loan, unless its answer is under way already."""
+        if not self.allocating:
+            self.allocating = self.loan + 1
+            turn.out.append(Allocate(self.handoff_id, self.allocating))
+
+    def allocated(self, event: Allocated, turn: Turn) -> None:
+        """The engine has answered."""
+        if event.loan != self.allocating:
+            return
+        self.allocating = 0
+        if event.block_ids is not None:
+            self.loans = (*self.loans, event.loan)
+        waiting, self.waiting = self.waiting, None
+        if self.state is DecodeState.OFFERED:
+            self._read(event, turn)
+        elif self.state is DecodeState.RENEWING and waiting is not None:
+            self._renewed(event, waiting, turn)
+        elif waiting is not None:
+            refuse(waiting, RefusalReason.UNKNOWN, turn)
+
+    def _renewed(self, event: Allocated, waiting: Claimed, turn: Turn) -> None:
+        if event.block_ids is not None:
+            self._abandon_holder(turn)
+            self.loan, self.block_ids = event.loan, event.block_ids
+            self._grant(waiting, turn)
+            return
+        refuse(waiting, RefusalReason.NO_BLOCKS, turn)
+        self._move(DecodeState.GRANTED)
+        if self.holder is None:
+            self.compute_here(EndReason.RELEASED, turn)
+
+    def _grant(self, event: Claimed, turn: Turn) -> None:
+        worker_id = event.claim.prefill_worker_id
+        self.generation += 1
+        self.deadline_s = turn.now_s + turn.rules.grant_timeout_s
+        if self.state is not DecodeState.GRANTED:
+            self._move(DecodeState.GRANTED)
+        turn.counters.num_granted += 1
+        with_checksums = event.claim.wants_checksums or turn.rules.checksums
+        must_prepare = with_checksums and self.num_hit_blocks > 0
+        state = GrantState.PREPARING if must_prepare else GrantState.OUT
+        grant = Grant(worker_id, event.connection, self.generation, self.loan, state)
+        self.grants = (*self.grants, grant)
+        if must_prepare:
+            turn.out.append(ChecksumHits(self.handoff_id, self.generation, self.block_ids[: self.num_hit_blocks]))
+        else:
+            self._send_grant(grant, () if with_checksums else None, turn)
+
+    def hits_checksummed(self, generation: int, checksums: tuple[int, ...] | None, turn: Turn) -> None:
+        """The grant of ``generation`` can be sent, if it is still wanted."""
+        grant = self.find(generation)
+        if grant is None:
+            return
+        if grant.state is GrantState.WITHDRAWN:
+            self._end_grant(grant)
+        elif grant.state is GrantState.PREPARING:
+            grant = self._change(grant, GrantState.OUT, turn.now_s)
+            self._send_grant(grant, checksums, turn)
+
+    def _send_grant(self, grant: Grant, checksums: tuple[int, ...] | None, turn: Turn) -> None:
+        pushed = self.direction is KvDirection.PUSH
+        message = HandoffGrant(
+            handoff_id=self.handoff_id,
+            generation=grant.generation,
+            block_ids=self.block_ids if pushed else self.block_ids[: self.num_hit_blocks],
+            num_cached_tokens=self.num_hit_blocks * turn.rules.block_size,
+            checksums=checksums,
+            direction=self.direction,
+            lease_id=self.lease_id,
+        )
+        turn.out.append(SendGrant(grant.worker_id, grant.connection, message))
+
+    def not_sent(self, generation: int, turn: Turn) -> None:
+        """The claimant will never know of this grant, so it writes nothing."""
+        grant = self.find(generation)
+        if grant is not None:
+            self._end_grant(grant)
+            self._compute_unless_held(EndReason.GRANT_NOT_SENT, turn)
+
+    # -- arrival ------------------------------------------------------------------------------------------------------
+
+    def done(self, message: HandoffDone, turn: Turn) -> None:
+        """Push: a generation's last write has arrived. A late one still ends its own grant: no write follows it."""
+        grant = self.find(message.generation)
+        if grant is None or grant.state in (GrantState.PREPARING, GrantState.WITHDRAWN):
+            turn.counters.num_stale += 1
+            return
+        self._end_grant(grant)
+        is_current = message.generation == self.generation
+        if not is_current or self.state not in (DecodeState.GRANTED, DecodeState.RENEWING):
+            turn.counters.num_stale += 1
+            return
+        self._arrived(message, grant.worker_id, turn)
+
+    def ready(self, message: HandoffReady, turn: Turn) -> bool:
+        """Pull: P keeps the KV for us. False: it need not."""
+        grant = self.find(message.generation)
+        if grant is not None and self._is_read_from(grant):
+            return True
+        if grant is None or grant.state is not GrantState.OUT or message.generation != self.generation:
+            return False
+        if self.state is DecodeState.GRANTED:
+            self.arrived = message
+            if self.loan:
+                self._start_read(message, grant, turn)
+            else:
+                self._move(DecodeState.OFFERED)
+                self._allocate(turn)
+        return self.state in (DecodeState.OFFERED, DecodeState.READING)
+
+    def _read(self, event: Allocated, turn: Turn) -> None:
+        """There is room to read into."""
+        holder = self.holder
+        if event.block_ids is None:
+            self.compute_here(EndReason.NO_BLOCKS, turn)
+        elif holder is not None and isinstance(self.arrived, HandoffReady):
+            self.loan, self.block_ids = event.loan, event.block_ids
+            self._start_read(self.arrived, holder, turn)
+
+    def _start_read(self, message: HandoffReady, grant: Grant, turn: Turn) -> None:
+        missing = self.block_ids[self.num_hit_blocks :]
+        if len(message.block_ids) != len(missing):
+            self.compute_here(EndReason.READ_FAILED, turn)
+            return
+        self._move(DecodeState.READING)
+        self.is_touched = True
+        turn.out.append(Read(self.handoff_id, grant.generation, grant.worker_id, message.block_ids, missing))
+
+    def read_ended(self, generation: int, ok: bool, turn: Turn) -> None:
+        """Pull: our read touches nothing any more, so P may free its blocks."""
+        grant = self.find(generation)
+        self.is_touched = False
+        if grant is not None:
+            fetched = HandoffFetched(self.handoff_id, generation)
+            turn.out.append(Send(grant.connection, fetched))
+            self._end_grant(grant)
+        if self.state is not DecodeState.READING or self.arrived is None:
+            return
+        if ok:
+            self._arrived(self.arrived, "" if grant is None else grant.worker_id, turn)
+        else:
+            self.compute_here(EndReason.READ_FAILED, turn)
+
+    def _arrived(self, message: HandoffDone | HandoffReady, worker_id: str, turn: Turn) -> None:
+        self.arrived = message
+        if self.waiting is not None:
+            refuse(self.waiting, RefusalReason.BUSY, turn)
+            self.waiting = None
+        self._move(DecodeState.VERIFYING)
+        if message.checksums is None and not turn.rules.checksums:
+            self._resume(turn)
+            return
+        self.is_touched = True
+        blocks = self.block_ids[self.num_hit_blocks :]
+        turn.out.append(Verify(self.handoff_id, message.generation, worker_id, blocks, message.checksums))
+
+    def verified(self, ok: bool, turn: Turn) -> None:
+        """What has arrived was compared with what was sent."""
+        self.is_touched = False
+        if self.state is not DecodeState.VERIFYING:
+            turn.counters.num_stale += 1
+        elif ok:
+            turn.counters.num_verified_blocks += len(self.block_ids) - self.num_hit_blocks
+            self._resume(turn)
+        else:
+            turn.counters.num_damaged += 1
+            self.compute_here(EndReason.KV_DAMAGED, turn)
+
+    def _resume(self, turn: Turn) -> None:
+        assert self.arrived is not None, "something has arrived"
+        turn.counters.num_done += 1
+        self._move(DecodeState.CLOSED)
+        turn.out.append(Resume(self.handoff_id, self.request_id, self.loan, self.arrived))
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def closed(self, turn: Turn) -> None:
+        """The request no longer waits. Claimants are told to stop; their grants stay until they have."""
+        self.owed = None
+        if self.state is DecodeState.CLOSED:
+            return
+        self._move(DecodeState.CLOSED)
+        if self.waiting is not None:
+            refuse(self.waiting, RefusalReason.UNKNOWN, turn)
+            self.waiting = None
+        for grant in self.grants:
+            self._abandon(grant, turn)
+
+    def compute_here(self, reason: EndReason, turn: Turn) -> None:
+        """No KV will come of it. Said at once, or when the loans are back if the engine cannot use other blocks."""
+        if self.state is not DecodeState.CLOSED:
+            self.closed(turn)
+            self.owed = reason
+
+    def declined(self, worker_id: str, reason: EndReason, turn: Turn) -> None:
+        """Its claim was turned down, and the queue entry has gone with it: unless another computes it, we do."""
+        self.given_up_by |= {worker_id}
+        self._compute_unless_held(reason, turn)
+
+    def released(self, worker_id: str, reason: EndReason, turn: Turn) -> None:
+        """``worker_id`` touches nothing of it any more, whatever it was granted, and will not compute it.
+
+        Its queue entry went with its claim: if nobody else computes it now, nobody will.
+        """
+        mine = [grant for grant in self.grants if grant.worker_id == worker_id]
+        turn.counters.num_released += len(mine)
+        turn.counters.num_stale += not mine and worker_id in self.given_up_by
+        self.given_up_by |= {worker_id}
+        for grant in mine:
+            self._stopped(grant)
+        self._drop_waiting(self.waiting is not None and self.waiting.claim.prefill_worker_id == worker_id)
+        self._compute_unless_held(reason, turn)
+
+    def fenced(self, worker_id: str, turn: Turn) -> None:
+        """``worker_id`` can write no more, whether or not it lives."""
+        for grant in self.grants:
+            if grant.worker_id == worker_id:
+                turn.counters.num_fenced += 1
+                self._stopped(grant)
+        if self.state is not DecodeState.OPEN:
+            self._compute_unless_held(EndReason.CLAIMANT_LEASE_ENDED, turn)
+
+    def lease_ended(self, worker_id: str, turn: Turn) -> None:
+        """Nobody waits for ``worker_id``, but its writes may go on: its grants stay until it is released or fenced."""
+        waiting, holder = self.waiting, self.holder
+        self._drop_waiting(waiting is not None and waiting.claim.prefill_worker_id == worker_id)
+        if holder is not None and holder.worker_id == worker_id:
+            self._lose_holder(EndReason.CLAIMANT_LEASE_ENDED, turn)
+
+    def connection_lost(self, connection: Connection, turn: Turn) -> None:
+        """The same for a claimant whose connection has ended."""
+        waiting, holder = self.waiting, self.holder
+        self._drop_waiting(waiting is not None and waiting.connection == connection)
+        if holder is not None and holder.connection == connection:
+            self._lose_holder(EndReason.CLAIMANT_LOST, turn)
+
+    def _lose_holder(self, reason: EndReason, turn: Turn) -> None:
+        if self.state in WAITING_FOR_CLAIMANT and self.waiting is None:
+            self.compute_here(reason, turn)
+
+    def _drop_waiting(self, is_lost: bool) -> None:
+        """Forget the claim that waits for blocks."""
+        if is_lost:
+            self.waiting = None
+            self._move(DecodeState.GRANTED)
+
+    def _compute_unless_held(self, reason: EndReason, turn: Turn) -> None:
+        if self.state in WAITING_FOR_CLAIMANT and self.holder is None and self.waiting is None:
+            self.compute_here(reason, turn)
+
+    def tick(self, turn: Turn) -> None:
+        """Deadlines, and grants whose holders have not answered an abandon."""
+        if self.deadline_s <= turn.now_s and self.state in WAITING_FOR_CLAIMANT:
+            turn.counters.num_expired += 1
+            self.compute_here(EndReason.DEADLINE, turn)
+        for grant in self.grants:
+            if grant.state is GrantState.ABANDONED and grant.told_s + turn.rules.abandon_repeat_s <= turn.now_s:
+                self.tell_to_stop(grant, turn)
+
+    def next_s(self, rules: DecodeRules) -> float | None:
+        """When ``tick`` will have something to do."""
+        times = [g.told_s + rules.abandon_repeat_s for g in self.grants if g.state is GrantState.ABANDONED]
+        if self.state in WAITING_FOR_CLAIMANT:
+            times.append(self.deadline_s)
+        return min(times, default=None)
+
+    def settle(self, turn: Turn) -> None:
+        """Give back every loan that nothing needs any more."""
+        needed = {grant.loan for grant in self.grants}
+        if self.state is not DecodeState.CLOSED or self.is_touched:
+            needed.add(self.loan)
+        for loan in self.loans:
+            if loan not in needed:
+                turn.out.append(EndLoan(self.handoff_id, loan))
+        self.loans = tuple(loan for loan in self.loans if loan in needed)
+        self._pay(turn)
+
+    def _pay(self, turn: Turn) -> None:
+        if self.owed is not None and (turn.rules.can_replace_blocks or not self.loans):
+            turn.out.append(ComputeHere(self.handoff_id, self.request_id, self.owed))
+            self.owed = None
+
+    # -- what it looks like -------------------------------------------------------------------------------------------
+
+    @property
+    def holder(self) -> Grant | None:
+        """The grant of the current generation, if its claimant is expected to compute."""
+        grant = self.find(self.generation)
+        return grant if grant is not None and grant.state in (GrantState.PREPARING, GrantState.OUT) else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is left."""
+        return (
+            self.state is DecodeState.CLOSED
+            and not self.grants
+            and not self.loans
+            and not self.allocating
+            and not self.is_touched
+        )
+
+    def find(self, generation: int) -> Grant | None:
+        """The grant of that generation, if it has not ended."""
+        return next((grant for grant in self.grants if grant.generation == generation), None)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _move(self, state: DecodeState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransitionError(f"hand-off {self.handoff_id} cannot go from {self.state} to {state}")
+        self.state = state
+
+    def _change(self, grant: Grant, state: GrantState, now_s: float) -> Grant:
+        changed = replace(grant, state=state, told_s=now_s)
+        self.grants = tuple(changed if other is grant else other for other in self.grants)
+        return changed
+
+    def _end_grant(self, grant: Grant) -> None:
+        self.grants = tuple(other for other in self.grants if other is not grant)
+
+    def _is_served(self, worker_id: str) -> bool:
+        """Whether ``worker_id`` holds or awaits a grant: each worker claims a hand-off once."""
+        waits = self.waiting is not None and self.waiting.claim.prefill_worker_id == worker_id
+        return waits or any(grant.worker_id == worker_id for grant in self.grants)
+
+    def _stopped(self, grant: Grant) -> None:
+        """Its claimant does nothing more. Checksums and reads of our own that are under way keep it."""
+        if grant.state is GrantState.PREPARING:
+            self._change(grant, GrantState.WITHDRAWN, 0.0)
+        elif grant.state is not GrantState.WITHDRAWN and not self._is_read_from(grant):
+            self._end_grant(grant)
+
+    def _abandon_holder(self, turn: Turn) -> None:
+        if self.holder is not None:
+            self._abandon(self.holder, turn)
+
+    def _abandon(self, grant: Grant, turn: Turn) -> None:
+        if grant.state is GrantState.PREPARING:
+            self._change(grant, GrantState.WITHDRAWN, 0.0)
+        elif grant.state is GrantState.OUT and not self._is_read_from(grant):
+            turn.counters.num_abandoned += 1
+            self.tell_to_stop(grant, turn)
+
+    def _is_read_from(self, grant: Grant) -> bool:
+        """Pull: P must keep its blocks while we read them; HandoffFetched follows the read."""
+        return self.is_touched and self.direction is KvDirection.PULL and grant.generation == self.generation
+
+    def tell_to_stop(self, grant: Grant, turn: Turn) -> None:
+        """Abandon it, over the claimant's connection of now, if it has one."""
+        self._change(grant, GrantState.ABANDONED, turn.now_s)
+        connection = turn.connections.get(grant.worker_id)
+        if connection is not None:
+            abandon = HandoffAbandon(self.handoff_id, grant.generation)
+            turn.out.append(Send(connection, abandon))
+
+
+def refuse(event: Claimed, reason: RefusalReason, turn: Turn) -> None:
+    """Turn a claim down."""
+    turn.counters.num_refused += 1
+    turn.out.append(Send(event.connection, HandoffRefused(event.claim.handoff_id, reason)))

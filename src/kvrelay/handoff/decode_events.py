@@ -1,0 +1,293 @@
+"""What the decode side's ledger is told, and what it wants done. Values only.
+
+Actions are carried out in the order given. Those that ask for something (Allocate, ChecksumHits, Verify, Read) are
+answered by the event named in their docstring, exactly once, however long it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffFetched,
+    HandoffGrant,
+    HandoffOrder,
+    HandoffReady,
+    HandoffRefused,
+    HandoffReleased,
+    KvDirection,
+)
+from kvrelay.handoff.base import Connection, EndReason
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A request waits for a remote prefill, and the engine has lent ``block_ids`` as loan 1.
+
+    The first ``num_hit_blocks`` are computed already. Pull may open without blocks: they are asked for when P is ready.
+    ``claimant``: the one prefill worker that may claim it (prefill-first); None: any (decode-first).
+    ``lease_id`` is our own lease of now; pull needs it.
+    """
+
+    handoff_id: str
+    request_id: str
+    block_ids: tuple[int, ...]
+    num_hit_blocks: int
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    direction: KvDirection = KvDirection.PUSH
+    claimant: str | None = None
+    lease_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The request has ended by itself (cancelled, failed)."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushFailed:
+    """The queue did not take the entry."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A claim has arrived over ``connection``."""
+
+    claim: HandoffClaim
+    connection: Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """The engine's answer to Allocate: blocks for the whole request, fresh beyond its hits; None: it has none."""
+
+    handoff_id: str
+    loan: int
+    block_ids: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class HitsChecksummed:
+    """The answer to ChecksumHits; None if the blocks could not be read."""
+
+    handoff_id: str
+    generation: int
+    checksums: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GrantNotSent:
+    """SendGrant found no connection: its claimant will never know of the grant."""
+
+    handoff_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Push: every write of a generation has arrived."""
+
+    message: HandoffDone
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Pull: P has computed everything and keeps it for us. ``connection`` is the one that it came over."""
+
+    message: HandoffReady
+    connection: Connection
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """Pull: the answer to Read. No read of ours touches either side's blocks any more."""
+
+    handoff_id: str
+    generation: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The answer to Verify: whether the blocks hold what was sent."""
+
+    handoff_id: str
+    generation: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A prefill worker touches nothing of a hand-off any more, and never claims it again."""
+
+    message: HandoffReleased
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """A connection has ended. Its peer may live on, and so may its writes."""
+
+    connection: Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A worker has a lease of ``ttl_s`` seconds."""
+
+    worker_id: str
+    ttl_s: float
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """A worker's lease has ended. It may write until it is fenced."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """Our own lease has ended: others may reuse what we were allowed to read (pull)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoPrefillWorker:
+    """The last prefill worker takes no more work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+DecodeEvent = (
+    Opened
+    | Closed
+    | PushFailed
+    | Claimed
+    | Allocated
+    | HitsChecksummed
+    | GrantNotSent
+    | Done
+    | Ready
+    | ReadEnded
+    | Verified
+    | Released
+    | ConnectionLost
+    | Registered
+    | LeaseEnded
+    | LeaseLost
+    | NoPrefillWorker
+    | Tick
+)
+
+# -- actions ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Put the entry of a hand-off into the prefill queue. PushFailed if that is impossible."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Lend blocks as loan ``loan`` to a hand-off: fresh ones beyond its hits. Answered by Allocated.
+
+    The request keeps those that it has until Resume names a loan.
+    """
+
+    handoff_id: str
+    loan: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumHits:
+    """Checksum these hit blocks. Answered by HitsChecksummed."""
+
+    handoff_id: str
+    generation: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendGrant:
+    """From here on ``worker_id`` may write. GrantNotSent if it cannot be sent."""
+
+    worker_id: str
+    connection: Connection
+    message: HandoffGrant
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Tell a prefill worker. If it cannot be sent, nothing follows."""
+
+    connection: Connection
+    message: HandoffRefused | HandoffAbandon | HandoffFetched
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Pull: read P's blocks into ours. Answered by ReadEnded, when nothing of it moves any more."""
+
+    handoff_id: str
+    generation: int
+    worker_id: str
+    remote_block_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Compare what has arrived in ``block_ids`` with ``checksums`` (None: none were sent). Answered by Verified."""
+
+    handoff_id: str
+    generation: int
+    worker_id: str
+    block_ids: tuple[int, ...]
+    checksums: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class EndLoan:
+    """No peer touches the blocks of this loan any more: they are the engine's."""
+
+    handoff_id: str
+    loan: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The blocks of ``loan`` hold the request's KV: they are its blocks from now on. The message has its first token.
+
+    Comes at most once for a hand-off, before the loan's end.
+    """
+
+    handoff_id: str
+    request_id: str
+    loan: int
+    message: HandoffDone | HandoffReady
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeHere:
+    """No KV will come. A loan that is still out keeps its blocks: use others."""
+
+    handoff_id: str
+    request_id: str
+    reason: EndReason
+
+
+DecodeAction = Push | Allocate | ChecksumHits | SendGrant | Send | Read | Verify | EndLoan | Resume | ComputeHere

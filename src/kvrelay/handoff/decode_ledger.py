@@ -1,0 +1,326 @@
+"""All hand-offs of one decode worker: events to their machines, leases and connections of the claimants.
+
+It owns which hand-off an event belongs to, and what holds for all of them: a claim must come from a compatible worker
+with a live lease, claims that come before their request (prefill-first) wait, stale messages are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffOrder, KvDirection
+from kvrelay.handoff.base import Connection, EndReason, RefusalReason
+from kvrelay.handoff.decode import (
+    DecodeCounters,
+    DecodeHandoff,
+    DecodeRules,
+    DecodeState,
+    GrantState,
+    Turn,
+    refuse,
+)
+from kvrelay.handoff.decode_events import (
+    Allocated,
+    Claimed,
+    Closed,
+    ConnectionLost,
+    DecodeAction,
+    DecodeEvent,
+    Done,
+    GrantNotSent,
+    HitsChecksummed,
+    LeaseEnded,
+    LeaseLost,
+    NoPrefillWorker,
+    Opened,
+    Push,
+    PushFailed,
+    ReadEnded,
+    Ready,
+    Registered,
+    Released,
+    Send,
+    Tick,
+    Verified,
+)
+from kvrelay.handoff.leases import PeerLeases
+
+MAX_EARLY = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyClaim:
+    """A claim whose request has not come yet (prefill-first), or whose claimant's lease is not known yet."""
+
+    event: Claimed
+    until_s: float
+
+
+class DecodeLedger:
+    """One per decode worker. ``handle`` is the only way in; calls must not overlap. ``worker_id`` is D's own."""
+
+    def __init__(self, rules: DecodeRules) -> None:
+        self.rules = rules
+        self.counters = DecodeCounters()
+        self.handoffs: dict[str, DecodeHandoff] = {}
+        self.leases = PeerLeases()
+        self.connections: dict[str, Connection] = {}
+        """By claimant: the connection that it was heard on last."""
+        self.early: dict[tuple[str, str], EarlyClaim] = {}
+
+    def __repr__(self) -> str:
+        return f"DecodeLedger({self.num_open} open, {self.num_grants} grants, {self.counters})"
+
+    @property
+    def num_open(self) -> int:
+        """Hand-offs whose requests wait for them."""
+        return sum(handoff.state is not DecodeState.CLOSED for handoff in self.handoffs.values())
+
+    @property
+    def num_grants(self) -> int:
+        """Permissions that are out: until these are zero, peers may touch our memory."""
+        return sum(len(handoff.grants) for handoff in self.handoffs.values())
+
+    def handle(self, event: DecodeEvent, now_s: float) -> list[DecodeAction]:
+        """Take in what has happened at ``now_s`` (monotonic); what is to be done, in order."""
+        turn = Turn(now_s, self.rules, self.counters, self.connections)
+        for handoff in _HANDLERS[type(event)](self, event, turn):
+            handoff.settle(turn)
+            if handoff.is_over:
+                self.handoffs.pop(handoff.handoff_id, None)
+        return turn.out
+
+    def next_tick_s(self) -> float | None:
+        """When Tick is due next; None: not before another event."""
+        times = [time for handoff in self.handoffs.values() if (time := handoff.next_s(self.rules)) is not None]
+        times += [early.until_s for early in self.early.values()]
+        fence_s = self.leases.next_fence_s()
+        if fence_s is not None:
+            times.append(fence_s)
+        return min(times, default=None)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _opened(self, event: Opened, turn: Turn) -> Iterable[DecodeHandoff]:
+        self.counters.num_opened += 1
+        has_blocks = bool(event.block_ids)
+        handoff = DecodeHandoff(
+            handoff_id=event.handoff_id,
+            request_id=event.request_id,
+            direction=event.direction,
+            claimant=event.claimant,
+            block_ids=event.block_ids,
+            num_hit_blocks=event.num_hit_blocks,
+            lease_id=event.lease_id,
+            deadline_s=turn.now_s + self.rules.remote_prefill_timeout_s,
+            loans=(1,) if has_blocks else (),
+            loan=1 if has_blocks else 0,
+        )
+        self.handoffs[event.handoff_id] = handoff
+        claims = self._take_early(lambda claim: claim.handoff_id == event.handoff_id)
+        for claimed in claims:
+            self._claim(handoff, claimed, turn)
+        if not claims and event.order is HandoffOrder.DECODE_FIRST:
+            turn.out.append(Push(event.handoff_id))
+        return (handoff,)
+
+    def _closed(self, event: Closed, turn: Turn) -> Iterable[DecodeHandoff]:
+        return self._one(event.handoff_id, lambda handoff: handoff.closed(turn))
+
+    def _push_failed(self, event: PushFailed, turn: Turn) -> Iterable[DecodeHandoff]:
+        return self._one(event.handoff_id, lambda handoff: handoff.compute_here(EndReason.NOT_QUEUED, turn))
+
+    # -- claims -------------------------------------------------------------------------------------------------------
+
+    def _claimed(self, event: Claimed, turn: Turn) -> Iterable[DecodeHandoff]:
+        claim = event.claim
+        self._heard_on(claim.prefill_worker_id, event.connection, turn)
+        handoff = self.handoffs.get(claim.handoff_id)
+        if handoff is not None:
+            self._claim(handoff, event, turn)
+            return (handoff,)
+        if claim.order is HandoffOrder.PREFILL_FIRST:
+            self._park(event, turn)
+        else:
+            refuse(event, RefusalReason.UNKNOWN, turn)
+        return ()
+
+    def _claim(self, handoff: DecodeHandoff, event: Claimed, turn: Turn) -> None:
+        """Who is turned down here has taken the hand-off from the queue: unless another one computes it, we do."""
+        claim = event.claim
+        if claim.kv_compatibility != self.rules.kv_compatibility:
+            refuse(event, RefusalReason.INCOMPATIBLE, turn)
+            handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_REFUSED, turn)
+        elif self.leases.has_ended(claim.prefill_worker_id, claim.lease_id):
+            refuse(event, RefusalReason.LEASE_ENDED, turn)
+            handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_LEASE_ENDED, turn)
+        elif self.leases.is_live(claim.prefill_worker_id, claim.lease_id):
+            handoff.claimed(event, turn)
+        else:
+            self._park(event, turn)
+
+    def _park(self, event: Claimed, turn: Turn) -> None:
+        """Until its request has come, or its claimant's lease is known."""
+        key = (event.claim.handoff_id, event.claim.prefill_worker_id)
+        if len(self.early) < MAX_EARLY or key in self.early:
+            self.early[key] = EarlyClaim(event, turn.now_s + self.rules.early_claim_timeout_s)
+        else:
+            refuse(event, RefusalReason.BUSY, turn)
+
+    def _take_early(self, is_meant: Callable[[HandoffClaim], bool]) -> list[Claimed]:
+        taken = [early.event for early in self.early.values() if is_meant(early.event.claim)]
+        for event in taken:
+            del self.early[event.claim.handoff_id, event.claim.prefill_worker_id]
+        return taken
+
+    def _heard_on(self, worker_id: str, connection: Connection, turn: Turn) -> None:
+        """A claimant has (another) connection: what it may not have heard over the old one is said again."""
+        if self.connections.get(worker_id) == connection:
+            return
+        self.connections[worker_id] = connection
+        for handoff in self.handoffs.values():
+            for grant in handoff.grants:
+                if grant.worker_id == worker_id and grant.state is GrantState.ABANDONED:
+                    handoff.tell_to_stop(grant, turn)
+
+    def _allocated(self, event: Allocated, turn: Turn) -> Iterable[DecodeHandoff]:
+        return self._one(event.handoff_id, lambda handoff: handoff.allocated(event, turn))
+
+    def _hits_checksummed(self, event: HitsChecksummed, turn: Turn) -> Iterable[DecodeHandoff]:
+        return self._one(
+            event.handoff_id, lambda handoff: handoff.hits_checksummed(event.generation, event.checksums, turn)
+        )
+
+    def _grant_not_sent(self, event: GrantNotSent, turn: Turn) -> Iterable[DecodeHandoff]:
+        return self._one(event.handoff_id, lambda handoff: handoff.not_sent(event.generation, turn))
+
+    # -- what arrives -------------------------------------------------------------------------------------------------
+
+    def _done(self, event: Done, turn: Turn) -> Iterable[DecodeHandoff]:
+        if event.message.handoff_id not in self.handoffs:
+            self.counters.num_stale += 1
+        return self._one(event.message.handoff_id, lambda handoff: handoff.done(event.message, turn))
+
+    def _ready(self, event: Ready, turn: Turn) -> Iterable[DecodeHandoff]:
+        message = event.message
+        handoff = self.handoffs.get(message.handoff_id)
+        if handoff is None or not handoff.ready(message, turn):
+            # P need not keep anything for us.
+            self.counters.num_stale += 1
+            abandon = HandoffAbandon(message.handoff_id, message.generation)
+            turn.out.append(Send(event.connection, abandon))
+        return () if handoff is None else (handoff,)
+
+    def _read_ended(self, event: ReadEnded, turn: Turn) -> Iterable[DecodeHandoff]:
+        return self._one(event.handoff_id, lambda handoff: handoff.read_ended(event.generation, event.ok, turn))
+
+    def _verified(self, event: Verified, turn: Turn) -> Iterable[DecodeHandoff]:
+        return self._one(event.handoff_id, lambda handoff: handoff.verified(event.ok, turn))
+
+    def _released(self, event: Released, turn: Turn) -> Iterable[DecodeHandoff]:
+        message = event.message
+        self.early.pop((message.handoff_id, message.prefill_worker_id), None)
+        if message.handoff_id not in self.handoffs:
+            self.counters.num_stale += 1
+        return self._one(
+            message.handoff_id,
+            lambda handoff: handoff.released(message.prefill_worker_id, EndReason.RELEASED, turn),
+        )
+
+    # -- peers --------------------------------------------------------------------------------------------------------
+
+    def _connection_lost(self, event: ConnectionLost, turn: Turn) -> Iterable[DecodeHandoff]:
+        for worker_id, connection in list(self.connections.items()):
+            if connection == event.connection:
+                del self.connections[worker_id]
+        for key, early in list(self.early.items()):
+            if early.event.connection == event.connection:
+                del self.early[key]
+        return self._all(lambda handoff: handoff.connection_lost(event.connection, turn))
+
+    def _registered(self, event: Registered, turn: Turn) -> Iterable[DecodeHandoff]:
+        if self.leases.registered(event.worker_id, event.ttl_s, event.lease_id):
+            # It has withdrawn what it had begun under its old lease before it came back.
+            for handoff in self.handoffs.values():
+                handoff.fenced(event.worker_id, turn)
+        for claimed in self._take_early(lambda claim: claim.prefill_worker_id == event.worker_id):
+            handoff_or_none = self.handoffs.get(claimed.claim.handoff_id)
+            if handoff_or_none is None:
+                self._park(claimed, turn)
+            else:
+                self._claim(handoff_or_none, claimed, turn)
+        return list(self.handoffs.values())
+
+    def _lease_ended(self, event: LeaseEnded, turn: Turn) -> Iterable[DecodeHandoff]:
+        self.leases.ended(event.worker_id, turn.now_s)
+        return self._all(lambda handoff: handoff.lease_ended(event.worker_id, turn))
+
+    def _lease_lost(self, event: LeaseLost, turn: Turn) -> Iterable[DecodeHandoff]:
+        def withdraw(handoff: DecodeHandoff) -> None:
+            if handoff.direction is KvDirection.PULL:
+                handoff.compute_here(EndReason.LEASE_LOST, turn)
+
+        return self._all(withdraw)
+
+    def _no_prefill_worker(self, event: NoPrefillWorker, turn: Turn) -> Iterable[DecodeHandoff]:
+        def take_back(handoff: DecodeHandoff) -> None:
+            if handoff.state is DecodeState.OPEN and handoff.claimant is None:
+                handoff.compute_here(EndReason.NO_PREFILL_WORKER, turn)
+
+        return self._all(take_back)
+
+    def _tick(self, event: Tick, turn: Turn) -> Iterable[DecodeHandoff]:
+        for worker_id in self.leases.take_fenced(turn.now_s):
+            self.connections.pop(worker_id, None)
+            for handoff in self.handoffs.values():
+                handoff.fenced(worker_id, turn)
+        for key, early in list(self.early.items()):
+            if early.until_s <= turn.now_s:
+                del self.early[key]
+                self._expire(early.event, turn)
+        return self._all(lambda handoff: handoff.tick(turn))
+
+    def _expire(self, event: Claimed, turn: Turn) -> None:
+        handoff = self.handoffs.get(event.claim.handoff_id)
+        refuse(event, RefusalReason.UNKNOWN if handoff is None else RefusalReason.LEASE_UNKNOWN, turn)
+        if handoff is not None:
+            handoff.declined(event.claim.prefill_worker_id, EndReason.CLAIMANT_REFUSED, turn)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _one(self, handoff_id: str, apply: Callable[[DecodeHandoff], None]) -> Iterable[DecodeHandoff]:
+        handoff = self.handoffs.get(handoff_id)
+        if handoff is None:
+            return ()
+        apply(handoff)
+        return (handoff,)
+
+    def _all(self, apply: Callable[[DecodeHandoff], None]) -> Iterable[DecodeHandoff]:
+        handoffs = list(self.handoffs.values())
+        for handoff in handoffs:
+            apply(handoff)
+        return handoffs
+
+
+_HANDLERS: dict[type, Callable[[DecodeLedger, Any, Turn], Iterable[DecodeHandoff]]] = {
+    Opened: DecodeLedger._opened,
+    Closed: DecodeLedger._closed,
+    PushFailed: DecodeLedger._push_failed,
+    Claimed: DecodeLedger._claimed,
+    Allocated: DecodeLedger._allocated,
+    HitsChecksummed: DecodeLedger._hits_checksummed,
+    GrantNotSent: DecodeLedger._grant_not_sent,
+    Done: DecodeLedger._done,
+    Ready: DecodeLedger._ready,
+    ReadEnded: DecodeLedger._read_ended,
+    Verified: DecodeLedger._verified,
+    Released: DecodeLedger._released,
+    ConnectionLost: DecodeLedger._connection_lost,
+    Registered: DecodeLedger._registered,
+    LeaseEnded: DecodeLedger._lease_ended,
+    LeaseLost: DecodeLedger._lease_lost,
+    NoPrefillWorker: DecodeLedger._no_prefill_worker,
+    Tick: DecodeLedger._tick,
+}

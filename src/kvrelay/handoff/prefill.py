@@ -1,0 +1,438 @@
+"""One hand-off at the prefill worker: compute, and once it is granted read, write or keep; then say how it ended.
+
+    CLAIMING ──Granted──> SENDING ──push: last write done──────────────> ENDED
+       │                     │    └─pull: all computed──> HOLDING ──Fetched──> ENDED
+       └── refused ──────────┴── lost, abandoned, failed ────┴──> STOPPING
+
+    STOPPING ──nothing in flight──> RELEASING ──heard──> ENDED          (if the claim was refused: ENDED at once)
+
+In CLAIMING the engine computes already. What it wants to read, and what it has computed, waits for the grant: before it
+nothing of D is touched. In STOPPING nothing is submitted; blocks stay in use until what was submitted has ended.
+RELEASING holds no blocks; it repeats the release until D has heard, or has been gone for long.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvrelay.core.handoff import (
+    HandoffClaim,
+    HandoffDone,
+    HandoffGrant,
+    HandoffReady,
+    HandoffReleased,
+    KvDirection,
+)
+from kvrelay.errors import IllegalTransitionError
+from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.prefill_events import (
+    Blocks,
+    ChecksumChunk,
+    ChunkComputed,
+    Compute,
+    Computed,
+    FreeBlocks,
+    PrefillAction,
+    Pulled,
+    Read,
+    SayReleased,
+    SendClaim,
+    SendReady,
+    Settle,
+    StopComputing,
+    TellLoaded,
+    VerifyHits,
+    Write,
+)
+
+MAX_DOUBLINGS = 16
+
+
+class PrefillState(enum.Enum):
+    """Where a hand-off stands at the prefill worker."""
+
+    CLAIMING = "claiming"
+    """The engine computes; the claim is under way."""
+    SENDING = "sending"
+    """Granted: D's hit blocks may be read, computed blocks may be written."""
+    HOLDING = "holding"
+    """Pull: everything is computed, and D may read it."""
+    STOPPING = "stopping"
+    """Nothing more is submitted; transfers in flight still touch our blocks."""
+    RELEASING = "releasing"
+    """D has not heard yet that we have stopped."""
+    ENDED = "ended"
+
+
+_S = PrefillState
+TRANSITIONS: dict[PrefillState, frozenset[PrefillState]] = {
+    _S.CLAIMING: frozenset({_S.SENDING, _S.STOPPING}),
+    _S.SENDING: frozenset({_S.HOLDING, _S.STOPPING, _S.ENDED}),
+    _S.HOLDING: frozenset({_S.STOPPING, _S.ENDED}),
+    _S.STOPPING: frozenset({_S.RELEASING, _S.ENDED}),
+    _S.RELEASING: frozenset({_S.ENDED}),
+    _S.ENDED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRules:
+    """Settings of a prefill ledger. Seconds. ``checksums``: this worker trusts no KV without them."""
+
+    worker_id: str
+    block_size: int
+    kv_compatibility: str
+    claim_timeout_s: float = 5.0
+    ready_repeat_s: float = 1.0
+    release_repeat_s: float = 0.05
+    """The first; doubled each time."""
+    max_release_repeat_s: float = 2.0
+    gone_for_s: float = 30.0
+    """How long after the end of its lease a decode worker is still told. One that stood still comes back under its old
+    id, and would wait for hand-offs that nobody computes."""
+    checksums: bool = False
+
+
+@dataclass(slots=True)
+class PrefillCounters:
+    """Since start."""
+
+    num_prefills: int = 0
+    num_refused: int = 0
+    num_abandoned: int = 0
+    num_failed: int = 0
+    num_verified_blocks: int = 0
+    num_damaged: int = 0
+
+
+@dataclass(slots=True)
+class Turn:
+    """One event being dealt with: when, under which rules, and what it leads to."""
+
+    now_s: float
+    rules: PrefillRules
+    counters: PrefillCounters
+    out: list[PrefillAction] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PrefillHandoff:
+    """The state machine. Every field holds an immutable value. Methods are events."""
+
+    handoff_id: str
+    decode_worker_id: str
+    num_blocks: int
+    num_cached_tokens: int
+    started_s: float
+    due_s: float
+    """When ``tick`` acts: the claim's deadline, or the next repetition."""
+    state: PrefillState = PrefillState.CLAIMING
+    grant: HandoffGrant | None = None
+    load: Blocks | None = None
+    """CLAIMING: what the engine wants to read."""
+    chunks: tuple[ChunkComputed, ...] = ()
+    """Computed and not yet submitted, in order; with pull: all of them."""
+    checksums: tuple[int, ...] = ()
+    """Of the blocks in the order of the request, as far as they are known."""
+    num_in_flight: int = 0
+    """Reads, writes and checksums that touch our blocks."""
+    is_computed: bool = False
+    is_sent: bool = False
+    """Push: the last write was submitted."""
+    held: tuple[int, ...] = ()
+    """Pull: our blocks for what D lacks, in the order of the request."""
+    ready: HandoffReady | None = None
+    has_blocks: bool = True
+    reason: EndReason | None = None
+    num_said: int = 0
+
+    # -- the claim ----------------------------------------------------------------------------------------------------
+
+    def begin(self, event: Pulled, turn: Turn) -> None:
+        """Compute and claim at once."""
+        rules = turn.rules
+        claim = HandoffClaim(
+            self.handoff_id, rules.worker_id, rules.kv_compatibility, rules.checksums, event.order, event.lease_id
+        )
+        turn.out += [Compute(self.handoff_id), SendClaim(self.decode_worker_id, claim)]
+
+    def granted(self, grant: HandoffGrant, is_known: bool, turn: Turn) -> None:
+        """D's blocks may be touched from here on. A grant that comes after we gave up is answered by the release.
+
+        ``is_known``: D's lease is the one that we know. Pull needs that: its end tells when D reads no more.
+        """
+        if self.state is not PrefillState.CLAIMING:
+            return
+        if not self._fits(grant, turn.rules) or (grant.direction is KvDirection.PULL and not is_known):
+            self.stop(EndReason.BAD_GRANT, turn)
+            return
+        self.grant = grant
+        self._move(PrefillState.SENDING)
+        load, self.load = self.load, None
+        if load is not None:
+            self._read(load, turn)
+        chunks, self.chunks = self.chunks, ()
+        for chunk in chunks:
+            self._send(chunk, turn)
+
+    def refused(self, turn: Turn) -> None:
+        """What is computed stays in the prefix cache."""
+        if self.state is PrefillState.CLAIMING:
+            self.stop(EndReason.REFUSED, turn)
+
+    def _fits(self, grant: HandoffGrant, rules: PrefillRules) -> bool:
+        """Blocks are paired with ours later, where it is too late to refuse."""
+        num_hit_blocks = self.num_cached_tokens // rules.block_size
+        num_granted = self.num_blocks if grant.direction is KvDirection.PUSH else num_hit_blocks
+        return (
+            grant.num_cached_tokens == self.num_cached_tokens
+            and len(grant.block_ids) == num_granted
+            and len(set(grant.block_ids)) == num_granted
+            and min(grant.block_ids, default=0) >= 0
+        )
+
+    # -- the engine ---------------------------------------------------------------------------------------------------
+
+    def load_wanted(self, load: Blocks, turn: Turn) -> None:
+        """The engine waits for hit blocks of D."""
+        if self.state is PrefillState.CLAIMING:
+            self.load = load
+        elif self.state is PrefillState.SENDING:
+            self._read(load, turn)
+        else:
+            turn.out.append(TellLoaded(self.handoff_id, False))
+
+    def chunk_computed(self, chunk: ChunkComputed, turn: Turn) -> None:
+        """More of it is computed."""
+        if chunk.first_token is not None:
+            self._computed(turn)
+        if self.state is PrefillState.CLAIMING:
+            self.chunks = (*self.chunks, chunk)
+        elif self.state is PrefillState.SENDING:
+            self._send(chunk, turn)
+
+    def _computed(self, turn: Turn) -> None:
+        if not self.is_computed:
+            self.is_computed = True
+            turn.out.append(Computed(self.handoff_id))
+
+    # -- transfers ----------------------------------------------------------------------------------------------------
+
+    def _read(self, load: Blocks, turn: Turn) -> None:
+        assert self.grant is not None, "nothing is read before the grant"
+        self.num_in_flight += 1
+        remote = self.grant.block_ids[load.first_block : load.first_block + len(load.block_ids)]
+        self.load = load
+        turn.out.append(Read(self.handoff_id, load, remote))
+
+    def read_ended(self, ok: bool, turn: Turn) -> None:
+        """Without success what was to be read is computed: that is no reason to give up."""
+        if ok and self._with_checksums(turn.rules) and self.load is not None and self.grant is not None:
+            first, count = self.load.first_block, len(self.load.block_ids)
+            sent = None if self.grant.checksums is None else self.grant.checksums[first : first + count]
+            turn.out.append(VerifyHits(self.handoff_id, self.load, sent))
+            return
+        self._loaded(ok, turn)
+
+    def hits_verified(self, ok: bool, turn: Turn) -> None:
+        """What was read has been compared with what D has."""
+        num_blocks = 0 if self.load is None else len(self.load.block_ids)
+        turn.counters.num_verified_blocks += num_blocks if ok else 0
+        turn.counters.num_damaged += not ok
+        self._loaded(ok, turn)
+
+    def _loaded(self, ok: bool, turn: Turn) -> None:
+        self.load = None
+        self.num_in_flight -= 1
+        turn.out.append(TellLoaded(self.handoff_id, ok))
+        self.settle(turn)
+
+    def _send(self, chunk: ChunkComputed, turn: Turn) -> None:
+        """Write it, after its checksum if there is to be one. Pull: keep it until the last."""
+        if self._with_checksums(turn.rules):
+            self.num_in_flight += 1
+            self.chunks = (*self.chunks, chunk)
+            turn.out.append(ChecksumChunk(self.handoff_id, chunk.blocks.block_ids))
+        else:
+            self._submit(chunk, turn)
+
+    def chunk_checksummed(self, checksums: tuple[int, ...] | None, turn: Turn) -> None:
+        """The first of the chunks that wait for it."""
+        self.num_in_flight -= 1
+        if checksums is None and self.state is PrefillState.SENDING:
+            self.stop(EndReason.CHECKSUM_FAILED, turn)
+        elif self.state is PrefillState.SENDING and checksums is not None:
+            chunk, self.chunks = self.chunks[0], self.chunks[1:]
+            self.checksums += checksums
+            self._submit(chunk, turn)
+        self.settle(turn)
+
+    def _submit(self, chunk: ChunkComputed, turn: Turn) -> None:
+        assert self.grant is not None, "nothing is written before the grant"
+        if self.grant.direction is KvDirection.PULL:
+            self.held += chunk.blocks.block_ids
+            if chunk.first_token is not None:
+                self._hold(chunk, turn)
+            return
+        first, count = chunk.blocks.first_block, len(chunk.blocks.block_ids)
+        remote = self.grant.block_ids[first : first + count]
+        self.num_in_flight += 1
+        self.is_sent = chunk.first_token is not None
+        done = self._done(chunk, turn)
+        turn.out.append(Write(self.handoff_id, self.grant.generation, chunk.blocks, remote, done))
+
+    def _done(self, chunk: ChunkComputed, turn: Turn) -> HandoffDone | None:
+        if chunk.first_token is None or self.grant is None:
+            return None
+        return HandoffDone(
+            handoff_id=self.handoff_id,
+            generation=self.grant.generation,
+            token_id=chunk.first_token.token_id,
+            logprobs=chunk.first_token.logprobs,
+            num_transferred_bytes=0,
+            prefill_s=turn.now_s - self.started_s,
+            checksums=self.checksums if self._with_checksums(turn.rules) else None,
+        )
+
+    def written(self, ok: bool, turn: Turn) -> None:
+        """A write has ended."""
+        self.num_in_flight -= 1
+        if not ok and self.state is PrefillState.SENDING:
+            self.stop(EndReason.TRANSFER_FAILED, turn)
+        else:
+            self.settle(turn)
+
+    # -- pull ---------------------------------------------------------------------------------------------------------
+
+    def _hold(self, chunk: ChunkComputed, turn: Turn) -> None:
+        assert self.grant is not None
+        assert chunk.first_token is not None
+        self._move(PrefillState.HOLDING)
+        self.ready = HandoffReady(
+            handoff_id=self.handoff_id,
+            generation=self.grant.generation,
+            block_ids=self.held,
+            token_id=chunk.first_token.token_id,
+            logprobs=chunk.first_token.logprobs,
+            prefill_s=turn.now_s - self.started_s,
+            checksums=self.checksums if self._with_checksums(turn.rules) else None,
+        )
+        self._say_ready(turn)
+
+    def _say_ready(self, turn: Turn) -> None:
+        if self.ready is not None:
+            self.due_s = turn.now_s + turn.rules.ready_repeat_s
+            turn.out.append(SendReady(self.decode_worker_id, self.ready))
+
+    def fetched(self, generation: int, turn: Turn) -> None:
+        """D has read everything."""
+        if self.state is PrefillState.HOLDING and self.grant is not None and self.grant.generation == generation:
+            self._end(turn)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def stop(self, reason: EndReason, turn: Turn) -> None:
+        """Compute, read and write nothing more."""
+        if self.state not in (PrefillState.CLAIMING, PrefillState.SENDING, PrefillState.HOLDING):
+            return
+        self._move(PrefillState.STOPPING)
+        self.reason = reason
+        self._count(reason, turn)
+        turn.out.append(StopComputing(self.handoff_id))
+        if self.load is not None and self.num_in_flight == 0:
+            # The engine waits for it: its request would not end.
+            self.load = None
+            turn.out.append(TellLoaded(self.handoff_id, False))
+        self._computed(turn)
+        self.settle(turn)
+
+    def abandoned(self, generation: int, turn: Turn) -> None:
+        """D neither waits nor reads any more. A grant that this has overtaken is of no use either."""
+        if self.state is PrefillState.RELEASING:
+            self._say_released(turn)
+        elif self.state is PrefillState.CLAIMING or (self.grant is not None and self.grant.generation == generation):
+            self.stop(EndReason.ABANDONED, turn)
+
+    def lost(self, reason: EndReason, turn: Turn) -> None:
+        """No use to D, or not allowed any more. What D may be reading is kept: only D's word or fence ends that."""
+        if self.state in (PrefillState.CLAIMING, PrefillState.SENDING):
+            self.stop(reason, turn)
+
+    def fenced(self, turn: Turn) -> None:
+        """D reads no more, whether or not it lives."""
+        self.stop(EndReason.DECODE_WORKER_LOST, turn)
+
+    def release_heard(self, turn: Turn) -> None:
+        """D knows that we have stopped."""
+        if self.state is PrefillState.RELEASING:
+            self._move(PrefillState.ENDED)
+
+    def tick(self, ended_s: float | None, turn: Turn) -> None:
+        """``ended_s``: when D's lease has ended, if it has."""
+        if turn.now_s < self.due_s:
+            return
+        if self.state is PrefillState.CLAIMING:
+            self.stop(EndReason.CLAIM_TIMEOUT, turn)
+        elif self.state is PrefillState.HOLDING:
+            self._say_ready(turn)
+        elif self.state is PrefillState.RELEASING:
+            if ended_s is not None and ended_s + turn.rules.gone_for_s <= turn.now_s:
+                self._move(PrefillState.ENDED)
+            else:
+                self._say_released(turn)
+
+    @property
+    def next_s(self) -> float | None:
+        """When ``tick`` acts next."""
+        waits = (PrefillState.CLAIMING, PrefillState.HOLDING, PrefillState.RELEASING)
+        return self.due_s if self.state in waits else None
+
+    def settle(self, turn: Turn) -> None:
+        """End once nothing touches our blocks any more."""
+        if self.num_in_flight:
+            return
+        if self.state is PrefillState.SENDING and self.is_sent:
+            self._end(turn)
+        elif self.state is PrefillState.STOPPING:
+            self._free(turn)
+            if self.reason is EndReason.REFUSED:
+                self._move(PrefillState.ENDED)
+            else:
+                self._move(PrefillState.RELEASING)
+                self._say_released(turn)
+
+    def _end(self, turn: Turn) -> None:
+        turn.counters.num_prefills += 1
+        self._move(PrefillState.ENDED)
+        self._free(turn)
+
+    def _free(self, turn: Turn) -> None:
+        if self.has_blocks:
+            self.has_blocks = False
+            turn.out += [FreeBlocks(self.handoff_id), Settle(self.handoff_id, self.reason)]
+
+    def _say_released(self, turn: Turn) -> None:
+        rules = turn.rules
+        self.due_s = turn.now_s + min(rules.release_repeat_s * 2.0**self.num_said, rules.max_release_repeat_s)
+        self.num_said = min(self.num_said + 1, MAX_DOUBLINGS)
+        error = None if self.reason is None else self.reason.value
+        release = HandoffReleased(self.handoff_id, 0, error, rules.worker_id)
+        turn.out.append(SayReleased(self.decode_worker_id, release))
+
+    @staticmethod
+    def _count(reason: EndReason, turn: Turn) -> None:
+        if reason is EndReason.REFUSED:
+            turn.counters.num_refused += 1
+        elif reason is EndReason.ABANDONED:
+            turn.counters.num_abandoned += 1
+        else:
+            turn.counters.num_failed += 1
+
+    def _with_checksums(self, rules: PrefillRules) -> bool:
+        return rules.checksums or (self.grant is not None and self.grant.checksums is not None)
+
+    def _move(self, state: PrefillState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransitionError(f"hand-off {self.handoff_id} cannot go from {self.state} to {state}")
+        self.state = state

@@ -1,0 +1,343 @@
+"""What the prefill side's ledger is told, and what it wants done. Values only.
+
+Actions are carried out in the order given. Those that ask for something (Read, VerifyHits, ChecksumChunk, Write) are
+answered by the event named in their docstring, exactly once, however long it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffFetched,
+    HandoffGrant,
+    HandoffOrder,
+    HandoffReady,
+    HandoffRefused,
+    HandoffReleased,
+    PositionLogprobs,
+)
+from kvrelay.handoff.base import EndReason
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Some of our blocks: ``block_ids[i]`` is ours for the request's block number ``first_block + i``."""
+
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What the last chunk comes with."""
+
+    token_id: int
+    logprobs: PositionLogprobs | None = None
+
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A prefill to compute, from the queue (decode-first) or from the router (prefill-first).
+
+    ``num_blocks`` are the request's; the decode worker holds the first ``num_cached_tokens`` tokens already.
+    ``lease_id`` is our own lease of now.
+    """
+
+    handoff_id: str
+    decode_worker_id: str
+    num_blocks: int
+    num_cached_tokens: int
+    lease_id: str
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimFailed:
+    """The claim could not be sent, or the peer's memory cannot be reached."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The decode worker's yes."""
+
+    worker_id: str
+    message: HandoffGrant
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The decode worker's no."""
+
+    message: HandoffRefused
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRefused:
+    """The engine did not take the request (or has died)."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWanted:
+    """The engine waits for hit blocks that the decode worker holds and we do not."""
+
+    handoff_id: str
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkComputed:
+    """These blocks are computed. The last chunk brings the first token."""
+
+    handoff_id: str
+    blocks: Blocks
+    first_token: FirstToken | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """The answer to Read."""
+
+    handoff_id: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HitsVerified:
+    """The answer to VerifyHits: whether what was read is what the decode worker has."""
+
+    handoff_id: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkChecksummed:
+    """The answer to ChecksumChunk; None if the blocks could not be read."""
+
+    handoff_id: str
+    checksums: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The answer to Write."""
+
+    handoff_id: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """The decode worker waits no more, and reads no more. It hears a release in any case."""
+
+    worker_id: str
+    message: HandoffAbandon
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Pull: the decode worker has read everything."""
+
+    message: HandoffFetched
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseHeard:
+    """The decode worker has heard every release of this hand-off that was said before now."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """The connection to a decode worker has ended."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A worker has a lease of ``ttl_s`` seconds."""
+
+    worker_id: str
+    ttl_s: float
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """A decode worker's lease has ended. It may read until it is fenced."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """Our own lease has ended: others may reuse what we were allowed to write."""
+
+    reason: EndReason = EndReason.LEASE_LOST
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+PrefillEvent = (
+    Pulled
+    | ClaimFailed
+    | Granted
+    | Refused
+    | EngineRefused
+    | LoadWanted
+    | ChunkComputed
+    | ReadEnded
+    | HitsVerified
+    | ChunkChecksummed
+    | Written
+    | Abandoned
+    | Fetched
+    | ReleaseHeard
+    | ConnectionLost
+    | Registered
+    | LeaseEnded
+    | LeaseLost
+    | Tick
+)
+
+# -- actions ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Give the request to the engine. Of the tokens that D holds, it asks for those that we lack (LoadWanted)."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendClaim:
+    """Connect if need be, then claim. ClaimFailed if that is impossible."""
+
+    worker_id: str
+    message: HandoffClaim
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read hit blocks of D into ours. Answered by ReadEnded."""
+
+    handoff_id: str
+    blocks: Blocks
+    remote_block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyHits:
+    """Compare what was read with ``checksums`` (None: none were sent). Answered by HitsVerified."""
+
+    handoff_id: str
+    blocks: Blocks
+    checksums: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TellLoaded:
+    """The engine's load has ended; without success it computes what it wanted to read."""
+
+    handoff_id: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumChunk:
+    """Checksum our blocks, in the order of these actions. Answered by ChunkChecksummed."""
+
+    handoff_id: str
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write our blocks into D's, behind every earlier Write of this hand-off, then deliver ``done`` behind the bytes.
+
+    Never posted past our fence, nor after an earlier Write of this hand-off has failed. Answered by Written.
+    """
+
+    handoff_id: str
+    generation: int
+    blocks: Blocks
+    remote_block_ids: tuple[int, ...]
+    done: HandoffDone | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendReady:
+    """Pull: tell the decode worker what to read. Repeated until it answers."""
+
+    worker_id: str
+    message: HandoffReady
+
+
+@dataclass(frozen=True, slots=True)
+class StopComputing:
+    """Compute no more of it. Its blocks stay in use until FreeBlocks."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FreeBlocks:
+    """No transfer touches its blocks any more. Comes once for each Compute."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Nothing is left to compute: another prefill may be pulled. Comes once for each Compute."""
+
+    handoff_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Acknowledge the queue entry: nothing of it is left to do here. Comes once for each Pulled."""
+
+    handoff_id: str
+    reason: EndReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class SayReleased:
+    """Tell the decode worker, over a new connection if need be. ReleaseHeard when it has heard; else it comes again."""
+
+    worker_id: str
+    message: HandoffReleased
+
+
+PrefillAction = (
+    Compute
+    | SendClaim
+    | Read
+    | VerifyHits
+    | TellLoaded
+    | ChecksumChunk
+    | Write
+    | SendReady
+    | StopComputing
+    | FreeBlocks
+    | Computed
+    | Settle
+    | SayReleased
+)

@@ -1,0 +1,221 @@
+"""All hand-offs of one prefill worker: events to their machines, leases of the decode workers.
+
+A hand-off is claimed here at most once, so that "I gave it up" stays true: an entry that is delivered again is settled
+without a claim. Whatever a decode worker asks of a hand-off that is unknown here is answered by a release, since it may
+have missed an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from kvrelay.core.handoff import HandoffReleased
+from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.leases import PeerLeases
+from kvrelay.handoff.prefill import PrefillCounters, PrefillHandoff, PrefillRules, PrefillState, Turn
+from kvrelay.handoff.prefill_events import (
+    Abandoned,
+    ChunkChecksummed,
+    ChunkComputed,
+    ClaimFailed,
+    ConnectionLost,
+    EngineRefused,
+    Fetched,
+    Granted,
+    HitsVerified,
+    LeaseEnded,
+    LeaseLost,
+    LoadWanted,
+    PrefillAction,
+    PrefillEvent,
+    Pulled,
+    ReadEnded,
+    Refused,
+    Registered,
+    ReleaseHeard,
+    SayReleased,
+    Settle,
+    TellLoaded,
+    Tick,
+    Written,
+)
+
+MAX_REMEMBERED = 4096
+
+
+class PrefillLedger:
+    """One per prefill worker. ``handle`` is the only way in; calls must not overlap."""
+
+    def __init__(self, rules: PrefillRules) -> None:
+        self.rules = rules
+        self.counters = PrefillCounters()
+        self.handoffs: dict[str, PrefillHandoff] = {}
+        self.leases = PeerLeases()
+        self.seen: OrderedDict[str, None] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"PrefillLedger({self.num_active} active, {len(self.handoffs)} in all, {self.counters})"
+
+    @property
+    def num_active(self) -> int:
+        """Hand-offs that hold blocks."""
+        return sum(handoff.has_blocks for handoff in self.handoffs.values())
+
+    @property
+    def num_unheard(self) -> int:
+        """Hand-offs that ended without their decode worker knowing it yet."""
+        return sum(handoff.state is PrefillState.RELEASING for handoff in self.handoffs.values())
+
+    def handle(self, event: PrefillEvent, now_s: float) -> list[PrefillAction]:
+        """Take in what has happened at ``now_s`` (monotonic); what is to be done, in order."""
+        turn = Turn(now_s, self.rules, self.counters)
+        _HANDLERS[type(event)](self, event, turn)
+        return turn.out
+
+    def next_tick_s(self) -> float | None:
+        """When Tick is due next; None: not before another event."""
+        times = [handoff.next_s for handoff in self.handoffs.values() if handoff.next_s is not None]
+        fence_s = self.leases.next_fence_s()
+        if fence_s is not None:
+            times.append(fence_s)
+        return min(times, default=None)
+
+    # -- one hand-off -------------------------------------------------------------------------------------------------
+
+    def _pulled(self, event: Pulled, turn: Turn) -> None:
+        if event.handoff_id in self.seen:
+            turn.out.append(Settle(event.handoff_id, EndReason.REQUEST_ENDED))
+            return
+        self.seen[event.handoff_id] = None
+        if len(self.seen) > MAX_REMEMBERED:
+            self.seen.popitem(last=False)
+        handoff = PrefillHandoff(
+            handoff_id=event.handoff_id,
+            decode_worker_id=event.decode_worker_id,
+            num_blocks=event.num_blocks,
+            num_cached_tokens=event.num_cached_tokens,
+            started_s=turn.now_s,
+            due_s=turn.now_s + self.rules.claim_timeout_s,
+        )
+        self.handoffs[event.handoff_id] = handoff
+        handoff.begin(event, turn)
+
+    def _granted(self, event: Granted, turn: Turn) -> None:
+        is_known = self.leases.is_live(event.worker_id, event.message.lease_id)
+        if event.message.handoff_id in self.handoffs:
+            self._one(event.message.handoff_id, lambda handoff: handoff.granted(event.message, is_known, turn))
+        else:
+            self._release_unknown(event.worker_id, event.message.handoff_id, turn)
+
+    def _claim_failed(self, event: ClaimFailed, turn: Turn) -> None:
+        self._one(event.handoff_id, lambda handoff: handoff.stop(EndReason.CLAIM_FAILED, turn))
+
+    def _refused(self, event: Refused, turn: Turn) -> None:
+        self._one(event.message.handoff_id, lambda handoff: handoff.refused(turn))
+
+    def _engine_refused(self, event: EngineRefused, turn: Turn) -> None:
+        self._one(event.handoff_id, lambda handoff: handoff.stop(EndReason.ENGINE_REFUSED, turn))
+
+    def _load_wanted(self, event: LoadWanted, turn: Turn) -> None:
+        if event.handoff_id in self.handoffs:
+            self._one(event.handoff_id, lambda handoff: handoff.load_wanted(event.blocks, turn))
+        else:
+            turn.out.append(TellLoaded(event.handoff_id, False))
+
+    def _chunk_computed(self, event: ChunkComputed, turn: Turn) -> None:
+        self._one(event.handoff_id, lambda handoff: handoff.chunk_computed(event, turn))
+
+    def _read_ended(self, event: ReadEnded, turn: Turn) -> None:
+        self._one(event.handoff_id, lambda handoff: handoff.read_ended(event.ok, turn))
+
+    def _hits_verified(self, event: HitsVerified, turn: Turn) -> None:
+        self._one(event.handoff_id, lambda handoff: handoff.hits_verified(event.ok, turn))
+
+    def _chunk_checksummed(self, event: ChunkChecksummed, turn: Turn) -> None:
+        self._one(event.handoff_id, lambda handoff: handoff.chunk_checksummed(event.checksums, turn))
+
+    def _written(self, event: Written, turn: Turn) -> None:
+        self._one(event.handoff_id, lambda handoff: handoff.written(event.ok, turn))
+
+    def _fetched(self, event: Fetched, turn: Turn) -> None:
+        self._one(event.message.handoff_id, lambda handoff: handoff.fetched(event.message.generation, turn))
+
+    def _release_heard(self, event: ReleaseHeard, turn: Turn) -> None:
+        self._one(event.handoff_id, lambda handoff: handoff.release_heard(turn))
+
+    def _abandoned(self, event: Abandoned, turn: Turn) -> None:
+        if event.message.handoff_id in self.handoffs:
+            self._one(event.message.handoff_id, lambda handoff: handoff.abandoned(event.message.generation, turn))
+        else:
+            self._release_unknown(event.worker_id, event.message.handoff_id, turn)
+
+    def _release_unknown(self, worker_id: str, handoff_id: str, turn: Turn) -> None:
+        """Once: the decode worker asks again if it does not hear it."""
+        self.seen[handoff_id] = None
+        released = HandoffReleased(handoff_id, 0, EndReason.ABANDONED.value, self.rules.worker_id)
+        turn.out.append(SayReleased(worker_id, released))
+
+    def _one(self, handoff_id: str, apply: Callable[[PrefillHandoff], None]) -> None:
+        handoff = self.handoffs.get(handoff_id)
+        if handoff is None:
+            return
+        apply(handoff)
+        self._drop_if_ended(handoff_id)
+
+    def _drop_if_ended(self, handoff_id: str) -> None:
+        if self.handoffs[handoff_id].state is PrefillState.ENDED:
+            del self.handoffs[handoff_id]
+
+    # -- all of a worker's --------------------------------------------------------------------------------------------
+
+    def _of(self, worker_id: str, apply: Callable[[PrefillHandoff], None]) -> None:
+        for handoff in list(self.handoffs.values()):
+            if handoff.decode_worker_id == worker_id:
+                self._one(handoff.handoff_id, apply)
+
+    def _connection_lost(self, event: ConnectionLost, turn: Turn) -> None:
+        self._of(event.worker_id, lambda handoff: handoff.lost(EndReason.DECODE_WORKER_LOST, turn))
+
+    def _registered(self, event: Registered, turn: Turn) -> None:
+        if self.leases.registered(event.worker_id, event.ttl_s, event.lease_id):
+            self._of(event.worker_id, lambda handoff: handoff.fenced(turn))
+
+    def _lease_ended(self, event: LeaseEnded, turn: Turn) -> None:
+        self.leases.ended(event.worker_id, turn.now_s)
+        self._of(event.worker_id, lambda handoff: handoff.lost(EndReason.DECODE_WORKER_LOST, turn))
+
+    def _lease_lost(self, event: LeaseLost, turn: Turn) -> None:
+        for handoff_id in list(self.handoffs):
+            self._one(handoff_id, lambda handoff: handoff.lost(event.reason, turn))
+
+    def _tick(self, event: Tick, turn: Turn) -> None:
+        for worker_id in self.leases.take_fenced(turn.now_s):
+            self._of(worker_id, lambda handoff: handoff.fenced(turn))
+        for handoff_id, handoff in list(self.handoffs.items()):
+            handoff.tick(self.leases.ended_s(handoff.decode_worker_id), turn)
+            self._drop_if_ended(handoff_id)
+
+
+_HANDLERS: dict[type, Callable[[PrefillLedger, Any, Turn], None]] = {
+    Pulled: PrefillLedger._pulled,
+    ClaimFailed: PrefillLedger._claim_failed,
+    Granted: PrefillLedger._granted,
+    Refused: PrefillLedger._refused,
+    EngineRefused: PrefillLedger._engine_refused,
+    LoadWanted: PrefillLedger._load_wanted,
+    ChunkComputed: PrefillLedger._chunk_computed,
+    ReadEnded: PrefillLedger._read_ended,
+    HitsVerified: PrefillLedger._hits_verified,
+    ChunkChecksummed: PrefillLedger._chunk_checksummed,
+    Written: PrefillLedger._written,
+    Abandoned: PrefillLedger._abandoned,
+    Fetched: PrefillLedger._fetched,
+    ReleaseHeard: PrefillLedger._release_heard,
+    ConnectionLost: PrefillLedger._connection_lost,
+    Registered: PrefillLedger._registered,
+    LeaseEnded: PrefillLedger._lease_ended,
+    LeaseLost: PrefillLedger._lease_lost,
+    Tick: PrefillLedger._tick,
+}

@@ -1,0 +1,141 @@
+"""What may go wrong in a world: each fault is a move, out of a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tests.handoff.nodes import TTL, D, Move
+
+from kvrelay.handoff import decode_events as de
+
+
+class Hazards:
+    """Faults of a ``World``."""
+
+    FAULTS = frozenset(
+        {
+            *("lose", "duplicate", "late", "break", "redeliver", "cancel", "damage", "fail", "no blocks"),
+            *("crash", "stop", "revoke", "cut"),
+        }
+    )
+
+    def _fault_moves(self) -> Iterator[Move]:
+        kinds = self.scenario.faults
+        for item in self.net:
+            if "lose" in kinds and not isinstance(item[3], str):
+                yield ("lose", item)
+            if "duplicate" in kinds and not isinstance(item[3], str) and not self.node(item[1]).is_stopped:
+                yield ("duplicate", item)
+        for number in (D, *range(len(self.ps))):
+            yield from self._node_faults(number, self.node(number))
+        for handoff_id, status in self.d.status.items():
+            if "cancel" in kinds and status == "waiting" and not self.d.is_dead and not self.d.is_stopped:
+                yield ("cancel", handoff_id)
+        for handoff_id, holder in self.queue.items():
+            if "redeliver" in kinds and holder is not None:
+                yield ("redeliver", handoff_id)
+        if "no blocks" in kinds and any(task[0] == "allocate" for task in self.d.todo):
+            yield ("no blocks",)
+
+    def _node_faults(self, number: int, node: Any) -> Iterator[Move]:
+        kinds = self.scenario.faults
+        if node.is_dead:
+            return
+        if node.ops and "fail" in kinds:
+            yield ("fail", number)
+        if node.ops and "damage" in kinds and not node.ops[0][-1]:
+            yield ("damage", number)
+        if "break" in kinds and number != D and node.conn and not self.d.is_dead:
+            yield ("break", number)
+        side = "decode" if number == D else "prefill"
+        if f"crash {side}" in kinds:
+            yield ("crash", number)
+        if f"stop {side}" in kinds and not node.is_stopped:
+            yield ("stop", number)
+        for kind in ("revoke", "cut"):
+            if f"{kind} {side}" in kinds and node.lease.alive_until is None and not node.is_stopped:
+                yield (kind, number)
+
+    def do_late(self) -> None:
+        """What is under way takes longer than a timer."""
+        self.do_advance()
+
+    def do_duplicate(self, item: Any) -> None:
+        self._receive(*item)
+
+    def do_lose(self, item: Any) -> None:
+        self.net -= {item}
+
+    def do_fail(self, number: int) -> None:
+        node = self.node(number)
+        op = node.ops[0]
+        failed = tuple(other for other in node.ops if other[:2] == op[:2])
+        node.ops = tuple(other for other in node.ops if other not in failed)
+        node.ended_ops += tuple((other, False) for other in failed)
+
+    def do_damage(self, number: int) -> None:
+        node = self.node(number)
+        node.ops = ((*node.ops[0][:-1], True), *node.ops[1:])
+
+    def do_no_blocks(self) -> None:
+        task = next(task for task in self.d.todo if task[0] == "allocate")
+        self.d.todo = tuple(other for other in self.d.todo if other is not task)
+        self._allocate(task[1], task[2], possible=False)
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    def do_crash(self, number: int) -> None:
+        """Its transfers may still land until others know that they cannot; its messages under way may arrive."""
+        node = self.node(number)
+        node.is_dead, node.is_stopped = True, False
+        node.ended_ops = node.todo = node.watch = ()
+        if node.lease.alive_until is None:
+            node.lease.alive_until = self.now + TTL
+        self.net = frozenset(item for item in self.net if item[1] != number)
+        if number == D:
+            node.ops = ()
+            for other, p in enumerate(self.ps):
+                if p.conn and not p.is_dead:
+                    self.net |= {(D, other, p.conn, "lost")}
+        else:
+            if node.conn:
+                self.net |= {(number, D, node.conn, "lost")}
+            node.engine.clear()
+
+    def do_stop(self, number: int) -> None:
+        """As SIGSTOP does."""
+        node = self.node(number)
+        node.is_stopped = True
+        if node.lease.alive_until is None:
+            node.lease.alive_until = self.now + TTL
+
+    def do_wake(self, number: int) -> None:
+        node = self.node(number)
+        node.is_stopped = False
+        if not node.lease.has_ended:
+            node.lease.alive_until = None
+
+    def do_revoke(self, number: int) -> None:
+        """Its lease ends before its time; it may not hear of it before its own clock says so."""
+        self.node(number).lease.alive_until = self.now + TTL
+        self._end_lease(number)
+
+    def do_cut(self, number: int) -> None:
+        """From the control plane, for good as far as this lease is concerned."""
+        self.node(number).lease.alive_until = self.now + TTL
+
+    def do_cancel(self, handoff_id: str) -> None:
+        self.d.status[handoff_id] = "aborted"
+        self.d.blocks.pop(handoff_id, None)
+        self._handle(D, de.Closed(handoff_id))
+
+    def do_break(self, number: int) -> None:
+        """The connection ends; each end hears of it by itself."""
+        p = self.ps[number]
+        conn, p.conn = p.conn, 0
+        self.net = frozenset(item for item in self.net if item[2] != conn)
+        self.net |= {(number, D, conn, "lost"), (D, number, conn, "lost")}
+
+    def do_redeliver(self, handoff_id: str) -> None:
+        self.queue[handoff_id] = None

@@ -1,0 +1,112 @@
+"""Memory in a world: transfers that land, engines that compute and lend, checksums. Here violations show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.handoff.nodes import D, Violation
+
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff import prefill_events as pe
+
+
+class Memory:
+    """Transfers, engines and checksum threads of a ``World``."""
+
+    # -- transfers ----------------------------------------------------------------------------------------------------
+
+    def do_land(self, number: int) -> None:
+        """The oldest transfer takes effect, or fails: at the fence, or since the peer's memory has gone."""
+        node = self.node(number)
+        op, node.ops = node.ops[0], node.ops[1:]
+        peer = self.d if number != D else self.ps[op[2]]
+        ok = not peer.is_dead and (node.lease.may_touch(self.now) or not self.scenario.transport_fence)
+        if ok:
+            getattr(self, f"_land_{op[0]}")(number, op)
+        elif op[0] == "write":
+            # Nothing of its group follows a failed write.
+            failed = tuple(other for other in node.ops if other[0] == "write" and other[1] == op[1])
+            node.ops = tuple(other for other in node.ops if other not in failed)
+            node.ended_ops += tuple((other, False) for other in failed)
+        node.ended_ops += ((op, ok),)
+
+    def _land_write(self, number: int, op: Any) -> None:
+        _, handoff_id, generation, local, remote, done, damaged = op
+        p = self.ps[number]
+        if handoff_id not in p.held and not p.is_dead:
+            raise Violation(f"p{number} writes from blocks that it has freed")
+        for block in remote:
+            if self.d.writer.get(block) != (handoff_id, generation):
+                raise Violation(f"a write of {handoff_id}/{generation} lands in block {block}: {self.d.writer}")
+        for block, source in zip(remote, local, strict=True):
+            good = not self.scenario.incompatible
+            self.d.content[block] = ("damaged",) if damaged or not good else ("kv", handoff_id, source)
+        if done is not None:
+            self._send(number, D, 0, done)
+
+    def _land_load(self, number: int, op: Any) -> None:
+        _, handoff_id, _, remote, _ = op
+        lent = {block for (owner, _), blocks in self.d.loans.items() if owner == handoff_id for block in blocks}
+        if not lent.issuperset(remote):
+            raise Violation(f"p{number} reads blocks that nobody keeps for it")
+
+    def _land_fetch(self, number: int, op: Any) -> None:
+        _, handoff_id, source, _, remote, local, damaged = op
+        if handoff_id not in self.ps[source].held:
+            raise Violation(f"d reads blocks of p{source} that it has freed")
+        lent = {block for (owner, _), blocks in self.d.loans.items() if owner == handoff_id for block in blocks}
+        if not lent.issuperset(local):
+            raise Violation("d reads into blocks that are not lent")
+        for block, theirs in zip(local, remote, strict=True):
+            self.d.content[block] = ("damaged",) if damaged else ("kv", handoff_id, theirs)
+
+    def do_complete(self, number: int) -> None:
+        node = self.node(number)
+        (op, ok), node.ended_ops = node.ended_ops[0], node.ended_ops[1:]
+        if op[0] == "write":
+            self._handle(number, pe.Written(op[1], ok))
+        elif op[0] == "load":
+            self._handle(number, pe.ReadEnded(op[1], ok))
+        else:
+            self._handle(D, de.ReadEnded(op[1], op[3], ok))
+
+    # -- engines and checksums ----------------------------------------------------------------------------------------
+
+    def do_work(self, number: int) -> None:
+        node = self.node(number)
+        task, node.todo = node.todo[0], node.todo[1:]
+        kind, handoff_id = task[0], task[1]
+        if kind == "allocate":
+            self._allocate(handoff_id, task[2], possible=self.scenario.can_replace_blocks)
+        elif kind == "hits":
+            self._expect_lent(handoff_id, task[3])
+            self._handle(D, de.HitsChecksummed(handoff_id, task[2], tuple(0 for _ in task[3])))
+        elif kind == "verify":
+            self._expect_lent(handoff_id, task[3])
+            ok = all(self.d.content.get(block, ("damaged",))[0] == "kv" for block in task[3])
+            self._handle(D, de.Verified(handoff_id, task[2], ok))
+        elif kind == "not sent":
+            self._handle(D, de.GrantNotSent(handoff_id, task[2]))
+        elif kind == "claim failed":
+            self._handle(number, pe.ClaimFailed(handoff_id))
+        else:
+            if handoff_id not in node.held:
+                raise Violation(f"p{number} checksums blocks that it has freed")
+            if kind == "chunk":
+                self._handle(number, pe.ChunkChecksummed(handoff_id, (0,)))
+            else:
+                self._handle(number, pe.HitsVerified(handoff_id, True))
+
+    def _allocate(self, handoff_id: str, loan: int, *, possible: bool) -> None:
+        blocks: tuple[int, ...] | None = None
+        if possible and self.d.status[handoff_id] == "waiting":
+            old = self.d.blocks.get(handoff_id, ())
+            hits = old[: self.scenario.num_hit_blocks]
+            blocks = hits + self._fresh(self.scenario.num_chunks)
+            self.d.loans[handoff_id, loan] = blocks
+        self._handle(D, de.Allocated(handoff_id, loan, blocks))
+
+    def _expect_lent(self, handoff_id: str, blocks: tuple[int, ...]) -> None:
+        lent = {block for (owner, _), lent in self.d.loans.items() if owner == handoff_id for block in lent}
+        if not lent.issuperset(blocks):
+            raise Violation("d checksums blocks that are not lent")

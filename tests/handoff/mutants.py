@@ -1,0 +1,255 @@
+"""Protocols that are wrong in one place each.
+
+A mutant lacks one rule of docs/architecture.md, "What may never happen", and names the scenario in which the explorer
+has to find it out. Rule 8, ``check_integrity``, is what the explorer's own invariants are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+from tests.handoff.nodes import Scenario
+
+from kvrelay.core.handoff import HandoffGrant, KvDirection
+from kvrelay.handoff.decode import DecodeHandoff, DecodeState
+from kvrelay.handoff.decode_events import EndLoan
+from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.leases import PeerLeases
+from kvrelay.handoff.prefill import PrefillHandoff, PrefillState
+from kvrelay.handoff.prefill_ledger import PrefillLedger
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+ONE = Scenario(num_prefill=1)
+TWO = Scenario(num_prefill=2)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``rule``: the number in docs/architecture.md."""
+
+    name: str
+    rule: int
+    scenario: Scenario
+    patch: Patch = lambda patch: None
+
+
+def scenario(*faults: str, num_faults: int = 1, **settings: Any) -> Scenario:
+    settings.setdefault("num_prefill", 1)
+    return Scenario(faults=frozenset(faults), max_faults=num_faults, **settings)
+
+
+def replacing(owner: type, name: str, wrap: Callable[[Any], Any]) -> Patch:
+    """``wrap(original)`` takes the place of the method."""
+    return lambda patch: patch.setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def any_generation_is_current(done: Any) -> Any:
+    def mutated(self: DecodeHandoff, message: Any, turn: Any) -> None:
+        done(self, msgspec.structs.replace(message, generation=self.generation), turn)
+
+    return mutated
+
+
+def loans_end_with_the_hand_off(settle: Any) -> Any:
+    def mutated(self: DecodeHandoff, turn: Any) -> None:
+        if self.state is DecodeState.CLOSED:
+            turn.out += [EndLoan(self.handoff_id, loan) for loan in self.loans]
+            self.loans = ()
+        settle(self, turn)
+
+    return mutated
+
+
+def fenced_when_the_lease_ends(ended: Any) -> Any:
+    def mutated(self: PeerLeases, worker_id: str, now_s: float) -> None:
+        ended(self, worker_id, now_s)
+        self._fences_s[worker_id] = now_s
+
+    return mutated
+
+
+def stopped_with_transfers_in_flight(settle: Any) -> Any:
+    def mutated(self: PrefillHandoff, turn: Any) -> None:
+        if self.state is PrefillState.STOPPING:
+            self.num_in_flight = 0
+        settle(self, turn)
+
+    return mutated
+
+
+def freed_with_the_last_write_submitted(submit: Any) -> Any:
+    def mutated(self: PrefillHandoff, chunk: Any, turn: Any) -> None:
+        submit(self, chunk, turn)
+        if chunk.first_token is not None:
+            self._free(turn)
+
+    return mutated
+
+
+def the_same_blocks_for_a_second_claimant(allocate: Any) -> Any:
+    def mutated(self: DecodeHandoff, turn: Any) -> None:
+        waiting, self.waiting = self.waiting, None
+        assert waiting is not None
+        self._abandon_holder(turn)
+        self._grant(waiting, turn)
+
+    return mutated
+
+
+def a_release_is_said_once(tick: Any) -> Any:
+    def mutated(self: PrefillHandoff, ended_s: float | None, turn: Any) -> None:
+        if self.state is not PrefillState.RELEASING:
+            tick(self, ended_s, turn)
+        else:
+            self.due_s = turn.now_s + 1
+
+    return mutated
+
+
+def written_before_the_grant(computed: Any) -> Any:
+    def mutated(self: PrefillHandoff, chunk: Any, turn: Any) -> None:
+        if self.state is PrefillState.CLAIMING:
+            self.grant = HandoffGrant(self.handoff_id, 1, tuple(range(self.num_blocks)), self.num_cached_tokens)
+            self._move(PrefillState.SENDING)
+        computed(self, chunk, turn)
+
+    return mutated
+
+
+def only_current_loans_of_open_hand_offs(settle: Any) -> Any:
+    def mutated(self: DecodeHandoff, turn: Any) -> None:
+        if self.state is DecodeState.VERIFYING:
+            turn.out += [EndLoan(self.handoff_id, loan) for loan in self.loans]
+            self.loans = ()
+        settle(self, turn)
+
+    return mutated
+
+
+def any_claim_is_granted(claim: Any) -> Any:
+    return lambda self, handoff, event, turn: handoff.claimed(event, turn)
+
+
+def freed_with_ready(hold: Any) -> Any:
+    def mutated(self: PrefillHandoff, chunk: Any, turn: Any) -> None:
+        hold(self, chunk, turn)
+        self._free(turn)
+
+    return mutated
+
+
+def abandoned_while_read(ready: Any) -> Any:
+    def mutated(self: DecodeHandoff, message: Any, turn: Any) -> bool:
+        return bool(self.state is not DecodeState.CLOSED and ready(self, message, turn))
+
+    return mutated
+
+
+def nothing(original: Any) -> Any:
+    return lambda self, *arguments: None
+
+
+MUTANTS = [
+    Mutant(
+        "any generation is the current one",
+        1,
+        scenario("redeliver", num_prefill=2),
+        replacing(DecodeHandoff, "done", any_generation_is_current),
+    ),
+    Mutant(
+        "a second claimant gets the first one's blocks",
+        1,
+        scenario("redeliver", num_prefill=2),
+        replacing(DecodeHandoff, "_allocate", the_same_blocks_for_a_second_claimant),
+    ),
+    Mutant(
+        "blocks are free when their request ends",
+        2,
+        scenario("cancel"),
+        replacing(DecodeHandoff, "settle", loans_end_with_the_hand_off),
+    ),
+    Mutant(
+        "a peer is fenced when its lease ends",
+        2,
+        scenario("revoke prefill"),
+        replacing(PeerLeases, "ended", fenced_when_the_lease_ends),
+    ),
+    Mutant(
+        "a claim under a lease that nobody knows yet is granted",
+        2,
+        scenario("revoke prefill"),
+        replacing(PeerLeases, "is_live", lambda original: lambda self, worker_id, lease_id: True),
+    ),
+    Mutant(
+        "a release is said once",
+        2,
+        scenario("fail", "lose", num_faults=2),
+        replacing(PrefillHandoff, "tick", a_release_is_said_once),
+    ),
+    Mutant(
+        "an abandon of something unknown is not answered",
+        2,
+        scenario("lose"),
+        replacing(PrefillLedger, "_release_unknown", nothing),
+    ),
+    Mutant("a write is posted past the fence", 3, scenario("stop prefill", transport_fence=False)),
+    Mutant(
+        "a lost lease stops nothing",
+        3,
+        scenario("revoke prefill"),
+        replacing(PrefillHandoff, "lost", nothing),
+    ),
+    Mutant(
+        "a hand-off has stopped though transfers are in flight",
+        4,
+        scenario("cancel"),
+        replacing(PrefillHandoff, "settle", stopped_with_transfers_in_flight),
+    ),
+    Mutant(
+        "blocks are free once their last write is submitted",
+        4,
+        ONE,
+        replacing(PrefillHandoff, "_submit", freed_with_the_last_write_submitted),
+    ),
+    Mutant(
+        "KV of another kind is taken",
+        5,
+        scenario(incompatible=True),
+        replacing(DecodeLedger, "_claim", any_claim_is_granted),
+    ),
+    Mutant(
+        "what was damaged on its way is taken",
+        7,
+        scenario("damage", checksums=True),
+        replacing(DecodeHandoff, "verified", lambda original: lambda self, ok, turn: original(self, True, turn)),
+    ),
+    Mutant(
+        "blocks are not lent while they are verified",
+        7,
+        scenario(checksums=True),
+        replacing(DecodeHandoff, "settle", only_current_loans_of_open_hand_offs),
+    ),
+    Mutant(
+        "written before the grant",
+        2,
+        ONE,
+        replacing(PrefillHandoff, "chunk_computed", written_before_the_grant),
+    ),
+    Mutant("HandoffDone overtakes a write", 3, scenario(num_chunks=2, transport_order=False)),
+    Mutant(
+        "pull: blocks are free once D knows of them",
+        4,
+        scenario(direction=KvDirection.PULL),
+        replacing(PrefillHandoff, "_hold", freed_with_ready),
+    ),
+    Mutant(
+        "pull: D abandons what it still reads",
+        4,
+        scenario("cancel", "late", num_faults=2, direction=KvDirection.PULL),
+        replacing(DecodeHandoff, "ready", abandoned_while_read),
+    ),
+]

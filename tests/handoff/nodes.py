@@ -1,0 +1,293 @@
+"""The parts of a world: what is explored, a worker of each side, its lease; how they are copied and compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from kvrelay.core.handoff import (
+    HandoffOrder,
+    KvDirection,
+)
+from kvrelay.handoff.decode import WAITING_FOR_CLAIMANT, DecodeHandoff, DecodeRules, GrantState
+from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.leases import PeerLeases
+from kvrelay.handoff.prefill import PrefillHandoff, PrefillRules
+from kvrelay.handoff.prefill_ledger import PrefillLedger
+
+TTL = 2
+Move = tuple[Any, ...]
+T = TypeVar("T")
+H = TypeVar("H", DecodeHandoff, PrefillHandoff)
+PROMPT = frozenset({"deliver", "complete", "work", "arrive", "tick", "pull"})
+"""Moves that take no time, unless the fault "late" lets it pass. Everything else takes as long as it likes."""
+D = -1
+"""The decode worker's place; prefill workers are 0, 1, ..."""
+
+
+class Violation(AssertionError):
+    """Something happened that may never happen."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is explored. ``faults``: the kinds that may occur; ``max_faults``: how many of them in one run."""
+
+    num_prefill: int = 2
+    num_requests: int = 1
+    num_hit_blocks: int = 0
+    num_chunks: int = 1
+    """Of one block each."""
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    direction: KvDirection = KvDirection.PUSH
+    with_blocks: bool = True
+    checksums: bool = False
+    incompatible: bool = False
+    can_replace_blocks: bool = True
+    faults: frozenset[str] = frozenset()
+    max_faults: int = 1
+    max_computing: int = 1
+    """Hand-offs that a prefill worker has at once."""
+    slow: bool = False
+    """Timeouts far apart, so that only faults run into them."""
+    transport_fence: bool = True
+    transport_order: bool = True
+
+    def decode_rules(self) -> DecodeRules:
+        return DecodeRules(
+            block_size=1,
+            kv_compatibility="same",
+            remote_prefill_timeout_s=6 if self.slow else 2,
+            grant_timeout_s=6 if self.slow else 2,
+            max_attempts=2,
+            early_claim_timeout_s=3 if self.slow else 1,
+            abandon_repeat_s=1,
+            can_replace_blocks=self.can_replace_blocks,
+            checksums=self.checksums,
+        )
+
+    def prefill_rules(self, number: int) -> PrefillRules:
+        return PrefillRules(
+            worker_id=name(number),
+            block_size=1,
+            kv_compatibility="other" if self.incompatible else "same",
+            claim_timeout_s=3 if self.slow else 1,
+            ready_repeat_s=1,
+            release_repeat_s=1,
+            max_release_repeat_s=1,
+            gone_for_s=TTL + 1,
+            checksums=self.checksums,
+        )
+
+
+@dataclass
+class Lease:
+    """A worker's lease, as the server has it and as its holder's own clock bounds it."""
+
+    alive_until: float | None = None
+    """None: refreshed all the time."""
+    has_ended: bool = False
+    is_lost: bool = False
+    """The holder knows."""
+    number: int = 1
+
+    @property
+    def lease_id(self) -> str:
+        """What the holder takes for its lease."""
+        return "" if self.is_lost else f"L{self.number}"
+
+    def may_touch(self, now: int) -> bool:
+        return self.alive_until is None or now < self.alive_until
+
+    def key(self, now: int) -> tuple[Any, ...]:
+        return (
+            None if self.alive_until is None else max(self.alive_until - now, 0),
+            self.has_ended,
+            self.is_lost,
+            self.number,
+        )
+
+
+@dataclass
+class Node:
+    """What both sides have."""
+
+    lease: Lease = field(default_factory=Lease)
+    is_stopped: bool = False
+    is_dead: bool = False
+    watch: tuple[tuple[int, str], ...] = ()
+    """What happened to other workers' leases and is not known here yet, in order."""
+    ops: tuple[Any, ...] = ()
+    """Transfers that were submitted and have not landed."""
+    ended_ops: tuple[Any, ...] = ()
+    """Landed or failed; the owner does not know yet."""
+    todo: tuple[Any, ...] = ()
+    """Asked of engine and checksum thread."""
+    cached: tuple[int, Any] | None = None
+
+    def cached_key(self, now: int) -> Any:
+        """``key``, computed once for each copy: nodes are shared between worlds until something touches them."""
+        if self.cached is None or self.cached[0] != now:
+            self.cached = (now, self.key(now))
+        return self.cached[1]
+
+    def key(self, now: int) -> tuple[Any, ...]:
+        lease = self.lease.key(now)
+        return (lease, self.is_stopped, self.is_dead, self.watch, self.ops, self.ended_ops, self.todo)
+
+
+@dataclass
+class DecodeNode(Node):
+    ledger: DecodeLedger = None  # type: ignore[assignment]
+    status: dict[str, str] = field(default_factory=dict)
+    """By hand-off: waiting, running, local, aborted."""
+    blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The request's own references."""
+    loans: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
+    writer: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Which generation may write a block."""
+    content: dict[int, Any] = field(default_factory=dict)
+
+    def clone(self) -> DecodeNode:
+        other = copied(self)
+        other.cached = None
+        other.lease = copied(self.lease)
+        other.ledger = clone_decode_ledger(self.ledger)
+        other.status, other.blocks, other.loans = dict(self.status), dict(self.blocks), dict(self.loans)
+        other.writer, other.content = dict(self.writer), dict(self.content)
+        return other
+
+    def key(self, now: int) -> tuple[Any, ...]:
+        return (
+            Node.key(self, now),
+            decode_ledger_key(self.ledger, now),
+            tuple(self.status.items()),
+            tuple(sorted(self.loans.items())),
+            tuple(sorted(self.writer.items())),
+            tuple(sorted(self.content.items())),
+            tuple(sorted(self.blocks.items())),
+        )
+
+
+@dataclass
+class PrefillNode(Node):
+    ledger: PrefillLedger = None  # type: ignore[assignment]
+    engine: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What is left to compute, by hand-off."""
+    held: frozenset[str] = frozenset()
+    """Hand-offs whose blocks are in use."""
+    conn: int = 0
+    """0: none."""
+    num_conns: int = 0
+
+    def clone(self) -> PrefillNode:
+        other = copied(self)
+        other.cached = None
+        other.lease = copied(self.lease)
+        other.ledger = clone_prefill_ledger(self.ledger)
+        other.engine = dict(self.engine)
+        return other
+
+    def key(self, now: int) -> tuple[Any, ...]:
+        engine = tuple(sorted(self.engine.items()))
+        return (Node.key(self, now), prefill_ledger_key(self.ledger, now), engine, self.held, self.conn)
+
+
+def name(number: int) -> str:
+    return "d" if number == D else f"p{number}"
+
+
+def number_of(worker_id: str) -> int:
+    return D if worker_id == "d" else int(worker_id[1:])
+
+
+# -- copies and keys --------------------------------------------------------------------------------------------------
+
+
+def copied(original: T) -> T:
+    """A shallow copy: ``copy.copy``, several times as fast."""
+    other = object.__new__(type(original))
+    other.__dict__.update(original.__dict__)
+    return other
+
+
+def clone_handoff(handoff: H) -> H:
+    """The machines' fields hold immutable values."""
+    other = object.__new__(type(handoff))
+    for name_ in handoff.__slots__:
+        setattr(other, name_, getattr(handoff, name_))
+    return other
+
+
+def clone_leases(leases: PeerLeases) -> PeerLeases:
+    other = PeerLeases()
+    other._live = dict(leases._live)
+    other._ended = leases._ended.copy()
+    other._fences_s = dict(leases._fences_s)
+    return other
+
+
+def clone_decode_ledger(ledger: DecodeLedger) -> DecodeLedger:
+    other = clone_ledger(ledger)
+    other.connections = dict(ledger.connections)
+    other.early = dict(ledger.early)
+    return other
+
+
+def clone_prefill_ledger(ledger: PrefillLedger) -> PrefillLedger:
+    other = clone_ledger(ledger)
+    other.seen = ledger.seen.copy()
+    return other
+
+
+def clone_ledger(ledger: Any) -> Any:
+    """Counters are shared: they decide nothing."""
+    other = copied(ledger)
+    other.handoffs = {key: clone_handoff(handoff) for key, handoff in ledger.handoffs.items()}
+    other.leases = clone_leases(ledger.leases)
+    return other
+
+
+def leases_key(leases: PeerLeases, now: int) -> tuple[Any, ...]:
+    """How long ago a lease ended matters up to ``gone_for_s`` only."""
+    return (
+        tuple(sorted((worker, lease_id) for worker, (lease_id, _) in leases._live.items())),
+        tuple(sorted((worker, id_, max(ended - now, -TTL - 1)) for worker, (id_, ended) in leases._ended.items())),
+        tuple(sorted((worker, max(fence - now, 0)) for worker, fence in leases._fences_s.items())),
+    )
+
+
+_DECODE_FIELDS = [f.name for f in fields(DecodeHandoff) if f.name not in ("deadline_s", "grants")]
+_PREFILL_FIELDS = [f.name for f in fields(PrefillHandoff) if f.name not in ("due_s", "started_s", "ready")]
+
+
+def decode_ledger_key(ledger: DecodeLedger, now: int) -> tuple[Any, ...]:
+    handoffs = []
+    for handoff in ledger.handoffs.values():
+        waits = handoff.state in WAITING_FOR_CLAIMANT
+        grants = tuple(
+            (
+                grant.worker_id,
+                grant.connection,
+                grant.generation,
+                grant.loan,
+                grant.state.value,
+                max(grant.told_s - now, -1) if grant.state is GrantState.ABANDONED else 0,
+            )
+            for grant in handoff.grants
+        )
+        deadline = max(handoff.deadline_s - now, 0) if waits else 0
+        handoffs.append((deadline, grants, *(getattr(handoff, name) for name in _DECODE_FIELDS)))
+    early = tuple((handoff_id, e.event, max(e.until_s - now, 0)) for handoff_id, e in ledger.early.items())
+    return (tuple(handoffs), leases_key(ledger.leases, now), tuple(sorted(ledger.connections.items())), early)
+
+
+def prefill_ledger_key(ledger: PrefillLedger, now: int) -> tuple[Any, ...]:
+    handoffs = tuple(
+        (
+            0 if handoff.next_s is None else max(handoff.due_s - now, 0),
+            *(getattr(handoff, f) for f in _PREFILL_FIELDS if f != "num_said"),
+        )
+        for handoff in ledger.handoffs.values()
+    )
+    return (handoffs, leases_key(ledger.leases, now), tuple(ledger.seen))

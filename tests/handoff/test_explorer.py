@@ -1,0 +1,105 @@
+"""The protocol, model-checked: no reachable state is wrong, none hangs, and the explorer would have noticed.
+
+The scenarios here are explored whole in the suite. ``KVRELAY_EXPLORE=long`` explores more faults at once and more
+requests, for continuous integration only.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+from tests.handoff.explorer import explore, wander
+from tests.handoff.mutants import MUTANTS, Mutant, scenario
+from tests.handoff.nodes import Scenario
+
+from kvrelay.core.handoff import HandoffOrder, KvDirection
+
+IS_LONG = os.environ.get("KVRELAY_EXPLORE") == "long"
+only_long = pytest.mark.skipif(not IS_LONG, reason="minutes: set KVRELAY_EXPLORE=long")
+
+NETWORK = ("lose", "duplicate", "late", "break")
+LOCAL = ("cancel", "fail", "no blocks")
+PREFILL = ("crash prefill", "stop prefill", "revoke prefill", "cut prefill")
+DECODE = ("crash decode", "stop decode", "revoke decode", "cut decode")
+EVERYTHING = (*NETWORK, *LOCAL, *PREFILL, *DECODE, "redeliver")
+PULL, PREFILL_FIRST = KvDirection.PULL, HandoffOrder.PREFILL_FIRST
+
+SCENARIOS = {
+    "push, two claimants": scenario(*NETWORK, *LOCAL, "redeliver", num_prefill=2),
+    "push, a claimant dies": scenario("crash prefill", num_prefill=2),
+    "push, leases, with hits and checksums": scenario(*PREFILL, "damage", num_hit_blocks=1, checksums=True),
+    "push, the decode worker fails": scenario("crash decode", "cut decode", "revoke decode"),
+    "push, two chunks": scenario(*LOCAL, "break", "damage", num_chunks=2, checksums=True),
+    "push, blocks that cannot be replaced": scenario(*NETWORK, *LOCAL, "crash prefill", can_replace_blocks=False),
+    "push, prefill-first": scenario(*NETWORK, *LOCAL, "crash prefill", order=PREFILL_FIRST),
+    "pull": scenario(*NETWORK, *LOCAL, "damage", num_hit_blocks=1, checksums=True, direction=PULL),
+    "pull, leases": scenario(*PREFILL, "cut decode", "revoke decode", direction=PULL),
+    "pull, without room at first": scenario(*NETWORK, *LOCAL, direction=PULL, with_blocks=False),
+    "pull, prefill-first": scenario(*NETWORK, *LOCAL, direction=PULL, order=PREFILL_FIRST),
+}
+LONG = {
+    "push, two faults": scenario(*EVERYTHING, num_faults=2),
+    "push, two faults, hits and checksums": scenario(
+        *NETWORK, *LOCAL, *PREFILL, "damage", num_faults=2, num_hit_blocks=1, checksums=True
+    ),
+    "push, two claimants, two faults": scenario(*NETWORK, *LOCAL, "redeliver", num_faults=2, num_prefill=2),
+    "push, two claimants, leases": scenario(*PREFILL, "redeliver", num_prefill=2),
+    "push, two claimants, the decode worker": scenario(*DECODE, num_prefill=2),
+    "push, prefill-first, two faults": scenario(*EVERYTHING, num_faults=2, order=PREFILL_FIRST),
+    "pull, two faults": scenario(*EVERYTHING, num_faults=2, direction=PULL),
+    "pull, two claimants": scenario(*EVERYTHING, num_prefill=2, direction=PULL),
+    "pull, prefill-first, two faults": scenario(*EVERYTHING, num_faults=2, direction=PULL, order=PREFILL_FIRST),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_no_reachable_state_is_wrong_and_none_hangs(name: str) -> None:
+    report = explore(SCENARIOS[name])
+    print(f"{name}: {report}")
+    assert report.violation is None, (report.violation, report.trace)
+    assert report.is_complete
+
+
+@only_long
+@pytest.mark.parametrize("name", LONG)
+def test_with_more_faults_at_once(name: str) -> None:
+    report = explore(LONG[name], max_states=2_000_000)
+    print(f"{name}: {report}")
+    assert report.violation is None, (report.violation, report.trace)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_protocol_without_the_rule_is_found_out(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant.patch(monkeypatch)
+    report = explore(mutant.scenario)
+    print(f"rule {mutant.rule}, {mutant.name}: {report}")
+    assert report.violation is not None, "the explorer saw nothing wrong"
+
+
+def test_each_rule_has_a_mutant() -> None:
+    """Rule 6 needs two incarnations (``test_ledgers``); rule 8 is what the explorer checks in every state."""
+    assert {mutant.rule for mutant in MUTANTS} == {1, 2, 3, 4, 5, 7}
+    assert len(MUTANTS) >= 10
+
+
+MANY = Scenario(
+    num_prefill=3,
+    num_requests=4,
+    num_hit_blocks=1,
+    num_chunks=2,
+    max_computing=2,
+    checksums=True,
+    slow=True,
+    faults=frozenset({*EVERYTHING, "damage"}),
+    max_faults=12,
+)
+
+
+@pytest.mark.parametrize("seed", range(1000 if IS_LONG else 40))
+@pytest.mark.parametrize("direction", KvDirection)
+@pytest.mark.parametrize("order", HandoffOrder)
+def test_long_random_runs_of_many_hand_offs(seed: int, direction: KvDirection, order: HandoffOrder) -> None:
+    report = wander(replace(MANY, direction=direction, order=order), seed)
+    assert report.violation is None, (report.violation, report.trace[-40:])

@@ -1,0 +1,360 @@
+"""Single steps of the two ledgers, where the explorer's invariants do not say what exactly has to follow."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffGrant,
+    HandoffReady,
+    HandoffRefused,
+    HandoffReleased,
+    KvDirection,
+)
+from kvrelay.errors import IllegalTransitionError
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import EndReason, RefusalReason
+from kvrelay.handoff.decode import TRANSITIONS as DECODE_TRANSITIONS
+from kvrelay.handoff.decode import DecodeRules, DecodeState
+from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.leases import MAX_LEASE_TTL_S, PeerLeases
+from kvrelay.handoff.prefill import TRANSITIONS as PREFILL_TRANSITIONS
+from kvrelay.handoff.prefill import PrefillRules, PrefillState
+from kvrelay.handoff.prefill_ledger import PrefillLedger
+
+BLOCKS = (0, 1, 2, 3, 4)
+"""Of a request with blocks of 4 tokens: the first two are prefix hits."""
+
+
+def decode_ledger(**rules: object) -> DecodeLedger:
+    """With one open hand-off, "h" of request "r", and a prefill worker "p" under lease "L"."""
+    ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same", **rules))
+    ledger.handle(de.Registered("p", 10.0, "L"), 0.0)
+    opened = ledger.handle(de.Opened("h", "r", BLOCKS, 2), 0.0)
+    assert opened == [de.Push("h")]
+    return ledger
+
+
+def claim(worker_id: str = "p", lease_id: str = "L", **fields: object) -> de.Claimed:
+    return de.Claimed(HandoffClaim("h", worker_id, "same", lease_id=lease_id, **fields), f"to {worker_id}")
+
+
+def grant_of(actions: list[de.DecodeAction]) -> HandoffGrant:
+    (sent,) = [action for action in actions if isinstance(action, de.SendGrant)]
+    return sent.message
+
+
+def refusal_of(actions: list[de.DecodeAction]) -> str:
+    (sent,) = [a for a in actions if isinstance(a, de.Send) and isinstance(a.message, HandoffRefused)]
+    return sent.message.reason
+
+
+def done(handoff_id: str = "h", generation: int = 1, checksums: tuple[int, ...] | None = None) -> de.Done:
+    return de.Done(HandoffDone(handoff_id, generation, 7, None, 0, 0.0, checksums))
+
+
+# -- the decode side --------------------------------------------------------------------------------------------------
+
+
+def test_a_grant_names_the_blocks_and_what_is_computed_of_them() -> None:
+    grant = grant_of(decode_ledger().handle(claim(), 1.0))
+    assert (grant.generation, grant.block_ids, grant.num_cached_tokens) == (1, BLOCKS, 8)
+    assert grant.checksums is None
+
+
+def test_done_resumes_the_request_and_then_ends_the_loan() -> None:
+    ledger = decode_ledger()
+    ledger.handle(claim(), 1.0)
+    message = done()
+    assert ledger.handle(message, 2.0) == [de.Resume("h", "r", 1, message.message), de.EndLoan("h", 1)]
+    assert not ledger.handoffs
+    assert ledger.handle(message, 2.0) == []
+    assert ledger.counters.num_stale == 1
+
+
+def test_messages_for_an_earlier_incarnation_are_stale() -> None:
+    """Hand-off ids name the decode worker's id, which is new at every start."""
+    ledger = decode_ledger()
+    ledger.handle(claim(), 1.0)
+    assert ledger.handle(done("h of another start"), 2.0) == []
+    assert ledger.handle(de.Released(HandoffReleased("h of another start", 0, None, "p")), 2.0) == []
+    assert ledger.counters.num_stale == 2
+    assert ledger.num_grants == 1
+
+
+@pytest.mark.parametrize("generation", [0, 2])
+def test_done_of_another_generation_changes_nothing(generation: int) -> None:
+    ledger = decode_ledger()
+    ledger.handle(claim(), 1.0)
+    assert ledger.handle(done(generation=generation), 2.0) == []
+    assert (ledger.num_open, ledger.num_grants, ledger.counters.num_stale) == (1, 1, 1)
+
+
+def test_what_was_granted_stays_lent_until_the_claimant_has_stopped() -> None:
+    ledger = decode_ledger()
+    ledger.handle(claim(), 1.0)
+    assert ledger.handle(de.Closed("h"), 2.0) == [de.Send("to p", HandoffAbandon("h", 1))]
+    assert ledger.handle(de.Released(HandoffReleased("h", 0, None, "q")), 3.0) == [], "that was another's"
+    assert ledger.handle(de.Released(HandoffReleased("h", 0, None, "p")), 3.0) == [de.EndLoan("h", 1)]
+
+
+def test_before_a_grant_the_blocks_are_free_at_once() -> None:
+    assert decode_ledger().handle(de.Closed("h"), 2.0) == [de.EndLoan("h", 1)]
+
+
+def test_a_second_claimant_gets_other_blocks() -> None:
+    ledger = decode_ledger()
+    ledger.handle(de.Registered("q", 10.0, "M"), 0.0)
+    ledger.handle(claim(), 1.0)
+    assert ledger.handle(claim("q", "M"), 2.0) == [de.Allocate("h", 2)]
+    actions = ledger.handle(de.Allocated("h", 2, (0, 1, 7, 8, 9)), 3.0)
+    assert actions[0] == de.Send("to p", HandoffAbandon("h", 1))
+    assert (grant_of(actions).generation, grant_of(actions).block_ids) == (2, (0, 1, 7, 8, 9))
+    assert ledger.handle(done(), 4.0) == [de.EndLoan("h", 1)], "too late, but it has stopped"
+    message = done(generation=2)
+    assert ledger.handle(message, 5.0) == [de.Resume("h", "r", 2, message.message), de.EndLoan("h", 2)]
+
+
+def test_without_other_blocks_a_second_claimant_is_refused() -> None:
+    ledger = decode_ledger()
+    ledger.handle(de.Registered("q", 10.0, "M"), 0.0)
+    ledger.handle(claim(), 1.0)
+    ledger.handle(claim("q", "M"), 2.0)
+    assert refusal_of(ledger.handle(de.Allocated("h", 2, None), 3.0)) == RefusalReason.NO_BLOCKS
+    assert isinstance(ledger.handle(done(), 4.0)[0], de.Resume)
+
+
+def test_claims_are_bounded() -> None:
+    ledger = decode_ledger(max_attempts=1)
+    ledger.handle(de.Registered("q", 10.0, "M"), 0.0)
+    ledger.handle(claim(), 1.0)
+    actions = ledger.handle(claim("q", "M"), 2.0)
+    assert refusal_of(actions) == RefusalReason.EXHAUSTED
+    assert actions[-1] == de.ComputeHere("h", "r", EndReason.CLAIMS_EXHAUSTED)
+
+
+def test_a_claim_under_a_lease_that_is_not_known_yet_waits_for_it() -> None:
+    ledger = decode_ledger()
+    assert ledger.handle(claim("q", "M"), 1.0) == []
+    assert grant_of(ledger.handle(de.Registered("q", 10.0, "M"), 2.0)).generation == 1
+
+
+def test_a_claim_under_a_lease_that_never_becomes_known_is_computed_here() -> None:
+    ledger = decode_ledger()
+    ledger.handle(claim("q", "M"), 1.0)
+    actions = ledger.handle(de.Tick(), 7.0)
+    assert refusal_of(actions) == RefusalReason.LEASE_UNKNOWN
+    assert actions[-1] == de.ComputeHere("h", "r", EndReason.CLAIMANT_REFUSED)
+
+
+def test_a_claim_under_an_ended_lease_is_refused_and_computed_here() -> None:
+    ledger = decode_ledger()
+    ledger.handle(de.LeaseEnded("p"), 1.0)
+    actions = ledger.handle(claim(), 2.0)
+    assert refusal_of(actions) == RefusalReason.LEASE_ENDED
+    assert actions[-1] == de.ComputeHere("h", "r", EndReason.CLAIMANT_LEASE_ENDED)
+
+
+def test_the_end_of_a_lease_moves_the_request_and_the_fence_frees_the_blocks() -> None:
+    ledger = decode_ledger()
+    ledger.handle(claim(), 1.0)
+    actions = ledger.handle(de.LeaseEnded("p"), 2.0)
+    assert actions[-1] == de.ComputeHere("h", "r", EndReason.CLAIMANT_LEASE_ENDED)
+    assert ledger.next_tick_s() is not None
+    assert not [a for a in ledger.handle(de.Tick(), 11.9) if isinstance(a, de.EndLoan)]
+    assert de.EndLoan("h", 1) in ledger.handle(de.Tick(), 12.0)
+
+
+def test_an_abandon_is_said_again_over_the_claimants_next_connection() -> None:
+    ledger = decode_ledger()
+    ledger.handle(claim(), 1.0)
+    ledger.handle(de.ConnectionLost("to p"), 2.0)
+    again = de.Claimed(HandoffClaim("another", "p", "same", lease_id="L"), "again to p")
+    assert de.Send("again to p", HandoffAbandon("h", 1)) in ledger.handle(again, 2.5)
+
+
+def test_a_grant_that_could_not_be_sent_is_no_grant() -> None:
+    ledger = decode_ledger()
+    ledger.handle(claim(), 1.0)
+    actions = ledger.handle(de.GrantNotSent("h", 1), 1.0)
+    assert set(actions) == {de.EndLoan("h", 1), de.ComputeHere("h", "r", EndReason.GRANT_NOT_SENT)}
+
+
+def test_hits_are_checksummed_before_a_grant_whose_claimant_wants_that() -> None:
+    ledger = decode_ledger()
+    assert ledger.handle(claim(wants_checksums=True), 1.0) == [de.ChecksumHits("h", 1, (0, 1))]
+    assert grant_of(ledger.handle(de.HitsChecksummed("h", 1, (5, 6)), 2.0)).checksums == (5, 6)
+
+
+def test_a_claimant_that_gives_up_meanwhile_gets_no_grant() -> None:
+    ledger = decode_ledger()
+    ledger.handle(claim(wants_checksums=True), 1.0)
+    actions = ledger.handle(de.Released(HandoffReleased("h", 0, None, "p")), 2.0)
+    assert actions == [de.ComputeHere("h", "r", EndReason.RELEASED)], "the hits are being read still"
+    assert ledger.handle(de.HitsChecksummed("h", 1, (5, 6)), 3.0) == [de.EndLoan("h", 1)]
+
+
+def test_an_engine_that_cannot_replace_blocks_computes_only_when_the_claimant_has_stopped() -> None:
+    ledger = decode_ledger(can_replace_blocks=False)
+    ledger.handle(claim(), 1.0)
+    assert not [a for a in ledger.handle(de.LeaseEnded("p"), 2.0) if isinstance(a, de.ComputeHere)]
+    actions = ledger.handle(de.Released(HandoffReleased("h", 0, None, "p")), 3.0)
+    assert actions == [de.EndLoan("h", 1), de.ComputeHere("h", "r", EndReason.CLAIMANT_LEASE_ENDED)]
+
+
+def test_pull_without_room_waits_for_it() -> None:
+    ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"))
+    ledger.handle(de.Registered("p", 10.0, "L"), 0.0)
+    ledger.handle(de.Opened("h", "r", (), 0, direction=KvDirection.PULL), 0.0)
+    ledger.handle(claim(), 1.0)
+    ready = de.Ready(HandoffReady("h", 1, (8, 9), 7, None, 0.0), "to p")
+    assert ledger.handle(ready, 2.0) == [de.Allocate("h", 1)]
+    assert ledger.handle(de.Allocated("h", 1, (3, 4)), 3.0) == [de.Read("h", 1, "p", (8, 9), (3, 4))]
+    actions = ledger.handle(de.ReadEnded("h", 1, True), 4.0)
+    assert actions[-2:] == [de.Resume("h", "r", 1, ready.message), de.EndLoan("h", 1)]
+
+
+# -- the prefill side -------------------------------------------------------------------------------------------------
+
+
+def prefill_ledger(**rules: object) -> PrefillLedger:
+    """With one hand-off, of 5 blocks of which D holds 2, that is being claimed."""
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same", **rules))
+    actions = ledger.handle(pe.Pulled("h", "d", 5, 8, "L"), 0.0)
+    sent = HandoffClaim("h", "p", "same", ledger.rules.checksums, lease_id="L")
+    assert actions == [pe.Compute("h"), pe.SendClaim("d", sent)]
+    return ledger
+
+
+GRANT = HandoffGrant("h", 1, BLOCKS, 8)
+
+
+def test_nothing_is_touched_before_the_grant_and_everything_after_it() -> None:
+    ledger = prefill_ledger()
+    load, chunk = pe.Blocks(0, (20, 21)), pe.Blocks(2, (22, 23))
+    assert ledger.handle(pe.LoadWanted("h", load), 1.0) == []
+    assert ledger.handle(pe.ChunkComputed("h", chunk), 1.0) == []
+    actions = ledger.handle(pe.Granted("d", GRANT), 2.0)
+    assert actions == [pe.Read("h", load, (0, 1)), pe.Write("h", 1, chunk, (2, 3), None)]
+
+
+def test_blocks_are_free_when_the_last_write_has_ended() -> None:
+    ledger = prefill_ledger()
+    ledger.handle(pe.Granted("d", GRANT), 1.0)
+    computed, written = ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
+    assert computed == pe.Computed("h")
+    assert isinstance(written, pe.Write)
+    assert written.done == HandoffDone("h", 1, 7, None, 0, 2.0)
+    assert ledger.handle(pe.Written("h", True), 3.0) == [pe.FreeBlocks("h"), pe.Settle("h", None)]
+    assert not ledger.handoffs
+
+
+def test_a_refused_claim_costs_a_prefill_and_needs_no_release() -> None:
+    ledger = prefill_ledger()
+    actions = ledger.handle(pe.Refused(HandoffRefused("h", "")), 1.0)
+    freed = [pe.FreeBlocks("h"), pe.Settle("h", EndReason.REFUSED)]
+    assert actions == [pe.StopComputing("h"), pe.Computed("h"), *freed]
+    assert ledger.counters.num_refused == 1
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        HandoffGrant("h", 1, BLOCKS[:-1], 8),
+        HandoffGrant("h", 1, (*BLOCKS, 5), 8),
+        HandoffGrant("h", 1, (-1, *BLOCKS[1:]), 8),
+        HandoffGrant("h", 1, (0, 0, 2, 3, 4), 8),
+        HandoffGrant("h", 1, BLOCKS, 4),
+    ],
+    ids=["few", "many", "negative", "twice", "other hits"],
+)
+def test_a_grant_that_does_not_fit_is_given_up(grant: HandoffGrant) -> None:
+    ledger = prefill_ledger()
+    released = ledger.handle(pe.Granted("d", grant), 1.0)[-1]
+    assert released == pe.SayReleased("d", HandoffReleased("h", 0, EndReason.BAD_GRANT, "p"))
+
+
+def test_a_release_is_said_until_it_is_heard() -> None:
+    ledger = prefill_ledger(claim_timeout_s=1.0)
+    said = ledger.handle(pe.Tick(), 1.0)[-1]
+    assert isinstance(said, pe.SayReleased)
+    assert ledger.handle(pe.Tick(), 1.01) == []
+    assert ledger.handle(pe.Tick(), 1.06) == [said]
+    assert ledger.handle(pe.Tick(), 1.17) == [said]
+    ledger.handle(pe.ReleaseHeard("h"), 1.2)
+    assert ledger.handle(pe.Tick(), 9.0) == []
+    assert (ledger.num_unheard, ledger.next_tick_s()) == (0, None)
+
+
+def test_releases_for_a_decode_worker_that_has_been_gone_for_long_are_forgotten() -> None:
+    ledger = prefill_ledger(claim_timeout_s=1.0, gone_for_s=5.0)
+    ledger.handle(pe.LeaseEnded("d"), 2.0)
+    assert ledger.num_unheard == 1
+    ledger.handle(pe.Tick(), 6.9)
+    assert ledger.num_unheard == 1
+    ledger.handle(pe.Tick(), 9.0)
+    assert not ledger.handoffs
+
+
+def test_an_abandon_that_overtakes_its_grant_counts() -> None:
+    ledger = prefill_ledger()
+    ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 1.0)
+    assert ledger.handle(pe.Granted("d", GRANT), 1.0) == []
+    assert ledger.counters.num_abandoned == 1
+
+
+def test_an_abandon_of_something_unknown_is_answered() -> None:
+    (said,) = prefill_ledger().handle(pe.Abandoned("d", HandoffAbandon("other", 3)), 1.0)
+    assert isinstance(said, pe.SayReleased)
+    assert (said.worker_id, said.message.handoff_id) == ("d", "other")
+
+
+def test_an_entry_that_is_delivered_again_is_settled_only() -> None:
+    ledger = prefill_ledger()
+    assert [type(a) for a in ledger.handle(pe.Pulled("h", "d", 5, 8, "L"), 1.0)] == [pe.Settle]
+
+
+def test_what_could_not_be_read_is_computed() -> None:
+    ledger = prefill_ledger()
+    ledger.handle(pe.Granted("d", GRANT), 1.0)
+    ledger.handle(pe.LoadWanted("h", pe.Blocks(0, (20, 21))), 1.0)
+    assert ledger.handle(pe.ReadEnded("h", False), 2.0) == [pe.TellLoaded("h", False)]
+
+
+def test_a_lost_lease_stops_everything_and_waits_for_what_moves() -> None:
+    ledger = prefill_ledger()
+    ledger.handle(pe.Granted("d", GRANT), 1.0)
+    ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, (22,))), 1.0)
+    assert ledger.handle(pe.LeaseLost(), 2.0) == [pe.StopComputing("h"), pe.Computed("h")]
+    actions = ledger.handle(pe.Written("h", False), 3.0)
+    assert actions[:2] == [pe.FreeBlocks("h"), pe.Settle("h", EndReason.LEASE_LOST)]
+    assert isinstance(actions[2], pe.SayReleased)
+
+
+# -- leases and tables ------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_time_to_live_is_the_longest() -> None:
+    leases = PeerLeases()
+    leases.ended("p", 5.0)
+    assert leases.take_fenced(5.0 + MAX_LEASE_TTL_S - 1) == []
+    assert leases.take_fenced(5.0 + MAX_LEASE_TTL_S) == ["p"]
+
+
+def test_registering_again_under_the_same_lease_fences_nothing() -> None:
+    leases = PeerLeases()
+    leases.registered("p", 10.0, "L")
+    assert not leases.registered("p", 10.0, "L")
+    assert leases.registered("p", 10.0, "M")
+
+
+def test_a_move_that_the_table_does_not_have_raises() -> None:
+    ledger = prefill_ledger()
+    with pytest.raises(IllegalTransitionError):
+        ledger.handoffs["h"]._move(PrefillState.HOLDING)
+    assert set(PREFILL_TRANSITIONS) == set(PrefillState)
+    assert set(DECODE_TRANSITIONS) == set(DecodeState)
