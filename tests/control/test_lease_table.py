@@ -75,6 +75,31 @@ def test_a_lease_is_due_when_it_was_not_refreshed(table: LeaseTable, clock: Manu
     assert table.lease("N") is None
 
 
+def test_who_takes_over_the_timing_gives_everybody_a_part_of_a_lease(table: LeaseTable, clock: ManualClock) -> None:
+    table.refresh("L", TTL_S, 1)
+    table.refresh("M", TTL_S, 2)
+    clock.advance(60.0)
+    table.trust_all(0.5)
+    assert table.due() == []
+    table.refresh("M", TTL_S, 3)
+    clock.advance(TTL_S / 2)
+    assert table.due() == ["L"]
+
+
+def test_a_lease_that_the_server_has_lost_is_timed_by_everybody(table: LeaseTable, clock: ManualClock) -> None:
+    """Nobody will announce its end, not even to those who hear no refreshes."""
+    table.refresh("L", TTL_S, 1)
+    table.refresh("M", TTL_S, 2)
+    table.begin_resync()
+    table.refresh("M", TTL_S, 2)
+    table.end_resync()
+    clock.advance(TTL_S)
+    assert table.due(only_missing=True) == ["L"]
+    assert table.next_due_s(only_missing=True) == clock.now()
+    table.end("L")
+    assert table.next_due_s(only_missing=True) is None
+
+
 def test_who_was_dead_before_we_came_is_not_shown(table: LeaseTable) -> None:
     table.begin_resync()
     table.put("dead", b"1", "L", 1)

@@ -165,10 +165,10 @@ class LeaseTable:
             default=None,
         )
 
-    def trust_all(self) -> None:
-        """Refreshes were not heard for a while, so every lease counts as refreshed now."""
+    def trust_all(self, share: float) -> None:
+        """Refreshes were not heard for a while: every lease has ``share`` of its time to live left from now on."""
         for state in self._leases.values():
-            state.refreshed_s = self._clock.now()
+            state.refreshed_s = self._clock.now() - state.ttl_s * (1.0 - share)
 
     @property
     def has_unproven(self) -> bool:

@@ -17,12 +17,12 @@ import enum
 
 from kvrelay.core.clock import Clock
 
-INTERVALS_PER_LEASE = 5
+INTERVALS_PER_LEASE = 2.5
 MAX_INTERVAL_S = 5.0
 MIN_INTERVAL_S = 0.05
 PATIENCE_INTERVALS = 1.5
 JITTER_INTERVALS = 0.9
-"""With both, a keeper that ended is replaced within half of the shortest lease."""
+"""With both, a keeper that ended is replaced within the shortest lease."""
 
 
 class KeeperState(enum.Enum):

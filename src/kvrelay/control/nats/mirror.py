@@ -35,8 +35,10 @@ from kvrelay.errors import ControlUnavailableError
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 4.0
-MAX_SILENCE_S = 10.0
+HEARTBEAT_S = 8.0
+MAX_SILENCE_S = 20.0
+TAKEOVER_SHARE = 0.5
+"""Of its time to live, which a lease has from a change of keeper on: its holder beats at a third of it."""
 RETRY_S = 0.25
 SETTLE_S = 0.05
 POSTPONE_S = 0.05
@@ -267,7 +269,7 @@ class Mirror:
                 await self._close_beats()
         elif self._beats is None:
             _log.info("the keeper of the leases is gone: taking over")
-            self.table.trust_all()
+            self.table.trust_all(TAKEOVER_SHARE)
             self._beats = await self._open(self._bucket.beats_stream, self._bucket.consume_beats)
 
     def _apply(self, feed: _Feed, message: NatsMessage) -> bool:
