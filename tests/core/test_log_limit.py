@@ -80,7 +80,7 @@ def test_debug_lines_are_all_written(written: Written) -> None:
         ("Grüße 你好", "Grüße 你好 frame"),
         ("a\nERROR forged", "a\\nERROR forged frame"),
         ("\x1b[2J\r\0\u2028\u202e", "\\x1b[2J\\r\\x00\\u2028\\u202e frame"),
-        ("\udcff", "\\udcff frame"),
+        pytest.param("\udcff", "\\udcff frame", id="half a character"),
         ("%s %d", "%s %d frame"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.system.serving import kvrelay, kvrelay_here
 
+from kvrelay.errors import AddressInUseError, ControlUnavailableError
 from kvrelay.executors.torch.checkpoints import make_model
 
 pytestmark = pytest.mark.system
@@ -81,11 +82,11 @@ def test_wrong_arguments_end_the_process():
 
 
 def test_a_control_server_that_is_not_there():
-    control = ("--control", "nats://127.0.0.1:1", "--connect-timeout-s", "0.2")
+    control, code = ("--control", "nats://127.0.0.1:1", "--connect-timeout-s", "0.2"), ControlUnavailableError.exit_code
     for command in (["status"], ["drain", "x"], ["config", "get"]):
-        assert "127.0.0.1:1" in line_of(kvrelay_here(*command, *control), code=1)
+        assert "127.0.0.1:1" in line_of(kvrelay_here(*command, *control), code)
     for command in (["worker"], ["frontend", "--port", "0"]):
-        assert "127.0.0.1:1" in refused(*command, *control, code=1)
+        assert "127.0.0.1:1" in refused(*command, *control, code=code)
 
 
 def test_a_port_in_use():
@@ -93,7 +94,7 @@ def test_a_port_in_use():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        line = refused("serve", "--port", str(port), code=1)
+        line = refused("serve", "--port", str(port), code=AddressInUseError.exit_code)
         assert f"127.0.0.1:{port}" in line
         assert "choose another port" in line
 

@@ -21,7 +21,7 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_PROMPTS = 200
 OUTPUT_LEN = 12

@@ -63,7 +63,9 @@ def test_coalesced_pieces_count_all_their_tokens(scripted: Scripted) -> None:
         with scripted(gap_s=0.002, tokens_per_piece=4, **script) as server:
             run = serve(server, spec(num_requests=1))
         (record,) = run.result.records
-        assert (record.tokens, record.token_source, record.output_tokens) == ((4, 4), source, 8)
+        # On a busy machine one read may bring both pieces.
+        assert record.tokens in ((4, 4), (8,))
+        assert (record.token_source, record.output_tokens) == (source, 8)
 
 
 def test_chat_endpoint_gets_text(scripted: Scripted) -> None:
