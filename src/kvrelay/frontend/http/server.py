@@ -8,6 +8,7 @@ import socket
 import ssl
 from typing import Protocol
 
+from kvrelay.core.tasks import TaskSet
 from kvrelay.frontend.http.accepting import Acceptor, connections_within_limit
 from kvrelay.frontend.http.connection import HttpConnection
 from kvrelay.frontend.http.exchange import Exchange
@@ -64,7 +65,7 @@ class HttpServer:
         self.port = int(listener.getsockname()[1])
         self._max_connections = connections_within_limit(limits.max_connections)
         self._connections: set[HttpConnection] = set()
-        self._accepting: set[asyncio.Task[None]] = set()
+        self._accepting = TaskSet()
         refusal = Response(503, headers=[(b"retry-after", b"1")])
         self._acceptor = Acceptor(listener, self._accepted, encode_response(refusal, keep_alive=False))
         self._sweep: asyncio.TimerHandle | None = None
@@ -89,8 +90,7 @@ class HttpServer:
         """Accept nothing new, and let open exchanges end for up to ``timeout_s``."""
         self.is_closing = True
         self._acceptor.close()
-        for task in self._accepting:
-            task.cancel()
+        self._accepting.cancel()
         for connection in list(self._connections):
             connection.close_if_idle()
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -137,9 +137,7 @@ class HttpServer:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _accepted(self, accepted: socket.socket) -> None:
-        task = asyncio.get_running_loop().create_task(self._connect(accepted))
-        self._accepting.add(task)
-        task.add_done_callback(self._accepting.discard)
+        self._accepting.spawn(self._connect(accepted))
 
     async def _connect(self, accepted: socket.socket) -> None:
         loop = asyncio.get_running_loop()
