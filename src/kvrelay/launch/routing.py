@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-import aiohttp
 from rich.console import Console
 from rich.table import Table
 
 from kvrelay.errors import InvalidInputError, KvrelayError, WorkerUnavailableError
+from kvrelay.launch.http_call import http_call
 
-TIMEOUT_S = 10.0
 FIRST_ORDINARY_TOKEN = 32
 
 
@@ -33,21 +33,15 @@ def made_up_prompt(num_tokens: int) -> list[int]:
 
 async def _ask(url: str, method: str, path: str, api_key: str | None, body: object) -> dict[str, Any]:
     base = url.rstrip("/").removesuffix("/v1")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    status, content = await http_call(base, method, path, body=body, api_key=api_key)
     try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), headers=headers) as session,
-            session.request(method, base + path, json=body) as response,
-        ):
-            answer: Any = await response.json()
-            if response.status == 200:
-                return dict(answer)
-    except aiohttp.InvalidURL as exc:
-        raise InvalidInputError(f"{url!r} is not an http URL", param="url") from exc
-    except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
+        answer: Any = json.loads(content)
+    except ValueError as exc:
         raise WorkerUnavailableError(f"no frontend answers at {base}: {exc}") from exc
+    if status == 200:
+        return dict(answer)
     reason = answer.get("error", {}).get("message", "") if isinstance(answer, dict) else ""
-    raise KvrelayError(f"{base} answers {response.status}: {reason}")
+    raise KvrelayError(f"{base} answers {status}: {reason}")
 
 
 def decision_table(answer: dict[str, Any]) -> None:

@@ -19,8 +19,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import aiohttp
-
 from kvrelay.config import ControlConfig, FrontendConfig, MetricsConfig
 from kvrelay.config.loading import environment_with
 from kvrelay.control import connect_control
@@ -28,10 +26,18 @@ from kvrelay.control.base import Keys
 from kvrelay.control.credentials import require_credentials
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.errors import AddressInUseError, CheckpointError, ControlUnavailableError, FatalError, KvrelayError
+from kvrelay.errors import (
+    AddressInUseError,
+    CheckpointError,
+    ControlUnavailableError,
+    FatalError,
+    KvrelayError,
+    WorkerUnavailableError,
+)
 from kvrelay.launch.admin import list_workers
 from kvrelay.launch.child_errors import ChildErrors
 from kvrelay.launch.children import Child, kvrelay_command, restart, restart_delay_s, start_child, stop_children
+from kvrelay.launch.http_call import http_call
 from kvrelay.launch.nats_keeper import NatsKeeper
 from kvrelay.launch.security import require_api_key, require_metrics_key
 from kvrelay.launch.signals import on_terminate
@@ -176,29 +182,28 @@ class Cluster:
         control = await connect_control(self._control)
         keys = Keys(self._control.namespace)
         try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
-                while not self._stop.is_set():
-                    self._check_starting()
-                    workers = await list_workers(control, keys)
-                    if len(workers) >= self._options.num_workers and await self._healthy(session):
-                        return True
-                    if time.monotonic() > deadline:
-                        raise FatalError(
-                            f"not ready after {self._options.start_timeout_s:g} s: "
-                            f"{len(workers)} of {self._options.num_workers} workers are there"
-                        )
-                    await asyncio.sleep(POLL_INTERVAL_S)
+            while not self._stop.is_set():
+                self._check_starting()
+                workers = await list_workers(control, keys)
+                if len(workers) >= self._options.num_workers and await self._healthy():
+                    return True
+                if time.monotonic() > deadline:
+                    raise FatalError(
+                        f"not ready after {self._options.start_timeout_s:g} s: "
+                        f"{len(workers)} of {self._options.num_workers} workers are there"
+                    )
+                await asyncio.sleep(POLL_INTERVAL_S)
         finally:
             await control.close()
         return False
 
-    async def _healthy(self, session: aiohttp.ClientSession) -> bool:
+    async def _healthy(self) -> bool:
         try:
             # Nothing secret is said, and the certificate may name another host than this one.
-            async with session.get(f"{self.url}/health", ssl=False) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
+            status, _ = await http_call(self.url, "GET", "/health", timeout_s=2.0, verify=False)
+        except WorkerUnavailableError:
             return False
+        return status == 200
 
     def _check_starting(self) -> None:
         """A child that ends while starting has said why on stderr."""

@@ -1,0 +1,71 @@
+"""Short HTTP calls: what a frontend answers, and which error says that none does."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from kvrelay.errors import InvalidInputError, WorkerUnavailableError
+from kvrelay.launch.http_call import http_call
+
+
+class Echo(BaseHTTPRequestHandler):
+    """Answers with what it was asked; the status is in the path."""
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("content-length", 0))
+        said = {
+            "method": self.command,
+            "path": self.path,
+            "body": self.rfile.read(length).decode(),
+            "key": self.headers.get("authorization"),
+        }
+        answer = json.dumps(said).encode()
+        self.send_response(404 if "missing" in self.path else 200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Echo) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+async def test_a_call_says_what_it_was_given(url: str) -> None:
+    status, body = await http_call(f"{url}/prefix/", "POST", "/route?x=1", body={"prompt": "é"}, api_key="k")
+    said = json.loads(body)
+    assert (status, said["method"], said["path"], said["key"]) == (200, "POST", "/prefix/route?x=1", "Bearer k")
+    assert json.loads(said["body"]) == {"prompt": "é"}
+    status, body = await http_call(url, "GET", "/missing")
+    assert (status, json.loads(body)["body"], json.loads(body)["key"]) == (404, "", None)
+
+
+async def test_nobody_there_is_one_error_and_no_url_another() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        with pytest.raises(WorkerUnavailableError, match="no frontend answers"):
+            await http_call(f"http://127.0.0.1:{closed.getsockname()[1]}", "GET", "/health")
+    for wrong in ("", "127.0.0.1:80", "ftp://host", "http://", "http://host:port"):
+        with pytest.raises(InvalidInputError, match="is not an http URL"):
+            await http_call(wrong, "GET", "/health")
+
+
+async def test_a_server_that_says_nothing_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(WorkerUnavailableError):
+        await http_call(f"http://127.0.0.1:{silent.getsockname()[1]}", "GET", "/health", timeout_s=0.05)
