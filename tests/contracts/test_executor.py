@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 from tests.executors.harness import Harness, random_prompts
 
 from kvrelay.config import EngineConfig, MockConfig, RunnerConfig
+from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.base import Executor, SchedulerOutput
+from kvrelay.errors import InvalidInputError
 from kvrelay.executors import ExecutorSettings, build_executor
+from kvrelay.frontend.tokenizer import load_tokenizer
 
 ENGINE = EngineConfig(num_blocks=96, max_model_len=256, max_num_seqs=8, block_size=16)
 LENGTHS = (1, 15, 16, 17, 40, 64)
@@ -138,3 +143,100 @@ def test_logprobs_come_for_those_who_asked(executor: Executor) -> None:
     assert all(len(entry.top) == 2 for entry in asking.logprobs)
     assert [entry.chosen.token_id for entry in asking.prompt_logprobs] == one[1:]
     assert silent.logprobs == silent.prompt_logprobs == []
+
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+CONSTRAINED = SamplingParams(temperature=0.0, grammar=Grammar(GrammarKind.JSON_SCHEMA, SCHEMA))
+TOKENIZER = load_tokenizer(bundled_checkpoint_path())
+
+
+def constrained_answer(executor: Executor, sampling: SamplingParams, prefix: Sequence[int] = ()) -> list[int]:
+    """Token by token until the end of sequence; ``prefix`` was generated elsewhere."""
+    (prompt,) = random_prompts((20,), executor.vocab_size - 8, 11)
+    harness = Harness(executor, 7)
+    free = harness.add(1, prompt)
+    sequence = harness.add(0, [*prompt, *prefix], sampling=sampling, num_prompt=len(prompt))
+    free_tokens: list[int] = []
+    while len(sequence.outputs) < 60 and not set(sequence.outputs) & set(executor.eos_token_ids):
+        decodes = [(each, 1) for each in (free, sequence) if len(each.tokens) - each.computed == 1]
+        chunks = [(each, len(each.tokens) - each.computed) for each in (free, sequence) if (each, 1) not in decodes]
+        assert harness.step(*decodes, *chunks).failures == {}
+        free_tokens = free.outputs
+    harness.release(sequence)
+    harness.release(free)
+    alone = Harness(executor, 8)
+    assert alone.run_to_end([alone.add(2, prompt)], len(free_tokens))[0] == free_tokens, "its neighbour is not bound"
+    return [*prefix, *sequence.outputs]
+
+
+def test_an_answer_obeys_its_grammar_and_ends(executor: Executor) -> None:
+    executor.prepare(CONSTRAINED)
+    tokens = constrained_answer(executor, CONSTRAINED)
+    assert tokens[-1] in executor.eos_token_ids
+    answer = json.loads(TOKENIZER.decode(tokens[:-1]))
+    assert set(answer) == {"name", "age"}
+    assert isinstance(answer["age"], int)
+
+
+def test_a_constrained_answer_goes_on_elsewhere_with_its_tokens_alone(pair: tuple[Executor, Executor]) -> None:
+    tokens = constrained_answer(pair[0], CONSTRAINED)
+    for cut in (1, len(tokens) // 2, len(tokens) - 1):
+        assert constrained_answer(pair[1], CONSTRAINED, tokens[:cut])[: len(tokens)] == tokens
+
+
+def test_min_tokens_cannot_keep_a_finished_grammar_open(executor: Executor) -> None:
+    sampling = SamplingParams(temperature=0.0, min_tokens=15, grammar=Grammar(GrammarKind.REGEX, "yes|no"))
+    tokens = constrained_answer(executor, sampling)
+    assert TOKENIZER.decode([token for token in tokens if token not in executor.eos_token_ids]) in ("yes", "no")
+
+
+def test_random_draws_obey_too(executor: Executor) -> None:
+    sampling = SamplingParams(temperature=1.5, top_k=5, grammar=Grammar(GrammarKind.REGEX, "[0-9]{3}-[a-f]{2}"))
+    text = TOKENIZER.decode(constrained_answer(executor, sampling)[:-1])
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}", text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "message"),
+    [
+        (GrammarKind.JSON_SCHEMA, '{"type": "strin"}', "Invalid type"),
+        (GrammarKind.JSON_SCHEMA, "not json", "json_schema cannot be used"),
+        (GrammarKind.REGEX, "a(b", "unclosed group"),
+        (GrammarKind.LARK, "start: nowhere", "lark cannot be used"),
+    ],
+)
+def test_a_grammar_that_cannot_be_used_is_refused_and_fails_its_sequence_alone(
+    executor: Executor, kind: GrammarKind, source: str, message: str
+) -> None:
+    sampling = SamplingParams(temperature=0.0, grammar=Grammar(kind, source))
+    with pytest.raises(InvalidInputError, match=message):
+        executor.prepare(sampling)
+    harness = Harness(executor, 9)
+    good, bad = harness.add(0, [5, 6, 7]), harness.add(1, [5, 6, 7], sampling=sampling)
+    result = harness.step((good, 3), (bad, 3))
+    harness.release(good)
+    harness.release(bad)
+    assert list(result.failures) == [1]
+
+
+def test_a_grammar_that_explodes_on_its_way_fails_its_sequence_alone(executor: Executor) -> None:
+    sampling = SamplingParams(temperature=0.0, grammar=Grammar(GrammarKind.REGEX, "(a{1000}){1000}"))
+    executor.prepare(sampling)
+    harness = Harness(executor, 10)
+    good, bad = harness.add(0, [5, 6, 7]), harness.add(1, [5, 6, 7], sampling=sampling)
+    result = harness.step((good, 3), (bad, 3))
+    for _ in range(5):
+        if result.failures:
+            break
+        result = harness.step((good, 1), (bad, 1))
+    assert list(result.failures) == [1]
+    assert "the grammar failed" in result.failures[1]
+    harness.release(good)
+    harness.release(bad)

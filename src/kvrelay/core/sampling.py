@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from kvrelay.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from kvrelay.errors import InvalidInputError
 
 MAX_LOGPROBS = 20
@@ -21,6 +22,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     whatever else is in the batch and wherever the request is continued; without one the engine draws a seed at
     arrival. Stop *strings* need text and are matched by the frontend; stop token ids are matched by the engine.
     ``logprobs`` is the number of alternatives per output token (None: no logprobs, 0: only the chosen token's).
+    ``grammar`` is what the answer must match; the end of sequence follows it, whatever ``min_tokens`` says.
     """
 
     max_tokens: int = 16
@@ -38,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -66,6 +69,16 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.seed is not None:
             _in_range("seed", self.seed, -(2**63), 2**64 - 1)
         self.validate_tokens(vocab_size)
+        self._validate_grammar()
+
+    def _validate_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        if len(self.grammar.source) > MAX_GRAMMAR_CHARS:
+            raise InvalidInputError(f"a grammar has at most {MAX_GRAMMAR_CHARS} characters", param=self.grammar.kind)
+        if self.ignore_eos:
+            message = "ignore_eos is not possible with a grammar: the end of sequence ends the answer"
+            raise InvalidInputError(message, param="ignore_eos")
 
     def validate_tokens(self, vocab_size: int | None) -> None:
         """Raise InvalidInputError unless every token that is named is one of ``vocab_size`` tokens (None: 2**31)."""

@@ -81,11 +81,14 @@ class ModelOutput:
     ``prompt_logprobs``: by row, for rows whose request asked and which computed prompt tokens in this step: one entry
     for each prompt position p in [computed, computed + num_tokens) with p >= 1: the logprob of token p given those
     before it. The entry for the position after the chunk comes with the next chunk.
+
+    ``failures``: by row, why this one sequence cannot go on (its grammar exploded); its token means nothing.
     """
 
     token_ids: list[int]
     logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
 
 
 class Executor(Protocol):
@@ -116,6 +119,12 @@ class Executor(Protocol):
 
     def warm_up(self) -> None:
         """Compile and touch everything that the first request would otherwise wait for."""
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Compile what a request with these settings needs: its grammar. From any thread; may take long.
+
+        Raises InvalidInputError when the request cannot be served. What was not prepared is compiled when it enters.
+        """
 
     def execute(self, work: SchedulerOutput) -> ModelOutput: ...
 

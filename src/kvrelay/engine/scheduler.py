@@ -283,16 +283,20 @@ class Scheduler:
         self.num_generated_tokens += len(result.token_ids)
         self.num_prefill_tokens += self._rows.num_prefill_tokens
         tokens = iter(result.token_ids)
-        self._update_decodes(tokens, result.logprobs)
+        self._update_decodes(tokens, result)
         for row, (request, count) in enumerate(self._rows.chunks, len(self._rows.decodes)):
             self._update_chunk(request, count, row, tokens, result)
 
-    def _update_decodes(self, tokens: Iterator[int], logprobs: dict[int, PositionLogprobs]) -> None:
-        outputs = self.output.outputs
+    def _update_decodes(self, tokens: Iterator[int], result: ModelOutput) -> None:
+        outputs, logprobs, failures = self.output.outputs, result.logprobs, result.failures
         size = self.pool.block_size
         ended: list[tuple[Request, int]] = []
+        failed: list[tuple[Request, str]] = []
         for row, request in enumerate(self._rows.decodes):
             token_id = next(tokens)
+            if failures and row in failures:
+                failed.append((request, failures[row]))
+                continue
             known = request.token_ids
             known.append(token_id)
             request.num_computed_tokens = computed = len(known) - 1
@@ -314,6 +318,8 @@ class Scheduler:
                 outputs.append(TokenOutput(request.request_id, (token_id,), position=position))
         for request, status in ended:
             self.finish(request, RequestStatus(status))
+        for request, reason_text in failed:
+            self._fail(request, reason_text)
 
     def _update_chunk(self, request: Request, count: int, row: int, tokens: Iterator[int], result: ModelOutput) -> None:
         request.num_computed_tokens += count
@@ -330,9 +336,20 @@ class Scheduler:
             report_last_blocks(self.output, request, next(tokens), result.logprobs.get(row))
             self._batch.leave(request)
             request.move(RequestStatus.PREFILL_SENDING, self._clock.now())
+        elif row in result.failures:
+            next(tokens)
+            self._fail(request, result.failures[row])
         else:
             self._batch.start_decoding(request)
             self._accept_first(request, next(tokens), result.logprobs.get(row))
+
+    def _fail(self, request: Request, reason: str) -> None:
+        """End one request that the executor cannot go on with."""
+        position = request.num_output_tokens
+        self.abort(request, FinishReason.ERROR)
+        self.output.outputs.append(
+            TokenOutput(request.request_id, finish_reason=FinishReason.ERROR, error=reason, position=position)
+        )
 
     def _accept_first(
         self, request: Request, token_id: int, logprobs: PositionLogprobs | None, *, remote: bool = False

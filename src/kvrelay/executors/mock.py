@@ -19,6 +19,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,10 @@ from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.checksums import block_checksum
 from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
 from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.base import ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.errors import CheckpointError, ConfigError
+from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
 from kvrelay.executors.registry import ExecutorSettings
 
 Uint32Array = npt.NDArray[np.uint32]
@@ -57,6 +60,7 @@ class MockExecutor:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         max_model_len: int = 32768,
+        tokenizer_file: Path = Path("tokenizer.json"),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if vocab_size <= len(eos_token_ids):
@@ -84,6 +88,7 @@ class MockExecutor:
         self._damaged = np.zeros(config.max_num_seqs, dtype=np.uint32)
         self._sequences: dict[int, NewSequence] = {}
         self._asking: set[int] = set()
+        self._grammars = GrammarMasks(GrammarCompiler(tokenizer_file, vocab_size, eos_token_ids), vocab_size)
 
     def __repr__(self) -> str:
         return f"MockExecutor({self._num_blocks} blocks of {self._block_size}, {len(self._sequences)} sequences)"
@@ -126,12 +131,14 @@ class MockExecutor:
         self._pool.fill(0)
 
     def shutdown(self) -> None:
-        """Nothing but memory is held; it goes with the last reference, since a transport may still point at it."""
+        """The pool's memory goes with the last reference, since a transport may still point at it."""
+        self._grammars.close()
 
     def execute(self, work: SchedulerOutput) -> ModelOutput:
         for slot in work.released_slots:
             self._sequences.pop(slot, None)
             self._asking.discard(slot)
+            self._grammars.release(slot)
         for sequence in work.new_seqs:
             self._enter(sequence)
         if len(work.block_ids):
@@ -141,6 +148,10 @@ class MockExecutor:
         num_decodes = self._num_decodes(work)
         self._pass_time(work, num_decodes)
         return self._compute(work, num_decodes)
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        if sampling.grammar is not None:
+            self._grammars.compiler.compile(sampling.grammar)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         return tuple(block_checksum(self._bytes[block_id]) for block_id in block_ids)
@@ -179,6 +190,8 @@ class MockExecutor:
         self._block_table[slot, : len(sequence.block_ids)] = sequence.block_ids
         self._num_computed[slot] = num_computed
         self._damaged[slot] = 0
+        outputs = sequence.token_ids[sequence.num_prompt_tokens :]
+        self._grammars.enter(slot, sequence.sampling.grammar, outputs)
         if num_computed:
             keys, hashes = self._read(slot, num_computed)
             tokens = self._tokens[slot, :num_computed]
@@ -204,11 +217,27 @@ class MockExecutor:
         sampled = np.flatnonzero(work.samples)
         chosen = slots[sampled]
         token_ids = next_tokens(last_hashes[sampled], self._vocab_size, self._eos_token_ids, self._damaged[chosen])
+        failures = self._obey_grammars(chosen, sampled, token_ids) if self._grammars else {}
         self._tokens[chosen, self._num_computed[chosen]] = token_ids
-        result = ModelOutput(token_ids.tolist(), prompt_logprobs=prompt_logprobs)
+        result = ModelOutput(token_ids.tolist(), prompt_logprobs=prompt_logprobs, failures=failures)
         if self._asking:
             self._add_logprobs(result, sampled.tolist(), slots)
         return result
+
+    def _obey_grammars(
+        self, slots: npt.NDArray[np.int32], rows: npt.NDArray[np.intp], token_ids: Uint32Array
+    ) -> dict[int, str]:
+        """Replace tokens that a grammar forbids by one that it allows, in place; returns failures by row."""
+        computing = self._grammars.begin(slots.tolist())
+        if computing is None:
+            return {}
+        masks = computing.result()
+        for number, forbidden in zip(masks.rows, masks.forbidden()):
+            allowed = np.flatnonzero(~forbidden)
+            if forbidden[token_ids[number]]:
+                token_ids[number] = allowed[int(token_ids[number]) % len(allowed)]
+        self._grammars.advance(slots.tolist(), token_ids.tolist())
+        return {int(rows[number]): reason for number, reason in masks.failures.items()}
 
     def _decode(self, slots: npt.NDArray[np.int32]) -> Uint32Array:
         """One position for each slot; returns its hash."""
@@ -293,7 +322,12 @@ def from_settings(settings: ExecutorSettings) -> MockExecutor:
         raise CheckpointError(f"cannot read {file}: {exc}") from exc
     eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
     return MockExecutor(
-        engine, settings.mock, vocab_size=vocab_size, eos_token_ids=eos_ids, max_model_len=max_model_len
+        engine,
+        settings.mock,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_ids,
+        max_model_len=max_model_len,
+        tokenizer_file=settings.model_path / "tokenizer.json",
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from kvrelay.config.settings import EngineConfig, RunnerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.errors import ConfigError
+from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
 from kvrelay.executors.torch.attention.base import AttentionSpec
 from kvrelay.executors.torch.attention.factory import build_attention, choose_backend
 from kvrelay.executors.torch.attention.torch_ref import TorchAttention
@@ -73,7 +74,9 @@ def build_model_runner(model_dir: Path, runner: RunnerConfig, engine: EngineConf
         max_num_batched_tokens=engine.max_num_batched_tokens,
     )
     states = SlotStates(engine.max_num_seqs, max_model_len, engine.block_size)
-    return ModelRunner(facts, model.decoder, attention, pool, states, graphs, _compiling(backend))
+    compiler = GrammarCompiler(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
+    grammars = GrammarMasks(compiler, config.vocab_size)
+    return ModelRunner(facts, model.decoder, attention, pool, states, graphs, _compiling(backend), grammars=grammars)
 
 
 def _numba_threads(num_threads: int) -> int:

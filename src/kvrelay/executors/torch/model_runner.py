@@ -7,6 +7,7 @@ append. What to compute, and which blocks belong to whom, is decided by the sche
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.base import Int32Array, ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.executors.grammars import GrammarMasks, StepMasks
 from kvrelay.executors.torch.attention.base import Attention
 from kvrelay.executors.torch.cuda_graphs import DecodeGraphs
 from kvrelay.executors.torch.kv_pool import KvPool
@@ -53,8 +55,11 @@ class ModelRunner:
         states: SlotStates,
         graphs: DecodeGraphs | None = None,
         compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        grammars: GrammarMasks,
     ) -> None:
         """What ``warm_up`` compiles, it compiles within ``compiling()``."""
+        self._grammars = grammars
         self._facts = facts
         self._decoder = decoder
         self._attention = attention
@@ -102,17 +107,26 @@ class ModelRunner:
         states = self._states
         for slot in work.released_slots:
             self._prompt_logprobs.forget(slot)
+            self._grammars.release(slot)
+        for sequence in work.new_seqs:
+            outputs = sequence.token_ids[sequence.num_prompt_tokens :]
+            self._grammars.enter(sequence.slot, sequence.sampling.grammar, outputs)
         states.apply(work)
         if work.num_seqs == 0:
             return ModelOutput([])
         batch = states.batch(work)
+        masks = self._grammars.begin(batch.slots[batch.samples].tolist()) if self._grammars else None
         with torch.inference_mode():
             prompt_tokens = self._prompt_logprobs.tokens(batch)
             hidden, num_samples = self._forward(batch, prompt_tokens)
             prompt_logprobs = self._prompt_logprobs.collect(batch, self._decoder, hidden[num_samples:])
-            output = self._sample(batch, hidden[:num_samples], prompt_logprobs)
+            output = self._sample(batch, hidden[:num_samples], prompt_logprobs, masks)
         states.advance(batch)
         return output
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        if sampling.grammar is not None:
+            self._grammars.compiler.compile(sampling.grammar)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         return self._pool.checksums(block_ids)
@@ -133,7 +147,11 @@ class ModelRunner:
         return self._decoder.forward(token_ids, self._attention, rows), num_samples
 
     def _sample(
-        self, batch: StepBatch, hidden: torch.Tensor, prompt_logprobs: dict[int, list[PositionLogprobs]]
+        self,
+        batch: StepBatch,
+        hidden: torch.Tensor,
+        prompt_logprobs: dict[int, list[PositionLogprobs]],
+        computing: Future[StepMasks] | None,
     ) -> ModelOutput:
         if not len(hidden):
             if self._device.type == "cuda":
@@ -143,9 +161,15 @@ class ModelRunner:
         rows = np.flatnonzero(batch.samples)
         slots = batch.slots[rows]
         logits = self._decoder.logits(hidden)
-        token_ids = self._sampler.sample(logits, slots, self._states)
+        masks = None if computing is None else computing.result()
+        token_ids = self._sampler.sample(logits, slots, self._states, masks)
         self._states.append(slots, token_ids)
-        return ModelOutput(token_ids.tolist(), self._logprobs(logits, token_ids, rows, slots), prompt_logprobs)
+        chosen = token_ids.tolist()
+        failures: dict[int, str] = {}
+        if masks is not None:
+            self._grammars.advance(slots.tolist(), chosen)
+            failures = {int(rows[row]): reason for row, reason in masks.failures.items()}
+        return ModelOutput(chosen, self._logprobs(logits, token_ids, rows, slots), prompt_logprobs, failures)
 
     def _logprobs(
         self,
@@ -192,6 +216,7 @@ class ModelRunner:
     def shutdown(self) -> None:
         """Let go of graphs; memory goes with the last reference, for a transport may still hold the region."""
         self._graphs = None
+        self._grammars.close()
 
 
 def _warm_up_work(slots: list[int], num_tokens: int, num_computed: int) -> SchedulerOutput:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvrelay.engine.base import Int32Array
+from kvrelay.executors.grammars import StepMasks
 from kvrelay.executors.torch.sampling.adjust import adjust_row
 from kvrelay.executors.torch.sampling.uniform import uniform
 from kvrelay.executors.torch.slots import SlotStates
@@ -24,21 +25,28 @@ class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
 
-    def sample(self, logits: torch.Tensor, slots: Int32Array, states: SlotStates) -> npt.NDArray[np.int64]:
-        """The next token of each row of ``logits`` [R, vocab], left as they are, for the sequences in ``slots`` [R]."""
+    def sample(
+        self, logits: torch.Tensor, slots: Int32Array, states: SlotStates, masks: StepMasks | None = None
+    ) -> npt.NDArray[np.int64]:
+        """The next token of each row of ``logits`` [R, vocab], left as they are, for the sequences in ``slots`` [R].
+
+        ``masks`` name rows of ``logits`` and what they may not take.
+        """
         table = states.sampling
         num_outputs = states.known[slots] - states.num_prompt[slots]
         adjusts = table.adjusts[slots] | (num_outputs < table.min_tokens[slots])
         random = table.is_random[slots]
-        if not adjusts.any() and not random.any():
+        if not adjusts.any() and not random.any() and masks is None:
             return _argmax(logits)
         scores = logits.float()
-        if adjusts.any():
+        if adjusts.any() or masks is not None:
             scores = scores.clone() if scores is logits else scores
             for row in np.flatnonzero(adjusts):
                 slot = int(slots[row])
                 tokens = states.tokens[slot, : states.known[slot]]
                 adjust_row(scores[row], table.params[slot], tokens, int(states.num_prompt[slot]), self._eos_token_ids)
+        if masks is not None:
+            _forbid(scores, masks)
         token_ids = _argmax(scores) if not random.all() else np.zeros(len(slots), dtype=np.int64)
         filters, small = table.filters[slots], (table.top_k[slots] > 0) & (table.top_k[slots] <= _SMALL_TOP_K)
         numbers = uniform(table.seeds[slots], num_outputs.astype(np.int64))
@@ -51,6 +59,18 @@ class Sampler:
             if len(rows):
                 token_ids[rows] = draw(_take(scores, rows), states, slots[rows], numbers[rows])
         return token_ids
+
+
+def _forbid(scores: torch.Tensor, masks: StepMasks) -> None:
+    """Put what the masks forbid out of reach, in place.
+
+    If nothing else is left, because ``min_tokens`` forbids the end that the grammar demands, the grammar wins.
+    """
+    rows = torch.tensor(masks.rows, dtype=torch.int64, device=scores.device)
+    forbidden = torch.from_numpy(masks.forbidden()).to(scores.device)
+    masked = scores[rows].masked_fill_(forbidden, float("-inf"))
+    stuck = torch.isneginf(masked).all(dim=-1, keepdim=True)
+    scores[rows] = torch.where(stuck, torch.zeros_like(masked).masked_fill_(forbidden, float("-inf")), masked)
 
 
 def _argmax(logits: torch.Tensor) -> npt.NDArray[np.int64]:
