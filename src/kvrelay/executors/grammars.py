@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.errors import CheckpointError, InvalidInputError
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 Int32Array = npt.NDArray[np.int32]
 
 MAX_COMPILED = 256
@@ -31,7 +35,7 @@ INITIAL_LEXER_FUEL, STEP_LEXER_FUEL, MAX_LEXER_STATES = 500_000, 20_000, 20_000
 """About 10 ms to compile and 2 ms a mask at the most, by llguidance's own figures for an idle core."""
 
 _BITS = 32
-_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"(\n[ \t]{0,16}|[ ])?"}
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"(\n[ \t]{0,16}|[ ])?"}
 """Room for indented documents, but not for a model that goes on writing spaces."""
 
 

@@ -51,6 +51,7 @@ from kvrelay.worker.metrics import WorkerStats
 from kvrelay.worker.orders import obey
 from kvrelay.worker.peers import Connect, DecodePeer, DecodePeers
 from kvrelay.worker.prefill_side import PrefillSide
+from kvrelay.worker.preparation import Preparation
 from kvrelay.worker.publisher import MIN_INTERVAL_S, Publisher
 from kvrelay.worker.runtime import follow_thresholds
 from kvrelay.worker.settings import WorkerSettings
@@ -166,6 +167,7 @@ class Worker:
             has_ended=self._fleet.has_ended,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
+        self._preparation = Preparation(executor.prepare, self._decode.generate, server.send, self._tasks)
         self._transfer.on_notification(lambda notification: self._decode.arrivals.notified(notification.payload))
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ class Worker:
     async def start(self) -> None:
         """Bind, register, appear in discovery. Raises ControlUnavailableError or AddressInUseError."""
         self._server.on_message(self._on_message)
-        self._server.on_peer_gone(self._decode.peer_gone)
+        self._server.on_peer_gone(self._on_peer_gone)
         if self.settings.public_key:
             self._server.admit_by(self._callers.admit)
         await self._server.start()
@@ -317,9 +319,12 @@ class Worker:
             _log.warning("%s from peer %s was dropped: %s", type(message).__name__, peer.hex(), refusal)
             return
         match message:
+            case GenerateRequest() if message.sampling.grammar is not None:
+                self._preparation.begin(peer, message)
             case GenerateRequest():
                 self._decode.generate(peer, message)
             case AbortRequest():
+                self._preparation.drop(peer, message.request_id)
                 self._decode.abort(peer, message)
             case HandoffClaim():
                 self._decode.claim(peer, message)
@@ -331,6 +336,10 @@ class Worker:
                 self._tasks.spawn(self._obey(peer, message))
             case _:
                 _log.warning("an unexpected %s was dropped", type(message).__name__)
+
+    def _on_peer_gone(self, peer: Peer) -> None:
+        self._preparation.drop_all(peer)
+        self._decode.peer_gone(peer)
 
     async def _obey(self, peer: Peer, message: AdminRequest) -> None:
         reply = await self.order(message)
