@@ -57,7 +57,7 @@ async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, c
         if stopped.num_open_requests:
             print(
                 f"kvrelay: the frontend waits up to {frontend.shutdown_timeout_s:g} s for "
-                f"{stopped.num_open_requests} open requests; a second Ctrl-C or SIGTERM ends them at once",
+                f"{stopped.num_open_requests} open request(s); a second Ctrl-C or SIGTERM ends them at once",
                 file=sys.stderr,
             )
 
