@@ -11,10 +11,22 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from tests import leftovers
 
 pytest.register_assert_rewrite(*(f"tests.{folder.name}" for folder in Path(__file__).parent.iterdir()))
+
+
+# Drawn examples are the same in every run, and none of them has to be quick.
+hypothesis.settings.register_profile(
+    "suite",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
