@@ -78,11 +78,18 @@ class _ShareTurn(msgspec.Struct):
 class _ShareItem(msgspec.Struct):
     conversations: list[_ShareTurn]
 
+    def turns(self) -> list[Turn]:
+        return [Turn(_ROLES.get(turn.role, turn.role), turn.value or "") for turn in self.conversations]
+
 
 class _DollyItem(msgspec.Struct):
     instruction: str
     response: str
     context: str = ""
+
+    def turns(self) -> list[Turn]:
+        question = f"{self.instruction}\n{self.context}" if self.context else self.instruction
+        return [Turn("user", question), Turn("assistant", self.response)]
 
 
 class _Part(msgspec.Struct):
@@ -93,14 +100,17 @@ class _Message(msgspec.Struct):
     role: str
     content: str | list[_Part] | None = None
 
-    def turn(self) -> Turn:
-        content = self.content
-        text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-        return Turn(self.role, text)
-
 
 class _MessagesItem(msgspec.Struct):
     messages: list[_Message]
+
+    def turns(self) -> list[Turn]:
+        return [
+            Turn(message.role, message.content or "")
+            if not isinstance(message.content, list)
+            else Turn(message.role, "".join(part.text for part in message.content))
+            for message in self.messages
+        ]
 
 
 class _MooncakeItem(msgspec.Struct):
@@ -134,16 +144,16 @@ def detect_format(path: Path) -> FileFormat:
 def read_conversations(path: Path, fmt: FileFormat = FileFormat.AUTO) -> Iterator[Conversation]:
     """The file's conversations. An empty file, or one of another format, raises InvalidInputError."""
     fmt = detect_format(path) if fmt is FileFormat.AUTO else fmt
-    readers: dict[FileFormat, Callable[[Path], Iterator[Conversation]]] = {
+    readers: dict[FileFormat, Callable[[Path], Iterator[list[Turn]]]] = {
         FileFormat.SHAREGPT: _read_sharegpt,
         FileFormat.LMSYS: _read_lmsys,
-        FileFormat.DOLLY: _read_dolly,
-        FileFormat.MESSAGES: _read_messages,
+        FileFormat.DOLLY: lambda path: (item.turns() for item in json_lines(path, _DollyItem)),
+        FileFormat.MESSAGES: lambda path: (item.turns() for item in json_lines(path, _MessagesItem)),
         FileFormat.TEXT: _read_text,
     }
     if fmt not in readers:
         raise InvalidInputError(f"{path} is a {fmt.value} file: it holds no text")
-    return _not_empty(path, readers[fmt](path))
+    return _not_empty(path, (Conversation(tuple(turns)) for turns in readers[fmt](path) if turns))
 
 
 def read_mooncake(path: Path) -> Iterator[TraceRecord]:
@@ -168,24 +178,18 @@ def json_lines(path: Path, item: type[_T]) -> Iterator[_T]:
                     raise InvalidInputError(f"{path}:{number}: {exc}") from exc
 
 
-def _read_sharegpt(path: Path) -> Iterator[Conversation]:
+def _read_sharegpt(path: Path) -> Iterator[list[Turn]]:
     with _opened(path) as lines:
         is_array = next((line for line in lines if line.strip()), b"").lstrip().startswith(b"[")
-    items: Iterator[_ShareItem]
-    if is_array:
-        try:
-            items = iter(msgspec.json.decode(path.read_bytes(), type=list[_ShareItem]))
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise InvalidInputError(f"{path}: not a ShareGPT file: {exc}") from exc
-    else:
-        items = json_lines(path, _ShareItem)
-    for item in items:
-        turns = tuple(Turn(_ROLES.get(turn.role, turn.role), turn.value or "") for turn in item.conversations)
-        if turns:
-            yield Conversation(turns)
+    if not is_array:
+        return (item.turns() for item in json_lines(path, _ShareItem))
+    try:
+        return (item.turns() for item in msgspec.json.decode(path.read_bytes(), type=list[_ShareItem]))
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise InvalidInputError(f"{path}: not a ShareGPT file: {exc}") from exc
 
 
-def _read_lmsys(path: Path) -> Iterator[Conversation]:
+def _read_lmsys(path: Path) -> Iterator[list[Turn]]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -197,31 +201,19 @@ def _read_lmsys(path: Path) -> Iterator[Conversation]:
                 if "conversation" not in batch.schema.names:
                     raise InvalidInputError(f"{path} has no column 'conversation'")
                 for messages in msgspec.convert(batch.column("conversation").to_pylist(), list[list[_Message]]):
-                    yield Conversation(tuple(message.turn() for message in messages))
+                    yield _MessagesItem(messages).turns()
     except (ArrowException, OSError, msgspec.ValidationError) as exc:
         raise InvalidInputError(f"{path}: not a parquet file of conversations: {exc}") from exc
 
 
-def _read_dolly(path: Path) -> Iterator[Conversation]:
-    for item in json_lines(path, _DollyItem):
-        question = f"{item.instruction}\n{item.context}" if item.context else item.instruction
-        yield Conversation((Turn("user", question), Turn("assistant", item.response)))
-
-
-def _read_messages(path: Path) -> Iterator[Conversation]:
-    for item in json_lines(path, _MessagesItem):
-        yield Conversation(tuple(message.turn() for message in item.messages))
-
-
-def _read_text(path: Path) -> Iterator[Conversation]:
+def _read_text(path: Path) -> Iterator[list[Turn]]:
     with _opened(path) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 text = line.decode().rstrip("\r\n")
             except UnicodeDecodeError as exc:
                 raise InvalidInputError(f"{path}:{number}: not UTF-8 text") from exc
-            if text:
-                yield Conversation((Turn("user", text),))
+            yield [Turn("user", text)] if text else []
 
 
 def _read_mooncake(path: Path) -> Iterator[TraceRecord]:
