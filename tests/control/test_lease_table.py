@@ -100,6 +100,17 @@ def test_a_lease_that_the_server_has_lost_is_timed_by_everybody(table: LeaseTabl
     assert table.next_due_s(only_missing=True) is None
 
 
+def test_the_shortest_lease_is_known(table: LeaseTable) -> None:
+    assert table.shortest_ttl_s is None
+    table.refresh("L", 5.0, 1)
+    table.refresh("M", 3.0, 2)
+    assert table.shortest_ttl_s == 3.0
+    table.refresh("M", 7.0, 3)
+    assert table.shortest_ttl_s == 5.0
+    table.end("L")
+    assert table.shortest_ttl_s == 7.0
+
+
 def test_who_was_dead_before_we_came_is_not_shown(table: LeaseTable) -> None:
     table.begin_resync()
     table.put("dead", b"1", "L", 1)

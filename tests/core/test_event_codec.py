@@ -60,7 +60,16 @@ def test_events_that_make_no_sense_are_refused(batch: KvEventBatch) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"kv_active_blocks": -1}, {"gpu_cache_usage_perc": 1.5}, {"gpu_cache_usage_perc": float("nan")}, {"version": 0}],
+    [
+        {"kv_active_blocks": -1},
+        {"gpu_cache_usage_perc": 1.5},
+        {"gpu_cache_usage_perc": float("nan")},
+        {"version": 0},
+        {"request_total_slots": -1},
+        {"request_active_slots": -1},
+        {"gpu_prefix_cache_hit_rate": float("nan")},
+        {"kv_demand_perc": float("inf")},
+    ],
 )
 def test_load_out_of_range_is_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ProtocolError):

@@ -56,6 +56,8 @@ class LeaseTable:
         self._leases: dict[str, LeaseState] = {}
         self._keys_of: dict[str, set[str]] = {}
         self._visible: dict[str, bytes] = {}
+        self._shortest_ttl_s: float | None = None
+        self._is_shortest_known = True
         self._is_resyncing = False
         self._seen_keys: set[str] = set()
         self._seen_leases: set[str] = set()
@@ -108,6 +110,9 @@ class LeaseTable:
         if lease_id in self._known_leases and self._is_resyncing:
             age_s = 0.0
         age_s = max(age_s, 0.0)
+        known = self._leases.get(lease_id)
+        if known is None or known.ttl_s != ttl_s:
+            self._is_shortest_known = False
         self._leases[lease_id] = LeaseState(ttl_s, seq, self._clock.now() - age_s, is_proven=age_s < ttl_s)
         return self._reconcile(sorted(self._keys_of.get(lease_id, ())))
 
@@ -115,6 +120,7 @@ class LeaseTable:
         """The lease is over, and with it its entries."""
         self._seen_leases.add(lease_id)
         self._leases.pop(lease_id, None)
+        self._is_shortest_known = False
         keys = self._keys_of.get(lease_id, set()).copy()
         events = self._reconcile(sorted(keys))
         if not self._is_resyncing:
@@ -176,7 +182,10 @@ class LeaseTable:
 
     @property
     def shortest_ttl_s(self) -> float | None:
-        return min((state.ttl_s for state in self._leases.values()), default=None)
+        if not self._is_shortest_known:
+            self._shortest_ttl_s = min((state.ttl_s for state in self._leases.values()), default=None)
+            self._is_shortest_known = True
+        return self._shortest_ttl_s
 
     def postpone(self, lease_id: str, delay_s: float) -> None:
         """Ask again about this lease in ``delay_s``."""

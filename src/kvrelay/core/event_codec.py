@@ -76,11 +76,20 @@ def encode_load(metrics: LoadMetrics) -> bytes:
 
 
 def decode_load(frame: bytes) -> LoadMetrics:
-    """Raises ProtocolError for a malformed frame, another version, or negative counts."""
+    """Raises ProtocolError for a malformed frame, another version, or numbers out of range."""
     metrics = _decode(_load_decoder, frame)
-    counts = (metrics.kv_active_blocks, metrics.kv_total_blocks, metrics.num_requests_waiting, metrics.seq)
-    is_share = 0.0 <= metrics.gpu_cache_usage_perc <= 1.0 and 0.0 <= metrics.kv_demand_perc < math.inf
-    if min(counts) < 0 or not is_share or not 0.0 <= metrics.step_age_s < math.inf:
+    counts = (
+        metrics.request_active_slots,
+        metrics.request_total_slots,
+        metrics.kv_active_blocks,
+        metrics.kv_total_blocks,
+        metrics.num_requests_waiting,
+        metrics.seq,
+    )
+    shares = (metrics.gpu_cache_usage_perc, metrics.gpu_prefix_cache_hit_rate)
+    amounts = (metrics.kv_demand_perc, metrics.step_age_s)
+    is_possible = all(0.0 <= share <= 1.0 for share in shares) and all(0.0 <= value < math.inf for value in amounts)
+    if min(counts) < 0 or not is_possible:
         raise ProtocolError(f"load sample of {metrics.worker_id} is out of range")
     return metrics
 

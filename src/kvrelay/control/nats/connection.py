@@ -112,9 +112,10 @@ class _Client(Client):  # type: ignore[misc]
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         """Behind what is pending. The library's own overtakes that, so the answer to a flush would not say that the
         server has seen it: a subscription, for instance."""
-        self._transport.writelines(self._pending)
-        self._pending.clear()
-        self._pending_data_size = 0
+        if self._pending:
+            self._transport.writelines(self._pending)
+            self._pending.clear()
+            self._pending_data_size = 0
         await super()._send_ping(future)
 
 
