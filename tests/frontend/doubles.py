@@ -16,7 +16,16 @@ from kvrelay.config import FrontendConfig, RouterConfig
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, OutputBatch, RequestRefused, TokenOutput
+from kvrelay.core.messages import (
+    AbortRequest,
+    GenerateRequest,
+    Message,
+    OutputBatch,
+    Ping,
+    Pong,
+    RequestRefused,
+    TokenOutput,
+)
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.frontend import Frontend
@@ -89,6 +98,7 @@ class FakeWorker:
     worker_id: str
     requests: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    publish_secret: bytes = b""
 
     def __post_init__(self) -> None:
         self.server = self.network.server()
@@ -118,7 +128,9 @@ class FakeWorker:
         await self.server.close()
 
     def _on_message(self, peer: Peer, message: Message) -> None:
-        if isinstance(message, AbortRequest):
+        if isinstance(message, Ping):
+            self.server.send(peer, Pong(message.nonce, self.worker_id, self.publish_secret))
+        elif isinstance(message, AbortRequest):
             self.aborted.append(message.request_id)
         elif isinstance(message, GenerateRequest):
             self.requests.append(message)

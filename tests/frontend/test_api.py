@@ -16,6 +16,7 @@ from kvrelay.core.event_codec import encode_load
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
 from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
+from kvrelay.core.sealing import new_secret, seal
 from kvrelay.core.status import FinishReason
 from kvrelay.rpc.base import Peer
 
@@ -246,6 +247,24 @@ async def test_load_samples_reach_the_router(model_dir: Path) -> None:
         await bus.publish(cluster.keys.worker_load("w0"), b"garbage")
         await bus.publish(cluster.keys.worker_kv_events("w0"), b"garbage")
         await cluster.until(lambda: seen == [sample])
+
+
+async def test_only_what_the_worker_has_sealed_counts(model_dir: Path) -> None:
+    """Whoever may publish can choose the subject; the secret comes over the worker's own connection."""
+    async with running(model_dir) as cluster:
+        worker = await cluster.add_worker("w0", Script((10,)), public_key="key of w0")
+        worker.publish_secret = secret = new_secret()
+        await cluster.until(lambda: "w0" in cluster.frontend.cluster._served)
+        seen: list[LoadMetrics] = []
+        cluster.frontend.cluster.model(None).router.apply_metrics = seen.append
+        bus, subject = cluster.broker.plane().events, cluster.keys.worker_load("w0")
+        true, false = (LoadMetrics("w0", 5, 8, 50, 100, 3, 0.5, 0.0, seq=seq) for seq in (1, 2))
+        await bus.publish(subject, encode_load(false))
+        await bus.publish(subject, seal(new_secret(), subject, encode_load(false)))
+        await bus.publish(subject, seal(secret, cluster.keys.worker_kv_events("w0"), encode_load(false)))
+        await bus.publish(subject, seal(secret, subject, encode_load(true)))
+        await cluster.until(lambda: bool(seen))
+        assert seen == [true]
 
 
 async def test_a_model_without_a_chat_template(model_dir: Path, tmp_path: Path) -> None:

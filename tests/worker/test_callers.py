@@ -217,7 +217,8 @@ async def test_a_frontend_gives_no_orders_and_claims_nothing() -> None:
         rogue.claim("h", decode.id)
         rogue.client.send(Ping(1))
         await shared.until(lambda: bool(rogue.heard))
-        assert rogue.heard == [Pong(1, decode.id)]
+        assert rogue.heard == [Pong(1, decode.id, decode.worker._secret)]
+        assert decode.worker._secret
         assert decode.worker.is_ready
 
 

@@ -12,6 +12,7 @@ from tests.worker.cluster import Node, cluster, expected, prompt
 from kvrelay.core.clock import ManualClock, MonotonicClock
 from kvrelay.core.event_codec import decode_load
 from kvrelay.core.events import LoadMetrics
+from kvrelay.core.sealing import unseal
 from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import EngineHungError
 from kvrelay.worker.progress import Progress
@@ -127,7 +128,8 @@ async def test_load_samples_say_how_long_the_step_has_been_running() -> None:
         node = await c.join(WorkerRole.BOTH)
         samples: list[LoadMetrics] = []
         await node.control.events.subscribe(
-            node.worker._keys.load_metrics, lambda subject, data: samples.append(decode_load(data))
+            node.worker._keys.load_metrics,
+            lambda subject, data: samples.append(decode_load(unseal(node.worker._secret, subject, data))),
         )
         client = await c.client(node)
         entered, go_on = hang(node)

@@ -94,8 +94,12 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
+    """``publish_secret``, for frontends only, checks what the worker publishes (``sealing``); empty: nothing is
+    sealed."""
+
     nonce: int
     worker_id: str
+    publish_secret: bytes = b""
 
 
 class AdminRequest(msgspec.Struct, frozen=True, tag=True):

@@ -21,6 +21,7 @@ from kvrelay.control.base import ControlPlane, Keys, Subscription, WatchEvent, W
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.event_codec import decode_events, decode_load
+from kvrelay.core.sealing import unseal
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
@@ -49,6 +50,7 @@ RouterFactory = Callable[[int, ReplayRequester], Router]
 
 RECONNECT_BACKOFF_S = (0.05, 0.1, 0.2, 0.5)
 REPLAY_TIMEOUT_S = 2.0
+INTRODUCTION_TIMEOUT_S = 5.0
 KEEPER_RETRY_S = 1.0
 ROUTER_SECTION = "router."
 
@@ -270,6 +272,8 @@ class Cluster:
         await client.start()
         link = WorkerLink(info, client)
         try:
+            if info.public_key:
+                await link.introduce(INTRODUCTION_TIMEOUT_S)
             return _Served(await self._model_of(info), link)
         except BaseException:
             await link.close()
@@ -315,31 +319,28 @@ class Cluster:
     # -- what workers publish -----------------------------------------------------------------------------------------
 
     def _on_events(self, subject: str, data: bytes) -> None:
+        served = self._served.get(_publisher_of(subject))
+        if served is None:
+            return  # the index asks for what it has missed, once the worker is connected
         try:
-            batch = decode_events(data)
+            batch = decode_events(unseal(served.link.publish_secret, subject, data))
             _check_sender(subject, self._keys.worker_kv_events(batch.worker_id))
         except ProtocolError as exc:
             _log.warning("cache events on %s dropped: %s", subject, exc)
             return
-        router = self._router_of(batch.worker_id)
-        if router is not None:
-            router.apply_events(batch)
+        served.model.router.apply_events(batch)
 
     def _on_load(self, subject: str, data: bytes) -> None:
+        served = self._served.get(_publisher_of(subject))
+        if served is None:
+            return
         try:
-            metrics = decode_load(data)
+            metrics = decode_load(unseal(served.link.publish_secret, subject, data))
             _check_sender(subject, self._keys.worker_load(metrics.worker_id))
         except ProtocolError as exc:
             _log.warning("load sample on %s dropped: %s", subject, exc)
             return
-        router = self._router_of(metrics.worker_id)
-        if router is not None:
-            router.apply_metrics(metrics)
-
-    def _router_of(self, worker_id: str) -> Router | None:
-        info = self._infos.get(worker_id)
-        model = self._models.get(info.model) if info is not None else None
-        return model.router if model is not None else None
+        served.model.router.apply_metrics(metrics)
 
     def _request_replay(self, worker_id: str, request: bytes) -> None:
         self._tasks.spawn(self._replay(worker_id, request))
@@ -351,9 +352,20 @@ class Cluster:
         except RetryElsewhereError as exc:
             _log.debug("no replay from %s: %s", worker_id, exc)
             return
-        router = self._router_of(worker_id)
-        if router is not None:
-            router.apply_replay(worker_id, reply)
+        served = self._served.get(worker_id)
+        if served is None:
+            return
+        try:
+            frame = unseal(served.link.publish_secret, subject, reply)
+        except ProtocolError as exc:
+            _log.warning("replay on %s dropped: %s", subject, exc)
+            return
+        served.model.router.apply_replay(worker_id, frame)
+
+
+def _publisher_of(subject: str) -> str:
+    """The worker whose subject it is."""
+    return subject.rpartition(".")[2]
 
 
 def _check_sender(subject: str, own_subject: str) -> None:

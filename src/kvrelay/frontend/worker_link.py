@@ -12,7 +12,16 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, OutputBatch, RequestRefused, TokenOutput
+from kvrelay.core.messages import (
+    AbortRequest,
+    GenerateRequest,
+    Message,
+    OutputBatch,
+    Ping,
+    Pong,
+    RequestRefused,
+    TokenOutput,
+)
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.frontend.positions import MissingTokensError
@@ -60,11 +69,25 @@ class WorkerLink:
         self._requests: dict[str, OutputReceiver] = {}
         self._is_retiring = False
         self._ended = asyncio.Event()
+        self._introduced = asyncio.Event()
+        self.publish_secret = b""
+        """Checks what the worker publishes; empty for one that seals nothing."""
         client.on_message(self._on_message)
         client.on_disconnect(self._on_disconnect)
 
     def __repr__(self) -> str:
         return f"WorkerLink({self.info.worker_id}, requests={len(self._requests)})"
+
+    async def introduce(self, timeout_s: float) -> None:
+        """Learn the worker's ``publish_secret``. Raises WorkerUnavailableError."""
+        self._client.send(Ping(0))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._introduced.wait()
+        except TimeoutError as exc:
+            raise WorkerUnavailableError(f"{self.info.worker_id} did not answer in {timeout_s:g} s") from exc
+        if not self.is_open:
+            raise WorkerUnavailableError(f"connection to {self.info.worker_id} lost")
 
     @property
     def num_requests(self) -> int:
@@ -124,6 +147,9 @@ class WorkerLink:
             now_s = time.monotonic()
             for output in message.outputs:
                 self._deliver(output, now_s)
+        elif isinstance(message, Pong):
+            self.publish_secret = message.publish_secret
+            self._introduced.set()
         elif isinstance(message, RequestRefused):
             receiver = self._requests.pop(message.request_id, None)
             if receiver is not None:
@@ -150,6 +176,7 @@ class WorkerLink:
             self._on_disconnect()
 
     def _on_disconnect(self) -> None:
+        self._introduced.set()
         self._ended.set()
         self._lose_requests()
 

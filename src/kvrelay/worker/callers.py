@@ -116,6 +116,10 @@ class Callers:
             return None
         return msgspec.json.encode(self._callers_of[public_key][0]).decode()
 
+    @staticmethod
+    def is_frontend(identity: str) -> bool:
+        return bool(identity) and _decoder.decode(identity).kind is CallerKind.FRONTEND
+
     def refusal(self, identity: str, message: Message) -> str | None:
         """Why a message over a connection of that identity is not to be dealt with; None: it is."""
         if self._is_open:

@@ -18,6 +18,7 @@ from kvrelay.control.base import EventBus, Keys, Subscription
 from kvrelay.core.event_codec import encode_events, encode_load
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics
+from kvrelay.core.sealing import seal
 from kvrelay.errors import KvrelayError
 
 _log = logging.getLogger(__name__)
@@ -29,8 +30,8 @@ MAX_BATCH_BLOCKS = 20_000
 
 
 class Publisher:
-    """One worker's events and load on the bus. All methods run on the event loop. ``step_age_s`` goes into every
-    sample, see ``LoadMetrics``."""
+    """One worker's events and load on the bus, sealed with ``secret``. All methods run on the event loop.
+    ``step_age_s`` goes into every sample, see ``LoadMetrics``."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Publisher:
         keys: Keys,
         log: KvEventLog,
         step_age_s: Callable[[], float] = lambda: 0.0,
+        secret: bytes = b"",
     ) -> None:
         self._worker_id = worker_id
         self._epoch = epoch
@@ -47,6 +49,7 @@ class Publisher:
         self._keys = keys
         self._log = log
         self._step_age_s = step_age_s
+        self._secret = secret
         self._pending: list[KvEvent] = []
         self._load: LoadMetrics | None = None
         self._sent_load: LoadMetrics | None = None
@@ -99,7 +102,7 @@ class Publisher:
         for some in split_events(events):
             batch = self._log.append(some)
             try:
-                await self._bus.publish(self._keys.worker_kv_events(self._worker_id), encode_events(batch))
+                await self._publish(self._keys.worker_kv_events(self._worker_id), encode_events(batch))
             except KvrelayError as exc:
                 # The log has them: indexes see the gap in the numbers and ask for a replay.
                 _log.debug("events %d.. not published: %s", batch.first_seq, exc)
@@ -113,12 +116,15 @@ class Publisher:
         try:
             # Of now: while a step hangs there is no new sample, but this one is sent again and again.
             sample = msgspec.structs.replace(load, seq=self._seq, step_age_s=self._step_age_s())
-            await self._bus.publish(self._keys.worker_load(self._worker_id), encode_load(sample))
+            await self._publish(self._keys.worker_load(self._worker_id), encode_load(sample))
         except KvrelayError as exc:
             _log.debug("load not published: %s", exc)
 
     async def _serve_replay(self, data: bytes) -> bytes:
-        return self._log.serve_replay(data)
+        return seal(self._secret, self._keys.worker_replay(self._worker_id), self._log.serve_replay(data))
+
+    async def _publish(self, subject: str, frame: bytes) -> None:
+        await self._bus.publish(subject, seal(self._secret, subject, frame))
 
 
 def split_events(events: Sequence[KvEvent], max_blocks: int = MAX_BATCH_BLOCKS) -> Iterator[tuple[KvEvent, ...]]:

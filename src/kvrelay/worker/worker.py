@@ -22,6 +22,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffReleased
 from kvrelay.core.messages import AbortRequest, AdminReply, AdminRequest, GenerateRequest, Message, Ping, Pong
+from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import KvMetadata, WorkerRole
 from kvrelay.engine.base import Executor, StepOutput
@@ -110,6 +111,7 @@ class Worker:
         self._checksums = BlockChecksums(executor, required=settings.transfer.kv_checksums)
         self._load = LoadSampler(core, MIN_INTERVAL_S, MonotonicClock())
         events = KvEventLog(settings.worker_id, self.epoch)
+        self._secret = new_secret() if settings.public_key else b""
         self._publisher = Publisher(
             settings.worker_id,
             self.epoch,
@@ -117,6 +119,7 @@ class Worker:
             self._keys,
             events,
             step_age_s=lambda: self._engine.progress.age_s,
+            secret=self._secret,
         )
         self._watchdog = Watchdog(
             self._engine.progress, settings.engine.step_timeout_s, self._on_failure, MonotonicClock()
@@ -331,7 +334,8 @@ class Worker:
             case HandoffReleased():
                 self._decode.released(message)
             case Ping():
-                self._server.send(peer, Pong(message.nonce, self.settings.worker_id))
+                secret = self._secret if self._callers.is_frontend(self._server.identity(peer)) else b""
+                self._server.send(peer, Pong(message.nonce, self.settings.worker_id, secret))
             case AdminRequest():
                 self._tasks.spawn(self._obey(peer, message))
             case _:

@@ -1,0 +1,36 @@
+"""Seals on published frames."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.core.sealing import SEAL_BYTES, new_secret, seal, unseal
+from kvrelay.errors import ProtocolError
+
+SECRET = new_secret()
+
+
+@pytest.mark.parametrize("frame", [b"", b"x", bytes(range(256)) * 100])
+def test_a_sealed_frame_comes_back(frame: bytes) -> None:
+    sealed = seal(SECRET, "load.w", frame)
+    assert len(sealed) == len(frame) + SEAL_BYTES
+    assert unseal(SECRET, "load.w", sealed) == frame
+    assert seal(b"", "load.w", frame) == unseal(b"", "load.w", frame) == frame
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        b"",
+        b"frame",
+        b"\0" * SEAL_BYTES + b"frame",
+        seal(new_secret(), "load.w", b"frame"),
+        seal(SECRET, "load.other", b"frame"),
+        seal(SECRET, "load.w", b"frame")[:-1],
+        seal(SECRET, "load.w", b"frame") + b"s",
+        seal(SECRET, "load.wfr", b"ame"),
+    ],
+)
+def test_what_is_not_the_workers_is_refused(forged: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        unseal(SECRET, "load.w", forged)
