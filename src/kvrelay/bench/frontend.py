@@ -30,7 +30,7 @@ _FIGURES = {
 }
 _COLUMNS = ("server", "load", "req/s", "tok/s", "TTFT p50 ms", "p99", "CPU ms a request", "failed")
 
-Turn = dict[str, dict[str, float]]
+Figures = dict[str, dict[str, float]]
 """The figures of each load."""
 
 
@@ -40,7 +40,7 @@ def measure_frontend(given: dict[str, Any]) -> None:
     own = serve_command(given["model"], flags, given["serve_args"])
     cases = (Case("kvrelay", command=own), *(parse_case(text) for text in given["urls"]))
     check_names(cases)
-    turns: dict[str, list[Turn]] = {case.name: [] for case in cases}
+    turns: dict[str, list[Figures]] = {case.name: [] for case in cases}
     for seed in range(given["rounds"]):
         for case in cases:
             turns[case.name].append(run_on_loop(_turn(case, given["scale"], seed, given["plain"])))
@@ -49,9 +49,9 @@ def measure_frontend(given: dict[str, Any]) -> None:
     print_result(report, frontend_text(results), given["as_json"])
 
 
-async def _turn(case: Case, scale: float, seed: int, plain: bool) -> Turn:
+async def _turn(case: Case, scale: float, seed: int, plain: bool) -> Figures:
     """All loads against one server."""
-    turn: Turn = {}
+    turn: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
         async with running(case, Path(folder), CaseTimes()) as target:
             for name, (prompt, output, at_once, count) in LOADS.items():
@@ -64,7 +64,7 @@ async def _turn(case: Case, scale: float, seed: int, plain: bool) -> Turn:
     return turn
 
 
-def frontend_text(cases: dict[str, Turn]) -> str:
+def frontend_text(cases: dict[str, Figures]) -> str:
     """The medians as a table."""
     rows = []
     for case, turn in cases.items():

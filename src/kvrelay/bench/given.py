@@ -13,7 +13,7 @@ from kvrelay.bench.commands.options import command_line
 from kvrelay.bench.load.mix import ClassSpec, Dataset, DatasetKind, parse_mix
 from kvrelay.bench.load.request import parse_length
 from kvrelay.bench.report.records import parse_slo
-from kvrelay.bench.serving import ServeOptions
+from kvrelay.bench.serving import RunOptions
 from kvrelay.errors import InvalidInputError
 
 ANY_TARGET = Target("127.0.0.1", 0)
@@ -66,16 +66,16 @@ def classes(given: Mapping[str, Any]) -> tuple[ClassSpec, ...]:
     return (spec,)
 
 
-def serve_options(
+def run_options(
     given: Mapping[str, Any],
     target: Target,
     classes: tuple[ClassSpec, ...],
     *,
     backend: str = "openai",
     retokenize: bool = True,
-) -> ServeOptions:
+) -> RunOptions:
     """The options of a run. The model is asked from the server where it is not given."""
-    return ServeOptions(
+    return RunOptions(
         target=Target(target.host, target.port, target.prefix, target.tls, given["api_key"]),
         classes=classes,
         model=given["model"],

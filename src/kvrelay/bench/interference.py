@@ -18,7 +18,7 @@ import click
 
 from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
 from kvrelay.bench.errors import BenchError
-from kvrelay.bench.given import ANY_TARGET, serve_options
+from kvrelay.bench.given import ANY_TARGET, run_options
 from kvrelay.bench.load.mix import Dataset, parse_mix
 from kvrelay.bench.progress import ProgressBar, progress_bar
 from kvrelay.bench.report.files import print_result, write_result
@@ -26,7 +26,7 @@ from kvrelay.bench.report.metrics import ServeReport, figure
 from kvrelay.bench.report.plots import new_figure, plot_beside, save_figure
 from kvrelay.bench.report.records import INTERRUPTED
 from kvrelay.bench.report.table import milliseconds, number, table
-from kvrelay.bench.serving import ServeOptions, run_on_loop, run_serve
+from kvrelay.bench.serving import RunOptions, run_on_loop, run_serve
 from kvrelay.errors import InvalidInputError
 
 INTERFERENCE_KIND = "kvrelay-bench-interference/1"
@@ -109,7 +109,7 @@ def measure_interference(given: dict[str, Any]) -> None:
     classes = parse_mix(given["mix"], Dataset(vocab_size=given["vocab_size"]))
     if len(classes) != 2:
         raise InvalidInputError("the mix needs two classes: those who wait, then those who disturb", param="mix")
-    options = serve_options(given, ANY_TARGET, classes, retokenize=False)
+    options = run_options(given, ANY_TARGET, classes, retokenize=False)
     folder: Path = given["output_dir"]
     runs: list[CaseRun] = []
 
@@ -146,7 +146,7 @@ def separation_cases(python: str, model: str | None, serve_args: str) -> tuple[C
 async def _run_turns(
     cases: Sequence[Case],
     rounds: int,
-    options: ServeOptions,
+    options: RunOptions,
     log_dir: Path,
     times: CaseTimes,
     bar: ProgressBar,

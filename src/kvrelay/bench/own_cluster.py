@@ -13,7 +13,7 @@ from kvrelay.bench.load.mix import ClassSpec, Dataset
 from kvrelay.bench.load.request import Length
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.metrics import LoadReport, figure
-from kvrelay.bench.serving import ServeOptions, require_success, run_serve
+from kvrelay.bench.serving import RunOptions, require_success, run_serve
 
 
 def serve_command(model: str | None, flags: str, more: str) -> str:
@@ -29,7 +29,7 @@ def random_load(name: str, prompt: int, output: int, at_once: int, count: int, v
 
 async def measure_load(target: Target, spec: ClassSpec, **options: Any) -> LoadReport:
     """The figures of one load. Raises BenchError when no request succeeded."""
-    run = await run_serve(ServeOptions(target, (spec,), retokenize=False, **options), ProgressBar(None))
+    run = await run_serve(RunOptions(target, (spec,), retokenize=False, **options), ProgressBar(None))
     require_success(run.report)
     return run.report.total
 

@@ -35,7 +35,7 @@ _WARM_SEED_SHIFT = 7919
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
+class RunOptions:
     """What to run. ``model`` None asks the server; ``warm_up`` is a number of requests of each class."""
 
     target: Target
@@ -79,7 +79,7 @@ def run_on_loop(work: Coroutine[Any, Any, _T]) -> _T:
         return runner.run(work)
 
 
-async def run_serve(options: ServeOptions, bar: ProgressBar) -> ServeRun:
+async def run_serve(options: RunOptions, bar: ProgressBar) -> ServeRun:
     """Look at the server, warm it up, run the load, count tokens again. Raises BenchError where nothing can be run."""
     pool = ConnectionPool(options.target)
     try:
@@ -98,7 +98,7 @@ async def run_serve(options: ServeOptions, bar: ProgressBar) -> ServeRun:
     return ServeRun(serve_report(info, result, offered, options.slo, retokenized), result)
 
 
-async def _warm(options: ServeOptions, pool: ConnectionPool, body: BodyOptions) -> None:
+async def _warm(options: RunOptions, pool: ConnectionPool, body: BodyOptions) -> None:
     """Warm-up prompts come from another seed and never from a file, so that they help no prefix cache."""
     await pool.warm(min(_WARM_CONNECTIONS, max(spec.max_concurrency or 1 for spec in options.classes)))
     for spec in options.classes if options.warm_up else ():
@@ -115,7 +115,7 @@ async def _warm(options: ServeOptions, pool: ConnectionPool, body: BodyOptions) 
             raise BadResponseError(f"every warm-up request of {spec.name} failed: {failed[0].error}")
 
 
-async def _as_text(load: LoadClass, options: ServeOptions, pool: ConnectionPool, model: str) -> LoadClass:
+async def _as_text(load: LoadClass, options: RunOptions, pool: ConnectionPool, model: str) -> LoadClass:
     """Turn prompts of token ids into text for the chat endpoint, by the tokenizer given or by the server's."""
     first = next(load.requests, None)
     if first is None:
@@ -142,7 +142,7 @@ def _decoded(tokenizer: LocalTokenizer, request: LoadRequest) -> str:
 
 
 async def _retokenize(
-    options: ServeOptions, pool: ConnectionPool, model: str, records: tuple[RequestRecord, ...]
+    options: RunOptions, pool: ConnectionPool, model: str, records: tuple[RequestRecord, ...]
 ) -> int | None:
     """Tokens of all answers, counted again; None where neither a tokenizer was given nor the server has one."""
     texts = [record.text for record in records if record.outcome is Outcome.OK]

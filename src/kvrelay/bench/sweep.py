@@ -12,7 +12,7 @@ from typing import Any
 
 from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
 from kvrelay.bench.errors import BenchError
-from kvrelay.bench.given import ANY_TARGET, dataset, numbers, serve_options
+from kvrelay.bench.given import ANY_TARGET, dataset, numbers, run_options
 from kvrelay.bench.load.mix import ClassSpec
 from kvrelay.bench.load.request import check_rate
 from kvrelay.bench.progress import ProgressBar, progress_bar
@@ -21,7 +21,7 @@ from kvrelay.bench.report.metrics import ServeReport, figure
 from kvrelay.bench.report.plots import new_figure, plot_beside, save_figure
 from kvrelay.bench.report.records import INTERRUPTED
 from kvrelay.bench.report.table import milliseconds, number, table
-from kvrelay.bench.serving import ServeOptions, run_on_loop, run_serve
+from kvrelay.bench.serving import RunOptions, run_on_loop, run_serve
 from kvrelay.errors import InvalidInputError
 
 SWEEP_KIND = "kvrelay-bench-sweep/1"
@@ -141,7 +141,7 @@ def measure_sweep(given: dict[str, Any]) -> None:
     rates = numbers(given["rates"], "--rates")
     for rate in rates:
         check_rate(rate, "--rates")
-    options = serve_options(given, ANY_TARGET, (ClassSpec("requests", dataset(given), rate=1.0),), retokenize=False)
+    options = run_options(given, ANY_TARGET, (ClassSpec("requests", dataset(given), rate=1.0),), retokenize=False)
     searched = KneeOptions(given["first_rate"], given["max_rate"], given["steps"], given["share"])
     knee = None if given["no_knee"] else searched
     folder: Path = given["output_dir"]
@@ -164,7 +164,7 @@ def measure_sweep(given: dict[str, Any]) -> None:
 
 async def _sweep_server(
     case: Case,
-    options: ServeOptions,
+    options: RunOptions,
     rates: Sequence[float],
     knee: KneeOptions | None,
     log_dir: Path,

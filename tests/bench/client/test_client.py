@@ -19,7 +19,7 @@ from kvrelay.bench.load.mix import ClassSpec, Dataset, build_class
 from kvrelay.bench.load.request import Length
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.records import Outcome, RunResult, TokenSource
-from kvrelay.bench.serving import ServeOptions, ServeRun, require_success, run_on_loop, run_serve
+from kvrelay.bench.serving import RunOptions, ServeRun, require_success, run_on_loop, run_serve
 from kvrelay.errors import InvalidInputError
 
 Scripted = Callable[..., Any]
@@ -31,7 +31,7 @@ def spec(output_len: int = 8, **values: Any) -> ClassSpec:
 
 
 def serve(server: Any, *classes: ClassSpec, **values: Any) -> ServeRun:
-    options = ServeOptions(parse_target(server.url), classes or (spec(),), **({"warm_up": 0} | values))
+    options = RunOptions(parse_target(server.url), classes or (spec(),), **({"warm_up": 0} | values))
     return run_on_loop(run_serve(options, ProgressBar(None)))
 
 
@@ -163,7 +163,7 @@ def test_idle_connection_that_was_closed_is_replaced(scripted: Scripted) -> None
 def test_dead_server_ends_the_run() -> None:
     target = parse_target("http://127.0.0.1:9")
     with pytest.raises(ServerDownError, match="no connection"):
-        run_on_loop(run_serve(ServeOptions(target, (spec(),)), ProgressBar(None)))
+        run_on_loop(run_serve(RunOptions(target, (spec(),)), ProgressBar(None)))
 
     async def hammer() -> RunResult:
         driver = LoadDriver(ConnectionPool(target), BodyOptions("m"), RunLimits(30, max_failures=4), ProgressBar(None))
@@ -234,6 +234,6 @@ def test_health_and_token_counts(scripted: Scripted) -> None:
 def test_options_that_cannot_be_run() -> None:
     target = parse_target("http://127.0.0.1:9")
     with pytest.raises(InvalidInputError, match="has no end"):
-        ServeOptions(target, (spec(num_requests=None),))
+        RunOptions(target, (spec(num_requests=None),))
     with pytest.raises(InvalidInputError, match="duration"):
-        ServeOptions(target, (spec(),), limits=RunLimits(time_limit_s=0))
+        RunOptions(target, (spec(),), limits=RunLimits(time_limit_s=0))

@@ -20,7 +20,8 @@ from kvrelay.bench.client.payload import (
 )
 from kvrelay.bench.client.stream import StreamRecorder
 from kvrelay.bench.errors import BadResponseError
-from kvrelay.bench.load.request import ChatMessage, LoadRequest
+from kvrelay.bench.formats import Turn
+from kvrelay.bench.load.request import LoadRequest
 from kvrelay.bench.report.records import Outcome, RequestRecord, TokenSource
 from kvrelay.errors import InvalidInputError
 
@@ -126,7 +127,7 @@ def test_bodies() -> None:
     assert plain["stream_options"] == {"include_usage": True}
     chat = BodyOptions("m", Endpoint.CHAT)
     assert json.loads(encode_body(LoadRequest("hi", 1), chat))["messages"] == [{"role": "user", "content": "hi"}]
-    asked = json.loads(encode_body(LoadRequest("x", 1, messages=(ChatMessage("system", "s"),)), chat))
+    asked = json.loads(encode_body(LoadRequest("x", 1, messages=(Turn("system", "s"),)), chat))
     assert asked["messages"] == [{"role": "system", "content": "s"}]
     with pytest.raises(InvalidInputError, match="text"):
         encode_body(request, chat)

@@ -82,7 +82,7 @@ class FaultSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Promise:
     """What was promised: ``value`` is at most ``limit``. Without a measurement ``value`` and ``is_met`` are None."""
 
     name: str
@@ -91,7 +91,7 @@ class Target:
     is_met: bool | None
 
     @classmethod
-    def of(cls, name: str, limit: float, value: float | None) -> Target:
+    def of(cls, name: str, limit: float, value: float | None) -> Promise:
         return cls(name, limit, value, None if value is None else value <= limit)
 
 
@@ -127,7 +127,7 @@ class ChaosReport:
     longest_pause: Spread | None
     worst_pauses: tuple[str, ...]
     faults: dict[str, FaultSummary]
-    targets: tuple[Target, ...]
+    targets: tuple[Promise, ...]
     problems: tuple[str, ...]
 
     @property
@@ -168,21 +168,21 @@ def summarise_faults(
 
 def targets_of(
     verdicts: Counter[Verdict], leaked_blocks: int, faults: dict[str, FaultSummary], lease_ttl_s: float
-) -> tuple[Target, ...]:
+) -> tuple[Promise, ...]:
     """What reliability promises while one worker of each role lives. A killed decode worker breaks the connections of
     its streams, so they go on at once; what a killed prefill worker had pulled may have to wait for its lease."""
     wrong = sum(verdicts[verdict] for verdict in (Verdict.WRONG, Verdict.MISSING, Verdict.REPEATED))
     pauses = {role: faults[f"{FaultKind.KILL} {role}"].pause for role in ROLES if f"{FaultKind.KILL} {role}" in faults}
     p99s = {role: pause.p99_s for role, pause in pauses.items() if pause is not None}
     return (
-        Target.of("wrong, missing, repeated", 0, wrong),
-        Target.of("failed", 0, verdicts[Verdict.FAILED]),
-        Target.of("hung", 0, verdicts[Verdict.HUNG]),
-        Target.of("leaked blocks", 0, leaked_blocks),
-        Target.of(
+        Promise.of("wrong, missing, repeated", 0, wrong),
+        Promise.of("failed", 0, verdicts[Verdict.FAILED]),
+        Promise.of("hung", 0, verdicts[Verdict.HUNG]),
+        Promise.of("leaked blocks", 0, leaked_blocks),
+        Promise.of(
             "pause P99 after SIGKILL of a worker, s", lease_ttl_s + KILL_GRACE_S, max(p99s.values(), default=None)
         ),
-        Target.of("pause P99 after SIGKILL of a decode worker, s", MAX_BROKEN_PAUSE_S, p99s.get("decode")),
+        Promise.of("pause P99 after SIGKILL of a decode worker, s", MAX_BROKEN_PAUSE_S, p99s.get("decode")),
     )
 
 

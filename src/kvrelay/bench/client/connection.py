@@ -73,7 +73,7 @@ _CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """A finished answer. ``body`` is kept only where no sink took it. ``done_ns`` is the stamp of its last byte;
     ``retry_after`` is that header."""
 
@@ -84,10 +84,10 @@ class Answer:
     retry_after: str | None = None
 
 
-class _Exchange:
+class _AnswerParser:
     """The answer under way: httptools calls the ``on_*`` methods while it is fed."""
 
-    def __init__(self, sink: Sink | None, done: asyncio.Future[Answer]) -> None:
+    def __init__(self, sink: Sink | None, done: asyncio.Future[HttpAnswer]) -> None:
         self.parser = httptools.HttpResponseParser(self)
         self.now_ns = 0
         self.started = False
@@ -128,7 +128,9 @@ class _Exchange:
         self.keep_alive = bool(self.parser.should_keep_alive())
         if not self._done.done():
             status = int(self.parser.get_status_code())
-            self._done.set_result(Answer(status, self._content_type, bytes(self._body), self.now_ns, self._retry_after))
+            self._done.set_result(
+                HttpAnswer(status, self._content_type, bytes(self._body), self.now_ns, self._retry_after)
+            )
 
     def closed(self) -> None:
         """The connection ended: right for an answer that has no other end, else a failure."""
@@ -150,7 +152,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._exchange: _Exchange | None = None
+        self._exchange: _AnswerParser | None = None
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -165,12 +167,12 @@ class Connection(asyncio.Protocol):
         """Until the transport has let go of the connection."""
         await self._lost
 
-    async def exchange(self, request: bytes, sink: Sink | None) -> Answer:
+    async def exchange(self, request: bytes, sink: Sink | None) -> HttpAnswer:
         """Send and wait for the whole answer. Raises ServerDownError, BadResponseError."""
         assert self._transport is not None
         assert self._exchange is None
-        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        exchange = self._exchange = _Exchange(sink, done)
+        done: asyncio.Future[HttpAnswer] = asyncio.get_running_loop().create_future()
+        exchange = self._exchange = _AnswerParser(sink, done)
         self._transport.write(request)
         try:
             answer = await done
@@ -236,7 +238,7 @@ class ConnectionPool:
         """Open connections beforehand, so that no request pays for the handshake."""
         self._idle += [await self._connect() for _ in range(count - len(self._idle))]
 
-    async def send(self, request: bytes, sink: Sink | None = None) -> Answer:
+    async def send(self, request: bytes, sink: Sink | None = None) -> HttpAnswer:
         """Send over an idle connection or a new one. One that had been closed meanwhile is replaced, once."""
         connection, reused = self._take(), True
         if connection is None:

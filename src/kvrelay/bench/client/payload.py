@@ -42,28 +42,28 @@ class Delta(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class Choice(msgspec.Struct):
+class ChunkChoice(msgspec.Struct):
     text: str | None = None
     delta: Delta | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
 
-class PromptDetails(msgspec.Struct):
+class ChunkPromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ChunkUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
+    prompt_tokens_details: ChunkPromptDetails | None = None
 
 
 class Chunk(msgspec.Struct):
     """A chunk of a stream. ``error`` is there where the server failed after it had begun."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ChunkChoice] = []
+    usage: ChunkUsage | None = None
     error: object = None
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 
-from kvrelay.bench.client.connection import Answer, ConnectionPool
-from kvrelay.bench.client.payload import DONE, Chunk, Endpoint, EventSplitter, Usage, decode_chunk, error_text
+from kvrelay.bench.client.connection import ConnectionPool, HttpAnswer
+from kvrelay.bench.client.payload import DONE, Chunk, ChunkUsage, Endpoint, EventSplitter, decode_chunk, error_text
 from kvrelay.bench.errors import BadResponseError, ServerDownError
 from kvrelay.bench.report.records import Outcome, RequestRecord, TokenSource, spread_tokens
 
@@ -40,7 +40,7 @@ class StreamRecorder:
         self._tokens: list[int] = []
         self._lengths: list[int] = []
         self._texts: list[str] = []
-        self._usage: Usage | None = None
+        self._usage: ChunkUsage | None = None
         self._source: TokenSource | None = None
         self._finished = False
         self._done = False
@@ -108,14 +108,14 @@ class StreamRecorder:
             self._tokens.append(count)
             self._lengths.append(len(text))
 
-    def _count(self, text: str, ids: list[int] | None, before: int, usage: Usage | None) -> int:
+    def _count(self, text: str, ids: list[int] | None, before: int, usage: ChunkUsage | None) -> int:
         """Tokens of a chunk, by the source that the first chunk with a token offered."""
         reported = usage.completion_tokens if usage else None
         if self._source is None:
             if ids:
                 self._source = TokenSource.TOKEN_IDS
             elif text:
-                # Usage that first comes with the last chunk is a total, not a running count.
+                # ChunkUsage that first comes with the last chunk is a total, not a running count.
                 running = bool(reported) and not self._finished
                 self._source = TokenSource.USAGE if running else TokenSource.ESTIMATED
         if self._source is TokenSource.TOKEN_IDS:
@@ -137,7 +137,7 @@ async def run_stream(pool: ConnectionPool, endpoint: Endpoint, body: bytes, reco
     return recorder.record(Outcome.FAILED if error else Outcome.OK, answer.done_ns, error)
 
 
-def _judge(answer: Answer, recorder: StreamRecorder) -> str | None:
+def _judge(answer: HttpAnswer, recorder: StreamRecorder) -> str | None:
     if answer.status != 200:
         return f"HTTP {answer.status}: {error_text(answer.body)}"
     if answer.content_type != "text/event-stream":

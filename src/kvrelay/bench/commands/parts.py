@@ -31,11 +31,11 @@ def bench_engine(model: str | None, as_json: bool, config_file: Path | None, **g
 
     Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64
     """
-    from kvrelay.bench.parts.engine import EngineLoad, engine_text, run_engine_benchmark
+    from kvrelay.bench.parts.engine import BatchLoad, engine_text, run_engine_benchmark
     from kvrelay.bench.report.files import print_result
     from kvrelay.launch.models import resolve_model
 
-    load = EngineLoad(*(given.pop(name) for name in ("num_prompts", "input_len", "output_len", "load_seed")))
+    load = BatchLoad(*(given.pop(name) for name in ("num_prompts", "input_len", "output_len", "load_seed")))
     num_runs = given.pop("runs")
     source = SettingsSource(SETTINGS, config_file, given)
     runner = source.build(RunnerConfig)

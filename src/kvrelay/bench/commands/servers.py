@@ -44,7 +44,7 @@ def serve_command(**given: Any) -> None:
                --input-len 512 --output-len uniform~16~128 --slo ttft=300,tpot=30 --output run.json
     """
     from kvrelay.bench.client.connection import parse_target
-    from kvrelay.bench.given import classes, serve_options
+    from kvrelay.bench.given import classes, run_options
     from kvrelay.bench.progress import progress_bar
     from kvrelay.bench.report.files import print_result, read_serve_report, to_json, write_text
     from kvrelay.bench.report.plots import plot_run
@@ -54,7 +54,7 @@ def serve_command(**given: Any) -> None:
     others = [read_serve_report(path) for path in given["compare"]]
     target = parse_target(given["base_url"], given["api_key"])
     retokenize = not given["no_retokenize"]
-    options = serve_options(given, target, classes(given), backend=given["backend"], retokenize=retokenize)
+    options = run_options(given, target, classes(given), backend=given["backend"], retokenize=retokenize)
     with progress_bar() as bar:
         run = run_on_loop(run_serve(options, bar))
     # Results are written before anything is judged, so that an early end keeps what was measured.

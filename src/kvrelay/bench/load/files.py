@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvrelay.bench.formats import FileFormat, TraceRecord, json_lines, read_conversations
+from kvrelay.bench.formats import FileFormat, TraceRecord, Turn, json_lines, read_conversations
 from kvrelay.bench.load.generated import TokenRange
-from kvrelay.bench.load.request import ChatMessage, Length, LoadRequest, Prompt
+from kvrelay.bench.load.request import Length, LoadRequest, Prompt
 from kvrelay.bench.load.tokens import TokenCounter
 from kvrelay.errors import InvalidInputError
 
@@ -23,14 +23,9 @@ MOONCAKE_BLOCK = 512
 _CACHED_BLOCKS = 65536
 
 
-class _JsonMessage(msgspec.Struct):
-    role: str
-    content: str
-
-
 class _JsonItem(msgspec.Struct):
     prompt: str | list[int] | None = None
-    messages: list[_JsonMessage] | None = None
+    messages: list[Turn] | None = None
     output_len: int | None = None
     max_tokens: int | None = None
     timestamp: float | None = None
@@ -50,14 +45,14 @@ def sharegpt_requests(
             turns[first].content,
             output_len,
             prompt_len=counter.count(turns[first].content),
-            messages=(ChatMessage("user", turns[first].content),),
+            messages=(turns[first],),
         )
 
 
 def json_requests(path: Path, output: Length | None, rng: np.random.Generator) -> Iterator[LoadRequest]:
     """Lines of ``prompt`` (text or ids) or ``messages``, ``output_len`` or ``max_tokens``, perhaps ``timestamp``."""
     for number, item in enumerate(json_lines(path, _JsonItem), 1):
-        messages = tuple(ChatMessage(message.role, message.content) for message in item.messages or ())
+        messages = tuple(item.messages or ())
         prompt: Prompt
         if isinstance(item.prompt, list):
             prompt = tuple(item.prompt)

@@ -9,17 +9,10 @@ from typing import Literal
 
 import numpy as np
 
+from kvrelay.bench.formats import Turn
 from kvrelay.errors import InvalidInputError
 
 Prompt = str | tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a conversation that a data set brought along."""
-
-    role: str
-    content: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +27,7 @@ class LoadRequest:
     prompt: Prompt
     output_len: int
     prompt_len: int | None = None
-    messages: tuple[ChatMessage, ...] = ()
+    messages: tuple[Turn, ...] = ()
     arrival_s: float | None = None
 
 

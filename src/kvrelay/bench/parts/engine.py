@@ -19,7 +19,7 @@ from kvrelay.errors import FatalError
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoad:
+class BatchLoad:
     """The batch: ``num_prompts`` random prompts of ``input_len`` tokens, ``output_len`` tokens each, EOS ignored."""
 
     num_prompts: int
@@ -40,7 +40,7 @@ class EngineRun:
 
 
 def run_engine_benchmark(
-    model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: EngineLoad, num_runs: int
+    model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: BatchLoad, num_runs: int
 ) -> dict[str, float]:
     """Load the model, warm up, run the batch ``num_runs`` times; gives medians and spread."""
     from kvrelay.executors.torch import build_executor
@@ -48,14 +48,14 @@ def run_engine_benchmark(
     executor = build_executor(model_path, runner, engine)
     try:
         executor.warm_up()
-        _run_once(executor, engine, EngineLoad(min(8, load.num_prompts), min(32, load.input_len), 4))
+        _run_once(executor, engine, BatchLoad(min(8, load.num_prompts), min(32, load.input_len), 4))
         runs = [_run_once(executor, engine, load) for _ in range(num_runs)]
     finally:
         executor.shutdown()
     return _report(runs, load)
 
 
-def _run_once(executor: Executor, engine: EngineConfig, load: EngineLoad) -> EngineRun:
+def _run_once(executor: Executor, engine: EngineConfig, load: BatchLoad) -> EngineRun:
     """A fresh scheduler and block pool over the same executor, so that no run sees another's prefix cache."""
     core = EngineCore(executor, engine, MonotonicClock(), worker_id="bench")
     draw = random.Random(load.seed)
@@ -84,7 +84,7 @@ def _run_once(executor: Executor, engine: EngineConfig, load: EngineLoad) -> Eng
     return EngineRun(duration, list(first.values()), list(finish.values()), num_tokens, num_steps)
 
 
-def _report(runs: list[EngineRun], load: EngineLoad) -> dict[str, float]:
+def _report(runs: list[EngineRun], load: BatchLoad) -> dict[str, float]:
     rates = [run.num_output_tokens / run.duration_s for run in runs]
     median = statistics.median(rates)
     middle = min(runs, key=lambda run: abs(run.num_output_tokens / run.duration_s - median))
