@@ -86,8 +86,12 @@ class HttpConnection(asyncio.Protocol):
     @property
     def num_buffered_bytes(self) -> int:
         """Of requests that were not handed to the application yet, or not taken by it."""
-        waiting = sum(len(request.body) for request, _ in self._waiting)
-        return self.num_sheddable_bytes + waiting + (len(self._exchange.request.body) if self._exchange else 0)
+        num_bytes = self._reader.num_body_bytes + len(self._held)
+        if self._exchange is not None:
+            num_bytes += len(self._exchange.request.body)
+        for request, _ in self._waiting:
+            num_bytes += len(request.body)
+        return num_bytes
 
     @property
     def num_unsent_bytes(self) -> int:
@@ -204,7 +208,10 @@ class HttpConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
-        self._owner.buffered.update(self)
+        if self._waiting or self._held:
+            self._owner.buffered.update(self)
+        else:
+            self._owner.buffered.forget(self)
         if not keep_alive or self._owner.is_closing:
             self._close(transport)
         elif self._waiting or self._held or self._refusal is not None or self._owes_continue:
