@@ -36,9 +36,7 @@ from kvrelay.errors import ProtocolError
 
 LOGPROBS = PositionLogprobs(TokenLogprob(5, -0.25, 1), (TokenLogprob(5, -0.25, 1), TokenLogprob(7, -2.0, 2)))
 MESSAGES = [
-    GenerateRequest(
-        "r1", "w1", (1, 2, 3), SamplingParams(logit_bias={3: 1.5}, stop_token_ids=(2,)), (9,), 1, 0.5, "adapter"
-    ),
+    GenerateRequest("r1", "w1", (1, 2, 3), SamplingParams(logit_bias={3: 1.5}, stop_token_ids=(2,)), (9,), 1),
     AbortRequest("r1"),
     OutputBatch(
         (

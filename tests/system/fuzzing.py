@@ -107,7 +107,7 @@ class Corpus:
         self.requests = [
             encode_message(message)
             for message in (
-                GenerateRequest("fuzz", name, tokens, sampling, (7, 8), hit_rate=0.5),
+                GenerateRequest("fuzz", name, tokens, sampling, (7, 8)),
                 GenerateRequest("fuzz-2", name, tokens * 8, msgspec.structs.replace(sampling, logprobs=3, seed=1)),
                 AbortRequest("fuzz"),
                 HandoffClaim("fuzz", FUZZING_WORKER, worker.kv_compatibility),

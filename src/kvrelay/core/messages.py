@@ -30,7 +30,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
     """Frontend to worker: generate. ``worker_id`` fences: another incarnation at this address refuses it.
 
     ``output_token_ids`` is not empty when the request continues elsewhere: the worker prefills prompt + output and
-    goes on counting (limits, seeds, penalties) behind them. ``hit_rate`` is the router's estimate, for information.
+    goes on counting (limits, seeds, penalties) after them.
     """
 
     request_id: str
@@ -39,8 +39,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     priority: int = 0
-    hit_rate: float = 0.0
-    lora: str | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):

@@ -85,8 +85,8 @@ class Model:
             self.max_model_len = min(info.max_model_len for info in infos)
             self.vocab_size = min(info.vocab_size for info in infos)
 
-    def place(self, request: RoutingRequest) -> tuple[WorkerLink, float]:
-        """The worker for a request and its estimated prefix hit rate; the request counts as placed there.
+    def place(self, request: RoutingRequest) -> WorkerLink:
+        """The worker for a request, which counts as placed there.
 
         Raises WorkerUnavailableError.
         """
@@ -95,7 +95,7 @@ class Model:
         if link is None:
             self.router.finished(request.request_id, 0)
             raise WorkerUnavailableError(f"worker {decision.worker_id} is not connected")
-        return link, decision.hit_rate
+        return link
 
     def tune(self, settings: RuntimeSettings) -> None:
         """Route as the settings say, over those that the router was started with."""

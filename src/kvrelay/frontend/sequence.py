@@ -114,9 +114,9 @@ class Sequence:
     def start(self) -> None:
         """Place it on a worker. Raises WorkerUnavailableError, OverloadedError."""
         while True:
-            link, hit_rate = self._model.place(self._routing_request())
+            link = self._model.place(self._routing_request())
             try:
-                link.submit(self._generate_request(link, hit_rate), self)
+                link.submit(self._generate_request(link), self)
             except WorkerUnavailableError:
                 self._leave_router()
                 self._failed_workers.add(link.info.worker_id)
@@ -212,7 +212,7 @@ class Sequence:
             exclude=tuple(self._failed_workers),
         )
 
-    def _generate_request(self, link: WorkerLink, hit_rate: float) -> GenerateRequest:
+    def _generate_request(self, link: WorkerLink) -> GenerateRequest:
         spec = self.spec
         return GenerateRequest(
             request_id=self._attempt_id,
@@ -221,7 +221,6 @@ class Sequence:
             sampling=spec.sampling,
             output_token_ids=tuple(self.output_token_ids),
             priority=spec.priority,
-            hit_rate=hit_rate,
         )
 
     def _leave_router(self) -> None:
