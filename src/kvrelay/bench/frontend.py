@@ -12,7 +12,7 @@ from kvrelay.bench.client.service import cpu_seconds
 from kvrelay.bench.own_cluster import figures, measure_load, medians, random_load, serve_command
 from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.table import table
-from kvrelay.bench.serving import run_on_loop
+from kvrelay.cli.processes import run_async
 
 LOADS = {
     # name: prompt tokens, output tokens, requests at once, requests per turn
@@ -43,7 +43,7 @@ def measure_frontend(given: dict[str, Any]) -> None:
     turns: dict[str, list[Figures]] = {case.name: [] for case in cases}
     for seed in range(given["rounds"]):
         for case in cases:
-            turns[case.name].append(run_on_loop(_turn(case, given["scale"], seed, given["plain"])))
+            turns[case.name].append(run_async(_turn(case, given["scale"], seed, given["plain"])))
     results = {case: {load: medians([turn[load] for turn in own]) for load in LOADS} for case, own in turns.items()}
     report = {"workers": given["workers"], "rounds": given["rounds"], "cases": results}
     print_result(report, frontend_text(results), given["as_json"])

@@ -26,7 +26,8 @@ from kvrelay.bench.report.metrics import ServeReport, figure
 from kvrelay.bench.report.plots import new_figure, plot_beside, save_figure
 from kvrelay.bench.report.records import INTERRUPTED
 from kvrelay.bench.report.table import milliseconds, number, table
-from kvrelay.bench.serving import RunOptions, run_on_loop, run_serve
+from kvrelay.bench.serving import RunOptions, run_serve
+from kvrelay.cli.processes import run_async
 from kvrelay.errors import InvalidInputError
 
 INTERFERENCE_KIND = "kvrelay-bench-interference/1"
@@ -124,7 +125,7 @@ def measure_interference(given: dict[str, Any]) -> None:
 
     with progress_bar() as bar:
         times = CaseTimes(given["start_timeout"])
-        run_on_loop(_run_turns(cases, given["rounds"], options, folder / "logs", times, bar, done))
+        run_async(_run_turns(cases, given["rounds"], options, folder / "logs", times, bar, done))
     print_result(report(), interference_markdown(report()), given["as_json"])
     plot_beside(plot_interference, report(), folder / "interference.png")
     failed = [run for run in runs if run.report is None or not run.report.total.successful]

@@ -26,7 +26,7 @@ from kvrelay.bench.own_cluster import figures, measure_load, medians, random_loa
 from kvrelay.bench.prefixes.blocks import hit_ratios
 from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.table import milliseconds, table
-from kvrelay.bench.serving import run_on_loop
+from kvrelay.cli.processes import run_async
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.launch.routing import routing_state
 from kvrelay.router import RuntimeSettings
@@ -94,7 +94,7 @@ def measure_routing(given: dict[str, Any]) -> None:
     for seed, pool, name in _schedule(rounds, pools, names):
         flags = f"{_serve_flags(engine, workers, load.pool_blocks(pool, workers))} --router {name}"
         command = serve_command(given["model"], flags, given["serve_args"])
-        turn = run_on_loop(_turn(name, command, load, seed))
+        turn = run_async(_turn(name, command, load, seed))
         turns.append({"policy": name, "pool": pool, "round": seed, **turn})
         click.echo(f"round {seed + 1}, pool {pool:g}, {name}: TTFT {turn['ttft_mean_s'] * 1e3:.1f} ms", err=True)
     results = _summarise(turns, names, pools)

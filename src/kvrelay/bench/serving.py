@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
 
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.driver import LoadDriver, RunLimits, warm_up
@@ -26,7 +23,6 @@ from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, ServeReport, serv
 from kvrelay.bench.report.records import Outcome, RequestRecord, RunResult, Slo
 from kvrelay.errors import InvalidInputError
 
-_T = TypeVar("_T")
 _DEFAULT_BODY = BodyOptions(model="")
 _DEFAULT_LIMITS = RunLimits()
 _WARM_CONNECTIONS = 64
@@ -67,16 +63,6 @@ class ServeRun:
 
     report: ServeReport
     result: RunResult
-
-
-def run_on_loop(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run on an event loop fit for many streams: uvloop where it is installed."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        new_event_loop = None
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(work)
 
 
 async def run_serve(options: RunOptions, bar: ProgressBar) -> ServeRun:

@@ -25,7 +25,7 @@ from kvrelay.bench.cases import Case, CaseTimes, running
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.report.files import describe_machine, write_result, write_text
 from kvrelay.bench.report.table import table
-from kvrelay.bench.serving import run_on_loop
+from kvrelay.cli.processes import run_async
 from kvrelay.errors import InvalidInputError, KvrelayError
 
 SUITE_KIND = "kvrelay-bench-all/1"
@@ -128,7 +128,7 @@ def run_steps(
         figures: tuple[tuple[str, float], ...] = ()
         error = None
         try:
-            figures = run_on_loop(_step(step, command, folder, times))
+            figures = run_async(_step(step, command, folder, times))
         except KvrelayError as exc:
             error = exc.message
         shown = shlex.join(["kvrelay", *command[3:]])

@@ -21,7 +21,8 @@ from kvrelay.bench.report.metrics import ServeReport, figure
 from kvrelay.bench.report.plots import new_figure, plot_beside, save_figure
 from kvrelay.bench.report.records import INTERRUPTED
 from kvrelay.bench.report.table import milliseconds, number, table
-from kvrelay.bench.serving import RunOptions, run_on_loop, run_serve
+from kvrelay.bench.serving import RunOptions, run_serve
+from kvrelay.cli.processes import run_async
 from kvrelay.errors import InvalidInputError
 
 SWEEP_KIND = "kvrelay-bench-sweep/1"
@@ -149,7 +150,7 @@ def measure_sweep(given: dict[str, Any]) -> None:
     with progress_bar() as bar:
         for case in cases:
             turn = _sweep_server(case, options, rates, knee, folder / "logs", CaseTimes(given["start_timeout"]), bar)
-            sweeps.append(run_on_loop(turn))
+            sweeps.append(run_async(turn))
             # An early end keeps what was measured.
             report = SweepReport(SWEEP_KIND, options.command, tuple(sweeps))
             write_result(folder, "sweep", report, sweep_markdown(sweeps))

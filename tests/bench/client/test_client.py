@@ -19,7 +19,8 @@ from kvrelay.bench.load.mix import ClassSpec, Dataset, build_class
 from kvrelay.bench.load.request import Length
 from kvrelay.bench.progress import ProgressBar
 from kvrelay.bench.report.records import Outcome, RunResult, TokenSource
-from kvrelay.bench.serving import RunOptions, ServeRun, require_success, run_on_loop, run_serve
+from kvrelay.bench.serving import RunOptions, ServeRun, require_success, run_serve
+from kvrelay.cli.processes import run_async
 from kvrelay.errors import InvalidInputError
 
 Scripted = Callable[..., Any]
@@ -32,7 +33,7 @@ def spec(output_len: int = 8, **values: Any) -> ClassSpec:
 
 def serve(server: Any, *classes: ClassSpec, **values: Any) -> ServeRun:
     options = RunOptions(parse_target(server.url), classes or (spec(),), **({"warm_up": 0} | values))
-    return run_on_loop(run_serve(options, ProgressBar(None)))
+    return run_async(run_serve(options, ProgressBar(None)))
 
 
 def test_stamps_are_the_servers_stamps(scripted: Scripted) -> None:
@@ -155,7 +156,7 @@ def test_idle_connection_that_was_closed_is_replaced(scripted: Scripted) -> None
             again.__enter__()
 
         try:
-            assert run_on_loop(twice(server.url, restart)) == "scripted"
+            assert run_async(twice(server.url, restart)) == "scripted"
         finally:
             again.stop()
 
@@ -163,13 +164,13 @@ def test_idle_connection_that_was_closed_is_replaced(scripted: Scripted) -> None
 def test_dead_server_ends_the_run() -> None:
     target = parse_target("http://127.0.0.1:9")
     with pytest.raises(ServerDownError, match="no connection"):
-        run_on_loop(run_serve(RunOptions(target, (spec(),)), ProgressBar(None)))
+        run_async(run_serve(RunOptions(target, (spec(),)), ProgressBar(None)))
 
     async def hammer() -> RunResult:
         driver = LoadDriver(ConnectionPool(target), BodyOptions("m"), RunLimits(30, max_failures=4), ProgressBar(None))
         return await driver.run((build_class(spec(num_requests=None, max_concurrency=2), 0),))
 
-    result = run_on_loop(hammer())
+    result = run_async(hammer())
     assert result.note == "given up after 4 failures in a row"
     assert 4 <= len(result.records) <= 6
 
@@ -189,7 +190,7 @@ def test_interrupt_keeps_what_was_measured(scripted: Scripted) -> None:
         return result
 
     with scripted(gap_s=30) as server:
-        result = run_on_loop(interrupted(server))
+        result = run_async(interrupted(server))
     assert result.note == "interrupted"
     found = sorted((record.class_name, record.outcome.value, len(record.stamps_ns)) for record in result.records)
     assert found == [("quick", "ok", 1)] * 3 + [("stuck", "cut_off", 1)] * 2
@@ -206,7 +207,7 @@ def test_interrupt_keeps_what_was_measured(scripted: Scripted) -> None:
 )
 def test_cpu_time_as_the_metrics_tell(scripted: Scripted, metrics: bytes, seconds: float | None) -> None:
     with scripted(metrics=metrics) as server:
-        found = run_on_loop(cpu_seconds(parse_target(server.url)))
+        found = run_async(cpu_seconds(parse_target(server.url)))
     assert math.isnan(found) if seconds is None else found == seconds
 
 
@@ -220,15 +221,15 @@ def test_health_and_token_counts(scripted: Scripted) -> None:
             await pool.close()
 
     with scripted() as server:
-        assert run_on_loop(ask(server.url, "a b c")) == 6
+        assert run_async(ask(server.url, "a b c")) == 6
     with scripted(tokenize=False) as server:
-        assert run_on_loop(ask(server.url, "a b c")) is None
+        assert run_async(ask(server.url, "a b c")) is None
 
     async def never() -> None:
         await wait_until_healthy(ConnectionPool(parse_target("http://127.0.0.1:9")), 0.2)
 
     with pytest.raises(ServerDownError, match=r"healthy within 0\.2 s: no connection"):
-        run_on_loop(never())
+        run_async(never())
 
 
 def test_options_that_cannot_be_run() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvrelay.bench.commands.options import FILE, body_options, dataset_options
+from kvrelay.cli.processes import run_async
 
 
 @click.command("serve")
@@ -49,14 +50,14 @@ def serve_command(**given: Any) -> None:
     from kvrelay.bench.report.files import print_result, read_serve_report, to_json, write_text
     from kvrelay.bench.report.plots import plot_run
     from kvrelay.bench.report.text import comparison_text, report_text
-    from kvrelay.bench.serving import require_success, run_on_loop, run_serve
+    from kvrelay.bench.serving import require_success, run_serve
 
     others = [read_serve_report(path) for path in given["compare"]]
     target = parse_target(given["base_url"], given["api_key"])
     retokenize = not given["no_retokenize"]
     options = run_options(given, target, classes(given), backend=given["backend"], retokenize=retokenize)
     with progress_bar() as bar:
-        run = run_on_loop(run_serve(options, bar))
+        run = run_async(run_serve(options, bar))
     # Results are written before anything is judged, so that an early end keeps what was measured.
     print_result(run.report, report_text(run.report, percentiles=given["percentiles"]), given["as_json"])
     if given["output"] is not None:

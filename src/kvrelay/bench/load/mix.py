@@ -119,7 +119,7 @@ def build_class(spec: ClassSpec, seed: int) -> LoadClass:
         offsets = trace_arrivals((request.arrival_s or 0.0 for request in timed), spec.time_scale)
     elif spec.max_concurrency is None:
         offsets = itertools.repeat(0.0)
-    return LoadClass(spec.name, requests, offsets, spec.max_concurrency, spec.num_requests, spec.finite_rate)
+    return LoadClass(spec.name, requests, offsets, spec.max_concurrency, spec.num_requests)
 
 
 def _requests(dataset: Dataset, rng: np.random.Generator, seed: int) -> Iterator[LoadRequest]:

@@ -38,7 +38,7 @@ class LoadClass:
     ``offsets`` are send times in seconds since the start, one per request; without them the class is a closed loop of
     ``max_concurrency`` users, each sending its next request when the last one is answered. With both, arrivals wait
     while ``max_concurrency`` requests are in flight. ``num_requests`` ends the class; without it, the iterators or the
-    run's time limit do. ``rate`` repeats the offered rate (requests per second) for the report.
+    run's time limit do.
     """
 
     name: str
@@ -46,7 +46,6 @@ class LoadClass:
     offsets: Iterator[float] | None = None
     max_concurrency: int | None = None
     num_requests: int | None = None
-    rate: float | None = None
 
 
 MAX_LENGTH = 10_000_000

@@ -14,7 +14,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(
-        "  ".join(cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(pairs))
+        "  ".join(cell.ljust(w) if at < left else cell.rjust(w) for at, (cell, w) in enumerate(pairs)).rstrip()
         for pairs in (tuple(zip(line, widths)) for line in lines)
     )
 
