@@ -68,3 +68,44 @@ async def test_who_was_about_to_leave_does_not_mind_a_killed_frontend() -> None:
             await client.leave_after(PROMPT, 2)
             await client.leave_after(PROMPT, 1)
     assert (client.num_cancelled, client.num_reconnected, client.records) == (2, 0, [])
+
+
+async def test_a_refused_client_comes_again_when_it_was_told_to() -> None:
+    refused = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 0\r\nContent-Length: 2\r\n\r\n{}"
+    async with answering(refused, HEAD + FIRST + REST, refused) as url, ChaosClient(url, "m") as client:
+        assert (await client.ask(PROMPT)).verdict is Verdict.RIGHT
+        record = await client.ask(PROMPT, patient=False)
+    assert (record.verdict, record.detail) == (Verdict.REFUSED, "refused 1 times")
+    assert client.num_refused == 2
+
+
+async def test_an_answer_that_is_not_streamed_is_judged_as_a_whole() -> None:
+    body = b'{"choices":[{"token_ids":[1,2,2,3],"finish_reason":"length"}]}'
+    whole = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    async with answering(whole) as url, ChaosClient(url, "m") as client:
+        record = await client.ask(KnownPrompt((20, 21), 3, stream=False, answer=(1, 2, 3)))
+    assert (record.verdict, len(record.arrivals_s)) == (Verdict.REPEATED, 1)
+
+
+async def test_an_error_in_a_stream_is_a_failure_that_says_so() -> None:
+    error = b'data: {"error":{"message":"the pool is gone"}}\n\n'
+    async with answering(HEAD + FIRST + error) as url, ChaosClient(url, "m") as client:
+        record = await client.ask(PROMPT)
+    assert record.verdict is Verdict.FAILED
+    assert "after 1 tokens" in record.detail
+    assert "the pool is gone" in record.detail
+
+
+async def test_a_request_without_a_byte_for_too_long_is_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.bench.chaos.client.SILENCE_LIMIT_S", 0.05)
+    silent = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await silent.wait()
+        writer.close()
+
+    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    async with server, ChaosClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m") as client:
+        record = await client.ask(PROMPT)
+        silent.set()
+    assert (record.verdict, record.detail) == (Verdict.HUNG, "no byte for 0.05 s after 0 tokens")
