@@ -73,4 +73,9 @@ def test_certificates_that_would_not_be_used(url: str, reason: str) -> None:
 def test_one_login_and_the_options_of_any_server() -> None:
     urls = "nats://10.0.0.1:4222,nats://me:secret@10.0.0.2:4222,nats://10.0.0.3:4222?creds=me.creds"
     options = _options([_parse(url) for url in urls.split(",")])
-    assert options == {"user": "me", "password": "secret", "user_credentials": "me.creds"}
+    assert options == {
+        "user": "me",
+        "password": "secret",
+        "user_credentials": "me.creds",
+        "inbox_prefix": "_INBOX_me",
+    }
