@@ -13,11 +13,9 @@ from tests.frontend.doubles import Script, running
 from tests.frontend.raw_http import RawClient, send
 
 from kvrelay.config import FrontendConfig, KeyLimits
-from kvrelay.core.clock import ManualClock
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.api_keys import ApiKeys, new_api_key, read_keys_file
 from kvrelay.frontend.http import server_tls
-from kvrelay.frontend.rate_limit import RateLimit
 
 BODY: dict[str, object] = {"prompt": [5, 6], "max_tokens": 2}
 
@@ -98,23 +96,6 @@ def test_a_missing_keys_file_is_refused(tmp_path: Path) -> None:
 def test_a_name_that_fits_no_line() -> None:
     with pytest.raises(ConfigError, match="no name"):
         new_api_key("a:b")
-
-
-def test_rate_limit() -> None:
-    clock = ManualClock()
-    limit = RateLimit(clock)
-    assert [limit.take("a", 3) for _ in range(3)] == [None] * 3
-    assert limit.take("a", 3) == pytest.approx(20.0)
-    assert limit.take("b", 1) is None
-    assert limit.take("b", 1) == pytest.approx(60.0)
-    clock.advance(5.0)
-    assert limit.take("a", 3) == pytest.approx(15.0)
-    clock.advance(15.0)
-    assert limit.take("a", 3) is None
-    assert limit.take("a", 3) == pytest.approx(20.0)
-    clock.advance(3600.0)
-    assert [limit.take("a", 3) is None for _ in range(4)] == [True, True, True, False]
-    assert all(limit.take("c", 0) is None for _ in range(1000))
 
 
 async def test_each_key_has_its_own_rate(model_dir: Path, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ async def test_too_many_in_flight(model_dir: Path) -> None:
         assert int(answer.headers["retry-after"]) >= 1
         assert (await send(cluster.frontend.port, "POST", "/v1/completions", b'{"prompt":"a","n":3}')).status == 400
         await client.close()
-        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight == 0)
+        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)
 
 
 async def test_unknown_fields_are_ignored(model_dir: Path) -> None:

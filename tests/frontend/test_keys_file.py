@@ -14,11 +14,9 @@ from tests.frontend.raw_http import RawClient, send
 from tests.frontend.test_access import BODY, bearer
 
 from kvrelay.config import KeyLimits
-from kvrelay.core.clock import ManualClock
 from kvrelay.frontend import keys_file
 from kvrelay.frontend.api_keys import ApiKeys, KeyRevokedError, new_api_key
 from kvrelay.frontend.keys_file import KeysFile
-from kvrelay.frontend.rate_limit import RateLimit
 
 ALICE, ALICE_LINE = new_api_key("alice")
 BOB, BOB_LINE = new_api_key("bob")
@@ -140,15 +138,6 @@ def test_the_file_is_read_only_when_it_has_changed(path: Path, monkeypatch: pyte
     for _ in range(5):
         file.poll()
     assert reads == [path]
-
-
-def test_buckets_of_keys_that_remain_are_kept() -> None:
-    limit = RateLimit(ManualClock())
-    for key in ("alice", "bob"):
-        assert limit.take(key, 1) is None
-    limit.keep({"bob", "carol"})
-    assert limit.take("bob", 1) == pytest.approx(60.0)
-    assert limit.take("alice", 1) is None
 
 
 @pytest.mark.usefixtures("often")

@@ -158,7 +158,7 @@ async def test_a_client_that_leaves_ends_its_work(model_dir: Path, monkeypatch: 
         await client.close()
         await cluster.until(lambda: cluster.frontend._server.num_connections == 0)
         gate.set()
-        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight == 0)
+        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)
     assert calls == [256]
 
 
@@ -195,7 +195,7 @@ async def test_no_more_is_started_when_one_has_failed(model_dir: Path) -> None:
         answer = await send(cluster.frontend.port, "POST", "/v1/completions", body)
         assert answer.status == 503
         assert len(cluster.workers["w0"].requests) < 1000
-        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight == 0)
+        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)
 
 
 async def test_too_many_sequences_are_refused_before_anything_is_tokenized(

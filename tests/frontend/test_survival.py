@@ -197,7 +197,7 @@ async def test_a_client_that_leaves_cancels_everything(model_dir: Path, stream: 
         await cluster.until(lambda: len(worker.requests) == 3)
         await client.close()
         await cluster.until(lambda: len(worker.aborted) == 3)
-        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight == 0)
+        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)
         assert cluster.frontend.metrics.requests["/v1/completions", "disconnected"] == 1
 
 
@@ -290,4 +290,4 @@ async def test_a_defect_hits_one_request_only(model_dir: Path) -> None:
         broken, fine = await asyncio.gather(ask(cluster, stream_options=None), ask(cluster))
         assert (broken.status, fine.status) == (500, 200)
         assert streamed(fine) == (ANSWER, list(TOKENS))
-        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight == 0)
+        await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)

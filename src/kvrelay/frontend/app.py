@@ -16,12 +16,12 @@ from kvrelay.config import FrontendConfig
 from kvrelay.core.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.tasks import TaskSet
-from kvrelay.errors import KvrelayError, ModelNotFoundError, OverloadedError
+from kvrelay.errors import KvrelayError, ModelNotFoundError
+from kvrelay.frontend.admission import Admission
 from kvrelay.frontend.answers import DONE_EVENT, ClientGoneError, require_client
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, HttpRequest, Response
-from kvrelay.frontend.in_flight import InFlight
 from kvrelay.frontend.keys_file import following
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
@@ -30,7 +30,6 @@ from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest,
 from kvrelay.frontend.openai.schema import openapi_document
 from kvrelay.frontend.pipeline import BrokenStreamError, Pipeline
 from kvrelay.frontend.prompts import detokenized, tokenized
-from kvrelay.frontend.rate_limit import RateLimit
 from kvrelay.frontend.routing import RoutingEndpoints
 from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.version import __version__
@@ -86,17 +85,16 @@ class FrontendApp:
         """Raises ConfigError when the API keys cannot be read."""
         self._keys = ApiKeys.load(config.api_key, config.api_keys_file)
         self._keys_file = config.api_keys_file
-        clock = MonotonicClock()
-        self._rate_limit = RateLimit(clock)
+        self._admission = Admission(config.max_waiting_requests, MonotonicClock())
+        metrics.num_in_flight_of = lambda: self._admission.num_in_flight
         self._requests_per_minute = config.requests_per_minute
         self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
         self._cluster = cluster
         self._metrics = metrics
         self._tasks = TaskSet()
         self._openapi = msgspec.json.encode(openapi_document())
-        in_flight = InFlight(config.max_waiting_requests, metrics, clock)
         self._threads = SideThreads()
-        pipeline = Pipeline(config, cluster, metrics, self._keys, in_flight, self._threads)
+        pipeline = Pipeline(config, cluster, metrics, self._keys, self._admission, self._threads)
         routing = RoutingEndpoints(cluster, self._threads)
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
@@ -116,7 +114,7 @@ class FrontendApp:
 
     def following_keys(self) -> AbstractAsyncContextManager[None]:
         """While it is open, a changed file of API keys is taken over."""
-        return following(self._keys_file, self._keys, lambda: self._rate_limit.keep(self._keys.names))
+        return following(self._keys_file, self._keys, lambda: self._admission.keep_keys(self._keys.names))
 
     # -- HttpApplication ----------------------------------------------------------------------------------------------
 
@@ -164,10 +162,7 @@ class FrontendApp:
         Not by the head alone: a refusal there ends the connection, and with it what the client still waits for."""
         own = self._keys.limits_of(request.client).requests_per_minute
         per_minute = self._requests_per_minute if own is None else own
-        wait_s = self._rate_limit.take(request.client, per_minute)
-        if wait_s is not None:
-            message = f"this API key allows {per_minute} requests per minute (requests_per_minute)"
-            raise OverloadedError(message, retry_after_s=wait_s)
+        self._admission.count_request(request.client, per_minute)
 
     def _refusal(
         self,

@@ -54,7 +54,8 @@ class FrontendMetrics(Collector):
         self.requests: Counter[tuple[str, str]] = Counter()
         self.migrations: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
-        self.num_in_flight = 0
+        self.num_in_flight_of: Callable[[], int] = lambda: 0
+        """Sequences in flight, which admission control counts."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -113,7 +114,9 @@ class FrontendMetrics(Collector):
         for model, count in self._workers().items():
             workers.add_metric((model,), count)
         yield workers
-        yield GaugeMetricFamily("kvrelay_requests_in_flight", "Sequences being generated.", value=self.num_in_flight)
+        yield GaugeMetricFamily(
+            "kvrelay_requests_in_flight", "Sequences being generated.", value=self.num_in_flight_of()
+        )
         yield CounterMetricFamily("kvrelay_prompt_tokens", "Tokens of prompts.", value=self.num_prompt_tokens)
         yield CounterMetricFamily(
             "kvrelay_cached_prompt_tokens", "Prompt tokens found in a prefix cache.", value=self.num_cached_tokens

@@ -18,11 +18,11 @@ from functools import partial
 
 from kvrelay.config import FrontendConfig
 from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.frontend.admission import Admission
 from kvrelay.frontend.answers import ClientGoneError, StreamedAnswer, WholeAnswer, require_client
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, Response
-from kvrelay.frontend.in_flight import InFlight
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import AnswerFormat
@@ -53,14 +53,14 @@ class Pipeline:
         cluster: Cluster,
         metrics: FrontendMetrics,
         keys: ApiKeys,
-        in_flight: InFlight,
+        admission: Admission,
         threads: SideThreads,
     ) -> None:
         self._config = config
         self._cluster = cluster
         self._metrics = metrics
         self._keys = keys
-        self._in_flight = in_flight
+        self._admission = admission
         self._threads = threads
 
     async def complete(self, exchange: Exchange, request_id: str) -> None:
@@ -73,7 +73,7 @@ class Pipeline:
         model = self._cluster.model(request.model)
         plan = plan_completion(request, model.tokenizer.default_sampling, self._config.max_n)
         plan.check(model.vocab_size)
-        with self._in_flight.admitted(plan.n * len(items)):
+        with self._admission.admitted(plan.n * len(items)):
             prompts = await self._prepared(
                 exchange, size, completion_prompts(items, model, plan.add_special_tokens, with_texts=plan.echo)
             )
@@ -102,7 +102,7 @@ class Pipeline:
         model = self._cluster.model(request.model)
         plan = plan_chat(request, model.tokenizer.default_sampling, self._config.max_n)
         plan.check(model.vocab_size)
-        with self._in_flight.admitted(plan.n):
+        with self._admission.admitted(plan.n):
             prompts = await self._prepared(exchange, size, chat_prompt(request, model))
             form = ChatFormat(
                 request_id,
