@@ -1,4 +1,4 @@
-# make help | serve | chat | test | test-busy | check | bench. Each builds the environment (.venv) first when it is not there.
+# make help | serve | chat | test | test-busy | check | bench | dist. Each builds the environment (.venv) first when it is not there.
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test test-busy check bench env system-packages clean
+.PHONY: help serve chat test test-busy check bench dist env system-packages clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -37,6 +37,12 @@ check: env  ## ruff, mypy and import-linter
 
 bench: env  ## the short form of all benchmarks, into bench-results/
 	@$(BIN)/kvrelay bench all --short $(ARGS)
+
+dist: env  ## wheel and source distribution into dist/, checked, and the wheel installed apart and served from
+	@rm -rf dist build
+	@$(BIN)/python -m build -q && rm -rf src/*.egg-info
+	@$(BIN)/python -m twine check --strict dist/*
+	@$(BIN)/python tools/check_dist.py dist
 
 env: $(STAMP)
 
