@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.relief import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S
+from kvrelay.core.completion_rate import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.overload import OnTheWay

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
-from kvrelay.core.relief import ReliefRate
+from kvrelay.core.completion_rate import CompletionRate
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.errors import OverloadedError
 
@@ -36,8 +36,8 @@ class Overload:
         self._scheduler = scheduler
         self._max_num_waiting = config.max_num_waiting
         self._max_blocks = config.kv_watermark * scheduler.pool.num_blocks or math.inf
-        self._ended_requests = ReliefRate(clock)
-        self._ended_blocks = ReliefRate(clock)
+        self._ended_requests = CompletionRate(clock)
+        self._ended_blocks = CompletionRate(clock)
         self._num_requests_seen = self._num_blocks_seen = 0
 
     def check(self, num_tokens: int, *, is_new: bool, ahead: OnTheWay = NOBODY) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.relief import ReliefRate
+from kvrelay.core.completion_rate import CompletionRate
 from kvrelay.errors import InvalidInputError, OverloadedError
 
 MINUTE_S = 60.0
@@ -22,7 +22,7 @@ class Admission:
     def __init__(self, max_in_flight: int, clock: Clock) -> None:
         self.num_in_flight = 0
         self._max_in_flight = max_in_flight
-        self._ended = ReliefRate(clock)
+        self._ended = CompletionRate(clock)
         self._keys = _KeyBuckets(clock)
 
     def __repr__(self) -> str:

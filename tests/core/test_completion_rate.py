@@ -1,16 +1,16 @@
-"""When there will be room again."""
+"""CompletionRate: completions per second, and when there will be room again."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.relief import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, ReliefRate
+from kvrelay.core.completion_rate import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, CompletionRate
 
 
-def test_the_rate_forgets_what_is_long_ago() -> None:
+def test_the_rate_follows_recent_completions() -> None:
     clock = ManualClock()
-    rate = ReliefRate(clock)
+    rate = CompletionRate(clock)
     assert rate.per_s == 0
     for per_s in (1, 10):
         for _ in range(300):
@@ -28,7 +28,7 @@ def test_the_rate_forgets_what_is_long_ago() -> None:
 
 def test_retry_after_is_bounded() -> None:
     clock = ManualClock()
-    rate = ReliefRate(clock)
+    rate = CompletionRate(clock)
     assert rate.retry_after_s(100) == MIN_RETRY_AFTER_S, "nothing is known"
     clock.advance(10.0)
     rate.add(20)
