@@ -3,7 +3,7 @@
 It owns every block of one pool and the prefix cache over them. It does not know requests or workers, and never sees
 the memory itself. Each block is in exactly one state:
 
-    free          no references. Either *plain* (content worthless, kept as runs of adjacent ids) or *cached* (content
+    free          no references. Either *plain* (content worthless, kept as extents of adjacent ids) or *cached* (content
                   findable by its hash; the longest unused is evicted when plain blocks run out)
     in use        one reference per holder; a cached block may have many, and holders beyond the first only read
     quarantined   a remote peer may still write to it (design, section 4, rule 2): it does not become free when its
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvrelay.engine.free_runs import FreeRuns
+from kvrelay.engine.free_extents import FreeExtents
 from kvrelay.errors import IntegrityError
 
 
@@ -50,7 +50,7 @@ class BlockPool:
         self.enable_prefix_caching = enable_prefix_caching
         self._num_refs = [0] * num_blocks
         self._quarantined: set[int] = set()
-        self._plain = FreeRuns()
+        self._plain = FreeExtents()
         self._plain.add(0, num_blocks)
         self._cached_free: OrderedDict[int, None] = OrderedDict()
         self._cached: dict[int, CachedBlock] = {}
@@ -261,9 +261,9 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every block is in exactly one state and the cache maps agree."""
-        plain = {start + offset for start, length in self._plain.runs().items() for offset in range(length)}
-        if len(plain) != len(self._plain) or sum(self._plain.runs().values()) != len(plain):
-            raise IntegrityError("runs of free blocks overlap")
+        plain = {start + offset for start, length in self._plain.extents().items() for offset in range(length)}
+        if len(plain) != len(self._plain) or sum(self._plain.extents().values()) != len(plain):
+            raise IntegrityError("extents of free blocks overlap")
         for block_id in range(self.num_blocks):
             held = self._num_refs[block_id] > 0 or block_id in self._quarantined
             homes = (block_id in plain) + (block_id in self._cached_free) + held

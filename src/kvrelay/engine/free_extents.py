@@ -1,17 +1,17 @@
-"""Free block ids as runs of adjacent ids, so that a request's blocks lie side by side and move as few pieces.
+"""Free block ids as extents of adjacent ids, so that a request's blocks lie side by side and move as few pieces.
 
-It owns nothing but the runs: which ids are free, merged with their neighbours. It does not know requests, hashes or
-reference counts. Every operation is O(1) in the number of blocks (a request costs one step per run that it gets).
+It owns nothing but the extents: which ids are free, merged with their neighbours. It does not know requests, hashes or
+reference counts. Every operation is O(1) in the number of blocks (a request costs one step per extent that it gets).
 
-    ids     0 1 2 3 4 5 6 7 8 9         runs by length class (floor(log2 length)):
+    ids     0 1 2 3 4 5 6 7 8 9         extents by length class (floor(log2 length)):
     free    . x x . . x x x x x         class 1: {1: 2}     class 2: {5: 5}
 """
 
 from __future__ import annotations
 
 
-class FreeRuns:
-    """A set of free block ids, kept as maximal runs ``[start, start + length)``."""
+class FreeExtents:
+    """A set of free block ids, kept as maximal extents ``[start, start + length)``."""
 
     def __init__(self) -> None:
         self._length: dict[int, int] = {}
@@ -35,7 +35,7 @@ class FreeRuns:
         self._insert(start, length)
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """``count`` free ids, in as few runs as can be found at once; at best directly behind block ``after``.
+        """``count`` free ids, in as few extents as can be found at once; at best directly behind block ``after``.
 
         The caller has checked that there are so many.
         """
@@ -48,12 +48,12 @@ class FreeRuns:
             self._take_from(self._choose(missing), missing, taken)
         return taken
 
-    def runs(self) -> dict[int, int]:
-        """Start and length of every run; for checks."""
+    def extents(self) -> dict[int, int]:
+        """Start and length of every extent; for checks."""
         return dict(self._length)
 
     def _choose(self, count: int) -> int:
-        """The start of a run that holds ``count`` ids for sure (the smallest class that does), else of a longest."""
+        """The start of an extent that holds ``count`` ids for sure (the smallest class that does), else of a longest."""
         level = (count - 1).bit_length()
         fitting = self._class_mask >> level
         if fitting:
