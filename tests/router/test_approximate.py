@@ -27,7 +27,7 @@ def test_placements_expire_and_uses_extend_them() -> None:
     clock.advance(6)
     assert scores(indexer, 1, 2, 3) == {}
     indexer.index.compact()
-    assert repr(indexer) == "ApproximateIndexer(windows=0, blocks=0, PrefixIndex(workers=0, blocks=0, runs=0))"
+    assert repr(indexer) == "ApproximateIndexer(windows=0, blocks=0, PrefixIndex(workers=0, blocks=0, segments=0))"
 
 
 def test_memory_is_bounded_by_dropping_the_oldest() -> None:

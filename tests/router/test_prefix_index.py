@@ -1,4 +1,4 @@
-"""PrefixIndex: what only it has: runs, bits, the pass over all runs, bounded memory."""
+"""PrefixIndex: what only it has: segments, bits, the pass over all segments, bounded memory."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ def chain(rng: random.Random, length: int) -> tuple[int, ...]:
     return compute_sequence_hashes([rng.getrandbits(32) for _ in range(length)], 1)
 
 
-def test_blocks_that_the_same_workers_hold_are_one_run() -> None:
+def test_blocks_that_the_same_workers_hold_are_one_segment() -> None:
     index, blocks = PrefixIndex(), chain(random.Random(1), 512)
     for worker in ("a", "b", "c"):
         for at in range(0, 512, 8):
             index.store(worker, blocks[at - 1] if at else None, blocks[at : at + 8])
-    assert (index.num_blocks, index.num_runs) == (512, 1)
+    assert (index.num_blocks, index.num_segments) == (512, 1)
     assert index.find_matches(blocks).scores == {"a": 512, "b": 512, "c": 512}
 
 
-def test_eviction_from_the_tail_makes_no_more_runs_than_there_are_depths() -> None:
+def test_eviction_from_the_tail_makes_no_more_segments_than_there_are_depths() -> None:
     index, blocks = PrefixIndex(), chain(random.Random(1), 300)
     for worker in ("a", "b", "c"):
         index.store(worker, None, blocks)
     for at in range(299, 99, -1):
         index.remove("b", (blocks[at],))
-    assert index.num_runs == 2
+    assert index.num_segments == 2
     index.remove("c", blocks[150:][::-1])
-    assert index.num_runs == 3
+    assert index.num_segments == 3
     assert index.find_matches(blocks).scores == {"a": 300, "b": 100, "c": 150}
     index.check_integrity()
 
@@ -47,12 +47,12 @@ def test_the_pass_joins_what_removals_have_cut() -> None:
     for at in range(1, 400, 2):
         index.remove("b", (blocks[at],))
     index.compact()
-    assert (index.num_runs, index.num_blocks) == (1, 400)
+    assert (index.num_segments, index.num_blocks) == (1, 400)
     assert index.find_matches(blocks).scores == {"a": 400}
     index.check_integrity()
 
 
-def test_bits_are_given_again_only_when_no_run_has_them() -> None:
+def test_bits_are_given_again_only_when_no_segment_has_them() -> None:
     rng = random.Random(3)
     index = PrefixIndex()
     common = chain(rng, 20)
@@ -100,7 +100,7 @@ def test_a_million_blocks_leave_no_trace() -> None:
     keep = chain(rng, 50)
     index.store("keeper", None, keep)
     index.compact()
-    begin = (index.num_blocks, index.num_runs, len(index.dump()))
+    begin = (index.num_blocks, index.num_segments, len(index.dump()))
     heads = [chain(rng, 64) for _ in range(10)]
     stored = 0
     while stored < 1_000_000:
@@ -121,7 +121,7 @@ def test_a_million_blocks_leave_no_trace() -> None:
         assert index.num_blocks < 20_000
     index.compact()
     index.check_integrity()
-    assert (index.num_blocks, index.num_runs, len(index.dump())) == begin
+    assert (index.num_blocks, index.num_segments, len(index.dump())) == begin
     assert index._bits.num_bits < 64
     assert len(index._bits._group_of_mask) < 16
     assert index.find_matches(keep).scores == {"keeper": 50}
@@ -131,7 +131,7 @@ def test_the_integrity_check_finds_damage() -> None:
     index = PrefixIndex()
     index.store("a", None, (1, 2, 3))
     index.check_integrity()
-    index._table.run_of[4] = index._table.run_of[3]
+    index._table.segment_of[4] = index._table.segment_of[3]
     with pytest.raises(IntegrityError):
         index.check_integrity()
 

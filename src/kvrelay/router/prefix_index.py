@@ -1,16 +1,16 @@
 """PrefixIndex: the fast index of who holds which prefixes, equal in behaviour to ``RadixTree``.
 
 A chained sequence hash names a block with all that precedes it, so a tree is not needed to find one: a flat table leads
-from every block to its *run*, a stretch of consecutive blocks that exactly the same workers hold. The workers of a
-run are one integer with a bit each. A look-up jumps from run to run and ANDs their masks; it looks at as many runs as
+from every block to its *segment*, a stretch of consecutive blocks that exactly the same workers hold. The workers of a
+segment are one integer with a bit each. A look-up jumps from segment to segment and ANDs their masks; it looks at as many segments as
 there are changes of the set of workers on the way, whatever the number of blocks and workers.
 
     table     h0 h1 h2 h3 | h4 h5 | h6 ...
                └──┴──┴──┘   └──┘    └─ ...
-    runs       mask 1111    0011    0001      scores of a query h0..h5: workers 2 and 3: 4, workers 0 and 1: 6
+    segments   mask 1111    0011    0001      scores of a query h0..h5: workers 2 and 3: 4, workers 0 and 1: 6
 
-Runs (``runs``) are split where workers part, grow where a worker goes on, and adjoining ones with equal masks are
-joined by a pass over all runs (``run_pass``) that advances a few with every event. A worker that leaves only loses its
+Segments (``segments``) are split where workers part, grow where a worker goes on, and adjoining ones with equal masks are
+joined by a pass over all segments (``segment_pass``) that advances a few with every event. A worker that leaves only loses its
 bit (``worker_bits``), whatever it held; the same pass clears it from the masks. What is not known here: the order of
 events, registrations, load, tokens.
 """
@@ -23,11 +23,11 @@ from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent
 from kvrelay.errors import IntegrityError
 from kvrelay.router.errors import ParentNotFoundError
 from kvrelay.router.overlap import OverlapScores, RecentUses, StoredChain, WorkerGroup
-from kvrelay.router.run_pass import RunPass
-from kvrelay.router.runs import RunTable
+from kvrelay.router.segment_pass import SegmentPass
+from kvrelay.router.segments import SegmentTable
 from kvrelay.router.worker_bits import WorkerBits
 
-PASS_RUNS_PER_EVENT = 8
+PASS_SEGMENTS_PER_EVENT = 8
 
 
 class PrefixIndex:
@@ -36,8 +36,8 @@ class PrefixIndex:
     def __init__(self, uses: RecentUses | None = None) -> None:
         self._uses = uses
         self._bits = WorkerBits()
-        self._table = RunTable(self._bits)
-        self._pass = RunPass(self._table, self._bits)
+        self._table = SegmentTable(self._bits)
+        self._pass = SegmentPass(self._table, self._bits)
         self._num_held: dict[str, int] = {}
 
     # -- look up ------------------------------------------------------------------------------------------------------
@@ -45,11 +45,11 @@ class PrefixIndex:
     @property
     def num_blocks(self) -> int:
         """Distinct blocks in the table; those of workers that have just left are in it until the pass has come by."""
-        return len(self._table.run_of)
+        return len(self._table.segment_of)
 
     @property
-    def num_runs(self) -> int:
-        return len(self._table.runs)
+    def num_segments(self) -> int:
+        return len(self._table.segments)
 
     def num_blocks_of(self, worker_id: str) -> int:
         return self._num_held.get(worker_id, 0)
@@ -60,18 +60,18 @@ class PrefixIndex:
         return tuple(self._bits)
 
     def holds(self, worker_id: str, block_hash: int) -> bool:
-        run = self._table.run_of.get(block_hash)
-        return run is not None and bool(run.mask & self._bits.bit(worker_id))
+        segment = self._table.segment_of.get(block_hash)
+        return segment is not None and bool(segment.mask & self._bits.bit(worker_id))
 
     def find_steps(self, sequence: Sequence[int], early_exit: bool = False) -> list[tuple[int, int]]:
         """Where workers drop out along ``sequence`` (sequence hashes): (depth, mask of those that hold no more)."""
-        run_of, length = self._table.run_of, len(sequence)
+        segment_of, length = self._table.segment_of, len(sequence)
         active, depth, steps = self._bits.alive, 0, []
         while depth < length:
-            run = run_of.get(sequence[depth])
-            if run is None:
+            segment = segment_of.get(sequence[depth])
+            if segment is None:
                 break
-            still = active & run.mask
+            still = active & segment.mask
             if still != active:
                 if depth:
                     steps.append((depth, active ^ still))
@@ -81,12 +81,12 @@ class PrefixIndex:
             if early_exit and not active & (active - 1):
                 depth += 1
                 break
-            hashes = run.hashes
+            hashes = segment.hashes
             end = depth + len(hashes)
             if end <= length and hashes[-1] == sequence[end - 1] and hashes[0] == sequence[depth]:
                 depth = end
             else:
-                depth += run.common_length(sequence, depth)
+                depth += segment.common_length(sequence, depth)
         if active and depth:
             steps.append((depth, active))
         return steps
@@ -133,47 +133,47 @@ class PrefixIndex:
         bit = bits.bit(worker_id) or bits.add(worker_id)
         at, length, before, added = 0, len(block_hashes), parent_hash, 0
         while at < length:
-            run = table.run_of.get(block_hashes[at])
-            if run is not None and not run.mask & bits.alive:
-                table.drop(run)
-                run = None
-            if run is None:
+            segment = table.segment_of.get(block_hashes[at])
+            if segment is not None and not segment.mask & bits.alive:
+                table.drop(segment)
+                segment = None
+            if segment is None:
                 end = self._end_of_new(block_hashes, at)
                 added += table.add_blocks(block_hashes[at:end] if at or end < length else block_hashes, bit, before)
             else:
-                first = run.index(block_hashes[at])
-                end = at + run.common_length(block_hashes, at)
-                if not run.mask & bit:
-                    table.add_worker(run, first, first + end - at, bit, before)
+                first = segment.index(block_hashes[at])
+                end = at + segment.common_length(block_hashes, at)
+                if not segment.mask & bit:
+                    table.add_worker(segment, first, first + end - at, bit, before)
                     added += end - at
             before, at = block_hashes[end - 1], end
         self._num_held[worker_id] = self._num_held.get(worker_id, 0) + added
-        self._pass.advance(PASS_RUNS_PER_EVENT)
+        self._pass.advance(PASS_SEGMENTS_PER_EVENT)
 
     def _end_of_new(self, block_hashes: Sequence[int], start: int) -> int:
         """The end of the unknown blocks that begin at ``start``; usually all the rest."""
-        run_of, length = self._table.run_of, len(block_hashes)
+        segment_of, length = self._table.segment_of, len(block_hashes)
         rest = block_hashes[start:] if start else block_hashes
-        if run_of.keys().isdisjoint(rest):
+        if segment_of.keys().isdisjoint(rest):
             return length
-        return next(at for at in range(start, length) if block_hashes[at] in run_of)
+        return next(at for at in range(start, length) if block_hashes[at] in segment_of)
 
     def remove(self, worker_id: str, block_hashes: Sequence[int]) -> int:
         """The worker holds these blocks no more, in whatever order; how many it had held."""
         bit = self._bits.bit(worker_id)
         at, length, removed = 0, len(block_hashes), 0
         while at < length:
-            run = self._table.run_of.get(block_hashes[at])
-            if run is None or not run.mask & bit:
+            segment = self._table.segment_of.get(block_hashes[at])
+            if segment is None or not segment.mask & bit:
                 at += 1
                 continue
-            first, last = run.stretch(block_hashes, at)
-            self._table.drop_worker(run, first, last, bit)
+            first, last = segment.stretch(block_hashes, at)
+            self._table.drop_worker(segment, first, last, bit)
             removed += last - first
             at += last - first
         if removed:
             self._num_held[worker_id] -= removed
-        self._pass.advance(PASS_RUNS_PER_EVENT)
+        self._pass.advance(PASS_SEGMENTS_PER_EVENT)
         return removed
 
     def clear_worker(self, worker_id: str) -> None:
@@ -188,9 +188,9 @@ class PrefixIndex:
         """The blocks of every worker, or of one, parents first where a worker holds both. Local hashes are not kept."""
         wanted = self._bits.alive if worker_id is None else self._bits.bit(worker_id)
         return [
-            StoredChain(name, run.parent, tuple(run.hashes))
-            for run in self._table.parents_first()
-            for name in self.group(run.mask & wanted).names
+            StoredChain(name, segment.parent, tuple(segment.hashes))
+            for segment in self._table.parents_first()
+            for name in self.group(segment.mask & wanted).names
         ]
 
     def load(self, chains: Iterable[StoredChain]) -> None:
@@ -199,7 +199,7 @@ class PrefixIndex:
             self.store(chain.worker_id, chain.parent_hash, chain.block_hashes, detached=True)
 
     def compact(self) -> None:
-        """Finish the pass over all runs that may be under way, and make a whole one."""
+        """Finish the pass over all segments that may be under way, and make a whole one."""
         self._pass.complete()
         self._pass.begin()
         self._pass.complete()
@@ -211,14 +211,14 @@ class PrefixIndex:
         return self._table.memory_bytes()
 
     def check_integrity(self) -> None:
-        """Every block in exactly one run, no run without a worker, counts right. Raises IntegrityError."""
+        """Every block in exactly one segment, no segment without a worker, counts right. Raises IntegrityError."""
         self._table.check_integrity()
         held = dict.fromkeys(self._bits, 0)
-        for run in self._table.runs:
-            for name in self.group(run.mask & self._bits.alive).names:
-                held[name] += len(run.hashes)
+        for segment in self._table.segments:
+            for name in self.group(segment.mask & self._bits.alive).names:
+                held[name] += len(segment.hashes)
         if held != self._num_held:
             raise IntegrityError("the workers' block counts are wrong")
 
     def __repr__(self) -> str:
-        return f"PrefixIndex(workers={len(self._bits)}, blocks={self.num_blocks}, runs={self.num_runs})"
+        return f"PrefixIndex(workers={len(self._bits)}, blocks={self.num_blocks}, segments={self.num_segments})"

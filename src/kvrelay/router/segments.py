@@ -1,7 +1,7 @@
-"""Runs of blocks, and the table that leads from every block to its run: what a ``PrefixIndex`` is made of.
+"""Segments of blocks, and the table that leads from every block to its segment: what a ``PrefixIndex`` is made of.
 
-A run is a stretch of consecutive blocks that exactly the same workers hold. What is owned here: that every block is in
-exactly one run, through splitting, growing, joining and dropping. What is not known: the order of events, what workers
+A segment is a stretch of consecutive blocks that exactly the same workers hold. What is owned here: that every block is in
+exactly one segment, through splitting, growing, joining and dropping. What is not known: the order of events, what workers
 hold in all, when to tidy up.
 """
 
@@ -16,12 +16,12 @@ from kvrelay.errors import IntegrityError
 from kvrelay.router.worker_bits import WorkerBits
 
 
-class Run:
+class Segment:
     """Consecutive blocks with one set of workers. ``parent`` is the hash before the first block, None at the root.
 
     ``mask`` has a bit per worker, among them perhaps some of workers that have left. ``slot`` is the place in the list
-    of runs, -1 once dropped. ``spill`` is the run that took the last block cut off this one's tail: with evictions from
-    the tail the next block goes there, instead of becoming one more run.
+    of segments, -1 once dropped. ``spill`` is the segment that took the last block cut off this one's tail: with evictions from
+    the tail the next block goes there, instead of becoming one more segment.
     """
 
     __slots__ = ("hashes", "mask", "parent", "slot", "spill")
@@ -31,10 +31,10 @@ class Run:
         self.mask = mask
         self.parent = parent
         self.slot = -1
-        self.spill: Run | None = None
+        self.spill: Segment | None = None
 
     def index(self, block_hash: int) -> int:
-        """Where a block of this run lies: at the head or the tail, nearly always."""
+        """Where a block of this segment lies: at the head or the tail, nearly always."""
         hashes = self.hashes
         if hashes[0] == block_hash:
             return 0
@@ -43,7 +43,7 @@ class Run:
         return hashes.index(block_hash)
 
     def common_length(self, sequence: Sequence[int], at: int) -> int:
-        """How many blocks ``sequence`` from ``at`` shares with the run, which holds ``sequence[at]``; at least one.
+        """How many blocks ``sequence`` from ``at`` shares with the segment, which holds ``sequence[at]``; at least one.
 
         Sequence hashes are chained: where one is equal, all before it are, so the end is found by bisection.
         """
@@ -61,7 +61,7 @@ class Run:
         return low
 
     def stretch(self, wanted: Sequence[int], at: int) -> tuple[int, int]:
-        """The slice of the run that ``wanted`` names from ``at`` on, in ascending or in descending order."""
+        """The slice of the segment that ``wanted`` names from ``at`` on, in ascending or in descending order."""
         hashes, first = self.hashes, self.index(wanted[at])
         if at + 1 == len(wanted):
             return first, first + 1
@@ -81,184 +81,184 @@ class Run:
         return first, high
 
 
-class RunTable:
-    """``run_of`` and ``runs`` are for reading. ``num_cuts`` counts what may have left runs that could be joined."""
+class SegmentTable:
+    """``segment_of`` and ``segments`` are for reading. ``num_cuts`` counts what may have left segments that could be joined."""
 
     def __init__(self, bits: WorkerBits) -> None:
         self._bits = bits
-        self.run_of: dict[int, Run] = {}
-        self.runs: list[Run] = []
+        self.segment_of: dict[int, Segment] = {}
+        self.segments: list[Segment] = []
         self.num_cuts = 0
 
     # -- blocks and workers -------------------------------------------------------------------------------------------
 
     def add_blocks(self, hashes: Sequence[int], bit: int, before: int | None) -> int:
-        """Unknown blocks of one worker: at the end of the run before them, if it is this worker's alone. How many."""
-        run = self._ending_with(before, bit) or self._new([], bit, before)
-        table = self.run_of
+        """Unknown blocks of one worker: at the end of the segment before them, if it is this worker's alone. How many."""
+        segment = self._ending_with(before, bit) or self._new([], bit, before)
+        table = self.segment_of
         size = len(table)
-        table.update(zip(hashes, repeat(run)))
+        table.update(zip(hashes, repeat(segment)))
         if len(table) - size != len(hashes):
             hashes = tuple(dict.fromkeys(hashes))  # malformed: a block twice in one event
-        run.hashes.extend(hashes)
+        segment.hashes.extend(hashes)
         return len(hashes)
 
-    def add_worker(self, run: Run, first: int, last: int, bit: int, before: int | None) -> None:
-        """One more worker holds blocks ``first`` to ``last`` (exclusive) of ``run``."""
-        mask = (run.mask & self._bits.alive) | bit
-        left = self._ending_with(before, mask) if first == 0 and run.parent == before else None
+    def add_worker(self, segment: Segment, first: int, last: int, bit: int, before: int | None) -> None:
+        """One more worker holds blocks ``first`` to ``last`` (exclusive) of ``segment``."""
+        mask = (segment.mask & self._bits.alive) | bit
+        left = self._ending_with(before, mask) if first == 0 and segment.parent == before else None
         if left is not None:
-            self._move_head(run, last, left)
+            self._move_head(segment, last, left)
             return
-        if last < len(run.hashes):
-            run = self._split(run, last)[0]
+        if last < len(segment.hashes):
+            segment = self._split(segment, last)[0]
         if first:
-            run = self._split(run, first)[1]
-        run.mask = mask
+            segment = self._split(segment, first)[1]
+        segment.mask = mask
 
-    def drop_worker(self, run: Run, first: int, last: int, bit: int) -> None:
-        """One worker less holds blocks ``first`` to ``last`` (exclusive) of ``run``."""
-        mask = run.mask & self._bits.alive & ~bit
-        if last < len(run.hashes):
-            run = self._split(run, last)[0]
+    def drop_worker(self, segment: Segment, first: int, last: int, bit: int) -> None:
+        """One worker less holds blocks ``first`` to ``last`` (exclusive) of ``segment``."""
+        mask = segment.mask & self._bits.alive & ~bit
+        if last < len(segment.hashes):
+            segment = self._split(segment, last)[0]
         if not mask:
-            self._cut_off(run, first)
+            self._cut_off(segment, first)
         elif first == 0:
-            run.mask = mask
+            segment.mask = mask
             self.num_cuts += 1
-        elif (spill := self._spill(run, mask)) is not None:
-            self._move_tail(run, first, spill)
+        elif (spill := self._spill(segment, mask)) is not None:
+            self._move_tail(segment, first, spill)
         else:
-            left, right = self._split(run, first)
+            left, right = self._split(segment, first)
             right.mask = mask
             left.spill = right
 
-    def drop(self, run: Run) -> None:
+    def drop(self, segment: Segment) -> None:
         """Nobody holds these blocks."""
-        deque(map(self.run_of.pop, run.hashes), maxlen=0)
-        self._forget(run)
+        deque(map(self.segment_of.pop, segment.hashes), maxlen=0)
+        self._forget(segment)
 
-    def tidy(self, run: Run) -> None:
-        """Take out the bits of workers that have left; drop the run, or join it to the one before, where possible."""
-        run.mask &= self._bits.alive
-        if not run.mask:
-            self.drop(run)
+    def tidy(self, segment: Segment) -> None:
+        """Take out the bits of workers that have left; drop the segment, or join it to the one before, where possible."""
+        segment.mask &= self._bits.alive
+        if not segment.mask:
+            self.drop(segment)
             return
-        left = self._ending_with(run.parent, run.mask)
-        if left is not None and left is not run:
-            self._move_head(run, len(run.hashes), left)
+        left = self._ending_with(segment.parent, segment.mask)
+        if left is not None and left is not segment:
+            self._move_head(segment, len(segment.hashes), left)
 
-    # -- runs ---------------------------------------------------------------------------------------------------------
+    # -- segments ---------------------------------------------------------------------------------------------------------
 
-    def _ending_with(self, block_hash: int | None, mask: int) -> Run | None:
-        """The run whose last block this is, if just the workers of ``mask`` hold it."""
-        run = self.run_of.get(block_hash) if block_hash is not None else None
-        if run is None or run.hashes[-1] != block_hash or run.mask & self._bits.alive != mask:
+    def _ending_with(self, block_hash: int | None, mask: int) -> Segment | None:
+        """The segment whose last block this is, if just the workers of ``mask`` hold it."""
+        segment = self.segment_of.get(block_hash) if block_hash is not None else None
+        if segment is None or segment.hashes[-1] != block_hash or segment.mask & self._bits.alive != mask:
             return None
-        run.mask = mask
-        return run
+        segment.mask = mask
+        return segment
 
-    def _spill(self, run: Run, mask: int) -> Run | None:
-        """The run that took this one's last tail, if the next tail belongs there as well."""
-        into = run.spill
-        if into is None or into.slot < 0 or into.parent != run.hashes[-1] or into.mask & self._bits.alive != mask:
+    def _spill(self, segment: Segment, mask: int) -> Segment | None:
+        """The segment that took this one's last tail, if the next tail belongs there as well."""
+        into = segment.spill
+        if into is None or into.slot < 0 or into.parent != segment.hashes[-1] or into.mask & self._bits.alive != mask:
             return None
         return into
 
-    def _new(self, hashes: list[int], mask: int, parent: int | None) -> Run:
-        run = Run(hashes, mask, parent)
-        run.slot = len(self.runs)
-        self.runs.append(run)
-        return run
+    def _new(self, hashes: list[int], mask: int, parent: int | None) -> Segment:
+        segment = Segment(hashes, mask, parent)
+        segment.slot = len(self.segments)
+        self.segments.append(segment)
+        return segment
 
-    def _split(self, run: Run, at: int) -> tuple[Run, Run]:
-        """Cut before block ``at``; the shorter part moves into a new run."""
+    def _split(self, segment: Segment, at: int) -> tuple[Segment, Segment]:
+        """Cut before block ``at``; the shorter part moves into a new segment."""
         self.num_cuts += 1
-        run.mask &= self._bits.alive
-        head, tail = run.hashes[:at], run.hashes[at:]
+        segment.mask &= self._bits.alive
+        head, tail = segment.hashes[:at], segment.hashes[at:]
         if len(tail) <= len(head):
-            right = self._new(tail, run.mask, head[-1])
-            self.run_of.update(zip(tail, repeat(right)))
-            del run.hashes[at:]
-            return run, right
-        left = self._new(head, run.mask, run.parent)
-        self.run_of.update(zip(head, repeat(left)))
-        del run.hashes[:at]
-        run.parent = head[-1]
-        return left, run
+            right = self._new(tail, segment.mask, head[-1])
+            self.segment_of.update(zip(tail, repeat(right)))
+            del segment.hashes[at:]
+            return segment, right
+        left = self._new(head, segment.mask, segment.parent)
+        self.segment_of.update(zip(head, repeat(left)))
+        del segment.hashes[:at]
+        segment.parent = head[-1]
+        return left, segment
 
-    def _cut_off(self, run: Run, first: int) -> None:
+    def _cut_off(self, segment: Segment, first: int) -> None:
         """Nobody holds the blocks from ``first`` on any more."""
         if first == 0:
-            self.drop(run)
+            self.drop(segment)
         else:
-            deque(map(self.run_of.pop, run.hashes[first:]), maxlen=0)
-            del run.hashes[first:]
+            deque(map(self.segment_of.pop, segment.hashes[first:]), maxlen=0)
+            del segment.hashes[first:]
 
-    def _move_head(self, run: Run, count: int, left: Run) -> None:
-        """Give the first ``count`` blocks to the adjoining run ``left``; join both when that is all of them."""
-        if count == len(run.hashes) and len(left.hashes) < count:
-            run.mask = left.mask
-            run.parent = left.parent
-            run.hashes[0:0] = left.hashes
-            self.run_of.update(zip(left.hashes, repeat(run)))
+    def _move_head(self, segment: Segment, count: int, left: Segment) -> None:
+        """Give the first ``count`` blocks to the adjoining segment ``left``; join both when that is all of them."""
+        if count == len(segment.hashes) and len(left.hashes) < count:
+            segment.mask = left.mask
+            segment.parent = left.parent
+            segment.hashes[0:0] = left.hashes
+            self.segment_of.update(zip(left.hashes, repeat(segment)))
             self._forget(left)
             return
-        head = run.hashes[:count]
+        head = segment.hashes[:count]
         left.hashes.extend(head)
         left.spill = None
-        self.run_of.update(zip(head, repeat(left)))
-        if count == len(run.hashes):
-            self._forget(run)
+        self.segment_of.update(zip(head, repeat(left)))
+        if count == len(segment.hashes):
+            self._forget(segment)
         else:
-            del run.hashes[:count]
-            run.parent = head[-1]
+            del segment.hashes[:count]
+            segment.parent = head[-1]
 
-    def _move_tail(self, run: Run, first: int, right: Run) -> None:
-        """Give the blocks from ``first`` on to the adjoining run ``right``."""
-        tail = run.hashes[first:]
+    def _move_tail(self, segment: Segment, first: int, right: Segment) -> None:
+        """Give the blocks from ``first`` on to the adjoining segment ``right``."""
+        tail = segment.hashes[first:]
         right.hashes[0:0] = tail
-        right.parent = run.hashes[first - 1]
-        self.run_of.update(zip(tail, repeat(right)))
-        del run.hashes[first:]
+        right.parent = segment.hashes[first - 1]
+        self.segment_of.update(zip(tail, repeat(right)))
+        del segment.hashes[first:]
 
-    def _forget(self, run: Run) -> None:
-        """Take the run off the list; the last one fills the gap."""
-        last = self.runs.pop()
-        if last is not run:
-            self.runs[run.slot] = last
-            last.slot = run.slot
-        run.slot = -1
-        run.spill = None
+    def _forget(self, segment: Segment) -> None:
+        """Take the segment off the list; the last one fills the gap."""
+        last = self.segments.pop()
+        if last is not segment:
+            self.segments[segment.slot] = last
+            last.slot = segment.slot
+        segment.slot = -1
+        segment.spill = None
 
     # -- inspection ---------------------------------------------------------------------------------------------------
 
-    def parents_first(self) -> Iterator[Run]:
-        """All runs, each behind the one that its first block hangs below, if that is known."""
+    def parents_first(self) -> Iterator[Segment]:
+        """All segments, each behind the one that its first block hangs below, if that is known."""
         done: set[int] = set()
-        for start in self.runs:
+        for start in self.segments:
             way = []
-            run: Run | None = start
-            while run is not None and id(run) not in done:
-                done.add(id(run))
-                way.append(run)
-                run = self.run_of.get(run.parent) if run.parent is not None else None
+            segment: Segment | None = start
+            while segment is not None and id(segment) not in done:
+                done.add(id(segment))
+                way.append(segment)
+                segment = self.segment_of.get(segment.parent) if segment.parent is not None else None
             yield from reversed(way)
 
     def memory_bytes(self) -> int:
-        """What runs and table take, about, with a hash object per block (48 bytes)."""
-        per_run = sys.getsizeof(Run([], 1, None)) + 48
-        runs = sum(sys.getsizeof(run.hashes) for run in self.runs) + per_run * len(self.runs)
-        return sys.getsizeof(self.run_of) + 48 * len(self.run_of) + runs
+        """What segments and table take, about, with a hash object per block (48 bytes)."""
+        per_segment = sys.getsizeof(Segment([], 1, None)) + 48
+        segments = sum(sys.getsizeof(segment.hashes) for segment in self.segments) + per_segment * len(self.segments)
+        return sys.getsizeof(self.segment_of) + 48 * len(self.segment_of) + segments
 
     def check_integrity(self) -> None:
-        """Every block in exactly one run, no run without a worker. Raises IntegrityError."""
+        """Every block in exactly one segment, no segment without a worker. Raises IntegrityError."""
         total = 0
-        for slot, run in enumerate(self.runs):
-            total += len(run.hashes)
-            if run.slot != slot or not run.hashes or not run.mask:
-                raise IntegrityError(f"run {slot} of the prefix index is damaged")
-            if any(self.run_of.get(block) is not run for block in run.hashes):
-                raise IntegrityError(f"a block of run {slot} is not found under its hash")
-        if total != len(self.run_of):
-            raise IntegrityError(f"{len(self.run_of)} blocks in the table, {total} in runs")
+        for slot, segment in enumerate(self.segments):
+            total += len(segment.hashes)
+            if segment.slot != slot or not segment.hashes or not segment.mask:
+                raise IntegrityError(f"segment {slot} of the prefix index is damaged")
+            if any(self.segment_of.get(block) is not segment for block in segment.hashes):
+                raise IntegrityError(f"a block of segment {slot} is not found under its hash")
+        if total != len(self.segment_of):
+            raise IntegrityError(f"{len(self.segment_of)} blocks in the table, {total} in segments")
