@@ -3,8 +3,8 @@
 It owns every block of one pool and the prefix cache over them. It does not know requests or workers, and never sees
 the memory itself. Each block is in exactly one state:
 
-    free          no references. Either *plain* (content worthless, kept as extents of adjacent ids) or *cached* (content
-                  findable by its hash; the longest unused is evicted when plain blocks run out)
+    free          no references. Either *plain* (content worthless, kept as extents of adjacent ids) or *cached* (found
+                  by its hash; the least recently used is evicted when plain blocks run out)
     in use        one reference per holder; a cached block may have many, and holders beyond the first only read
     quarantined   a remote peer may still write to it (design, section 4, rule 2): it does not become free when its
                   last reference goes, only when the quarantine is lifted as well

@@ -53,7 +53,7 @@ class FreeExtents:
         return dict(self._length)
 
     def _choose(self, count: int) -> int:
-        """The start of an extent that holds ``count`` ids for sure (the smallest class that does), else of a longest."""
+        """The start of an extent that surely holds ``count`` ids (in the smallest such class), else of a longest."""
         level = (count - 1).bit_length()
         fitting = self._class_mask >> level
         if fitting:

@@ -1,11 +1,11 @@
-"""ApproximateIndexer: an index for what workers have not told, or never tell.
+"""ApproximateIndexer: an index guessed from placements, for blocks that workers have not reported or never report.
 
-Whatever this router has sent to a worker is taken to be cached there for a time to live, which a later use extends.
-What it does not know: what the worker really holds, and what other frontends have sent there.
+Every prompt that this router sends to a worker counts as cached there for a time to live; a later use extends it. The
+index does not know what the worker really holds, nor what other frontends have sent to it.
 
-Time is cut into windows, a quarter of the time to live each, and a worker's placements of one window are a holder of
-their own in a ``PrefixIndex``. So the end of a window is the departure of its holders, which costs next to nothing, and
-nothing has to be counted per block.
+Time is cut into windows of a quarter of the time to live. The placements of one worker in one window are a holder of
+their own in a ``PrefixIndex``. When a window ends, its holders are removed. That costs next to nothing, and no block
+needs a counter.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class _Window:
 
 
 class ApproximateIndexer:
-    """A placement lives for ``ttl_s`` to 1.25 times that; ``ttl_s`` may be changed at any time.
+    """A placement lives for ``ttl_s`` to 1.25 ``ttl_s``; ``ttl_s`` may be changed at any time.
 
-    Memory is bounded by ``max_blocks``, counted once a placement: the oldest windows go early.
+    ``max_blocks`` bounds the memory. A block counts once per placement; above the bound the oldest windows end early.
     """
 
     def __init__(self, ttl_s: float, clock: Clock, max_blocks: int = MAX_TRACKED_BLOCKS) -> None:
@@ -54,12 +54,12 @@ class ApproximateIndexer:
         return self._index
 
     def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, WorkerGroup]]:
-        """As ``KvIndexer.find_holders``; a worker may come up more than once, the last time with the most blocks."""
+        """As ``KvIndexer.find_holders``; a worker may appear more than once, the last time with the most blocks."""
         self._expire(self._clock.now())
         return [(depth, self._group(mask)) for depth, mask in self._index.find_steps(sequence)]
 
     def _group(self, mask: int) -> WorkerGroup:
-        """The workers behind a mask of holders, remembered as ``PrefixIndex.group`` does."""
+        """The workers of a mask of holders; cached as in ``PrefixIndex.group``."""
         found = self._group_of_mask.get(mask)
         if found is None:
             if len(self._group_of_mask) >= MAX_CACHED_MASKS:
@@ -84,14 +84,15 @@ class ApproximateIndexer:
         self._num_blocks += len(sequence)
 
     def remove(self, worker_id: str, block_hashes: Sequence[int]) -> None:
-        """The worker says that these blocks are gone. One that it computes again is missed until it says so."""
+        """The worker reports that these blocks are gone. Blocks that it computes again are missing until it reports
+        them."""
         for window in self._windows:
             holder = window.holders.get(worker_id)
             if holder is not None:
                 self._index.remove(holder, block_hashes)
 
     def remove_worker(self, worker_id: str) -> None:
-        """Forget the worker, and all that was placed there."""
+        """Forget the worker and all its placements."""
         for window in self._windows:
             holder = window.holders.pop(worker_id, None)
             if holder is not None:

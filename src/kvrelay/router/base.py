@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 ReplayRequester = Callable[[str, bytes], None]
-"""``request_replay(worker_id, request)``: the router misses events of that worker. Whoever has the event bus sends
-``request`` to the worker's replay service and gives the answer to ``Router.apply_replay``. Must not block. When no
-answer comes there is nothing to do: the router asks again, driven by the worker's load samples."""
+"""``request_replay(worker_id, request)``: the router misses events of that worker. The callback sends ``request`` to
+the worker's replay service over the event bus and passes the answer to ``Router.apply_replay``. It must not block. If
+no answer comes, it does nothing: the router asks again, driven by the worker's load samples."""
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
-    """What a policy may look at. ``exclude`` names workers that have already failed this request."""
+    """A request as the policies see it. ``exclude`` names workers that have already failed this request."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -37,8 +37,8 @@ class CandidateScore(msgspec.Struct, frozen=True):
 
 
 class RoutingDecision(msgspec.Struct, frozen=True):
-    """The worker. ``hit_rate`` is the share of the prompt that it is estimated to hold, ``overlap_blocks`` the same in
-    blocks."""
+    """The chosen worker. ``hit_rate`` is the estimated share of the prompt in its cache (0 to 1), ``overlap_blocks``
+    the same in blocks."""
 
     worker_id: str
     policy: str
@@ -47,13 +47,13 @@ class RoutingDecision(msgspec.Struct, frozen=True):
 
 
 class RoutingExplanation(RoutingDecision, frozen=True):
-    """And why: the numbers of every worker that could have been chosen."""
+    """A decision and its reasons: the numbers of every candidate."""
 
     candidates: tuple[CandidateScore, ...]
 
 
 class IndexState(enum.StrEnum):
-    """What is known of a worker's prefixes: all; being asked for; only guessed from placements; not looked at."""
+    """What the router knows of a worker's prefixes: all; being asked for; guessed from placements; not looked at."""
 
     SYNCED = "synced"
     CATCHING_UP = "catching up"

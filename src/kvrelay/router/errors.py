@@ -1,4 +1,4 @@
-"""What can go wrong with an index of prefixes (mission, section 5)."""
+"""The errors of an index of prefixes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvrelay.errors import KvrelayError, RetryElsewhereError
 
 
 class ParentNotFoundError(KvrelayError):
-    """A stored event hangs below a block that its worker does not hold: events were lost. Ask for a dump."""
+    """The parent in a stored event is a block that the worker does not hold: events were lost. Ask for a dump."""
 
     def __init__(self, worker_id: str, parent_hash: int) -> None:
         super().__init__(f"worker {worker_id} stored a block below {parent_hash:#018x}, which it does not hold")
@@ -19,4 +19,4 @@ class IndexerOfflineError(RetryElsewhereError):
 
 
 class RequestDroppedError(RetryElsewhereError):
-    """The indexer refused a look-up that is larger than it answers."""
+    """The indexer refused a look-up above its size limit."""

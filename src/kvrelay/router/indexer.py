@@ -1,16 +1,16 @@
 """KvIndexer: one frontend's index, kept true to the workers' caches by their events.
 
-What it owns: per worker the place in its stream of events, and the index that the events make. Batches are applied in
-order; duplicates are dropped; a gap, a late join, a new epoch or a missing parent is healed by asking the worker
-for the events again, or for a dump of what it holds. Every frontend does this for itself and arrives at the same state.
-What it does not know: the bus. Requests for a replay leave by a callback, answers come in as frames.
+It owns the position in each worker's event stream, and the index built from the events. It applies batches in order and
+drops duplicates. After a gap, a late join, a new epoch or a missing parent it asks the worker for the events again, or
+for a dump of what the worker holds. Every frontend does this for itself and arrives at the same state. The indexer does
+not know the bus: requests for a replay leave by a callback, answers come in as frames.
 
     add_worker ──> CATCHING_UP ──contiguous batch, or the answer──> SYNCED ──gap──> CATCHING_UP ...
                         └──answer is a dump, page by page──> DUMPING ──last page──> SYNCED
 
-While it catches up, batches from behind the gap wait in a bounded buffer. A lost question or answer is noticed by the
-clock when the worker is heard next (its load samples come every second), and so is the loss of a worker's very last
-batch: now and then a synced index asks whether there is more.
+While a worker is catching up, batches that follow the gap wait in a bounded buffer. Load samples, one per second and
+worker, drive the timers: when one arrives, the indexer repeats a request without an answer, and now and then asks a
+synced worker for more events, because its very last batch may have been lost.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StreamState(enum.Enum):
 
 
 class IndexerStats(msgspec.Struct):
-    """What has happened since the start, in events unless the name says otherwise."""
+    """Counts since the start, in events unless the name says otherwise."""
 
     applied: int = 0
     duplicates: int = 0
@@ -64,7 +64,7 @@ class IndexerStats(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Stream:
-    """One worker's events. ``epoch`` -1: not heard yet. ``wants_dump``: what the index holds cannot be trusted."""
+    """One worker's events. ``epoch`` -1: none heard yet. ``wants_dump``: the indexed blocks cannot be trusted."""
 
     epoch: int = -1
     expected: int = 0
@@ -79,7 +79,8 @@ class _Stream:
 
 
 class KvIndexer:
-    """Without ``request_replay`` gaps cannot be healed: the worker's blocks are forgotten then and learnt anew."""
+    """Without ``request_replay`` gaps cannot be healed: after a gap the indexer forgets the worker's blocks and learns
+    them anew."""
 
     def __init__(
         self,
@@ -102,25 +103,25 @@ class KvIndexer:
         return self._index
 
     def state(self, worker_id: str) -> StreamState | None:
-        """None for a worker that is not known."""
+        """None for an unknown worker."""
         stream = self._streams.get(worker_id)
         return None if stream is None else stream.state
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def add_worker(self, worker_id: str) -> None:
-        """Begin to follow a worker: ask for what it has done so far. Idempotent."""
+        """Begin to follow a worker: ask for its events so far. Idempotent."""
         if worker_id not in self._streams:
             stream = self._streams[worker_id] = _Stream()
             self._catch_up(worker_id, stream)
 
     def remove_worker(self, worker_id: str) -> None:
-        """Forget the worker; what it sends from now on is ignored."""
+        """Forget the worker; ignore its events from now on."""
         if self._streams.pop(worker_id, None) is not None:
             self._index.remove_worker(worker_id)
 
     def heard(self, worker_id: str) -> None:
-        """The worker is alive: ask again what it has not answered, or whether a last batch was lost."""
+        """The worker is alive: repeat a request without an answer, or ask whether its last batch was lost."""
         stream = self._streams.get(worker_id)
         if stream is None or self._request_replay is None:
             return
@@ -134,13 +135,15 @@ class KvIndexer:
     # -- look up ------------------------------------------------------------------------------------------------------
 
     def find_matches(self, sequence: Sequence[int], early_exit: bool = False) -> OverlapScores:
-        """``PrefixIndex.find_matches``. Raises IndexerOfflineError after ``close``, RequestDroppedError for more than a
-        million blocks."""
+        """As ``PrefixIndex.find_matches``.
+
+        Raises IndexerOfflineError after ``close``, RequestDroppedError for more than a million blocks.
+        """
         self._check(sequence)
         return self._index.find_matches(sequence, early_exit)
 
     def find_holders(self, sequence: Sequence[int]) -> list[tuple[int, WorkerGroup]]:
-        """The same as pairs of a number of leading blocks and the workers that hold just those."""
+        """As ``find_matches``, as pairs: a number of leading blocks, and the workers that hold exactly those."""
         self._check(sequence)
         return [(depth, self._index.group(mask)) for depth, mask in self._index.find_steps(sequence)]
 
@@ -157,7 +160,7 @@ class KvIndexer:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def apply(self, batch: KvEventBatch) -> None:
-        """A batch that the worker has published."""
+        """Apply a batch that the worker has published."""
         stream = self._streams.get(batch.worker_id)
         if stream is None:
             self.stats.unknown_worker += len(batch.events)
@@ -175,7 +178,7 @@ class KvIndexer:
         self._drain(batch.worker_id, stream)
 
     def apply_replay(self, worker_id: str, frame: bytes) -> None:
-        """The answer to a request for a replay."""
+        """Apply the answer to a request for a replay."""
         stream = self._streams.get(worker_id)
         if stream is None:
             return
@@ -211,7 +214,7 @@ class KvIndexer:
     def _apply_dump_page(self, worker_id: str, stream: _Stream, reply: ReplayReply) -> None:
         if reply.page == 0:
             if reply.dump_seq < stream.expected and not stream.wants_dump:
-                return  # an answer from the past: by now the events were heard
+                return  # an outdated answer: the events have arrived meanwhile
             self._index.clear_worker(worker_id)
             stream.state, stream.dump_seq, stream.next_page = StreamState.DUMPING, reply.dump_seq, 0
         place = (stream.state, stream.dump_seq, stream.next_page)
@@ -230,10 +233,10 @@ class KvIndexer:
         stream.state, stream.wants_dump, stream.expected = StreamState.SYNCED, False, reply.dump_seq
         self._drain(worker_id, stream)
         if overtaken and stream.state is StreamState.SYNCED:
-            self._catch_up(worker_id, stream)  # events that came in before the dump did are not in it
+            self._catch_up(worker_id, stream)  # the dump lacks events that arrived before it
 
     def _apply_in_order(self, batch: KvEventBatch, stream: _Stream) -> None:
-        """Apply what is new in a batch that begins at or before the expected number."""
+        """Apply the new events of a batch that begins at or before the expected number."""
         known = stream.expected - batch.first_seq
         events = batch.events[known:] if known else batch.events
         self.stats.duplicates += len(batch.events) - len(events)
@@ -273,7 +276,7 @@ class KvIndexer:
         stream.buffered.clear()
 
     def _hold_back(self, batch: KvEventBatch, stream: _Stream) -> None:
-        """The batch lies behind a gap: keep it until the gap is closed."""
+        """The batch follows a gap: keep it until the gap is closed."""
         if self._request_replay is None:
             self._index.clear_worker(batch.worker_id)
             self.stats.gaps += 1
@@ -291,7 +294,7 @@ class KvIndexer:
             self.heard(batch.worker_id)
 
     def _drain(self, worker_id: str, stream: _Stream) -> None:
-        """Apply the buffered batches that are next, and heal what is still open."""
+        """Apply the buffered batches that are next; if a gap remains, ask for its events."""
         for first in sorted(stream.buffered):
             if first > stream.expected:
                 break
@@ -318,7 +321,7 @@ class KvIndexer:
         self._ask(worker_id, stream, ReplayRequest(stream.expected))
 
     def _ask_for_dump(self, worker_id: str, stream: _Stream) -> None:
-        """At most one every DUMP_INTERVAL_S: a worker whose events never fit must not keep everybody busy."""
+        """Ask for a dump, at most once every DUMP_INTERVAL_S: a worker whose events never fit must not take all time."""
         now = self._clock.now()
         if self._request_replay is None:
             stream.wants_dump = False
@@ -335,7 +338,7 @@ class KvIndexer:
             self._request_replay(worker_id, encode_replay_request(request))
 
     def _log_once(self, about: str, message: str) -> None:
-        """One line a worker and kind of fault; later ones are only counted."""
+        """Log one line per worker and kind of fault; later ones are only counted."""
         if about not in self._logged and len(self._logged) < 1000:
             self._logged.add(about)
             _log.warning("%s", message)

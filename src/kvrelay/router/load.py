@@ -1,16 +1,15 @@
-"""The load of the workers as this router sees it: what they publish, and what it has placed itself.
+"""The load of the workers as this router sees it: what they publish, and what this router has placed.
 
 Published load is always late, so the router also counts, in tokens, every request that it has placed and not yet seen
-finished. Both are columns (one row a worker) that are kept current by what changes them: a decision over many workers
-only reads them, in a handful of vector operations. What it does not know: prefixes, policies. Load belongs to the
-placed requests, not to the registration: a worker that leaves and comes back under the same id still carries what was
-placed there.
+finished. Both are columns with one row per worker, updated at every change: a decision over many workers only reads
+them, in a handful of vector operations. Load belongs to the placed requests, not to the registration: a worker that
+leaves and comes back under the same id still carries its placements. The table does not know prefixes or policies.
 
     effective load = max(own now, published + own now - own when the sample arrived)
 
-The first term protects against a sample that was taken before our latest requests reached the worker, the second
-counts what other frontends have placed. So a sample sets it to max(own, published), and what is placed or finishes from
-then on shifts it. A sample older than ``stale_after_s`` is not believed any more.
+The first term protects against a sample that was taken before our latest requests reached the worker; the second
+counts what other frontends have placed. So a sample sets the effective load to max(own, published), and every later
+placement or finish shifts it. The router ignores samples older than ``stale_after_s``.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ FloatColumn = npt.NDArray[np.float64]
 
 STALE_AFTER_S = 5.0
 RECENT_S = 60.0
-"""After so long a placed token counts 1/e in what a worker has had of late."""
+"""Time constant of a worker's recent tokens: a token placed this long ago counts 1/e."""
 MAX_RECENT_GROWTH = 1e9
 MAX_RECENT_EXPONENT = 500.0
 
 
 @dataclass(slots=True)
 class Placement:
-    """A request on its way: ``prefill_tokens`` go with the first token, ``context_tokens`` stay to the end."""
+    """A request in flight: ``prefill_tokens`` count until the first token, ``context_tokens`` until the end."""
 
     worker_id: str
     prefill_tokens: int
@@ -45,14 +44,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class OwnLoad:
-    """What this router has placed on one worker and not yet seen finished."""
+    """Totals of the requests that this router has placed on one worker and not yet seen finished."""
 
     prefill_tokens: int = 0
     context_tokens: int = 0
     num_requests: int = 0
 
     def shifted(self, prefill: int, context: int, requests: int) -> OwnLoad:
-        """With so much more, or less, of each."""
+        """The totals with these differences added; negative ones subtract."""
         return OwnLoad(self.prefill_tokens + prefill, self.context_tokens + context, self.num_requests + requests)
 
 
@@ -61,9 +60,8 @@ class LoadColumns:
     """One entry a worker, in row order. Counts are floats too (exact up to 2^53), so that formulas need no conversion.
 
     ``prefill_tokens``: placed by this router and not yet prefilled; ``context_tokens``: the module's effective load;
-    ``recent_share``: tokens placed by this router in the last minutes, over those of the worker that has had the most
-    (0 to 1); ``cache_usage`` (share of the KV pool, 0 to 1) and ``num_waiting`` as published, 0 while nothing fresh is
-    known.
+    ``recent_share``: tokens placed by this router in the last minutes, over those of the worker that got the most
+    (0 to 1); ``cache_usage`` (share of the KV pool, 0 to 1) and ``num_waiting`` as published, 0 without a fresh sample.
     """
 
     prefill_tokens: FloatColumn
@@ -74,8 +72,8 @@ class LoadColumns:
 
 
 class _Bookkeeping(NamedTuple):
-    """What else is known of each worker. ``others_context``: the part of ``context_tokens`` that this router has not
-    placed; ``num_requests``: placed and not finished; ``recent``: what ``recent_share`` is a share of; ``heard_at``:
+    """Columns that decisions do not read. ``others_context``: the part of ``context_tokens`` that other frontends have
+    placed; ``num_requests``: placed and not finished; ``recent``: the numerator of ``recent_share``; ``heard_at``:
     when the last sample arrived."""
 
     others_context: FloatColumn
@@ -89,7 +87,7 @@ _NUM_KEPT = len(_Bookkeeping._fields)
 
 
 class LoadTable:
-    """Rows of load, and the placements behind them."""
+    """One row of load per worker, and the placements that it counts."""
 
     def __init__(self, block_size: int, clock: Clock, stale_after_s: float = STALE_AFTER_S) -> None:
         self._block_size = block_size
@@ -124,7 +122,7 @@ class LoadTable:
         return self._row.get(worker_id)
 
     def add_worker(self, worker_id: str) -> None:
-        """Append a row; idempotent. Requests placed before it left are counted again."""
+        """Append a row; idempotent. If the worker was here before, its unfinished requests count again."""
         if worker_id in self._row:
             return
         at = self._row[worker_id] = len(self._ids)
@@ -135,7 +133,7 @@ class LoadTable:
         self._shift(worker_id, parked.prefill_tokens, parked.context_tokens, parked.num_requests)
 
     def remove_worker(self, worker_id: str) -> None:
-        """Drop the row; its placed requests stay counted apart until they finish."""
+        """Drop the row. The worker's placed requests are kept aside until they finish."""
         own = self.own(worker_id)
         at = self._row.pop(worker_id, None)
         if at is None:
@@ -152,7 +150,7 @@ class LoadTable:
     # -- placed by this router ----------------------------------------------------------------------------------------
 
     def place(self, request_id: str, worker_id: str, prefill_tokens: int, context_tokens: int) -> None:
-        """Count a request as placed. One that is placed again (it moved) leaves its former worker first."""
+        """Count a request as placed. A request that moved to another worker leaves the former one first."""
         self.finish(request_id)
         self._placements[request_id] = Placement(worker_id, prefill_tokens, context_tokens)
         self._shift(worker_id, prefill_tokens, context_tokens, 1)
@@ -173,7 +171,7 @@ class LoadTable:
         return placed
 
     def own(self, worker_id: str) -> OwnLoad:
-        """What is placed on ``worker_id`` now, registered or not."""
+        """The totals placed on ``worker_id`` now, whether or not it is registered."""
         at = self._row.get(worker_id)
         if at is None:
             return self._parked.get(worker_id, OwnLoad())
@@ -195,7 +193,7 @@ class LoadTable:
             self._parked.pop(worker_id, None)
 
     def _remember(self, worker_id: str, num_tokens: int) -> None:
-        """Instead of letting what was placed fade, let what is placed count more and more: only shares matter."""
+        """Weight new placements ever more instead of letting old ones decay: only shares matter."""
         at = self._row.get(worker_id)
         if at is None:
             return
@@ -219,7 +217,7 @@ class LoadTable:
     # -- published ----------------------------------------------------------------------------------------------------
 
     def apply_metrics(self, metrics: LoadMetrics) -> bool:
-        """Take a sample; False when the worker is unknown or the sample is older than the last one."""
+        """Take a sample; False if the worker is unknown or the sample is older than the last one."""
         at = self._row.get(metrics.worker_id)
         if at is None or (metrics.seq and metrics.seq <= self._last_seq.get(metrics.worker_id, 0)):
             return False
@@ -235,7 +233,7 @@ class LoadTable:
         return True
 
     def _forget_stale(self, now: float) -> None:
-        """Leave of the workers that have not been heard for long only what is known from here."""
+        """For workers whose last sample is too old, keep only the load placed by this router."""
         shown, kept = self._shown, self._kept
         stale = kept.heard_at < now - self._stale_after_s
         shown.cache_usage[stale] = 0.0
@@ -247,7 +245,7 @@ class LoadTable:
     # -- columns, in row order ----------------------------------------------------------------------------------------
 
     def columns(self) -> LoadColumns:
-        """Everything that a decision looks at. Not to be changed by the caller, and valid until the table changes."""
+        """The columns that a decision reads. The caller must not change them. Valid until the table changes."""
         now = self._clock.now()
         if now > self._fresh_until_s:
             self._forget_stale(now)

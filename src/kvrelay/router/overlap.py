@@ -1,4 +1,4 @@
-"""What a look-up in an index answers, and the count of recent uses behind it."""
+"""The answer of a look-up in an index, and the count of recent uses in it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvrelay.core.clock import Clock
 class OverlapScores(msgspec.Struct, frozen=True):
     """``scores``: per worker the number of leading blocks that it holds (workers with none are left out).
 
-    ``frequencies``: for each matched block in turn, its uses within the expiration duration before this one; empty
-    where uses are not counted.
+    ``frequencies``: for each matched block in turn, its uses within the expiration duration before this one; empty if
+    uses are not counted.
     """
 
     scores: dict[str, int]
@@ -22,8 +22,8 @@ class OverlapScores(msgspec.Struct, frozen=True):
 
 
 class WorkerGroup:
-    """Workers that hold the same. An index gives out the same group again where it can, and groups are equal only to
-    themselves: what others derive from one they can keep under it, and find again without a look at its names."""
+    """Workers that hold the same blocks. An index returns the same object again if it can, and a group equals only
+    itself, so a caller can cache derived values by group without hashing the names."""
 
     __slots__ = ("names",)
 
@@ -37,7 +37,7 @@ class WorkerGroup:
 class StoredChain(msgspec.Struct, frozen=True):
     """A part of an index's dump: consecutive blocks that a worker holds, below ``parent_hash`` (None: at the root).
 
-    ``local_hashes`` are empty where the index does not keep them.
+    ``local_hashes`` are empty if the index does not keep them.
     """
 
     worker_id: str
@@ -47,7 +47,7 @@ class StoredChain(msgspec.Struct, frozen=True):
 
 
 class RecentUses:
-    """Counts look-ups per block over a sliding window. Memory is bounded by what was looked up within the window."""
+    """Counts look-ups per block over a sliding window. Memory is proportional to the look-ups within the window."""
 
     def __init__(self, expiration_s: float, clock: Clock) -> None:
         self._expiration_s = expiration_s
@@ -56,7 +56,7 @@ class RecentUses:
         self._counts: dict[int, int] = {}
 
     def record(self, block_hashes: Sequence[int]) -> tuple[int, ...]:
-        """Count one more use of each block; the counts before it."""
+        """Count one more use of each block; returns the counts before this use."""
         now = self._clock.now()
         self._expire(now - self._expiration_s)
         before = tuple(self._counts.get(block, 0) for block in block_hashes)

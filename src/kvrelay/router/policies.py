@@ -34,14 +34,14 @@ class Candidates(msgspec.Struct, frozen=True):
 
 
 class Policy(Protocol):
-    """Scores candidates. ``uses_overlap`` says whether prefixes have to be looked up at all, ``anticipates`` whether a
-    prompt that was placed counts as held before the worker's events say so."""
+    """Scores candidates. ``uses_overlap``: the policy needs prefix look-ups. ``anticipates``: a placed prompt counts as
+    held before the worker's events report it."""
 
     uses_overlap: bool
     anticipates: bool
 
     def scores(self, candidates: Candidates) -> FloatColumn:
-        """One score per candidate, ``-inf`` for those that are out of the question. Called once per decision."""
+        """One score per candidate, ``-inf`` for those that must not be chosen. Called once per decision."""
 
     def pick(self, scores: FloatColumn, rng: random.Random) -> int:
         """The index of the chosen candidate."""
@@ -57,7 +57,7 @@ def pick_best(scores: FloatColumn, rng: random.Random) -> int:
 def pick_softmax(scores: FloatColumn, temperature: float, rng: random.Random) -> int:
     """Draw with probability proportional to exp(score / temperature), scores scaled to a range of one.
 
-    Without the scaling, the temperature that spreads would depend on how long the prompts are.
+    Without the scaling, the effect of a temperature would depend on the length of the prompts.
     """
     finite = np.isfinite(scores)
     low, high = float(scores[finite].min()), float(scores[finite].max())
@@ -78,14 +78,13 @@ class KvPolicy:
     all in tokens; the score is the negative cost. Pending prefill counts less than own, because waiting delays this
     request, but computing a prefix twice takes capacity from all; the weights were found by replaying traces.
 
-    ``recent`` (0 to 1) is what was placed there in the last minutes, over what the worker with the most has had. It
-    decides near-ties: while load is low, a prefix that nobody holds goes to the worker that has had the least; or else
-    chance would deal out the prefixes, unevenly and for good.
+    ``recent`` (0 to 1) is the number of tokens placed on the worker in the last minutes, over that of the worker that
+    got the most. It decides near-ties: while load is low, a new prefix goes to the worker that got the least. Otherwise
+    chance would distribute the prefixes, unevenly and for good.
 
-    Affinity is gated by the request itself: a prefix draws exactly as strongly as the prefill that it saves, against
-    load in the same unit, so a hot one spreads to a second worker as soon as the first is busier by more than that.
-    Prompts that were placed and are still being prefilled count as held: of a burst of equal prefixes not every one is
-    computed anew.
+    The pull of a prefix is exactly the prefill that it saves, in the same unit as load. So a hot prefix spreads to a
+    second worker once the first is busier by more than that. Placed prompts count as held while they are still being
+    prefilled, so the prefixes of a burst are not all computed anew.
     """
 
     uses_overlap = True
@@ -115,7 +114,7 @@ class KvPolicy:
 
 
 class DynamoV0Policy:
-    """The mission's formula (section 5), from published load only:
+    """The formula of NVIDIA Dynamo's first KV-aware router, from published load only:
 
     logit = 2 * overlap_blocks * block_size / prompt_tokens - cache_usage - waiting / max_waiting_of_all
     """
@@ -134,7 +133,7 @@ class DynamoV0Policy:
 
 
 class RoundRobinPolicy:
-    """One after the other, in the order in which workers were added. The score is minus the distance to the turn."""
+    """Workers in turn, in the order in which they were added. The score is minus the distance to the turn."""
 
     uses_overlap = False
     anticipates = False
@@ -166,7 +165,7 @@ class RandomPolicy:
 
 
 class LeastLoadedPolicy:
-    """The fewest tokens in flight: pending prefill and context, without regard to prefixes."""
+    """The worker with the fewest tokens in flight (pending prefill and context); ignores prefixes."""
 
     uses_overlap = False
     anticipates = False
@@ -179,7 +178,7 @@ class LeastLoadedPolicy:
 
 
 class PowerOfTwoPolicy(LeastLoadedPolicy):
-    """Two candidates at random, the less loaded of them: late load samples cannot make everyone follow one worker."""
+    """The less loaded of two random candidates: late load samples cannot send all requests to one worker."""
 
     def pick(self, scores: FloatColumn, rng: random.Random) -> int:
         eligible = [at for at, score in enumerate(scores.tolist()) if score != -math.inf]

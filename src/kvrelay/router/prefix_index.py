@@ -1,18 +1,19 @@
 """PrefixIndex: the fast index of who holds which prefixes, equal in behaviour to ``RadixTree``.
 
-A chained sequence hash names a block with all that precedes it, so a tree is not needed to find one: a flat table leads
-from every block to its *segment*, a stretch of consecutive blocks that exactly the same workers hold. The workers of a
-segment are one integer with a bit each. A look-up jumps from segment to segment and ANDs their masks; it looks at as many segments as
-there are changes of the set of workers on the way, whatever the number of blocks and workers.
+A chained sequence hash names a block together with its whole prefix, so no tree is needed to find a block: a flat table
+leads from every block to its *segment*, a stretch of consecutive blocks that exactly the same workers hold. The workers
+of a segment are one integer with a bit each. A look-up jumps from segment to segment and ANDs their masks. The number
+of segments it visits is the number of changes of the worker set along the sequence; it does not depend on the number of
+blocks or workers.
 
     table     h0 h1 h2 h3 | h4 h5 | h6 ...
                └──┴──┴──┘   └──┘    └─ ...
     segments   mask 1111    0011    0001      scores of a query h0..h5: workers 2 and 3: 4, workers 0 and 1: 6
 
-Segments (``segments``) are split where workers part, grow where a worker goes on, and adjoining ones with equal masks are
-joined by a pass over all segments (``segment_pass``) that advances a few with every event. A worker that leaves only loses its
-bit (``worker_bits``), whatever it held; the same pass clears it from the masks. What is not known here: the order of
-events, registrations, load, tokens.
+Segments (``segments``) are split where workers part and grow where a worker goes on. A pass over all segments
+(``segment_pass``), which advances by a few segments with every event, joins adjoining segments with equal masks. When a
+worker leaves, the index only retires its bit (``worker_bits``); the same pass clears the bit from the masks. This
+module does not know the order of events, registrations, load or tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PASS_SEGMENTS_PER_EVENT = 8
 
 
 class PrefixIndex:
-    """Give ``uses`` to have ``find_matches`` count recent uses per block; that costs time per block."""
+    """With ``uses``, ``find_matches`` also counts recent uses of each block; this costs time per block."""
 
     def __init__(self, uses: RecentUses | None = None) -> None:
         self._uses = uses
@@ -44,7 +45,7 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks in the table; those of workers that have just left are in it until the pass has come by."""
+        """Distinct blocks in the table, including blocks of departed workers that the pass has not yet removed."""
         return len(self._table.segment_of)
 
     @property
@@ -56,7 +57,7 @@ class PrefixIndex:
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        """Workers that hold something, or once did and have not been removed."""
+        """Workers that have stored blocks and have not been cleared or removed since."""
         return tuple(self._bits)
 
     def holds(self, worker_id: str, block_hash: int) -> bool:
@@ -64,7 +65,7 @@ class PrefixIndex:
         return segment is not None and bool(segment.mask & self._bits.bit(worker_id))
 
     def find_steps(self, sequence: Sequence[int], early_exit: bool = False) -> list[tuple[int, int]]:
-        """Where workers drop out along ``sequence`` (sequence hashes): (depth, mask of those that hold no more)."""
+        """Where workers drop out along ``sequence`` (sequence hashes): (depth, mask of the workers that end there)."""
         segment_of, length = self._table.segment_of, len(sequence)
         active, depth, steps = self._bits.alive, 0, []
         while depth < length:
@@ -123,9 +124,9 @@ class PrefixIndex:
     def store(
         self, worker_id: str, parent_hash: int | None, block_hashes: Sequence[int], *, detached: bool = False
     ) -> None:
-        """The worker holds these consecutive blocks. Raises ParentNotFoundError when it does not hold the parent.
+        """The worker holds these consecutive blocks. Raises ParentNotFoundError if it does not hold the parent.
 
-        ``detached`` blocks may lack it: they are found once the worker holds what precedes them.
+        ``detached`` blocks may lack the parent: look-ups find them once the worker holds the blocks before them.
         """
         if parent_hash is not None and not detached and not self.holds(worker_id, parent_hash):
             raise ParentNotFoundError(worker_id, parent_hash)
@@ -151,7 +152,7 @@ class PrefixIndex:
         self._pass.advance(PASS_SEGMENTS_PER_EVENT)
 
     def _end_of_new(self, block_hashes: Sequence[int], start: int) -> int:
-        """The end of the unknown blocks that begin at ``start``; usually all the rest."""
+        """The end of the unknown blocks that begin at ``start``; usually the end of ``block_hashes``."""
         segment_of, length = self._table.segment_of, len(block_hashes)
         rest = block_hashes[start:] if start else block_hashes
         if segment_of.keys().isdisjoint(rest):
@@ -159,7 +160,7 @@ class PrefixIndex:
         return next(at for at in range(start, length) if block_hashes[at] in segment_of)
 
     def remove(self, worker_id: str, block_hashes: Sequence[int]) -> int:
-        """The worker holds these blocks no more, in whatever order; how many it had held."""
+        """The worker no longer holds these blocks, listed in any order. Returns how many of them it held."""
         bit = self._bits.bit(worker_id)
         at, length, removed = 0, len(block_hashes), 0
         while at < length:
@@ -177,7 +178,7 @@ class PrefixIndex:
         return removed
 
     def clear_worker(self, worker_id: str) -> None:
-        """The worker holds nothing any more; at once, whatever it held."""
+        """The worker holds nothing any more. Takes the same time for any number of blocks."""
         if self._bits.retire(worker_id):
             self._num_held.pop(worker_id)
             self._pass.begin()
@@ -185,7 +186,7 @@ class PrefixIndex:
     remove_worker = clear_worker
 
     def dump(self, worker_id: str | None = None) -> list[StoredChain]:
-        """The blocks of every worker, or of one, parents first where a worker holds both. Local hashes are not kept."""
+        """The blocks of every worker, or of one; parents first if a worker holds both. Local hashes are not kept."""
         wanted = self._bits.alive if worker_id is None else self._bits.bit(worker_id)
         return [
             StoredChain(name, segment.parent, tuple(segment.hashes))
@@ -194,12 +195,12 @@ class PrefixIndex:
         ]
 
     def load(self, chains: Iterable[StoredChain]) -> None:
-        """Add what a dump gave."""
+        """Add the chains of a dump."""
         for chain in chains:
             self.store(chain.worker_id, chain.parent_hash, chain.block_hashes, detached=True)
 
     def compact(self) -> None:
-        """Finish the pass over all segments that may be under way, and make a whole one."""
+        """Finish the current pass over the segments, if any, then make a complete one."""
         self._pass.complete()
         self._pass.begin()
         self._pass.complete()
@@ -207,7 +208,7 @@ class PrefixIndex:
     # -- inspection ---------------------------------------------------------------------------------------------------
 
     def memory_bytes(self) -> int:
-        """What the index takes, about."""
+        """Approximate size of the index in memory."""
         return self._table.memory_bytes()
 
     def check_integrity(self) -> None:

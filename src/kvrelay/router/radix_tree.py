@@ -1,8 +1,8 @@
-"""RadixTree: the plain index, which defines what an index of prefixes does (mission, section 5).
+"""RadixTree: the plain index, which defines the behaviour of an index of prefixes.
 
-A node per block, children by local hash, the set of workers that hold it; a table finds a worker's block by its
-sequence hash. ``PrefixIndex`` does the same, faster, and is tested against this one. What it does not know: the order
-of events, workers' registrations, load.
+Each block is a node with its children by local hash and the set of workers that hold it; a table finds a worker's block
+by its sequence hash. ``PrefixIndex`` does the same, faster, and is tested against this one. The tree does not know the
+order of events, workers' registrations or load.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class RadixTree:
 
     @property
     def num_blocks(self) -> int:
-        """Nodes in the tree, including those kept only because something hangs below them."""
+        """Nodes in the tree, including those kept only for the nodes below them."""
         return self._num_nodes
 
     def find_matches(self, sequence: Sequence[int], early_exit: bool = False) -> OverlapScores:
-        """Walk down ``sequence`` (local hashes) while children match and somebody holds the whole way.
+        """Walk down ``sequence`` (local hashes) while children match and at least one worker holds all blocks so far.
 
         With ``early_exit`` the walk ends at the first block that only one worker holds.
         """
@@ -67,9 +67,9 @@ class RadixTree:
         return OverlapScores(scores, self._uses.record(walked) if self._uses is not None else ())
 
     def apply_event(self, worker_id: str, event: KvEvent) -> None:
-        """Raises ParentNotFoundError (and changes nothing) when the worker does not hold the stored blocks' parent.
+        """Raises ParentNotFoundError (and changes nothing) if the worker does not hold the stored blocks' parent.
 
-        Storing what is stored and removing what is not there changes nothing.
+        Storing a stored block and removing an absent one change nothing.
         """
         if isinstance(event, BlockStored):
             self._store(worker_id, event)
@@ -90,7 +90,7 @@ class RadixTree:
         self._lookup.pop(worker_id, None)
 
     def dump(self) -> list[StoredChain]:
-        """Every worker's blocks, parents before children where the worker holds both."""
+        """Every worker's blocks, parents before children if the worker holds both."""
         chains = []
         pending = list(self._root.children.values())
         while pending:
@@ -102,7 +102,7 @@ class RadixTree:
         return chains
 
     def load(self, chains: Iterable[StoredChain]) -> None:
-        """Add what ``dump`` gave. A block whose parent its worker does not hold is unreachable and is left out."""
+        """Add the chains of ``dump``. A block whose parent its worker does not hold is unreachable and left out."""
         for chain in chains:
             event = BlockStored(chain.parent_hash, chain.block_hashes, chain.local_hashes, (), block_size=1)
             try:

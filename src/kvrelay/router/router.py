@@ -1,8 +1,8 @@
 """The router: which worker gets a request, by load and prefixes, under one policy.
 
-What it owns: the registered workers of one model, the load table, the index (only under a policy that looks at
-prefixes). What it does not know: HTTP, sockets, the control plane; those who hear something call ``add_worker``,
-``apply_events`` and so on. Everything is synchronous and runs on the frontend's event loop.
+It owns the registered workers of one model, the load table, and the index (only under a policy that looks at prefixes).
+It does not know HTTP, sockets or the control plane: the frontend calls ``add_worker``, ``apply_events`` and so on when
+discovery or the event bus reports something. Everything is synchronous and runs on the frontend's event loop.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _RowIndices = npt.NDArray[np.intp]
 
 
 class RouterStage(enum.Enum):
-    """Which workers compete. REQUEST: those that frontends send requests to (decode-first order, and the decode half
-    of a pair). PREFILL: those that prefill (the prefill half of a pair in prefill-first order)."""
+    """Which workers compete. REQUEST: workers to which frontends send requests (decode-first order, and the decode half
+    of a pair). PREFILL: workers that prefill (the prefill half of a pair in prefill-first order)."""
 
     REQUEST = "request"
     PREFILL = "prefill"
@@ -64,8 +64,8 @@ class Router:
     """Routes the requests of one model; workers are named by ``WorkerInfo.worker_id`` and have KV blocks of
     ``block_size`` tokens.
 
-    ``request_replay`` is how it asks a worker for events that it missed; without it the policies that look at prefixes
-    learn what happens from now on. Raises ConfigError for a block size that cannot be.
+    With ``request_replay`` the router asks a worker for events that it missed; without it, policies that look at
+    prefixes learn only from events from now on. Raises ConfigError for a block size below 1.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class Router:
     def configure(self, config: RouterConfig) -> None:
         """Change policy or weights, from the next decision on; load and placements are kept.
 
-        The index exists only while the policy looks at prefixes: a change to such a policy asks every worker what it
-        holds.
+        The index exists only while the policy looks at prefixes: after a change to such a policy the router asks every
+        worker what it holds.
         """
         self._config = config
         self._policy = build_policy(config)
@@ -130,13 +130,13 @@ class Router:
 
     @property
     def indexer(self) -> KvIndexer | ApproximateIndexer | None:
-        """What is known of prefixes; None under a policy that does not ask."""
+        """What the router knows of each worker's prefixes; None under a policy that does not look at them."""
         return self._indexer
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def add_worker(self, info: WorkerInfo) -> None:
-        """A worker that takes requests appeared, or re-registered with another epoch."""
+        """Add a worker that appeared in discovery or registered again with another epoch."""
         known = self._workers.get(info.worker_id)
         if known is not None and info.epoch < known.epoch:
             return
@@ -163,7 +163,7 @@ class Router:
                 indexer.remove_worker(worker_id)
 
     def _follow(self, info: WorkerInfo) -> None:
-        """Index the worker's events. One with other blocks than ours can be chosen, but never for its prefixes."""
+        """Index the worker's events. A worker with another block size can be chosen, but not for its prefixes."""
         if not isinstance(self._indexer, KvIndexer):
             return
         if info.block_size == self._block_size:
@@ -179,7 +179,7 @@ class Router:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def choose(self, request: RoutingRequest) -> RoutingDecision:
-        """Pick a worker and count the request as placed there. Raises WorkerUnavailableError when there is none."""
+        """Pick a worker and count the request as placed there. Raises WorkerUnavailableError if there is none."""
         sequence = self._sequence(request)
         candidates = self._candidates(request, sequence)
         scores = self._scores(self._policy, candidates, request.exclude)
@@ -190,10 +190,10 @@ class Router:
         return decision
 
     def explain(self, request: RoutingRequest) -> RoutingExplanation:
-        """The decision and its reasons, without placing the request. Raises WorkerUnavailableError when nobody can take
-        it.
+        """The decision and its reasons, without placing the request.
 
-        Copies decide: whose turn is next and what will be drawn stay as they are.
+        The decision uses copies of the policy and the random generator, so that turns and draws stay as they are.
+        Raises WorkerUnavailableError if no worker can take the request.
         """
         policy, rng = copy.copy(self._policy), copy.copy(self._rng)
         candidates = self._candidates(request, self._sequence(request))
@@ -201,7 +201,7 @@ class Router:
         return self._explanation(self._decision(candidates, policy.pick(scores, rng)), candidates, scores)
 
     def _sequence(self, request: RoutingRequest) -> tuple[int, ...]:
-        """The prompt's sequence hashes; none when nobody asks for them."""
+        """The prompt's sequence hashes; empty if the policy does not use them."""
         if self._indexer is None:
             return ()
         return compute_sequence_hashes(request.token_ids, self._block_size, lora=request.lora)
@@ -210,8 +210,10 @@ class Router:
         return Candidates(len(request.token_ids), self._block_size, self._overlaps(sequence), self._load.columns())
 
     def _scores(self, policy: Policy, candidates: Candidates, exclude: Collection[str]) -> FloatColumn:
-        """The policy's scores, ``-inf`` for those excluded or avoided. Raises WorkerUnavailableError when all are
-        excluded."""
+        """The policy's scores, ``-inf`` for excluded and avoided workers.
+
+        Raises WorkerUnavailableError if all workers are excluded.
+        """
         excluded = [row for row in map(self._load.row, set(exclude)) if row is not None] if exclude else []
         if len(excluded) >= len(candidates):
             raise WorkerUnavailableError("no worker can take the request")
@@ -233,8 +235,8 @@ class Router:
     def _explanation(
         self, decision: RoutingDecision, candidates: Candidates, scores: FloatColumn
     ) -> RoutingExplanation:
-        """The decision with every candidate's numbers, in row order. They are made only for those who ask: for many
-        workers they take longer than the decision."""
+        """The decision with every candidate's numbers, in row order. Made only on demand: for many workers this takes
+        longer than the decision."""
         records = map(
             CandidateScore,
             self._load.worker_ids,
@@ -249,7 +251,7 @@ class Router:
         return RoutingExplanation(**msgspec.structs.asdict(decision), candidates=possible)
 
     def _place(self, request: RoutingRequest, decision: RoutingDecision, sequence: tuple[int, ...]) -> None:
-        """Count the request where it was sent, and its prompt as cached there soon."""
+        """Count the request as placed on the chosen worker, and its prompt as cached there soon."""
         num_tokens = len(request.token_ids)
         cached = min(decision.overlap_blocks * self._block_size, num_tokens)
         self._load.place(request.request_id, decision.worker_id, num_tokens - cached, num_tokens)
@@ -264,11 +266,11 @@ class Router:
         self._load.prefilled(request_id)
 
     def finished(self, request_id: str, num_output_tokens: int) -> None:
-        """A placed request has left its worker, for whatever reason."""
+        """A placed request has left its worker, for any reason."""
         self._load.finish(request_id)
 
     def _overlaps(self, sequence: tuple[int, ...]) -> FloatColumn:
-        """Leading blocks held, or about to be, in the load table's row order."""
+        """Per worker the leading blocks that it holds or is about to hold, in the load table's row order."""
         overlaps = np.zeros(len(self._load.worker_ids))
         if sequence and self._indexer is not None:
             self._enter(self._indexer.find_holders(sequence), overlaps)
@@ -279,12 +281,12 @@ class Router:
         return overlaps
 
     def _enter(self, holders: Iterable[tuple[int, WorkerGroup]], column: FloatColumn) -> None:
-        """Write each worker's depth to its row; depths grow, so that of several the last one counts."""
+        """Write each worker's depth to its row. Depths grow, so a worker's last depth is the one that stays."""
         for depth, group in holders:
             column[self._rows(group)] = depth
 
     def _rows(self, group: WorkerGroup) -> _RowIndices:
-        """The workers' rows in the load table, without those that do not compete."""
+        """The rows of the competing workers among them in the load table."""
         rows = self._rows_of.get(group)
         if rows is None:
             if len(self._rows_of) >= MAX_CACHED_GROUPS:
@@ -296,7 +298,7 @@ class Router:
     # -- what workers publish -----------------------------------------------------------------------------------------
 
     def apply_events(self, batch: KvEventBatch) -> None:
-        """Feed the index; nothing to do under a policy without one."""
+        """Feed the index; does nothing under a policy without one."""
         if isinstance(self._indexer, KvIndexer):
             self._indexer.apply(batch)
         if self._anticipated is not None:
@@ -307,7 +309,7 @@ class Router:
                     self._anticipated.remove_worker(batch.worker_id)
 
     def apply_replay(self, worker_id: str, reply: bytes) -> None:
-        """The worker's answer to what the ReplayRequester was given. A malformed one is counted and dropped."""
+        """Apply the worker's answer to a replay request. A malformed one is counted and dropped."""
         if isinstance(self._indexer, KvIndexer):
             self._indexer.apply_replay(worker_id, reply)
 
@@ -328,9 +330,9 @@ class Router:
         return IndexState.SYNCED if state is StreamState.SYNCED else IndexState.CATCHING_UP
 
     def indexed_blocks(self, worker_id: str) -> list[int]:
-        """Sequence hashes of the blocks that the worker is known to hold, by its own events.
+        """Sequence hashes of the blocks that the worker holds, according to its events.
 
-        For diagnosis: it takes time in proportion to the whole index.
+        For diagnosis: the time is proportional to the size of the whole index.
         """
         if not isinstance(self._indexer, KvIndexer):
             return []

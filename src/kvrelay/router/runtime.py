@@ -1,7 +1,7 @@
-"""Settings of a router that change while it runs: which ones, what they may be, and what was set.
+"""Settings of a router that change at run time: their names, their permitted values, and the values set so far.
 
-What it does not know: where they are kept. Whoever watches that place calls ``put`` and ``remove`` and hands
-``apply``'s result to ``Router.configure``.
+This module does not know where the settings are stored. The frontend watches that place, calls ``put`` and ``remove``,
+and passes the result of ``apply`` to ``Router.configure``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ SETTABLE = ("router", "overlap_weight", "decode_weight", "temperature")
 
 
 class RuntimeSettings:
-    """What was set at run time, over whatever a router was started with."""
+    """Values set at run time. They override the values with which a router was started."""
 
     def __init__(self) -> None:
         self._values: dict[str, object] = {}
 
     def put(self, name: str, value: object) -> None:
-        """``value`` may be text. Raises ConfigError, which leaves everything as it was."""
+        """Set a value, which may be text. Raises ConfigError and then changes nothing."""
         if name not in SETTABLE:
             raise ConfigError(f"router.{name} cannot be set at run time{nearest(name, SETTABLE)}", param=name)
         if value is None:
@@ -31,15 +31,15 @@ class RuntimeSettings:
         self._values[name] = getattr(checked, name)
 
     def get(self, name: str) -> object:
-        """What was put, as the setting's own type. Raises KeyError."""
+        """The value that was put, in the setting's own type. Raises KeyError."""
         return self._values[name]
 
     def remove(self, name: str) -> None:
-        """Back to what each router was started with. Unknown names are none of ours."""
+        """Return to the value with which each router was started. Unknown names are ignored."""
         self._values.pop(name, None)
 
     def apply(self, config: RouterConfig) -> RouterConfig:
-        """``config`` with everything that was set."""
+        """``config`` with the values that were set."""
         return _with(config, self._values) if self._values else config
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""SegmentPass: the pass over all segments of an index that advances a few with every event.
+"""SegmentPass: the pass over all segments of an index, advanced by a few segments with every event.
 
-It clears the bits of workers that have left, so that they can be given away again, drops segments that nobody holds, and
-joins adjoining ones that the same workers hold. What it does not know: why there is something to do.
+The pass clears the bits of departed workers, so that new workers can get them. It drops segments that no worker holds,
+and joins adjoining segments that the same workers hold.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ MIN_CUTS_FOR_PASS = 64
 
 
 class SegmentPass:
-    """One pass begins when workers have left, or when enough was cut apart that could be joined.
+    """A pass begins when workers have left, or when enough segments were split that might be joined again.
 
-    It goes from the last segment to the first. Segments at and behind the cursor are done: new ones are appended there and have
-    no bits of workers that have left, and where one is dropped the last one, done as well, fills the gap.
+    The pass goes from the last segment to the first. Segments at the cursor and above are done: new segments are
+    appended there and carry no bits of departed workers. When a segment is dropped, the last one, which is done as
+    well, fills the gap.
     """
 
     def __init__(self, table: SegmentTable, bits: WorkerBits) -> None:
@@ -26,7 +27,7 @@ class SegmentPass:
         self._cursor = 0
 
     def begin(self) -> None:
-        """Nothing to do while one is under way: when it ends the next begins, if workers have left meanwhile."""
+        """Begin a pass, unless one is in progress: at its end the next one begins if workers have left meanwhile."""
         if self._cursor == 0:
             self._clearing = self._bits.retired
             self._cursor = len(self._table.segments)
@@ -35,7 +36,7 @@ class SegmentPass:
                 self._end()
 
     def advance(self, num_segments: int) -> None:
-        """Look at up to ``num_segments`` segments."""
+        """Tidy up to ``num_segments`` segments."""
         segments = self._table.segments
         if not self._cursor:
             if self._table.num_cuts <= max(MIN_CUTS_FOR_PASS, len(segments) // 4):
@@ -51,7 +52,7 @@ class SegmentPass:
             self._end()
 
     def complete(self) -> None:
-        """Finish the pass that may be under way, and those that it leads to."""
+        """Finish the current pass, if any, and the passes that follow from it."""
         while self._cursor:
             self.advance(len(self._table.segments) + 1)
 

@@ -1,8 +1,8 @@
-"""Segments of blocks, and the table that leads from every block to its segment: what a ``PrefixIndex`` is made of.
+"""Segments of blocks, and the table that leads from every block to its segment: the parts of a ``PrefixIndex``.
 
-A segment is a stretch of consecutive blocks that exactly the same workers hold. What is owned here: that every block is in
-exactly one segment, through splitting, growing, joining and dropping. What is not known: the order of events, what workers
-hold in all, when to tidy up.
+A segment is a stretch of consecutive blocks that exactly the same workers hold. This module keeps every block in
+exactly one segment while segments are split, grow, are joined and are dropped. It does not know the order of events,
+how many blocks a worker holds, or when to tidy up.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvrelay.router.worker_bits import WorkerBits
 class Segment:
     """Consecutive blocks with one set of workers. ``parent`` is the hash before the first block, None at the root.
 
-    ``mask`` has a bit per worker, among them perhaps some of workers that have left. ``slot`` is the place in the list
-    of segments, -1 once dropped. ``spill`` is the segment that took the last block cut off this one's tail: with evictions from
-    the tail the next block goes there, instead of becoming one more segment.
+    ``mask`` has a bit per worker and may still have bits of departed workers. ``slot`` is the index in the list of
+    segments, -1 once dropped. ``spill`` is the segment that took the last block cut off this one's tail: when a worker
+    evicts from the tail, the next block goes there instead of becoming one more segment.
     """
 
     __slots__ = ("hashes", "mask", "parent", "slot", "spill")
@@ -34,7 +34,7 @@ class Segment:
         self.spill: Segment | None = None
 
     def index(self, block_hash: int) -> int:
-        """Where a block of this segment lies: at the head or the tail, nearly always."""
+        """Index of a block of this segment: nearly always the head or the tail."""
         hashes = self.hashes
         if hashes[0] == block_hash:
             return 0
@@ -45,7 +45,7 @@ class Segment:
     def common_length(self, sequence: Sequence[int], at: int) -> int:
         """How many blocks ``sequence`` from ``at`` shares with the segment, which holds ``sequence[at]``; at least one.
 
-        Sequence hashes are chained: where one is equal, all before it are, so the end is found by bisection.
+        Sequence hashes are chained: if one is equal, so are all before it. So bisection finds the end.
         """
         hashes, first = self.hashes, self.index(sequence[at])
         high = min(len(hashes) - first, len(sequence) - at)
@@ -82,7 +82,7 @@ class Segment:
 
 
 class SegmentTable:
-    """``segment_of`` and ``segments`` are for reading. ``num_cuts`` counts what may have left segments that could be joined."""
+    """``segment_of`` and ``segments`` are for reading. ``num_cuts``: changes after which segments might be joined."""
 
     def __init__(self, bits: WorkerBits) -> None:
         self._bits = bits
@@ -93,7 +93,10 @@ class SegmentTable:
     # -- blocks and workers -------------------------------------------------------------------------------------------
 
     def add_blocks(self, hashes: Sequence[int], bit: int, before: int | None) -> int:
-        """Unknown blocks of one worker: at the end of the segment before them, if it is this worker's alone. How many."""
+        """Add unknown blocks of one worker and return how many they are.
+
+        They extend the segment before them if this worker alone holds it.
+        """
         segment = self._ending_with(before, bit) or self._new([], bit, before)
         table = self.segment_of
         size = len(table)
@@ -117,7 +120,7 @@ class SegmentTable:
         segment.mask = mask
 
     def drop_worker(self, segment: Segment, first: int, last: int, bit: int) -> None:
-        """One worker less holds blocks ``first`` to ``last`` (exclusive) of ``segment``."""
+        """One worker no longer holds blocks ``first`` to ``last`` (exclusive) of ``segment``."""
         mask = segment.mask & self._bits.alive & ~bit
         if last < len(segment.hashes):
             segment = self._split(segment, last)[0]
@@ -134,12 +137,12 @@ class SegmentTable:
             left.spill = right
 
     def drop(self, segment: Segment) -> None:
-        """Nobody holds these blocks."""
+        """Remove a segment whose blocks no worker holds."""
         deque(map(self.segment_of.pop, segment.hashes), maxlen=0)
         self._forget(segment)
 
     def tidy(self, segment: Segment) -> None:
-        """Take out the bits of workers that have left; drop the segment, or join it to the one before, where possible."""
+        """Clear the bits of departed workers; then drop the segment, or join it to the one before, if possible."""
         segment.mask &= self._bits.alive
         if not segment.mask:
             self.drop(segment)
@@ -148,10 +151,10 @@ class SegmentTable:
         if left is not None and left is not segment:
             self._move_head(segment, len(segment.hashes), left)
 
-    # -- segments ---------------------------------------------------------------------------------------------------------
+    # -- segments -----------------------------------------------------------------------------------------------------
 
     def _ending_with(self, block_hash: int | None, mask: int) -> Segment | None:
-        """The segment whose last block this is, if just the workers of ``mask`` hold it."""
+        """The segment that ends with this block, if exactly the workers of ``mask`` hold it."""
         segment = self.segment_of.get(block_hash) if block_hash is not None else None
         if segment is None or segment.hashes[-1] != block_hash or segment.mask & self._bits.alive != mask:
             return None
@@ -188,7 +191,7 @@ class SegmentTable:
         return left, segment
 
     def _cut_off(self, segment: Segment, first: int) -> None:
-        """Nobody holds the blocks from ``first`` on any more."""
+        """Remove the blocks from ``first`` on, which no worker holds any more."""
         if first == 0:
             self.drop(segment)
         else:
@@ -196,7 +199,7 @@ class SegmentTable:
             del segment.hashes[first:]
 
     def _move_head(self, segment: Segment, count: int, left: Segment) -> None:
-        """Give the first ``count`` blocks to the adjoining segment ``left``; join both when that is all of them."""
+        """Give the first ``count`` blocks to the adjoining segment ``left``; if that is all of them, join the two."""
         if count == len(segment.hashes) and len(left.hashes) < count:
             segment.mask = left.mask
             segment.parent = left.parent
@@ -234,7 +237,7 @@ class SegmentTable:
     # -- inspection ---------------------------------------------------------------------------------------------------
 
     def parents_first(self) -> Iterator[Segment]:
-        """All segments, each behind the one that its first block hangs below, if that is known."""
+        """All segments; each comes after the segment that holds its parent block, if there is one."""
         done: set[int] = set()
         for start in self.segments:
             way = []
@@ -246,7 +249,7 @@ class SegmentTable:
             yield from reversed(way)
 
     def memory_bytes(self) -> int:
-        """What segments and table take, about, with a hash object per block (48 bytes)."""
+        """Approximate size of segments and table, with one hash object (48 bytes) per block."""
         per_segment = sys.getsizeof(Segment([], 1, None)) + 48
         segments = sum(sys.getsizeof(segment.hashes) for segment in self.segments) + per_segment * len(self.segments)
         return sys.getsizeof(self.segment_of) + 48 * len(self.segment_of) + segments

@@ -1,6 +1,6 @@
-"""Which workers have been at one engine step for long, by what they publish: perhaps a hang, long before that is sure.
+"""Which workers have been at one engine step for long, according to their load samples: an early sign of a hang.
 
-They are avoided, not excluded: when all others are at a long step as well, long steps are what this cluster does.
+Such workers are avoided, not excluded: if all workers are at a long step, long steps are normal in this cluster.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ MIN_AGE_S = 0.5
 
 
 class Stalls:
-    """The age of each worker's running step, as its last sample said. One that falls silent keeps it."""
+    """The age of each worker's running step in its last sample. A worker that falls silent keeps that age."""
 
     def __init__(self) -> None:
         self._age_s: dict[str, float] = {}
@@ -29,8 +29,8 @@ class Stalls:
     def avoidable(
         self, after_s: float, row_of: Callable[[str], int | None], excluded: Collection[int], num_rows: int
     ) -> list[int]:
-        """Rows to avoid besides ``excluded``: those of workers that have been at one step for ``after_s`` (0: none).
-        Empty when that would leave none of the ``num_rows``."""
+        """Rows to avoid besides ``excluded``: those of workers that have been at one step for ``after_s`` seconds
+        (0: none). Empty if that would leave none of the ``num_rows``."""
         if not self._age_s or not after_s:
             return []
         rows = {row_of(worker_id) for worker_id, age_s in self._age_s.items() if age_s >= after_s}

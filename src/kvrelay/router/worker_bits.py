@@ -1,8 +1,8 @@
 """WorkerBits: a bit for each worker of an index, so that a set of workers is one integer.
 
-What it owns: which worker has which bit, and which bits may be given away again. A worker that leaves is *retired*: its
-bit no longer counts, but old masks still have it, so it stays taken until somebody has cleared it everywhere and says
-so. What it does not know: where the masks are.
+This module owns the assignment of bits to workers, and knows which bits are free. The bit of a worker that leaves is
+*retired*: it no longer counts, but old masks still contain it. So it stays taken until the pass over the segments has
+cleared it everywhere and calls ``give_away``. This module does not know where the masks are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_CACHED_MASKS = 4096
 
 
 class WorkerBits:
-    """``alive`` are the bits of all workers that are here, ``retired`` those of workers that have left."""
+    """``alive``: the bits of all present workers. ``retired``: the bits of departed workers that masks may contain."""
 
     def __init__(self) -> None:
         self.alive = 0
@@ -34,15 +34,15 @@ class WorkerBits:
 
     @property
     def num_bits(self) -> int:
-        """How many bits there are: those of workers here, those of workers that have left, and free ones."""
+        """Number of bits: those of present workers, retired ones and free ones."""
         return self._num_bits
 
     def bit(self, worker_id: str) -> int:
-        """0 for a worker that is not here."""
+        """0 for a worker without a bit."""
         return self._bit_of.get(worker_id, 0)
 
     def add(self, worker_id: str) -> int:
-        """The bit of a worker that has none yet."""
+        """Give a bit to a worker that has none yet."""
         if not self._free:
             self._free.append(1 << self._num_bits)
             self._num_bits += 1
@@ -53,14 +53,14 @@ class WorkerBits:
         return bit
 
     def retire(self, worker_id: str) -> int:
-        """The worker has left; the bit that was its own, 0 if it had none."""
+        """Retire the bit of a departed worker and return it; 0 if the worker had none."""
         bit = self._bit_of.pop(worker_id, 0)
         self.alive &= ~bit
         self.retired |= bit
         return bit
 
     def give_away(self, mask: int) -> None:
-        """No mask has these retired bits any more: new workers may get them."""
+        """Free these retired bits, which no mask contains any more: new workers may get them."""
         for bit in _single_bits(mask):
             del self._name_of[bit]
             self._free.append(bit)
@@ -68,7 +68,7 @@ class WorkerBits:
         self.retired &= ~mask
 
     def group(self, mask: int) -> WorkerGroup:
-        """The workers of a mask. The same masks come again and again, so they are remembered."""
+        """The workers of a mask. The same masks come again and again, so the groups are cached."""
         found = self._group_of_mask.get(mask)
         if found is None:
             if len(self._group_of_mask) >= MAX_CACHED_MASKS:
