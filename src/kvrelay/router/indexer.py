@@ -321,7 +321,7 @@ class KvIndexer:
         self._ask(worker_id, stream, ReplayRequest(stream.expected))
 
     def _ask_for_dump(self, worker_id: str, stream: _Stream) -> None:
-        """Ask for a dump, at most once every DUMP_INTERVAL_S: a worker whose events never fit must not take all time."""
+        """Ask for a dump, at most once every DUMP_INTERVAL_S: a worker whose events never fit costs time."""
         now = self._clock.now()
         if self._request_replay is None:
             stream.wants_dump = False
