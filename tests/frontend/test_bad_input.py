@@ -60,7 +60,7 @@ BODIES: list[tuple[bytes, str | None]] = [
     (b'{"prompt": "a", "stop": ["' + b"x" * 5000 + b'"]}', "stop"),
     (b'{"prompt": "a", "suffix": "b"}', "suffix"),
     (b'{"prompt": "a", "use_beam_search": true}', "use_beam_search"),
-    (b'{"prompt": "a", "response_format": {"type": "json_object"}}', "response_format"),
+    (b'{"prompt": "a", "response_format": {"type": "grammar"}}', "response_format"),
     (b'{"prompt": "a", "stream_options": {"include_usage": true}}', "stream_options"),
     (b'{"prompt": "a", "timeout": -1}', "timeout"),
     (b'{"prompt": "a", "priority": 99999999999}', "priority"),

@@ -54,7 +54,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     request that is continued here count. A receiver that knows fewer has lost some.
 
     ``num_cached_tokens`` (prefix hit) and ``prompt_logprobs`` come with the first. ``stop_token`` is the stop token
-    id that ended the answer, if one did. ``remote_prefill`` says where the first token was computed.
+    id that ended the answer, if one did. ``remote_prefill`` says where the first token was computed. With an ``error``
+    that is the request's own, because its grammar failed, ``is_final`` says that no other worker would do better.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     error: str | None = None
     remote_prefill: bool = False
     position: int = 0
+    is_final: bool = False
 
 
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):

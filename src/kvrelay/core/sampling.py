@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from kvrelay.core.grammar import MAX_GRAMMAR_CHARS, Grammar
+from kvrelay.core.grammar import Grammar
 from kvrelay.errors import InvalidInputError
 
 MAX_LOGPROBS = 20
@@ -74,8 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def _validate_grammar(self) -> None:
         if self.grammar is None:
             return
-        if len(self.grammar.source) > MAX_GRAMMAR_CHARS:
-            raise InvalidInputError(f"a grammar has at most {MAX_GRAMMAR_CHARS} characters", param=self.grammar.kind)
+        self.grammar.check()
         if self.ignore_eos:
             message = "ignore_eos is not possible with a grammar: the end of sequence ends the answer"
             raise InvalidInputError(message, param="ignore_eos")

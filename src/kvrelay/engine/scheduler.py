@@ -348,7 +348,9 @@ class Scheduler:
         position = request.num_output_tokens
         self.abort(request, FinishReason.ERROR)
         self.output.outputs.append(
-            TokenOutput(request.request_id, finish_reason=FinishReason.ERROR, error=reason, position=position)
+            TokenOutput(
+                request.request_id, finish_reason=FinishReason.ERROR, error=reason, position=position, is_final=True
+            )
         )
 
     def _accept_first(

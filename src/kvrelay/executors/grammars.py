@@ -68,6 +68,7 @@ class GrammarCompiler:
         Raises InvalidInputError for a grammar that does not compile, cannot be satisfied or is too complex;
         CheckpointError when the vocabulary cannot be read.
         """
+        grammar.check()
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:

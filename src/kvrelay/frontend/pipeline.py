@@ -71,7 +71,9 @@ class Pipeline:
         )
         exchange.drop_body()
         model = self._cluster.model(request.model)
-        plan = plan_completion(request, model.tokenizer.default_sampling, self._config.max_n)
+        plan = await self._threads.call(
+            size, plan_completion, request, model.tokenizer.default_sampling, self._config.max_n
+        )
         plan.check(model.vocab_size)
         with self._admission.admitted(plan.n * len(items)):
             prompts = await self._prepared(
@@ -100,7 +102,7 @@ class Pipeline:
         request = await self._threads.call(size, parse_body, exchange.request.body, ChatCompletionRequest)
         exchange.drop_body()
         model = self._cluster.model(request.model)
-        plan = plan_chat(request, model.tokenizer.default_sampling, self._config.max_n)
+        plan = await self._threads.call(size, plan_chat, request, model.tokenizer.default_sampling, self._config.max_n)
         plan.check(model.vocab_size)
         with self._admission.admitted(plan.n):
             prompts = await self._prepared(exchange, size, chat_prompt(request, model))
@@ -218,6 +220,7 @@ def _specs(request_id: str, model: Model, plan: GenerationPlan, prompts: Items[P
             sampling=choice_sampling(sampling, choice),
             priority=plan.priority,
             include_stop=plan.include_stop,
+            grammar_param=plan.grammar_param,
         )
         for number, (prompt, sampling) in enumerate(zip(prompts, samplings))
         for choice in range(plan.n)

@@ -24,7 +24,7 @@ from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
-from kvrelay.errors import KvrelayError, OverloadedError, RetryElsewhereError, WorkerUnavailableError
+from kvrelay.errors import InvalidInputError, KvrelayError, OverloadedError, RetryElsewhereError, WorkerUnavailableError
 from kvrelay.frontend.detokenizer import Detokenizer
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
@@ -66,6 +66,8 @@ class SequenceSpec:
     sampling: SamplingParams
     priority: int = 0
     include_stop: bool = False
+    grammar_param: str | None = None
+    """The request's field that asked for the grammar: a worker that cannot use it knows only the grammar."""
 
 
 class Sequence:
@@ -139,7 +141,7 @@ class Sequence:
         if refusal.status == OverloadedError.status:
             # Who refuses for another reason, because it leaves for instance, does not know when somebody is free.
             self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)
-        error = _refusal_error(refusal, self._retry_after_s)
+        error = _refusal_error(refusal, self._retry_after_s, self.spec.grammar_param)
         if not refusal.retryable:
             self._fail(error)
             return
@@ -306,6 +308,11 @@ class Sequence:
         """The worker ended it without being asked: another one may succeed."""
         if self._link is not None:
             self._link.release(self._attempt_id)
+        if output.is_final and not self._is_ended:
+            self._link = None
+            self._leave_router()
+            self._fail(RefusedError(output.error or "the request failed", 400, param=self.spec.grammar_param))
+            return
         self._migrate(output.error or f"worker {self.worker_id} gave it up", may_wait=False)
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -330,7 +337,7 @@ class Sequence:
         self._listener.failed(self, error)
 
 
-def _refusal_error(refusal: RequestRefused, retry_after_s: float) -> KvrelayError:
+def _refusal_error(refusal: RequestRefused, retry_after_s: float, grammar_param: str | None) -> KvrelayError:
     """What the client is told if no other worker takes it. ``retry_after_s`` is that of the overloaded worker that is
     free first, infinite where there is none."""
     if refusal.status == OverloadedError.status:
@@ -338,4 +345,5 @@ def _refusal_error(refusal: RequestRefused, retry_after_s: float) -> KvrelayErro
     if refusal.status == WorkerUnavailableError.status:
         wait_s = retry_after_s if retry_after_s < math.inf else refusal.retry_after_s
         return WorkerUnavailableError(refusal.reason, retry_after_s=wait_s)
-    return RefusedError(refusal.reason, refusal.status)
+    param = grammar_param if refusal.status == InvalidInputError.status else None
+    return RefusedError(refusal.reason, refusal.status, param=param)

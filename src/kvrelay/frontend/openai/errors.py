@@ -19,10 +19,11 @@ class DeadlineError(RetryElsewhereError):
 
 
 class RefusedError(KvrelayError):
-    """A worker refused the request for good, with a status of its own."""
+    """A worker refused the request for good, with a status of its own. ``param`` is the field that is to blame."""
 
-    def __init__(self, message: str, status: int, retry_after_s: float | None = None) -> None:
+    def __init__(self, message: str, status: int, retry_after_s: float | None = None, param: str | None = None) -> None:
         super().__init__(message)
+        self.param = param
         self.status = status
         self.retry_after_s = retry_after_s
 
@@ -84,4 +85,6 @@ def _whole_seconds(seconds: float) -> int:
 def _body_of(error: KvrelayError) -> bytes:
     if isinstance(error, InvalidInputError):
         return error_body(status_of(error), error.message, error.param, error.code)
+    if isinstance(error, RefusedError):
+        return error_body(status_of(error), error.message, error.param)
     return error_body(status_of(error), error.message)

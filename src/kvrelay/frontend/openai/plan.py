@@ -14,6 +14,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import InvalidInputError, PayloadTooLargeError, PromptTooLongError
 from kvrelay.frontend.openai.bounds import MAX_STOP_CHARS
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
+from kvrelay.frontend.openai.structured import Constraint, constraint_of
 from kvrelay.frontend.tokenizer import DefaultSampling
 
 TIMEOUT_HEADER = "x-request-timeout-s"
@@ -51,6 +52,8 @@ class GenerationPlan:
     continuous_usage: bool
     priority: int
     timeout_s: float | None
+    grammar_param: str | None = None
+    """The field that asked for the sampling's grammar."""
 
     def check(self, vocab_size: int) -> None:
         """Once per request: raise InvalidInputError for tokens that the model does not have."""
@@ -134,8 +137,9 @@ def plan_completion(request: CompletionRequest, defaults: DefaultSampling, max_n
     prompt_logprobs = request.prompt_logprobs
     if is_echo and prompt_logprobs is None:
         prompt_logprobs = request.logprobs
-    sampling = _sampling(request, defaults, request.logprobs, prompt_logprobs)
-    return _plan(request, sampling, max_tokens, request.max_tokens is None, is_echo, max_n)
+    constraint = constraint_of(request)
+    sampling = _sampling(request, defaults, request.logprobs, prompt_logprobs, constraint)
+    return _plan(request, sampling, max_tokens, request.max_tokens is None, is_echo, max_n, constraint)
 
 
 def plan_chat(request: ChatCompletionRequest, defaults: DefaultSampling, max_n: int) -> GenerationPlan:
@@ -148,8 +152,9 @@ def plan_chat(request: ChatCompletionRequest, defaults: DefaultSampling, max_n: 
     elif request.top_logprobs:
         raise InvalidInputError("top_logprobs needs logprobs to be true", param="top_logprobs")
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    sampling = _sampling(request, defaults, logprobs, request.prompt_logprobs)
-    return _plan(request, sampling, max_tokens, max_tokens is None, False, max_n)
+    constraint = constraint_of(request)
+    sampling = _sampling(request, defaults, logprobs, request.prompt_logprobs, constraint)
+    return _plan(request, sampling, max_tokens, max_tokens is None, False, max_n, constraint)
 
 
 def _plan(
@@ -159,6 +164,7 @@ def _plan(
     is_max_default: bool,
     echo: bool,
     max_n: int,
+    constraint: Constraint | None,
 ) -> GenerationPlan:
     n = _or(request.n, 1)
     if not 1 <= n <= max_n:
@@ -188,6 +194,7 @@ def _plan(
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         priority=_priority(request.priority),
         timeout_s=check_timeout(request.timeout),
+        grammar_param=constraint.param if constraint is not None else None,
     )
 
 
@@ -199,7 +206,11 @@ def check_timeout(timeout_s: float | None) -> float | None:
 
 
 def _sampling(
-    request: GenerationFields, defaults: DefaultSampling, logprobs: int | None, prompt_logprobs: int | None
+    request: GenerationFields,
+    defaults: DefaultSampling,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    constraint: Constraint | None,
 ) -> SamplingParams:
     sampling = SamplingParams(
         max_tokens=2**31 - 1,
@@ -217,6 +228,7 @@ def _sampling(
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=constraint.grammar if constraint is not None else None,
     )
     try:
         sampling.validate()
@@ -229,12 +241,8 @@ def _refuse(request: GenerationFields) -> None:
     """What is asked for must be done or refused by name."""
     if request.use_beam_search:
         raise InvalidInputError("beam search is not supported", param="use_beam_search")
-    for name in ("truncate_prompt_tokens", "guided_json", "structured_outputs"):
-        if getattr(request, name) is not None:
-            raise InvalidInputError(f"{name} is not supported", param=name)
-    response_format = getattr(request, "response_format", None)
-    if response_format is not None and response_format.get("type") != "text":
-        raise InvalidInputError("only the response format text is supported", param="response_format")
+    if request.truncate_prompt_tokens is not None:
+        raise InvalidInputError("truncate_prompt_tokens is not supported", param="truncate_prompt_tokens")
 
 
 def _refuse_chat(request: ChatCompletionRequest) -> None:

@@ -31,6 +31,13 @@ from kvrelay.frontend.openai.bounds import (
     check_free_json,
     free_json_fields,
 )
+from kvrelay.frontend.openai.structured import (
+    Choices,
+    GrammarText,
+    ResponseFormat,
+    SchemaText,
+    StructuredOutputs,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -72,8 +79,15 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     user: Name | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
-    guided_json: object = None
-    structured_outputs: object = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaText | JsonMap | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    json_schema: SchemaText | None = None
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
@@ -83,7 +97,6 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     echo: bool | None = None
     suffix: Text | None = None
     logprobs: int | None = None
-    response_format: JsonMap | None = None
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -125,7 +138,6 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
     tool_choice: Word | JsonMap | None = None
     functions: JsonList | None = None
     function_call: Word | JsonMap | None = None
-    response_format: JsonMap | None = None
     modalities: Words | None = None
     audio: JsonMap | None = None
     parallel_tool_calls: bool | None = None

@@ -1,0 +1,238 @@
+"""What the answer must look like: OpenAI's, vLLM's and SGLang's fields for it, brought to one grammar. Pure.
+
+A request has at most one of them. What is checked here is what the request's text alone can tell, in bounded time:
+its size, depth and keys. Whether a grammar compiles is for the worker to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from kvrelay.core.grammar import ANY_JSON_OBJECT, MAX_GRAMMAR_CHARS, Grammar, GrammarKind
+from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.openai.bounds import JsonMap, Name, Word
+
+MAX_SCHEMA_DEPTH = 100
+"""Lists and objects inside each other."""
+MAX_SCHEMA_KEYS = 4096
+MAX_OBJECT_KEYS = 512
+"""Keys of one object. The time to compile an object grows with the square of its properties: 512 take 0.3 s."""
+MAX_CHOICES = 1024
+MAX_CONVERTED_CHARS = 2**15
+"""Of a grammar in another dialect than ours, which costs 20 microseconds a character to bring into ours."""
+_REFUSED_KEYS = frozenset({"x-guidance"})
+"""Settings of the library that compiles schemas, not of JSON Schema."""
+
+SchemaText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
+GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
+Choices = Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length=MAX_CHOICES)]
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """``strict`` is accepted and needs nothing: every schema is obeyed to the letter."""
+
+    name: Name
+    schema: JsonMap | None = None
+    description: Annotated[str, Meta(max_length=2**16)] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """OpenAI's: ``type`` is text, json_object or json_schema."""
+
+    type: Word
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's; exactly one of the fields is set."""
+
+    json: SchemaText | JsonMap | None = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+
+
+class StructuredFields(Protocol):
+    """The fields of a request that say what the answer must look like."""
+
+    @property
+    def response_format(self) -> ResponseFormat | None: ...
+    @property
+    def structured_outputs(self) -> StructuredOutputs | None: ...
+    @property
+    def guided_json(self) -> str | dict[str, object] | None: ...
+    @property
+    def guided_regex(self) -> str | None: ...
+    @property
+    def guided_choice(self) -> list[str] | None: ...
+    @property
+    def guided_grammar(self) -> str | None: ...
+    @property
+    def json_schema(self) -> str | None: ...
+    @property
+    def regex(self) -> str | None: ...
+    @property
+    def ebnf(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A grammar and the field that asked for it, which errors name."""
+
+    param: str
+    grammar: Grammar
+
+
+def constraint_of(request: StructuredFields) -> Constraint | None:
+    """Raises InvalidInputError for more than one field, and for what cannot be a grammar."""
+    given = _given(request)
+    if len(given) > 1:
+        message = f"{given[0][0]} and {given[1][0]} exclude each other: an answer has one form"
+        raise InvalidInputError(message, param=given[1][0])
+    if not given:
+        return None
+    param, build = given[0]
+    return checked(Constraint(param, build(param)))
+
+
+def checked(constraint: Constraint) -> Constraint:
+    """Raises InvalidInputError for a grammar that is too large."""
+    try:
+        constraint.grammar.check()
+    except InvalidInputError as exc:
+        raise InvalidInputError(exc.message, param=constraint.param) from exc
+    return constraint
+
+
+def schema_source(schema: object, param: str) -> str:
+    """A JSON schema as text of a Grammar. Raises InvalidInputError for one that is too large or no object."""
+    if isinstance(schema, str):
+        if len(schema) > MAX_GRAMMAR_CHARS:
+            raise InvalidInputError(f"{param} has more than {MAX_GRAMMAR_CHARS} characters", param=param)
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as exc:
+            raise InvalidInputError(f"{param} is no JSON: {exc}", param=param) from exc
+    if not isinstance(schema, dict):
+        raise InvalidInputError(f"{param} must be a JSON schema, that is, an object", param=param)
+    _check_schema(schema, param)
+    source = msgspec.json.encode(schema).decode()
+    if len(source) > MAX_GRAMMAR_CHARS:
+        raise InvalidInputError(f"{param} has more than {MAX_GRAMMAR_CHARS} characters", param=param)
+    return source
+
+
+def lark_string(text: str) -> str:
+    """``text`` as a literal of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _given(request: StructuredFields) -> list[tuple[str, Callable[[str], Grammar]]]:
+    """The fields that are set, each with what makes its grammar."""
+    found: list[tuple[str, Callable[[str], Grammar]]] = []
+    form = request.response_format
+    if form is not None and form.type != "text":
+        found.append(("response_format", lambda param: _of_format(form, param)))
+    outputs = request.structured_outputs
+    if outputs is not None:
+        parts = [
+            ("json", outputs.json, _of_schema),
+            ("regex", outputs.regex, _of_regex),
+            ("choice", outputs.choice, _of_choices),
+            ("grammar", outputs.grammar, _of_text),
+            ("json_object", outputs.json_object or None, lambda value, param: ANY_JSON_OBJECT),
+        ]
+        found += _set_fields([(f"structured_outputs.{name}", value, make) for name, value, make in parts])
+        if not found or not found[-1][0].startswith("structured_outputs"):
+            message = "structured_outputs needs one of json, regex, choice, grammar and json_object"
+            raise InvalidInputError(message, param="structured_outputs")
+    fields = [
+        ("guided_json", request.guided_json, _of_schema),
+        ("guided_regex", request.guided_regex, _of_regex),
+        ("guided_choice", request.guided_choice, _of_choices),
+        ("guided_grammar", request.guided_grammar, _of_text),
+        ("json_schema", request.json_schema, _of_schema),
+        ("regex", request.regex, _of_regex),
+        ("ebnf", request.ebnf, _of_text),
+    ]
+    return found + _set_fields(fields)
+
+
+def _set_fields(
+    fields: Sequence[tuple[str, object, Callable[..., Grammar]]],
+) -> list[tuple[str, Callable[[str], Grammar]]]:
+    def bound(value: object, make: Callable[..., Grammar]) -> Callable[[str], Grammar]:
+        return lambda param: make(value, param)
+
+    return [(name, bound(value, make)) for name, value, make in fields if value is not None]
+
+
+def _of_format(form: ResponseFormat, param: str) -> Grammar:
+    if form.type == "json_object":
+        return ANY_JSON_OBJECT
+    if form.type != "json_schema":
+        message = f"response_format must be of type text, json_object or json_schema, got {form.type}"
+        raise InvalidInputError(message, param=param)
+    if form.json_schema is None or form.json_schema.schema is None:
+        raise InvalidInputError("response_format needs json_schema with a name and a schema", param=param)
+    return _of_schema(form.json_schema.schema, param)
+
+
+def _of_schema(schema: object, param: str) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, schema_source(schema, param))
+
+
+def _of_regex(pattern: str, param: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, pattern)
+
+
+def _of_choices(choices: Sequence[str], param: str) -> Grammar:
+    if not choices or "" in choices:
+        raise InvalidInputError(f"{param} needs choices, none of them empty", param=param)
+    return Grammar(GrammarKind.LARK, "start: " + " | ".join(map(lark_string, dict.fromkeys(choices))))
+
+
+def _of_text(text: str, param: str) -> Grammar:
+    """Lark, or GBNF (``root ::= ...``), which is brought to Lark."""
+    if "::=" not in text:
+        return Grammar(GrammarKind.LARK, text)
+    if len(text) > MAX_CONVERTED_CHARS:
+        message = f"{param} has more than {MAX_CONVERTED_CHARS} characters; only Lark grammars may have more"
+        raise InvalidInputError(message, param=param)
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return Grammar(GrammarKind.LARK, gbnf_to_lark(text))
+    except RecursionError as exc:
+        raise InvalidInputError(f"{param} is nested too deeply", param=param) from exc
+    except Exception as exc:  # the converter's own error, and whatever else it meets in a text that is none
+        raise InvalidInputError(f"{param} is no grammar: {exc}", param=param) from exc
+
+
+def _check_schema(schema: object, param: str) -> None:
+    num_keys, level = 0, [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, list):
+                below += item
+            elif isinstance(item, dict):
+                num_keys += len(item)
+                below += item.values()
+                if len(item) > MAX_OBJECT_KEYS or num_keys > MAX_SCHEMA_KEYS:
+                    message = f"{param} has more than {MAX_OBJECT_KEYS} keys in an object or {MAX_SCHEMA_KEYS} in all"
+                    raise InvalidInputError(message, param=param)
+                if not _REFUSED_KEYS.isdisjoint(item):
+                    raise InvalidInputError(f"{param} must not have x-guidance", param=param)
+        if not below:
+            return
+        level = below
+    raise InvalidInputError(f"{param} is nested deeper than {MAX_SCHEMA_DEPTH} levels", param=param)
