@@ -90,6 +90,11 @@ class Cluster:
             group=group,
         )
 
+    def until_full(self) -> None:
+        """All that was submitted is queued, and as much of it as may be is posted."""
+        self.prefill.thread._post_call(lambda: None).result(60)
+        wait_for(lambda: len(self.prefill.thread._transport._posts) == MAX_POSTS_PER_PEER)
+
     def wait(self, count: int) -> list[tuple[object, str | None]]:
         wait_for(lambda: len(self.log) >= count)
         return self.log
@@ -208,8 +213,8 @@ def test_a_dead_peer_fails_everything_under_way_with_it(cluster: Cluster) -> Non
     cluster.fabric.faults.delay_polls = 1_000_000
     for block in range(20):
         cluster.write(block, [block])
+    cluster.until_full()
     cluster.fabric.faults.delay_polls = 0
-    wait_for(lambda: cluster.prefill.thread.stats().num_unfinished == 20)
     cluster.fabric.kill("d")
     cluster.prefill.thread.remove_peer("d").result(60)
     assert sorted(name for name, _ in cluster.wait(20)) == list(range(20))  # type: ignore[type-var]
@@ -297,7 +302,7 @@ def test_behind_the_fence_nothing_moves(cluster: Cluster) -> None:
     cluster.fabric.faults.delay_polls = 1_000_000_000
     for block in range(20):
         cluster.write(block, [block])
-    wait_for(lambda: len(cluster.prefill.thread._transport._posts) == MAX_POSTS_PER_PEER)
+    cluster.until_full()
     cluster.fence_s = 5.0
     cluster.clock.advance(5.0)
     cluster.wait(20)
@@ -355,7 +360,7 @@ def test_fail_all_stops_what_is_on_its_way(cluster: Cluster) -> None:
     cluster.fabric.faults.delay_polls = 1_000_000_000
     for block in range(20):
         cluster.write(block, [block])
-    wait_for(lambda: len(cluster.prefill.thread._transport._posts) == MAX_POSTS_PER_PEER)
+    cluster.until_full()
     cluster.prefill.thread.fail_all("lease lost")
     assert {error for _, error in cluster.wait(20)} == {"lease lost"}
     assert not cluster.prefill.thread._transport._posts
