@@ -1,4 +1,4 @@
-"""KV layouts: sizes by the mission's formula, and digests that tell pools apart."""
+"""KV layouts: sizes by the published formula, and digests that tell pools apart."""
 
 import msgspec
 
@@ -13,8 +13,8 @@ def test_block_bytes():
     assert LAYOUT.bytes_per_token * 16 == LAYOUT.block_bytes
 
 
-def test_values_per_token_of_the_missions_example():
-    # 8 KV heads, 40 query heads, hidden 5120: 1024 values for K, 512 on each of two ranks (mission, section 8).
+def test_each_of_two_ranks_holds_half_of_the_kv_heads():
+    # 8 KV heads, 40 query heads, hidden 5120: 1024 values for K, 512 on each of two ranks.
     whole = KVLayout(num_layers=1, num_kv_heads=8, block_size=1, head_dim=5120 // 40, dtype="bfloat16")
     half = msgspec.structs.replace(whole, num_kv_heads=4, tp_size=2)
     assert whole.bytes_per_token == 2 * 1024 * 2

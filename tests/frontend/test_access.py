@@ -232,7 +232,7 @@ async def test_tls(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_tls_files_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="belong together"):
+    with pytest.raises(ConfigError, match="give both or none"):
         FrontendConfig(tls_cert="cert.pem")
     with pytest.raises(ConfigError, match="cannot load the certificate"):
         server_tls(str(tmp_path / "none.pem"), str(tmp_path / "none.key"))

@@ -1,4 +1,4 @@
-"""Remote or local: the mission's formula, its edges, and thresholds that change at run time."""
+"""Remote or local: the formula, its edges, and thresholds that change at run time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Both indices do the same: scenarios of the mission on each, and random interleavings on both at once."""
+"""Both indices do the same: the same scenarios on each, and random interleavings on both at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build(request: pytest.FixtureRequest) -> Callable[..., Both]:
     return lambda clock=None: Both(request.param, clock)
 
 
-def test_the_example_of_the_mission(build: Callable[..., Both]) -> None:
+def test_scores_count_leading_blocks_per_worker(build: Callable[..., Both]) -> None:
     both = build()
     for worker, depth in (("1", 3), ("2", 2), ("3", 1)):
         both.stored(worker, [11, 12, 13][:depth])

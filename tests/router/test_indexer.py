@@ -297,7 +297,7 @@ def test_without_a_way_to_ask_the_worker_is_learnt_anew_after_a_gap() -> None:
     assert (indexer.stats.gaps, indexer.stats.parent_not_found) == (1, 1)
 
 
-def test_errors_of_the_mission(cluster: Cluster) -> None:
+def test_huge_and_late_look_ups_raise(cluster: Cluster) -> None:
     with pytest.raises(RequestDroppedError):
         cluster.indexer.find_matches(range(2_000_000))
     cluster.indexer.close()

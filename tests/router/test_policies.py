@@ -31,7 +31,7 @@ def choose(name: str, given: Candidates, times: int = 1, **settings: float) -> l
     return [policy.pick(policy.scores(given), rng) for _ in range(times)]
 
 
-def test_dynamo_v0_is_the_formula_of_the_mission() -> None:
+def test_dynamo_v0_weighs_overlap_cache_usage_and_waiting() -> None:
     given = candidates(overlap_blocks=[50, 10, 0], cache_usage=[0.5, 0.25, 0.0], num_waiting=[4, 1, 0])
     scores = build_policy(RouterConfig(router="dynamo-v0")).scores(given)
     assert scores.tolist() == pytest.approx([2 * 0.5 - 0.5 - 1.0, 2 * 0.1 - 0.25 - 0.25, 0.0])

@@ -1,4 +1,4 @@
-"""Where settings come from: a YAML file, then the environment (``KVRELAY_<FIELD>``), then flags; later ones win.
+"""Loads settings from a YAML file, then the environment (``KVRELAY_<FIELD>``), then flags; later ones win.
 
 An unknown key is an error that names the nearest known one. Environment variables are read here and nowhere else.
 """
@@ -51,12 +51,12 @@ def load_settings(
 
 
 def environment_with(**values: str) -> dict[str, str]:
-    """Our environment with these settings in it, for a child process: secrets do not belong on a command line."""
+    """Our environment plus these settings, for a child process: secrets do not belong on a command line."""
     return {**os.environ, **{ENV_PREFIX + name.upper(): value for name, value in values.items()}}
 
 
 def cache_directory() -> Path:
-    """Where things are kept that can be made again: ``$XDG_CACHE_HOME/kvrelay``, or ``~/.cache/kvrelay``."""
+    """The directory for files that can be made again: ``$XDG_CACHE_HOME/kvrelay``, or ``~/.cache/kvrelay``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "kvrelay"
 

@@ -1,4 +1,4 @@
-"""What an address says about who can reach it. Pure: no name is resolved."""
+"""Whether an address is reachable from other machines. Pure: no name is resolved."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checksums of KV blocks: does a block hold, where it has arrived, the bytes that were sent?
+"""Checksums of KV blocks: does a block hold, after its transfer, the bytes that were sent?
 
-Pure functions; who computes them when, and what follows from a difference, is the worker's business. xxh3-64 finds
-accidents (a bad cable, a bad driver, a write to the wrong place), not forgeries.
+Pure functions. The worker decides when to compute them and what to do about a difference. xxh3-64 finds accidents (a
+bad cable, a bad driver, a write to the wrong place), not forgeries.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def block_checksum(block: npt.NDArray[np.uint8]) -> int:
 
 
 def find_damage(block_ids: Sequence[int], sent: Sequence[int] | None, found: Sequence[int]) -> str | None:
-    """None when block i of ``block_ids``, which has checksum ``found[i]``, was sent with the same one, for all i.
+    """None if ``found[i]``, the checksum of block i of ``block_ids``, equals ``sent[i]`` for all i.
 
-    Else why the blocks cannot be trusted; ``sent`` comes from a peer and may be missing or of any length.
+    Otherwise the reason not to trust the blocks. ``sent`` comes from a peer and may be missing or of any length.
     """
     if sent is None:
         return "no checksums came with it"

@@ -1,8 +1,8 @@
-"""The one door for what is read from the control plane: registrations, settings, entries of the prefill queue.
+"""Decodes and checks all values read from the control plane: registrations, settings, entries of the prefill queue.
 
-Whoever holds credentials of the control plane can write anything there, so nothing is believed before it has passed
-here: types, ranges, nesting, and that a key's id is the id in its value. What is refused raises ProtocolError, and
-nothing else is ever raised. Events and load samples have a door of their own (``event_codec``).
+Any holder of control-plane credentials can write anything there, so no value is used before these checks: types,
+ranges, nesting, and that the id in a key equals the id in its value. A value that fails raises ProtocolError; no other
+exception leaves this module. ``event_codec`` does the same for events and load samples.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MAX_SETTING_BYTES = 4096
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TIMEOUT_S = 86_400.0
 VERSION = 1
-"""Of every struct that passes here."""
+"""The version of every struct in this module."""
 
 Setting = int | float | str | bool
-"""A run-time setting's value. Nothing nested."""
+"""Bytes of a run-time setting's value, which is a scalar."""
 
 _Struct = TypeVar("_Struct", WorkerInfo, KvMetadata)
 
@@ -37,21 +37,21 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_worker(worker_id: str, value: bytes) -> WorkerInfo:
-    """The entry of the worker whose id the key names. Raises ProtocolError."""
+    """The registration of the worker with the id in the key. Raises ProtocolError."""
     return _registration(_worker_decoder, "entry", worker_id, value)
 
 
 def decode_kv_metadata(place: str, value: bytes) -> KvMetadata:
-    """The KV memory whose ``WORKER_ID/RANK`` the key names. Raises ProtocolError."""
+    """The KV memory under the key ``WORKER_ID/RANK``. Raises ProtocolError."""
     worker_id, _, rank = place.partition("/")
     metadata = _registration(_metadata_decoder, "KV metadata", worker_id, value)
     if str(metadata.rank) != rank:
-        raise ProtocolError(f"KV metadata of {worker_id} is under rank {rank!r}, and says {metadata.rank}")
+        raise ProtocolError(f"KV metadata of {worker_id} under the key of rank {rank!r} names rank {metadata.rank}")
     return metadata
 
 
 def decode_caller(caller_id: str, value: bytes) -> CallerInfo:
-    """The frontend or operator whose id the key names. Raises ProtocolError."""
+    """The frontend or operator with the id in the key. Raises ProtocolError."""
     if len(value) > MAX_ENTRY_BYTES:
         raise ProtocolError(f"entry of caller {caller_id} has {len(value)} bytes")
     try:
@@ -59,7 +59,7 @@ def decode_caller(caller_id: str, value: bytes) -> CallerInfo:
     except _UNREADABLE as exc:
         raise ProtocolError(f"entry of caller {caller_id} is malformed: {exc}") from exc
     if caller.caller_id != caller_id or caller.version != VERSION:
-        raise ProtocolError(f"entry of caller {caller_id} is of {caller.caller_id}, version {caller.version}")
+        raise ProtocolError(f"entry of caller {caller_id} names caller {caller.caller_id}, version {caller.version}")
     return caller
 
 

@@ -1,7 +1,7 @@
-"""Frames of the event plane: cache events, load samples, and the replay of events that were missed.
+"""Frames of the event plane: cache events, load samples, and the replay of missed events.
 
-Each frame is one MessagePack struct with a version in it. What does not decode, or has no meaning, is refused with
-ProtocolError. What it does not know: subjects, sockets, what the events do.
+Each frame is one MessagePack struct with a version. A malformed or inconsistent frame raises ProtocolError. This module
+does not know subjects, sockets or the effect of events.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _T = TypeVar("_T", KvEventBatch, LoadMetrics, "ReplayRequest", "ReplayReply")
 
 
 class ReplayRequest(msgspec.Struct, frozen=True):
-    """Index to worker: send your events from ``from_seq`` on; ``FULL_DUMP``: send what you hold instead.
+    """Index to worker: send your events from ``from_seq`` on; ``FULL_DUMP``: send the blocks that you hold instead.
 
-    A dump may have several pages; ``dump_seq`` and ``page`` ask for a later page of the one that was begun.
+    A dump may have several pages; ``dump_seq`` and ``page`` ask for a later page of a dump in progress.
     """
 
     from_seq: int
@@ -37,8 +37,9 @@ FULL_DUMP = -1
 class ReplayReply(msgspec.Struct, frozen=True):
     """Worker to index: ``batches`` in order. ``next_seq`` is the number of the worker's next event.
 
-    ``is_dump``: the events were too old or a dump was asked for; the batches say what is held, not what happened, and
-    the index goes on at ``dump_seq`` behind the last page. Otherwise, if they end before ``next_seq``, ask again.
+    ``is_dump``: the ring no longer has the events, or the index asked for a dump. The batches then list the blocks
+    held, not past events, and after the last page the index continues at event ``dump_seq``. Otherwise, if the batches
+    end before ``next_seq``, the index asks again.
     """
 
     worker_id: str
@@ -60,12 +61,12 @@ _reply_decoder = msgspec.msgpack.Decoder(ReplayReply)
 
 
 def encode_events(batch: KvEventBatch, *, include_tokens: bool = False) -> bytes:
-    """One frame. Token ids stay at home unless asked for: local hashes name the tokens, in a tenth of the bytes."""
+    """One frame. Token ids are left out by default: local hashes identify the tokens in a tenth of the bytes."""
     return _encoder.encode(batch if include_tokens else without_tokens(batch))
 
 
 def decode_events(frame: bytes) -> KvEventBatch:
-    """Raises ProtocolError for a malformed frame, another version, or hashes that do not belong together."""
+    """Raises ProtocolError for a malformed frame, another version, or inconsistent hashes."""
     batch = _decode(_batch_decoder, frame)
     _check_batch(batch)
     return batch
@@ -138,7 +139,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
 
 
 def _check_batch(batch: KvEventBatch) -> None:
-    """The parts of every stored event belong together: as many local as sequence hashes, or none; likewise tokens."""
+    """Check that every stored event has as many local hashes as sequence hashes, or none; likewise tokens."""
     if batch.version != EVENT_PROTOCOL_VERSION:
         raise ProtocolError(f"batch of {batch.worker_id} has version {batch.version}, not {EVENT_PROTOCOL_VERSION}")
     for event in batch.events:

@@ -1,8 +1,8 @@
-"""KvEventLog: a worker's own memory of its cache events, from which indexes that missed some are healed.
+"""KvEventLog: a worker's record of its cache events, from which indexes get the events that they missed.
 
-What it owns: the numbering of events, a ring of the latest, and what the cache holds now, by which it answers with a
-full dump when the ring does not reach back far enough. What it does not know: the bus; ``serve_replay`` takes and
-gives frames.
+It owns the numbering of events, a ring of the latest ones, and the set of blocks in the cache now. If the ring does not
+reach back far enough, it answers with a full dump of that set. It does not know the bus: ``serve_replay`` takes a frame
+and returns one.
 
     numbers    0 ........ 71 72 73 ................... 99 | 100 = next_seq
     ring                     └──── the latest events ────┘
@@ -59,11 +59,11 @@ class KvEventLog:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held now, as far as the events say."""
+        """Blocks held now, according to the events."""
         return len(self._parents)
 
     def append(self, events: Sequence[KvEvent]) -> KvEventBatch:
-        """Number the events. The batch is what is to be published."""
+        """Number the events and return them as a batch to publish."""
         batch = KvEventBatch(self._worker_id, self._epoch, self._next_seq, tuple(events))
         for event in without_tokens(batch).events:
             self._ring.append(event)
@@ -72,13 +72,13 @@ class KvEventLog:
         return batch
 
     def replay(self, from_seq: int) -> list[KvEventBatch]:
-        """All events from ``from_seq`` on; a dump when some of them are no longer in the ring, or it is FULL_DUMP."""
+        """All events from ``from_seq`` on; a dump if the ring lacks some of them or ``from_seq`` is FULL_DUMP."""
         if not self._oldest <= from_seq <= self._next_seq:
             return self.dump()
         return self._ring_batches(from_seq)
 
     def dump(self) -> list[KvEventBatch]:
-        """What is held now as stored events, parents first, in batches of a bounded size numbered ``next_seq``.
+        """The blocks held now as stored events, parents first, in batches of a bounded size numbered ``next_seq``.
 
         A block whose parent has been evicted keeps its parent's hash. Local hashes and tokens are left out.
         """
@@ -157,7 +157,7 @@ class KvEventLog:
             self._parents.clear()
 
     def _chains(self) -> Iterator[list[int]]:
-        """What is held, cut into chains of parent and child, each behind the chain that its first block hangs below."""
+        """The held blocks as chains of parent and child. A chain comes after the one with its first block's parent."""
         done: set[int] = set()
         chain: list[int] = []
         for block in self._parents:

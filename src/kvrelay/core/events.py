@@ -1,4 +1,4 @@
-"""What an engine tells the world about its prefix cache and its load (mission, section 5)."""
+"""The events of an engine's prefix cache and the samples of its load, as workers publish them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """Blocks became full and immutable, one after the other, under ``parent_hash`` (None: at the root).
+    """Consecutive blocks became full and immutable, under ``parent_hash`` (None: at the root).
 
     ``block_hashes`` are sequence hashes, ``local_hashes`` and ``token_ids`` (flat, block after block) belong to them.
     """
@@ -20,7 +20,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
-    """Blocks (by sequence hash) were evicted and are no longer found."""
+    """Blocks (by sequence hash) were evicted and can no longer be found."""
 
     block_hashes: tuple[int, ...]
 
@@ -43,10 +43,10 @@ class KvEventBatch(msgspec.Struct, frozen=True):
 
 
 class LoadMetrics(msgspec.Struct, frozen=True):
-    """A worker's load, in the mission's terms; published at start, before any forward pass, and then regularly.
+    """A worker's load; published at start, before any forward pass, and then regularly.
 
-    ``step_age_s``: for how long the running step had been running when the sample was sent; 0 while there is none.
-    ``kv_demand_perc``: what requests hold or wait for as a share of the pool; above 1 when not all of it fits at once.
+    ``step_age_s``: age of the running step when the sample was sent; 0 without a running step.
+    ``kv_demand_perc``: blocks that requests hold or wait for, as a share of the pool; above 1 if not all fit at once.
     """
 
     worker_id: str

@@ -1,15 +1,15 @@
 """Block hashes: the names under which engine, router and bench know a block of tokens.
 
-A block's *local* hash covers its own tokens: xxh3-64 over the tokens as little-endian u32, seed 1337, as Dynamo's
-(mission, section 5). Its *sequence* hash covers all that precedes it as well: the same function, seeded with the
-sequence hash of the block before. So equal sequence hashes mean equal prefixes (up to collisions, which the engine's
-token comparison makes harmless).
+A block's *local* hash covers its own tokens: xxh3-64 over the tokens as little-endian u32, seed 1337, the same as in
+NVIDIA Dynamo. Its *sequence* hash covers its whole prefix as well: the same function, seeded with the sequence hash of
+the block before. So equal sequence hashes mean equal prefixes (up to collisions, which the engine's token comparison
+makes harmless).
 
     sequence[0] = xxh3_64(block 0, 1337)        sequence[i] = xxh3_64(block i, sequence[i - 1])
 
-Every prompt passes through here, so the work is done inside C calls: one for all tokens that makes them bytes, one that
-cuts these into blocks, and one per block and hash. Most of the time of a list goes into the first, which a numpy array
-saves.
+Every prompt passes through here, so C calls do the work: one converts all tokens to bytes, one cuts the bytes into
+blocks, and one per block and hash computes the hash. For a list, most of the time goes into the first call; a numpy
+array avoids it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def compute_sequence_hashes(
     lora: str | None = None,
     parent: int | None = None,
 ) -> tuple[int, ...]:
-    """The sequence hashes alone, as ``compute_block_hashes`` gives them, in half of the calls."""
+    """Only the sequence hashes of ``compute_block_hashes``, with half of the calls."""
     return _chain(_blocks(tokens, block_size), local_seed(seed, lora), parent)
 
 
@@ -98,7 +98,7 @@ def _blocks(tokens: Sequence[int] | TokenArray, block_size: int) -> list[bytes]:
 
 @lru_cache(maxsize=16)
 def _block_type(block_size: int) -> np.dtype[np.void]:
-    """A block as an opaque item of an array; to make the type takes longer than to use it."""
+    """A block as an opaque item of an array. Cached, because making the type takes longer than using it."""
     return np.dtype((np.void, 4 * block_size))
 
 
@@ -115,7 +115,7 @@ def _token_bytes(tokens: Sequence[int] | TokenArray) -> bytes | array[int]:
 
 
 def _list_bytes(tokens: list[int]) -> array[int]:
-    """Without the tuple that a list of arguments costs."""
+    """The bytes of a list, without the tuple that a call with many arguments needs."""
     words = array("I")
     words.fromlist(tokens)
     if sys.byteorder == "big":

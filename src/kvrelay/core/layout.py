@@ -1,11 +1,11 @@
-"""The shape of a KV pool, and what makes two pools exchangeable.
+"""The shape of a KV pool, and the digest by which two workers know that they can exchange KV.
 
 The pool is block-major: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
 
     block b  = [ layer 0: K heads | V heads ][ layer 1: K | V ] ...     one contiguous piece of ``block_bytes``
     a head   = [ block_size, head_dim ]                                 contiguous too, so a TP slice of a layer is
 
-So two workers of equal layout move a run of adjacent blocks as one piece of memory.
+So two workers of equal layout move an extent of adjacent blocks as one piece of memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MemoryRegion(msgspec.Struct, frozen=True):
 
 
 class Compatibility(msgspec.Struct, frozen=True):
-    """Everything that must agree before two workers may exchange KV (design, section 4, rule 4)."""
+    """Everything that must agree before two workers may exchange KV. A difference in any field means other bytes."""
 
     model: str
     weights_fingerprint: str

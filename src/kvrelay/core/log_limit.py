@@ -1,8 +1,7 @@
-"""Keeps the log readable and small, whatever peers and clients send: a bound on lines per place, and on each line.
+"""Keeps the log readable and small: a bound on lines per place in the source, and on the length of each line.
 
-Anybody who can send a malformed message can have a line logged, again and again, with words of his own in it. So the
-bound belongs where lines are written, not where they are made: a filter on the handler sees every logger, those of
-libraries included.
+A peer or client that sends malformed messages can have a line with its own words logged again and again. So the bound
+is applied to all lines when they are written: a filter on the handler sees every logger, those of libraries included.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MAX_CHARS = 2000
 
 @dataclass(slots=True)
 class _Window:
-    """What one place has logged since ``began_s``."""
+    """Lines of one place in the source since ``began_s``."""
 
     began_s: float
     num_lines: int = 0
@@ -28,9 +27,9 @@ class _Window:
 
 
 class LogLimit(logging.Filter):
-    """Lets every place in the source log ``max_lines`` a minute. Debug lines are asked for by name, and not counted.
+    """Lets every place in the source log ``max_lines`` a minute. Debug lines are opt-in and not counted.
 
-    A line that is let through has an attribute ``dropped``: what to say behind it of those that were not, or nothing.
+    A line that passes has an attribute ``dropped``: a suffix with the number of lines dropped before it, or "".
     """
 
     def __init__(self, clock: Clock, max_lines: int = MAX_LINES) -> None:
@@ -50,7 +49,7 @@ class LogLimit(logging.Filter):
         return num_dropped is not None
 
     def _count(self, place: tuple[str, int]) -> int | None:
-        """None: this line is too much; else how many were dropped before it and not mentioned yet."""
+        """None if this line must be dropped; otherwise the number of dropped lines that no line has mentioned yet."""
         now_s, num_dropped = self._clock.now(), 0
         window = self._windows.get(place)
         if window is None or now_s - window.began_s >= WINDOW_S:
@@ -64,7 +63,7 @@ class LogLimit(logging.Filter):
 
 
 class LineFormatter(logging.Formatter):
-    """Writes a message as one line of at most ``MAX_CHARS`` characters, whatever is in it; behind a LogLimit only."""
+    """Writes any message as one line of at most ``MAX_CHARS`` characters. Needs a LogLimit on the same handler."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s%(dropped)s")

@@ -1,7 +1,7 @@
 """The request plane's messages: frontend to worker, worker to frontend, worker to worker.
 
-One frame is one message: a version byte, then MessagePack. What does not decode is refused with ProtocolError.
-Nothing is pickled.
+One frame is one message: a version byte, then MessagePack. A frame that does not decode raises ProtocolError. Nothing
+is pickled.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PROTOCOL_VERSION = 2
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
-    """Frontend to worker: generate. ``worker_id`` fences: another incarnation at this address refuses it.
+    """Frontend to worker: generate. ``worker_id`` is a fence: another incarnation at this address refuses the request.
 
-    ``output_token_ids`` is not empty when the request continues elsewhere: the worker prefills prompt + output and
-    goes on counting (limits, seeds, penalties) after them.
+    If ``output_token_ids`` is not empty, the request continues from another worker: this worker prefills
+    prompt + output and counts on (limits, seeds, penalties) from there.
     """
 
     request_id: str
@@ -48,14 +48,14 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """New tokens of one request. The last one of a request carries ``finish_reason`` (and no earlier one does).
+    """New tokens of one request. Only the last output of a request carries ``finish_reason``.
 
-    ``position`` is the index of ``token_ids[0]`` in the answer, that is, how many tokens came before; those of a
-    request that is continued here count. A receiver that knows fewer has lost some.
+    ``position`` is the index of ``token_ids[0]`` in the answer: the number of tokens before it, including those that an
+    earlier worker generated. A receiver that knows fewer has lost some.
 
-    ``num_cached_tokens`` (prefix hit) and ``prompt_logprobs`` come with the first. ``stop_token`` is the stop token
-    id that ended the answer, if one did. ``remote_prefill`` says where the first token was computed. With an ``error``
-    that is the request's own, because its grammar failed, ``is_final`` says that no other worker would do better.
+    ``num_cached_tokens`` (prefix hit) and ``prompt_logprobs`` come with the first output. ``stop_token`` is the stop
+    token id that ended the answer, if one did. ``remote_prefill``: a prefill worker computed the first token.
+    ``is_final``: the ``error`` is due to the request itself (its grammar failed), so no other worker would do better.
     """
 
     request_id: str
@@ -72,13 +72,13 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
 
 
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):
-    """Worker to frontend: everything one engine step produced for this peer."""
+    """Worker to frontend: all outputs of one engine step for this peer."""
 
     outputs: tuple[TokenOutput, ...]
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """Worker to frontend: not here. ``retryable`` says whether another worker may take it."""
+    """Worker to frontend: this worker does not take the request. ``retryable``: another worker may take it."""
 
     request_id: str
     reason: str
@@ -94,8 +94,8 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """``publish_secret``, for frontends only, checks what the worker publishes (``sealing``); empty: nothing is
-    sealed."""
+    """The answer to Ping. With ``publish_secret``, sent to frontends only, the receiver verifies the seals of the
+    worker's publications (``sealing``); empty: the worker does not seal them."""
 
     nonce: int
     worker_id: str
@@ -103,7 +103,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdminRequest(msgspec.Struct, frozen=True, tag=True):
-    """An operator's order to a worker: ``drain``, ``status``, ``check_integrity``, ``clear_cache`` or ``role`` (with
+    """An operator's command to a worker: ``drain``, ``status``, ``check_integrity``, ``clear_cache`` or ``role`` (with
     ``argument``)."""
 
     nonce: int
@@ -112,7 +112,7 @@ class AdminRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdminReply(msgspec.Struct, frozen=True, tag=True):
-    """``payload`` is JSON text; ``error`` is set instead when the order failed."""
+    """The answer to a command: ``payload`` is JSON text; ``error`` is set instead if the command failed."""
 
     nonce: int
     payload: str = ""

@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             raise InvalidInputError(message, param="ignore_eos")
 
     def validate_tokens(self, vocab_size: int | None) -> None:
-        """Raise InvalidInputError unless every token that is named is one of ``vocab_size`` tokens (None: 2**31)."""
+        """Raise InvalidInputError unless every named token id is below ``vocab_size`` (None: 2**31)."""
         limit = vocab_size if vocab_size is not None else 2**31
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             message = f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries"

@@ -1,8 +1,9 @@
-"""Seals on what a worker publishes: whoever reads the bus can check that the worker itself said it.
+"""Seals on a worker's publications: a frontend can verify that a frame on the bus comes from that worker.
 
-Every holder of the control plane's credentials may publish under any subject. So a worker draws a secret at its start,
-tells it to frontends over the request plane, where both ends have proved who they are, and puts a keyed hash
-(BLAKE2b, RFC 7693) of subject and frame before each frame. Nothing is encrypted; old frames are told by their numbers.
+Every holder of control-plane credentials may publish under any subject. So a worker draws a secret at its start and
+tells it to frontends over the request plane, where both ends have proved their identity. It puts a keyed hash (BLAKE2b,
+RFC 7693) of subject and frame before each frame. Nothing is encrypted. A replayed old frame is recognised by its event
+or sample number.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ def new_secret() -> bytes:
 
 
 def seal(secret: bytes, subject: str, frame: bytes) -> bytes:
-    """The frame with its seal; as it is without a secret."""
+    """The frame with its seal; unchanged without a secret."""
     return _seal_of(secret, subject, frame) + frame if secret else frame
 
 
 def unseal(secret: bytes, subject: str, data: bytes) -> bytes:
-    """The frame, whose seal was right. Raises ProtocolError."""
+    """The frame without its seal. Raises ProtocolError if the seal is wrong."""
     if not secret:
         return data
     found, frame = data[:SEAL_BYTES], data[SEAL_BYTES:]
     if not hmac.compare_digest(found, _seal_of(secret, subject, frame)):
-        raise ProtocolError("its seal is not the worker's")
+        raise ProtocolError("the seal of the frame does not match the worker's secret")
     return frame
 
 

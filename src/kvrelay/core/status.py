@@ -1,6 +1,6 @@
 """The states of a request inside an engine, and the moves between them.
 
-    WAITING ──> RUNNING ──────────────> FINISHED_*        an aggregated request, or one that was prefilled locally
+    WAITING ──> RUNNING ──────────────> FINISHED_*        an aggregated request, or one with a local prefill
        │  ^        │ ^
        │  │        v │
        │  └── PREEMPTED                                   its blocks were taken; it is prefilled again
@@ -12,7 +12,7 @@
                                               │           pass the blocks stay ours until the last write is done
                                               └──> FINISHED_*
 
-Both REMOTE_PREFILLING and PREFILL_SENDING count as unfinished work (mission, section 9).
+Both REMOTE_PREFILLING and PREFILL_SENDING count as unfinished work: an engine with such requests is not idle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvrelay.errors import IllegalTransitionError
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands. Everything from FINISHED_STOPPED on is final."""
+    """The state of a request. All states from FINISHED_STOPPED on are final."""
 
     WAITING = 0
     LOADING_KV = 1

@@ -11,9 +11,9 @@ _log = logging.getLogger(__name__)
 
 
 class TaskSet:
-    """The tasks that run now. To be used on the event loop that runs them.
+    """The running tasks of one owner. Use it on the event loop that runs them.
 
-    The event loop itself keeps only weak references, and tells of a failed task when that is collected at the earliest.
+    The event loop itself keeps only weak references, and reports a failed task only once the task is collected.
     """
 
     def __init__(self) -> None:
@@ -26,24 +26,24 @@ class TaskSet:
         return iter(tuple(self._tasks))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run ``work`` beside its owner. If it fails, the failure is logged and nothing else ends."""
+        """Run ``work`` in the background. A failure is logged and ends nothing else."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def cancel(self) -> None:
-        """Ask every task to end."""
+        """Cancel every task, without waiting."""
         for task in self:
             task.cancel()
 
     async def wait(self) -> None:
-        """Return when no task runs, those included that are spawned meanwhile."""
+        """Return when no task runs, including tasks that are spawned meanwhile."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def close(self) -> None:
-        """Cancel what runs now and wait until it has ended."""
+        """Cancel the running tasks and wait until they have ended."""
         tasks = tuple(self)
         self.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

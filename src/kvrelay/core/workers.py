@@ -1,6 +1,6 @@
-"""What discovery says about a worker: who it is, what it serves, where it listens, with whom it can exchange KV.
+"""A worker's entries in discovery: its identity, model, address, and the workers with which it can exchange KV.
 
-The ranges in the types hold when an entry is read (``control_codec``).
+``control_codec`` checks the ranges in the types when it reads an entry.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LeaseTime = Annotated[float, msgspec.Meta(ge=0.1, le=3600)]
 class WorkerRole(enum.StrEnum):
     """What a worker does now. A role is state: it can change without reloading weights.
 
-    A ``decode`` worker takes requests and may send their prefills away; a ``prefill`` worker pulls those from the
-    queue; a worker that does ``both`` takes requests and prefills them itself unless prefill workers are there
-    to help: what others call aggregated.
+    A ``decode`` worker takes requests and may hand off their prefills; a ``prefill`` worker pulls prefills from the
+    queue; a worker that does ``both`` takes requests and prefills them itself unless there are prefill workers to help
+    (also called aggregated).
     """
 
     PREFILL = "prefill"

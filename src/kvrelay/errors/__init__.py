@@ -10,8 +10,8 @@ ReRegisterError        register again under a new lease            nothing
 FatalError             restart the process                         another worker's answer
 =====================  ==========================================  ============================
 
-Foreign exceptions are mapped to these at the edge where they arise, with ``from exc``. Attributes carry what a
-handler needs; the message is one line that a person can act on.
+Foreign exceptions are mapped to these at the edge where they arise, with ``from exc``. Attributes carry the values that
+a handler needs; the message is one line that a person can act on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import errno
 
 
 class KvrelayError(Exception):
-    """Base of everything that kvrelay raises on purpose. ``exit_code`` is what the command line ends with."""
+    """Base of all exceptions that kvrelay raises on purpose. ``exit_code`` is the command line's exit code."""
 
     exit_code = 1
 
@@ -57,13 +57,13 @@ class CheckpointError(InvalidInputError):
 
 
 class ModelNotFoundError(InvalidInputError):
-    """No worker serves the model of that name."""
+    """No worker serves a model of that name."""
 
     status = 404
 
 
 class PayloadTooLargeError(InvalidInputError):
-    """The request is larger than the frontend accepts, from anybody or from this client."""
+    """The request exceeds the frontend's size limit, or this client's."""
 
     status = 413
 
@@ -73,14 +73,14 @@ class PromptTooLongError(InvalidInputError):
 
 
 class ProtocolError(KvrelayError):
-    """A message of an unknown type or version, or a malformed one, arrived. It is dropped, logged and counted."""
+    """A message is malformed or of an unknown type or version. It is dropped, logged and counted."""
 
 
 # -- retry elsewhere, or later ----------------------------------------------------------------------------------------
 
 
 class RetryElsewhereError(KvrelayError):
-    """Nothing is wrong with the request; this place cannot take it now. ``retry_after_s`` is in seconds."""
+    """Nothing is wrong with the request; this process cannot take it now. ``retry_after_s`` is in seconds."""
 
     status = 503
 
@@ -96,22 +96,22 @@ class OverloadedError(RetryElsewhereError):
 
 
 class WorkerUnavailableError(RetryElsewhereError):
-    """No worker can take the request, or the one that had it is gone."""
+    """No worker can take the request, or the worker that had it is gone."""
 
 
 class ControlUnavailableError(RetryElsewhereError):
-    """The control plane (NATS, etcd) cannot be reached. A supervisor that sees the exit code knows that nothing is
-    wrong with the process: it does not count as a crash."""
+    """The control plane (NATS, etcd) cannot be reached. The exit code tells a supervisor that nothing is wrong with the
+    process, so the exit does not count as a crash."""
 
     exit_code = 69
 
 
 class AddressInUseError(KvrelayError):
-    """The port that was asked for belongs to another process."""
+    """Another process uses the requested port."""
 
     @classmethod
     def at(cls, host: str, port: int, reason: OSError) -> AddressInUseError:
-        """What to tell when the operating system does not let us listen there."""
+        """The error for a refusal of the operating system to listen on this address."""
         remedy = "; choose another port" if reason.errno in (errno.EADDRINUSE, errno.EACCES) else ""
         return cls(f"cannot listen on {host}:{port}: {reason.strerror or reason}{remedy}")
 
@@ -120,7 +120,7 @@ class AddressInUseError(KvrelayError):
 
 
 class RecomputeError(KvrelayError):
-    """KV is lost; the tokens are not. The request's prefill is run again, locally."""
+    """The KV is lost, the tokens are not. The request is prefilled again, locally."""
 
 
 class TransferError(RecomputeError):
@@ -143,7 +143,7 @@ class IncompatiblePeerError(RecomputeError):
 
 
 class ReRegisterError(KvrelayError):
-    """What this process had registered is gone."""
+    """This process's registration is gone."""
 
 
 class LeaseLostError(ReRegisterError):
@@ -162,14 +162,14 @@ class IntegrityError(FatalError):
 
 
 class EngineDeadError(FatalError):
-    """The engine's thread or the executor has failed; its requests go elsewhere."""
+    """The engine's thread or the executor has failed; its requests continue on other workers."""
 
 
 class EngineHungError(FatalError):
-    """The engine's thread has been at one step for too long; its requests go elsewhere."""
+    """The engine's thread has been at one step for too long; its requests continue on other workers."""
 
     exit_code = 70
 
 
 class IllegalTransitionError(FatalError):
-    """A state machine was asked for a move that its table does not have."""
+    """A caller asked a state machine for a move that its table does not contain."""

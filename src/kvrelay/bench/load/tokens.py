@@ -21,7 +21,7 @@ class TokenCounter(Protocol):
 
 
 class EstimatedTokens:
-    """Four characters a token (mission, section 13), at least one for text that is not empty."""
+    """An estimate of four characters per token, at least one for text that is not empty."""
 
     def count(self, text: str) -> int:
         return -(-len(text) // CHARS_PER_TOKEN)

@@ -1,7 +1,7 @@
 """The repetition measure over files: read, pack, find, summarise.
 
-The mission's ratio is ``shared prefixes / conversations``; beside it stands the share of conversations that begin with
-one of them, which is what a cache sees.
+It reports the ratio ``shared prefixes / conversations``, and beside it the share of conversations that begin with one
+of these prefixes, which is what a cache sees.
 """
 
 from __future__ import annotations
