@@ -68,7 +68,7 @@ class RunnerConfig(Settings):
     attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = setting("auto", "Attention implementation.")
     num_threads: int = setting(0, "Compute threads of this process; 0: one per core that it may use.", low=0, high=1024)
     yield_while_starting: bool = setting(
-        False, "Loading and compiling at lower CPU priority, so that other workers keep serving; serve restarts so."
+        False, "Loading and compiling at lower CPU priority, beside workers that serve; restarts by serve do so."
     )
     enforce_eager: bool = setting(False, "CUDA: decode without graphs.")
     seed: int = setting(0, "Seed from which requests without a seed draw theirs.")

@@ -1,7 +1,7 @@
-"""May two workers exchange KV? (design, section 4, rule 4)
+"""May two workers exchange KV? Only if transport, block size in bytes and compatibility hash are equal.
 
-What it owns: the comparison of what two workers advertise about their KV pools. What it does not know: what the
-compatibility hash covers (``core.layout.Compatibility``).
+This module compares what two workers advertise about their KV pools. It does not know what the compatibility hash
+covers (``core.layout.Compatibility``).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError
 
 VERSION = 1
-"""Of KvMetadata."""
+"""The version of KvMetadata."""
 
 
 def check_compatible(peer: KvMetadata, *, transport: str, block_bytes: int = 0, kv_compatibility: str = "") -> None:
-    """Raise IncompatiblePeerError unless blocks can be moved between our pool and the peer's as they are.
+    """Raise IncompatiblePeerError unless blocks can be moved between our pool and the peer's without conversion.
 
-    Ours: the transport's name, and, where given, bytes per block and compatibility hash.
+    ``ours``: the transport's name and, if given, bytes per block and compatibility hash.
     """
     for field, ours, theirs in (
         ("protocol version", VERSION, peer.version),
@@ -32,10 +32,12 @@ def check_compatible(peer: KvMetadata, *, transport: str, block_bytes: int = 0, 
 
 
 def check_pool(metadata: KvMetadata) -> None:
-    """Raise IncompatiblePeerError when the advertised pool cannot exist."""
+    """Raise IncompatiblePeerError if the advertised pool cannot exist."""
     if metadata.address <= 0 or metadata.num_bytes <= 0 or metadata.block_bytes <= 0:
         raise IncompatiblePeerError(f"worker {metadata.worker_id} advertises a KV pool without memory")
     if metadata.address + metadata.num_bytes >= 2**64 or metadata.num_bytes % metadata.block_bytes:
-        raise IncompatiblePeerError(f"worker {metadata.worker_id} advertises a KV pool that is not a row of blocks")
+        raise IncompatiblePeerError(
+            f"worker {metadata.worker_id} advertises a KV pool whose size is no multiple of its block size"
+        )
     if metadata.device not in ("cpu", "cuda") or metadata.device_id < 0:
         raise IncompatiblePeerError(f"worker {metadata.worker_id} advertises a pool on {metadata.device!r}")

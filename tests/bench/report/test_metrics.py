@@ -137,7 +137,7 @@ def test_slo_text() -> None:
             parse_slo(wrong)
 
 
-def test_report_lines_stand_in_the_missions_order() -> None:
+def test_report_lines_stand_in_the_prescribed_order() -> None:
     records = (record((100, 110, 120)), record((), outcome=Outcome.FAILED))
     text = report_text(serve_report(INFO, result(*records, stop_ms=1000), [OfferedLoad("requests")], retokenized=3))
     wanted = (
