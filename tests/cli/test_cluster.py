@@ -7,6 +7,9 @@ from unittest.mock import AsyncMock
 import pytest
 
 from kvrelay.cli.main import run
+from kvrelay.config import ControlConfig
+from kvrelay.control.memory import MemoryBroker
+from kvrelay.launch.admin import config_set, config_unset
 
 KEY = "disagg.max_prefill_queue_size"
 
@@ -35,3 +38,20 @@ def test_a_negative_value_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -
 def test_a_wrong_option_is_refused_all_the_same(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["config", "set", *arguments]) == 2
     assert "--contrl" in capsys.readouterr().err
+
+
+async def test_set_and_unset_say_what_they_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker = MemoryBroker()
+    monkeypatch.setattr("kvrelay.launch.admin.connect_control", AsyncMock(side_effect=lambda _: broker.plane()))
+    here = ControlConfig(namespace="lab")
+    await config_set(here, KEY, "4")
+    await config_set(here, KEY, "5")
+    await config_unset(here, KEY)
+    started = "what each process was started with"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{KEY} is 4 in namespace lab (before: {started})",
+        f"{KEY} is 5 in namespace lab (before: 4)",
+        f"{KEY} is {started} in namespace lab (before: 5)",
+    ]

@@ -84,7 +84,7 @@ class ChatServer:
 @click.argument("model", required=False)
 @click.option("--url", help="A running server, e.g. http://127.0.0.1:8000; default: start one for MODEL.")
 @click.option("--api-key", default="", envvar="KVRELAY_API_KEY", show_envvar=True, help="Key of that server.")
-@click.option("--system", "system_prompt", help="System prompt.")
+@click.option("--system", "system_prompt", help="System prompt; default: none.")
 @click.option("--max-tokens", default=512, type=click.IntRange(1), help="Longest answer, in tokens.")
 @click.option("--temperature", type=click.FloatRange(0.0, 100.0), help="0 is greedy; default: the model's own.")
 def chat(

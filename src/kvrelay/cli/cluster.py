@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from kvrelay.cli.grouped_help import GroupedCommand
 from kvrelay.cli.options import SettingsSource, json_option, settings_options
 from kvrelay.cli.processes import run_async
 from kvrelay.config import ControlConfig
@@ -21,15 +22,17 @@ def _settings(config_file: Path | None, flags: dict[str, object]) -> ControlConf
     return SettingsSource((ControlConfig,), config_file, flags).build(ControlConfig)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @json_option
 @click.option("--watch", is_flag=True, help="Again every second, until interrupted.")
 @click.option("--check", is_flag=True, help="Check the block pools; fail unless they are whole and idle.")
-@click.option("--explain", "prompt", help="Show where a frontend would send this prompt, and why.")
-@click.option("--explain-tokens", type=click.IntRange(1), help="The same for a made-up prompt of so many tokens.")
+@click.option("--explain", "prompt", help="Show where a frontend would send this prompt, and why; default: none.")
+@click.option(
+    "--explain-tokens", type=click.IntRange(1), help="The same for a made-up prompt of so many tokens; default: none."
+)
 @click.option("--url", default="http://127.0.0.1:8000", help="--explain: the frontend.", show_default=True)
 @click.option("--model", help="--explain: the model; default: the first one.")
-@click.option("--api-key", help="--explain: the frontend's key.")
+@click.option("--api-key", help="--explain: the frontend's key; default: none.")
 @_control
 def status(
     as_json: bool,
@@ -78,7 +81,7 @@ def status(
         time.sleep(1.0)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("worker_id")
 @_control
 def drain(worker_id: str, config_file: Path | None, **flags: object) -> None:
@@ -91,7 +94,7 @@ def drain(worker_id: str, config_file: Path | None, **flags: object) -> None:
     run_async(print_order(_settings(config_file, flags), worker_id, "drain"))
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("worker_id")
 @click.argument("new_role", type=click.Choice(["prefill", "decode", "both"]))
 @_control
@@ -113,7 +116,7 @@ def config() -> None:
     """
 
 
-@config.command("get")
+@config.command("get", cls=GroupedCommand)
 @click.argument("key", required=False)
 @_control
 def config_get(key: str | None, config_file: Path | None, **flags: object) -> None:
@@ -126,7 +129,7 @@ def config_get(key: str | None, config_file: Path | None, **flags: object) -> No
     run_async(get(_settings(config_file, flags), key))
 
 
-class TakesNegativeNumbers(click.Command):
+class TakesNegativeNumbers(GroupedCommand):
     """A command whose arguments may be negative numbers, which click would take for options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -148,7 +151,7 @@ def config_set(key: str, value: str, config_file: Path | None, **flags: object) 
     run_async(put(_settings(config_file, flags), key, value))
 
 
-@config.command("unset")
+@config.command("unset", cls=GroupedCommand)
 @click.argument("key")
 @_control
 def config_unset(key: str, config_file: Path | None, **flags: object) -> None:

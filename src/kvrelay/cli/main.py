@@ -13,7 +13,9 @@ import os
 import sys
 
 import click
+from click.shell_completion import CompletionItem
 
+from kvrelay.cli.other_servers import counterpart_of
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.log_limit import LineFormatter, LogLimit
 from kvrelay.errors import KvrelayError
@@ -31,6 +33,7 @@ COMMANDS = {
     "config": ("kvrelay.cli.cluster:config", "Read or change a setting of a running cluster."),
     "api-key": ("kvrelay.cli.api_key:api_key", "Make an API key for a client."),
     "bench": ("kvrelay.bench.commands:bench_group", "Measure engines, servers, routers, transfers and data sets."),
+    "completion": ("kvrelay.cli.completion:completion", "Print the completion script of a shell."),
     "make-model": ("kvrelay.cli.make_model:make_model_command", "Write a checkpoint with random weights."),
 }
 
@@ -49,12 +52,28 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = str(args[0])
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            raise click.exceptions.NoSuchCommand(name, possibilities=COMMANDS, ctx=ctx)
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Like click's own, without importing any command."""
+        names = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
 @click.version_option(__version__, prog_name="kvrelay")
 @click.option(
     "--log-level",
@@ -88,12 +107,21 @@ def run(arguments: list[str]) -> int:
         click.echo(exc.format_message())
         return 2
     except click.ClickException as exc:
-        return _fail(f"{exc.format_message()}{_hint(exc)}", exc.exit_code)
+        return _fail(f"{_explained(exc)}{_hint(exc)}", exc.exit_code)
     except KvrelayError as exc:
         return _fail(exc.message, exc.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return 130
     return result if isinstance(result, int) else 0
+
+
+def _explained(error: click.ClickException) -> str:
+    """The message; for another server's flag with ours, instead of flags that only look alike."""
+    if isinstance(error, click.NoSuchOption) and error.ctx:
+        counterpart = counterpart_of(error.option_name, error.ctx.command)
+        if counterpart is not None:
+            return f"{error.message} It is another server's flag: {counterpart}"
+    return error.format_message()
 
 
 def _hint(error: click.ClickException) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from kvrelay.cli.grouped_help import GroupedOption, heading
 from kvrelay.config import load_settings
 from kvrelay.config.loading import read_config_file
 from kvrelay.config.settings import Settings
@@ -55,7 +56,7 @@ def settings_options(*classes: type[Settings], exclude: tuple[str, ...] = ()) ->
     def decorate(command: Command) -> Command:
         for cls in reversed(classes):
             command = field_options(cls, exclude=exclude)(command)
-        help_text = "YAML file with a section per room; flags win over it."
+        help_text = "YAML file with the sections below; flags win over it. Default: none."
         path = click.Path(exists=True, dir_okay=False, path_type=Path)
         return click.option("--config", "config_file", type=path, help=help_text)(command)
 
@@ -69,13 +70,13 @@ def field_options(cls: type[Settings], *, exclude: tuple[str, ...] = ()) -> Call
         hints = typing.get_type_hints(cls)
         for item in reversed(dataclasses.fields(cls)):
             if item.name not in exclude:
-                command = _option(item, hints[item.name])(command)
+                command = _option(item, hints[item.name], heading(cls))(command)
         return command
 
     return decorate
 
 
-def _option(item: dataclasses.Field[Any], hint: Any) -> Callable[[Command], Command]:
+def _option(item: dataclasses.Field[Any], hint: Any, group: str) -> Callable[[Command], Command]:
     flag = "--" + item.name.replace("_", "-")
     help_text = (
         f"{item.metadata.get('help', '')}  [default: {item.default if item.default not in ('', None) else 'none'}]"
@@ -83,12 +84,14 @@ def _option(item: dataclasses.Field[Any], hint: Any) -> Callable[[Command], Comm
     if isinstance(hint, types.UnionType):
         hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
     if hint is bool:
-        return click.option(f"{flag}/--no-{flag[2:]}", item.name, default=None, help=help_text)
+        return click.option(
+            f"{flag}/--no-{flag[2:]}", item.name, default=None, help=help_text, cls=GroupedOption, group=group
+        )
     if typing.get_origin(hint) is typing.Literal:
         kind: click.ParamType[Any] | type = click.Choice([str(choice) for choice in typing.get_args(hint)])
     else:
         kind = hint
-    return click.option(flag, item.name, type=kind, default=None, help=help_text)
+    return click.option(flag, item.name, type=kind, default=None, help=help_text, cls=GroupedOption, group=group)
 
 
 class SettingsSource:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from kvrelay.cli.grouped_help import GroupedCommand
 from kvrelay.cli.options import (
     SettingsSource,
     engine_option,
@@ -50,7 +51,7 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
         return runner.run(coroutine)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @model_argument
 @click.option("--role", type=click.Choice(["prefill", "decode", "both"]), default="both", help="What it does at first.")
 @engine_option
@@ -96,7 +97,7 @@ def worker(
     run_async(run_worker(options))
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @settings_options(*FRONTEND_SETTINGS)
 def frontend(config_file: Path | None, **flags: object) -> None:
     """Run one frontend: the OpenAI API of a cluster.

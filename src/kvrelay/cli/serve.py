@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from kvrelay.cli.grouped_help import GroupedCommand
 from kvrelay.cli.options import (
     SettingsSource,
     engine_option,
@@ -31,7 +32,7 @@ from kvrelay.config import (
 SERVE_SETTINGS = (*FRONTEND_SETTINGS, *(cls for cls in WORKER_SETTINGS if cls not in FRONTEND_SETTINGS))
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @model_argument
 @click.option("--prefill", "num_prefill", default=1, type=click.IntRange(0, 64), help="Prefill workers; 0: aggregated.")
 @click.option("--decode", "num_decode", default=1, type=click.IntRange(1, 64), help="Decode workers.")

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 ORDER_TIMEOUT_S = 30.0
 STATUS_TIMEOUT_S = 2.0
 TABLE_WIDTH = 1000
+NOT_SET = "what each process was started with"
 """No column is ever cut, however narrow the terminal or the pipe."""
 DISAGG_PREFIX = "disagg."
 ROUTER_PREFIX = "router."
@@ -162,13 +163,19 @@ async def print_order(config: ControlConfig, worker_id: str, command: str, argum
 
 
 async def config_set(config: ControlConfig, key: str, value: str) -> None:
-    """Put a run-time setting into discovery, where workers and frontends watch it. Raises ConfigError."""
-    checked = _checked(key, value)
+    """Put a run-time setting into discovery, where workers and frontends watch it, and print what was changed.
+
+    Raises ConfigError.
+    """
+    shown = json.dumps(_checked(key, value))
     control = await connect_control(config)
     try:
-        await control.discovery.put(Keys(config.namespace).config_value(key), json.dumps(checked).encode())
+        place = Keys(config.namespace).config_value(key)
+        before = await control.discovery.get(place)
+        await control.discovery.put(place, shown.encode())
     finally:
         await control.close()
+    print(f"{key} is {shown} in namespace {config.namespace} (before: {_shown_before(key, before)})")
 
 
 def _checked(key: str, value: str) -> object:
@@ -190,13 +197,19 @@ def _require_settable(key: str) -> None:
 
 
 async def config_unset(config: ControlConfig, key: str) -> None:
-    """Take a run-time setting back: every process has what it was started with again. Raises ConfigError."""
+    """Take a run-time setting back: every process has what it was started with again. Print what was changed.
+
+    Raises ConfigError.
+    """
     _require_settable(key)
     control = await connect_control(config)
     try:
-        await control.discovery.delete(Keys(config.namespace).config_value(key))
+        place = Keys(config.namespace).config_value(key)
+        before = await control.discovery.get(place)
+        await control.discovery.delete(place)
     finally:
         await control.close()
+    print(f"{key} is {NOT_SET} in namespace {config.namespace} (before: {_shown_before(key, before)})")
 
 
 async def config_get(config: ControlConfig, key: str | None) -> None:
@@ -213,6 +226,10 @@ async def config_get(config: ControlConfig, key: str | None) -> None:
         shown = name.removeprefix(keys.config)
         if key in (None, shown):
             print(shown, _shown_setting(shown, value))
+
+
+def _shown_before(name: str, value: bytes | None) -> str:
+    return NOT_SET if value is None else _shown_setting(name, value)
 
 
 def _shown_setting(name: str, value: bytes) -> str:

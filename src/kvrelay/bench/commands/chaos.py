@@ -30,7 +30,10 @@ from kvrelay.cli.processes import run_async
 )
 @click.option("--lease-ttl", "lease_ttl_s", default=2.0, type=click.FloatRange(0.5, 60.0), help="Lease time, seconds.")
 @click.option(
-    "--log", "log_path", type=click.Path(dir_okay=False, path_type=Path), help="Keep the cluster's log there."
+    "--log",
+    "log_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep the cluster's log there; default: none.",
 )
 @json_option
 def bench_chaos(model: str | None, as_json: bool, **given: Any) -> None:

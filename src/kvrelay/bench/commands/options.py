@@ -27,8 +27,8 @@ def body_options(command: _F) -> _F:
         click.option(
             "--endpoint", type=click.Choice(["completions", "chat"]), default="completions", show_default=True
         ),
-        click.option("--api-key", envvar=None, help="Sent as a bearer token."),
-        click.option("--model", help="Model name; asked from the server where it is not given."),
+        click.option("--api-key", envvar=None, help="Sent as a bearer token; default: none."),
+        click.option("--model", help="Model name; default: the server's first."),
     ):
         command = option(command)
     return command
@@ -38,7 +38,9 @@ def dataset_options(command: _F) -> _F:
     """Which prompts are sent."""
     for option in (
         click.option("--mooncake-block", type=int, default=512, show_default=True, help="Tokens made per hash id."),
-        click.option("--tokenizer", type=FILE, help="tokenizer.json or its directory, to count tokens exactly."),
+        click.option(
+            "--tokenizer", type=FILE, help="tokenizer.json or its directory, to count tokens exactly; default: none."
+        ),
         click.option(
             "--vocab-size", type=int, help="Random token ids stay below this.  [default: 512, or tokenizer's]"
         ),

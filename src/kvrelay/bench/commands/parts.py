@@ -51,7 +51,9 @@ def bench_engine(model: str | None, as_json: bool, config_file: Path | None, **g
 @click.option("--workers", default=4, type=click.IntRange(1, 64), help="Mock workers behind the frontend.")
 @click.option("--rounds", default=3, type=click.IntRange(1, 100), help="Turns; medians are reported.")
 @click.option("--scale", default=1.0, type=click.FloatRange(0.01, 100), help="Multiplies the number of requests.")
-@click.option("--url", "urls", multiple=True, help="NAME=URL of another server, measured in the same run.")
+@click.option(
+    "--url", "urls", multiple=True, help="NAME=URL of another server, measured in the same run; default: none."
+)
 @click.option("--plain", is_flag=True, help="Send only fields that OpenAI's own API knows, to every server.")
 @serve_args_option
 @json_option
@@ -82,14 +84,18 @@ def bench_frontend(**given: Any) -> None:
     show_default=True,
     help="Most blocks of the growth table.",
 )
-@click.option("--trace", "traces", type=FILE, multiple=True, help="Replay this Mooncake trace under every policy.")
+@click.option(
+    "--trace", "traces", type=FILE, multiple=True, help="Replay this Mooncake trace under every policy; default: none."
+)
 @click.option("--trace-workers", type=click.IntRange(1), default=16, show_default=True, help="Simulated workers.")
 @click.option(
     "--cache-blocks", type=click.IntRange(1), default=2500, show_default=True, help="Their caches, in 512-token blocks."
 )
-@click.option("--trace-limit", type=click.IntRange(1), help="Replay only so many requests.")
+@click.option("--trace-limit", type=click.IntRange(1), help="Replay only so many requests; default: none.")
 @click.option("--time-scale", type=float, default=1.0, show_default=True, help="2: requests arrive twice as fast.")
-@click.option("--peer-python", type=FILE, help="An interpreter with ai-dynamo-runtime: measure its index too.")
+@click.option(
+    "--peer-python", type=FILE, help="An interpreter with ai-dynamo-runtime: measure its index too; default: none."
+)
 @json_option
 def bench_router(as_json: bool, **given: Any) -> None:
     """How fast the router hashes, looks up, decides and takes in events, and how well its policies place a trace.

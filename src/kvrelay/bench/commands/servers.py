@@ -17,26 +17,36 @@ from kvrelay.cli.processes import run_async
 @dataset_options
 @click.option("--backend", default="openai", show_default=True, help="A name for the report.")
 @click.option("--num-prompts", type=int, help="Number of requests.  [default: 100, or the whole file]")
-@click.option("--request-rate", type=float, help="Requests per second, Poisson; inf sends all at once.")
+@click.option("--request-rate", type=float, help="Requests per second, Poisson; default and inf: all at once.")
 @click.option(
     "--burstiness", type=float, default=1.0, show_default=True, help="Shape of the gaps: below 1 is burstier."
 )
-@click.option("--max-concurrency", type=int, help="At most so many in flight; without a rate, a closed loop of them.")
+@click.option(
+    "--max-concurrency",
+    type=int,
+    help="At most so many in flight; without a rate, a closed loop of them; default: no limit.",
+)
 @click.option("--time-scale", type=float, default=1.0, show_default=True, help="Replay a trace so many times as fast.")
-@click.option("--mix", metavar="CLASSES", help="Classes side by side: chat=64/128:closed=8,long=1024/8:rate=3")
-@click.option("--duration", type=float, help="Seconds after which no new request is sent.")
+@click.option(
+    "--mix", metavar="CLASSES", help="Classes side by side: chat=64/128:closed=8,long=1024/8:rate=3; default: none."
+)
+@click.option("--duration", type=float, help="Seconds after which no new request is sent; default: none.")
 @click.option("--drain", type=float, default=60.0, show_default=True, help="Seconds that requests in flight then have.")
 @click.option("--warm-up", type=int, default=4, show_default=True, help="Unmeasured requests of each class beforehand.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--slo", metavar="LIMITS", help="Goodput limits in ms: ttft=200,tpot=20,itl=50")
+@click.option("--slo", metavar="LIMITS", help="Goodput limits in ms: ttft=200,tpot=20,itl=50; default: none.")
 @click.option("--percentiles", is_flag=True, help="Print P90, P95 and P99 of everything.")
 @click.option("--no-retokenize", is_flag=True, help="Do not count the answers' tokens again.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the report.")
-@click.option("--output", type=FILE, help="Write the JSON report to a file.")
+@click.option("--output", type=FILE, help="Write the JSON report to a file; default: none.")
 @click.option(
-    "--compare", multiple=True, type=FILE, metavar="FILE", help="Reports to show beside this one; repeatable."
+    "--compare",
+    multiple=True,
+    type=FILE,
+    metavar="FILE",
+    help="Reports to show beside this one; repeatable; default: none.",
 )
-@click.option("--plot", type=FILE, help="Draw latencies, a timeline and throughput.")
+@click.option("--plot", type=FILE, help="Draw latencies, a timeline and throughput; default: none.")
 def serve_command(**given: Any) -> None:
     """Send load to an OpenAI-compatible server and report latencies, throughput and goodput.
 
@@ -131,8 +141,16 @@ DEFAULT_MIX = "chat=64/128:closed=8,long=1024/8:rate=3"
 @click.option("--warm-up", type=int, default=8, show_default=True, help="Unmeasured requests of each class beforehand.")
 @click.option("--slo", default="ttft=500,itl=25", show_default=True, help="Objectives for goodput, in ms.")
 @click.option("--serve-args", default="", help="Further arguments of every `kvrelay serve`.")
-@click.option("--url", "urls", multiple=True, metavar="NAME=URL", help="Another server, already running; repeatable.")
-@click.option("--case", "cases", multiple=True, metavar="NAME=COMMAND", help="Another server to start; repeatable.")
+@click.option(
+    "--url",
+    "urls",
+    multiple=True,
+    metavar="NAME=URL",
+    help="Another server, already running; repeatable; default: none.",
+)
+@click.option(
+    "--case", "cases", multiple=True, metavar="NAME=COMMAND", help="Another server to start; repeatable; default: none."
+)
 @click.option("--only-given", is_flag=True, help="Leave out the four arrangements of kvrelay.")
 @body_options
 @click.option("--vocab-size", type=int, help="Random token ids stay below this.  [default: 512]")

@@ -1,0 +1,117 @@
+"""Help, suggestions and completion: what a person at the terminal is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+
+from kvrelay.cli.main import cli, run
+from kvrelay.cli.other_servers import COUNTERPARTS
+
+
+def commands(group: click.Group = cli, path: str = "kvrelay") -> Iterator[tuple[str, click.Command]]:
+    """Every command with its full name, those of groups included."""
+    ctx = click.Context(group)
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}", command
+
+
+def serve() -> click.Command:
+    return dict(commands())["kvrelay serve"]
+
+
+def test_every_option_shows_what_holds_without_it() -> None:
+    silent = []
+    for path, command in commands():
+        ctx = click.Context(command, show_default=True)
+        for param in command.params:
+            if not isinstance(param, click.Option) or param.required or (param.is_flag and not param.secondary_opts):
+                continue
+            record = param.get_help_record(ctx)
+            if record is not None and "default" not in record[1].lower():
+                silent.append(f"{path} {param.opts[0]}: {record[1]}")
+    assert not silent
+
+
+def test_help_has_a_group_for_each_room() -> None:
+    shown = CliRunner().invoke(cli, ["serve", "--help"]).output
+    headings = [line.rstrip(":") for line in shown.splitlines() if line and not line.startswith(" ")]
+    assert headings[1] == "Options"
+    assert [line.split("[section ")[1].rstrip("]") for line in headings[2:]] == [
+        *("frontend", "router", "control", "engine", "runner", "transfer", "disagg", "metrics", "mock")
+    ]
+    own, http = shown.split("The HTTP service")
+    assert "\n  --prefill " in own
+    assert "\n  --port " in http
+
+
+@pytest.mark.parametrize(("written", "meant"), [("sever", "serve"), ("front-end", "frontend"), ("stauts", "status")])
+def test_a_misspelt_command(written: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([written]) == 2
+    assert f"Did you mean '{meant}'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve", "--gpu-memory-utilization", "0.9"], "here it is --kv-cache-memory (a size, e.g. 4GiB)"),
+        (["serve", "--model", "x"], "here it is MODEL (an argument, not an option)"),
+        (["worker", "--max-running-requests=8"], "here it is --max-num-seqs"),
+        (["worker", "--hostname", "x"], "not supported by this command"),
+        (["serve", "--enable-lora"], "not supported: LoRA adapters"),
+        (["frontend", "--disable-log-requests"], "kvrelay --log-level LEVEL, before the command"),
+    ],
+)
+def test_a_flag_of_another_server(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"{arguments[1].split('=')[0]}'. It is another server's flag: {told} (see 'kvrelay {arguments[0]} --help'"
+        in error
+    )
+    assert "Did you mean" not in error
+
+
+def test_what_the_table_names_exists() -> None:
+    options = {name for param in serve().params for name in (*param.opts, *param.secondary_opts)} | {"MODEL"}
+    assert {known.ours for known in COUNTERPARTS.values() if known.ours} - options <= {"--tp", "--pp"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_asks_for_completions(shell: str) -> None:
+    result = CliRunner().invoke(cli, ["completion", shell], prog_name="kvrelay")
+    assert result.exit_code == 0
+    assert "_KVRELAY_COMPLETE" in result.output
+    assert f"{shell}_complete" in result.output
+
+
+def completed(*words: str) -> set[str]:
+    found = ShellComplete(cli, {}, "kvrelay", "_KVRELAY_COMPLETE").get_completions(list(words[:-1]), words[-1])
+    return {item.value for item in found}
+
+
+def test_commands_options_and_choices_are_completed() -> None:
+    assert completed("s") == {"serve", "status"}
+    assert completed("config", "") == {"get", "set", "unset"}
+    assert completed("serve", "--max-num-s") == {"--max-num-seqs"}
+    assert completed("worker", "--role", "p") == {"prefill"}
+
+
+def test_completing_a_command_imports_no_command() -> None:
+    program = (
+        "import sys; from kvrelay.cli.main import cli; from click.shell_completion import ShellComplete;"
+        "ShellComplete(cli, {}, 'kvrelay', 'X').get_completions([], 'se');"
+        "assert not {'kvrelay.cli.serve', 'kvrelay.bench.commands', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
