@@ -21,14 +21,14 @@ def test_a_sealed_frame_comes_back(frame: bytes) -> None:
 @pytest.mark.parametrize(
     "forged",
     [
-        b"",
-        b"frame",
-        b"\0" * SEAL_BYTES + b"frame",
-        seal(new_secret(), "load.w", b"frame"),
-        seal(SECRET, "load.other", b"frame"),
-        seal(SECRET, "load.w", b"frame")[:-1],
-        seal(SECRET, "load.w", b"frame") + b"s",
-        seal(SECRET, "load.wfr", b"ame"),
+        pytest.param(b"", id="empty"),
+        pytest.param(b"frame", id="no seal"),
+        pytest.param(b"\0" * SEAL_BYTES + b"frame", id="zeros for a seal"),
+        pytest.param(seal(new_secret(), "load.w", b"frame"), id="another secret"),
+        pytest.param(seal(SECRET, "load.other", b"frame"), id="another subject"),
+        pytest.param(seal(SECRET, "load.w", b"frame")[:-1], id="cut short"),
+        pytest.param(seal(SECRET, "load.w", b"frame") + b"s", id="longer"),
+        pytest.param(seal(SECRET, "load.wfr", b"ame"), id="a byte moved into the subject"),
     ],
 )
 def test_what_is_not_the_workers_is_refused(forged: bytes) -> None:
