@@ -1,8 +1,8 @@
 """The request plane's contract: typed messages between two processes, in order, with notice when the other end is gone.
 
-What it owns: connections, framing, backpressure, liveness. What it does not know: what a message means.
-Client and server are asymmetric only in who connects; both ends send whenever they like.
-All methods are to be called on the event loop that the object was started on; ``send`` never blocks and never waits.
+It owns connections, framing, backpressure and liveness. It does not know what a message means. The client connects to
+the server; apart from that the two are alike, and both ends send at any time. Call all methods on the event loop on
+which the object was started. ``send`` never blocks and never waits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Peer = NewType("Peer", bytes)
 """A connected client, as its server knows it (the ZMQ routing id)."""
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""A larger message is refused by its sender, and ends the connection that it arrives on."""
+"""A sender refuses a larger message. A receiver that gets one ends the connection."""
 
 
 Admit = Callable[[str], Awaitable[str | None]]
-"""Gives the identity of the client with that public key (Z85 text), or None to refuse it. Must end in bounded time."""
+"""Returns the identity of the client with that public key (Z85 text), or None to refuse it, in bounded time."""
 
 
 class RpcServer(Protocol):
@@ -31,11 +31,14 @@ class RpcServer(Protocol):
         """``tcp://HOST:PORT`` that others connect to."""
 
     def admit_by(self, admit: Admit) -> None:
-        """Let in only clients that ``admit`` knows by the key whose possession they have proved. To be called before
-        ``start``, of a server that has keys. Without it every client is let in that can connect."""
+        """Admit only clients whose proven key ``admit`` knows. Call this before ``start``, on a server that has keys.
+
+        Without it, the server admits every client that can connect.
+        """
 
     def identity(self, peer: Peer) -> str:
-        """What ``admit`` has answered for the peer's connection; empty for a peer that is gone or was not asked for."""
+        """The identity that ``admit`` returned for the peer's connection; empty if the peer is gone or there is no
+        ``admit``."""
 
     def on_message(self, handler: Callable[[Peer, Message], None]) -> None:
         """Called for every well-formed message; a malformed frame is logged, counted and dropped."""
@@ -46,15 +49,17 @@ class RpcServer(Protocol):
     def send(self, peer: Peer, message: Message) -> bool:
         """Queue a message.
 
-        False when the peer is gone, or does not read, so that its queue is full: then the connection ends, as
-        ``disconnect`` does it, because nothing may follow a message that was lost. Raises PayloadTooLargeError for a
-        message above MAX_FRAME_BYTES; the connection stays.
+        False if the peer is gone, or if its queue is full because it does not read. In the second case the connection
+        ends as with ``disconnect``, because no message may follow a lost one. Raises PayloadTooLargeError for a message
+        above MAX_FRAME_BYTES; the connection stays.
         """
 
     def disconnect(self, peer: Peer) -> None:
-        """End the connection for both sides. ``on_peer_gone`` follows on the next turn of the loop, and nothing that
-        the peer says is heard any more. The client gets what was queued before, then its ``on_disconnect``; if it does
-        not read, as soon as it does. Unknown peers are ignored."""
+        """End the connection for both sides.
+
+        ``on_peer_gone`` follows on the next turn of the loop; later messages of the peer are dropped. The client first
+        gets the messages queued before, then its ``on_disconnect``, once it reads. Unknown peers are ignored.
+        """
 
     async def start(self) -> None:
         """Bind. Raises AddressInUseError."""
@@ -71,13 +76,13 @@ class RpcClient(Protocol):
     def on_message(self, handler: Callable[[Message], None]) -> None: ...
 
     def on_disconnect(self, handler: Callable[[], None]) -> None:
-        """Called once, within 1 s of a broken connection, or when heartbeats stop (silent host). The client is then
-        dead; make another one."""
+        """``handler`` is called once: within 1 s of a broken connection, or when heartbeats stop (silent host). The
+        client is dead then; make another one."""
 
     def send(self, message: Message) -> None:
-        """Queue a message. Raises WorkerUnavailableError when the connection is gone or its queue is full."""
+        """Queue a message. Raises WorkerUnavailableError if the connection is gone or its queue is full."""
 
     async def start(self) -> None:
-        """Connect. Raises WorkerUnavailableError when there is no answer within the connect timeout."""
+        """Connect. Raises WorkerUnavailableError if there is no answer within the connect timeout."""
 
     async def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """A request plane inside one process, for tests: the contract of ``base``, without sockets.
 
-Messages go through the real codec, arrive in order on the next turn of the event loop, and connections can be broken
-from either side. A client can be paused, as a process that is stopped: what is sent to it waits, up to a bound.
+Messages go through the real codec and arrive in order on the next turn of the event loop. Either side can break a
+connection. A client can be paused, like a stopped process: messages to it wait, up to a bound.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class LoopbackNetwork:
         self._ports = itertools.count(1)
 
     def server(self, port: int = 0) -> LoopbackRpcServer:
-        """A server that is not started yet; port 0 takes a free one."""
+        """A server that is not started yet; port 0 takes a free port."""
         return LoopbackRpcServer(self, f"tcp://loopback:{port or next(self._ports) + 10_000}")
 
     def client(self, address: str, public_key: str = "") -> LoopbackRpcClient:
-        """A client of ``address`` that is not started yet. That it holds the key is taken on trust."""
+        """A client of ``address`` that is not started yet. It need not prove that it holds the key."""
         return LoopbackRpcClient(self, address, public_key)
 
     def listen(self, server: LoopbackRpcServer) -> None:
@@ -45,8 +45,8 @@ class LoopbackNetwork:
 
 
 class LoopbackRpcServer:
-    """RpcServer in memory. ``drop`` breaks one client's connection. ``high_water_mark``: messages that may wait for a
-    paused client."""
+    """RpcServer in memory. ``drop`` breaks one client's connection. ``high_water_mark``: number of messages that may
+    wait for a paused client."""
 
     def __init__(self, network: LoopbackNetwork, address: str) -> None:
         self._network = network
@@ -100,7 +100,7 @@ class LoopbackRpcServer:
             client.accept(client.lose)
 
     async def accept(self, client: LoopbackRpcClient) -> Peer | None:
-        """None: it is not let in."""
+        """The peer id of a new client; None if the server refuses it."""
         identity = "" if self._admit is None else await self._admit(client.public_key)
         if identity is None:
             return None
@@ -120,7 +120,7 @@ class LoopbackRpcServer:
             self._on_message(peer, message)
 
     def drop(self, peer: Peer) -> None:
-        """Break the connection: both ends hear of it."""
+        """Break the connection: both ends get notice."""
         client = self._clients.pop(peer, None)
         self._identities.pop(peer, None)
         if client is None:
@@ -131,7 +131,7 @@ class LoopbackRpcServer:
 
 
 class LoopbackRpcClient:
-    """RpcClient in memory. While it ``is_paused`` it hears nothing: what comes waits for ``resume``."""
+    """RpcClient in memory. While it ``is_paused``, messages wait for ``resume``."""
 
     def __init__(self, network: LoopbackNetwork, address: str, public_key: str) -> None:
         self._network = network
@@ -162,7 +162,7 @@ class LoopbackRpcClient:
         self.send_frame(_frame(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """Raw bytes, to see what the other end makes of garbage."""
+        """Send raw bytes, to test how the other end handles garbage."""
         if self._server is None:
             raise WorkerUnavailableError(f"no connection to {self.address}")
         asyncio.get_running_loop().call_soon(self._server.deliver, self._peer, frame)
@@ -178,23 +178,23 @@ class LoopbackRpcClient:
         server, self._server = self._server, None
         self._on_disconnect = []
         if server is not None:
-            # Behind what was sent before, like a socket.
+            # After the messages that were sent before, like a socket.
             asyncio.get_running_loop().call_soon(server.drop, self._peer)
 
     @property
     def num_waiting(self) -> int:
-        """Messages, or the end, that came while it was paused."""
+        """Messages, and perhaps the end, that arrived during the pause."""
         return len(self._waiting)
 
     def resume(self) -> None:
-        """Hear what waits, and everything from now on."""
+        """Deliver the waiting messages, and all later ones."""
         self.is_paused = False
         waiting, self._waiting = self._waiting, []
         for event in waiting:
             asyncio.get_running_loop().call_soon(event)
 
     def accept(self, event: Callable[[], None]) -> None:
-        """Something comes from the server: on the next turn of the loop, or when the pause is over."""
+        """Deliver something from the server: on the next turn of the loop, or after the pause."""
         if self.is_paused:
             self._waiting.append(event)
         else:

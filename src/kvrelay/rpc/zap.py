@@ -1,8 +1,8 @@
 """Who may connect to a CURVE server: answers libzmq's questions (ZAP, ZeroMQ RFC 27) on the running event loop.
 
-A client proves in the handshake that it holds the secret half of its key. libzmq then asks here before it lets a single
-message through, and keeps the handshake waiting for the answer. What this module does not know: which keys are good;
-``base.Admit`` says so, and names the identity that every message of the connection then carries.
+A client proves in the handshake that it holds the secret half of its key. libzmq then asks this module, and delivers no
+message before the answer. This module does not know which keys are good: ``base.Admit`` decides, and returns the
+identity that every message of the connection then carries.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ ADDRESS = "inproc://zeromq.zap.01"
 DOMAIN = b"kvrelay"
 VERSION = b"1.0"
 IDENTITY = "User-Id"
-"""The property of a received frame in which libzmq keeps what ``Admit`` has answered."""
+"""The property of a received frame in which libzmq keeps the identity that ``Admit`` returned."""
 MAX_UNDECIDED = 256
-"""Handshakes that may wait for an answer; more are refused at once."""
+"""Maximum number of handshakes that wait for an answer; further ones are refused at once."""
 KEY_BYTES = 32
 NUM_REQUEST_FRAMES = 9
 
 
 class ZapHandler:
-    """Guards a server socket with CURVE keys that is not bound yet; to be closed before its context ends."""
+    """Guards a server socket that has CURVE keys and is not bound yet. Close it before its context ends."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], guarded: zmq.Socket[bytes], admit: Admit) -> None:
         self._admit = admit
         self._undecided = TaskSet()
         guarded.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        # Should this handler be missing, libzmq refuses everybody instead of letting everybody in.
+        # Without this handler, libzmq then refuses all clients instead of admitting all.
         guarded.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._socket = context.socket(zmq.ROUTER)
         self._socket.bind(ADDRESS)
@@ -68,10 +68,10 @@ class ZapHandler:
         try:
             identity = await self._admit(public_key)
         finally:
-            # A client without an answer would wait for its whole timeout.
+            # Without an answer the client would wait for its whole timeout.
             self._answer(frames, identity)
         if identity is None:
-            _log.warning("a connection from %s was refused: its key is not known", frames[5].decode(errors="replace"))
+            _log.warning("refused a connection from %s: its key is not known", frames[5].decode(errors="replace"))
 
     def _answer(self, frames: list[bytes], identity: str | None) -> None:
         if self._socket.closed:

@@ -1,7 +1,7 @@
 """The connecting end of the request plane: a ZMQ DEALER on the running event loop.
 
-It owns one connection and notices its end: a broken TCP connection at once, a silent host when heartbeats stop. After
-its first loss it is dead; it never reconnects behind its owner's back, because what was in flight is lost.
+It owns one connection and detects its end: a broken TCP connection at once, a silent host when heartbeats stop. After
+the loss the client is dead. It never reconnects by itself, because the messages in flight are lost.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, PROBE_FRAME, CurveKeys, Endpo
 _log = logging.getLogger(__name__)
 
 NEVER_MS = 24 * 3600 * 1000
-"""Until ZMQ would make a lost connection again: its owner has closed it by then. Its own word for never, -1, also drops
-what has arrived and has not been read when the connection ends."""
+"""Time until ZMQ would reconnect; the owner has closed the client by then. ZMQ's value for never, -1, would also drop
+messages that have arrived but are unread when the connection ends."""
 
 _EVENTS = (
     zmq.Event.HANDSHAKE_SUCCEEDED
@@ -44,8 +44,8 @@ class _State(enum.Enum):
 
 
 class ZmqRpcClient:
-    """RpcClient over ZMQ. ``server_key`` is the server's public CURVE key; without ``curve_keys`` the client's own pair
-    is made on the spot."""
+    """RpcClient over ZMQ. ``server_key`` is the server's public CURVE key. Without ``curve_keys`` the client generates
+    its own pair."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ZmqRpcClient:
         self._endpoint: Endpoint | None = None
         self._handshake: asyncio.Future[bool] | None = None
         self.num_malformed = 0
-        """Frames that were dropped because they did not decode."""
+        """Number of frames dropped because they did not decode."""
         self._on_message: Callable[[Message], None] | None = None
         self._on_disconnect: list[Callable[[], None]] = []
 
@@ -77,13 +77,13 @@ class ZmqRpcClient:
         return self._state is _State.CONNECTED
 
     def on_message(self, handler: Callable[[Message], None]) -> None:
-        """Messages that arrive before there is a handler wait for it."""
+        """Messages that arrive before the handler is set wait for it."""
         self._on_message = handler
         if self._endpoint is not None:
             self._endpoint.reader.wake()
 
     def on_disconnect(self, handler: Callable[[], None]) -> None:
-        """A handler that comes after the loss is called on the next turn of the loop."""
+        """A handler that is set after the loss is called on the next turn of the loop."""
         if self._state is _State.LOST:
             asyncio.get_running_loop().call_soon(handler)
         else:
@@ -103,7 +103,7 @@ class ZmqRpcClient:
             raise WorkerUnavailableError(f"{self.address} did not answer in {self._connect_timeout_s:g} s") from exc
         except zmq.ZMQError as exc:
             await self.close()
-            raise ConfigError(f"{self.address!r} is no address of a worker: {exc}", param="address") from exc
+            raise ConfigError(f"{self.address!r} is not the address of a worker: {exc}", param="address") from exc
         except asyncio.CancelledError:
             await self.close()
             raise
@@ -112,7 +112,7 @@ class ZmqRpcClient:
             raise WorkerUnavailableError(f"{self.address} refused the connection")
 
     def send(self, message: Message) -> None:
-        """Queue a message. Raises WorkerUnavailableError when the connection is gone or its queue is full, and
+        """Queue a message. Raises WorkerUnavailableError if the connection is gone or its queue is full, and
         PayloadTooLargeError for a message above the limit."""
         endpoint = self._endpoint
         if endpoint is None or self._state is not _State.CONNECTED:
@@ -129,7 +129,7 @@ class ZmqRpcClient:
             raise WorkerUnavailableError(f"cannot send to {self.address}: {exc}") from exc
 
     async def close(self) -> None:
-        """End the connection. What is queued has a quarter of a second to leave. Idempotent."""
+        """End the connection. Queued messages have a quarter of a second to leave. Idempotent."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is None:
             return
@@ -149,7 +149,7 @@ class ZmqRpcClient:
         if endpoint is None:
             return False
         if self._on_message is None:
-            # What has arrived waits; but the descriptor has to be appeased, or it wakes the loop for ever.
+            # Received messages wait, but the descriptor must be reset, or it wakes the loop for ever.
             endpoint.socket.getsockopt(zmq.EVENTS)
             return False
         frames = endpoint.receive()
@@ -189,7 +189,7 @@ class ZmqRpcClient:
 
     def _lose(self) -> None:
         if self._endpoint is not None:
-            # What the server said before it left comes before the news that it left.
+            # Deliver the server's last messages before the notice that it is gone.
             self._endpoint.reader.drain()
         self._state = _State.LOST
         handlers, self._on_disconnect = self._on_disconnect, []

@@ -1,11 +1,12 @@
 """The serving end of the request plane: a ZMQ ROUTER on the running event loop.
 
-It owns the bound socket and the set of peers that have spoken. ROUTER does not say which peer a broken connection
-belonged to, so each disconnection is followed by probes: a one-byte frame to every peer; the one that cannot be routed
-to any more is gone. Whatever a peer sent before it left is handed on before ``on_peer_gone``.
+It owns the bound socket and the set of peers that have sent something. ROUTER does not say which peer a broken
+connection belonged to, so after each disconnection the server probes every peer with a one-byte frame. A peer to which
+ZMQ can no longer route is gone. The server delivers all messages of a peer before ``on_peer_gone``.
 
-Nor can ROUTER close one connection: a peer that is sent away is not heard from then on, and gets a farewell behind what
-is queued for it, upon which the client closes. Until its queue has room for that one byte the server tries again.
+Nor can ROUTER close one connection. To disconnect a peer, the server ignores it from then on and queues a farewell
+after the messages for it; the client closes when it reads the farewell. If the queue has no room for that one byte, the
+server tries again.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ WILDCARDS = ("0.0.0.0", "*", "::")
 
 
 class ZmqRpcServer:
-    """RpcServer over ZMQ. ``advertise_host`` is the name that others connect to when ``host`` is a wildcard.
+    """RpcServer over ZMQ. ``advertise_host`` is the name to which others connect if ``host`` is a wildcard.
 
     With ``curve_keys`` only clients that know the public key can connect, and all traffic is encrypted; ``admit_by``
-    asks for the clients' own keys as well.
+    also checks the clients' own keys.
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class ZmqRpcServer:
         self._admit: Admit | None = None
         self._zap: ZapHandler | None = None
         self._peers: dict[Peer, str] = {}
-        """Clients that have sent something and are not gone, with the identities of their connections."""
+        """Clients that have sent something and are not gone, with their connections' identities."""
         self._parting: dict[Peer, bool] = {}
-        """Peers that were sent away and are still connected; whether they have been told."""
+        """Disconnected peers whose connection still exists; True once the farewell is queued."""
         self._farewell: asyncio.Handle | None = None
         self.num_malformed = 0
-        """Frames that were dropped because they did not decode."""
+        """Number of frames dropped because they did not decode."""
         self._on_message: Callable[[Peer, Message], None] | None = None
         self._on_peer_gone: Callable[[Peer], None] | None = None
         self._probes: dict[float, asyncio.Handle] = {}
@@ -84,7 +85,7 @@ class ZmqRpcServer:
         return frozenset(self._peers)
 
     def admit_by(self, admit: Admit) -> None:
-        """Raises ConfigError without keys of our own: nobody could prove that he holds his."""
+        """Raises ConfigError without keys of our own: then no client can prove that it holds its key."""
         if self._curve_keys is None:
             raise ConfigError("a request plane without CURVE cannot tell its clients apart", param="curve_keys")
         self._admit = admit
@@ -121,9 +122,9 @@ class ZmqRpcServer:
         self._endpoint.reader.wake()
         error = _send_frame(self._endpoint.socket, peer, frame)
         if error == errno.EAGAIN:
-            _log.warning("peer %.16s does not read, its queue is full: ending the connection", peer.hex())
+            _log.warning("ending the connection of peer %.16s: its queue is full, because it does not read", peer.hex())
             self.disconnect(peer)
-        # Otherwise an error says that the peer is gone, and the monitor tells us.
+        # Any other error means that the peer is gone; the monitor reports that.
         return not error
 
     def disconnect(self, peer: Peer) -> None:
@@ -137,7 +138,7 @@ class ZmqRpcServer:
             self._say_farewell()
 
     async def close(self) -> None:
-        """Unbind. What is queued has a quarter of a second to leave. No ``on_peer_gone`` follows. Idempotent."""
+        """Unbind. Queued messages have a quarter of a second to leave. No ``on_peer_gone`` follows. Idempotent."""
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is None:
             return
@@ -196,7 +197,7 @@ class ZmqRpcServer:
         return True
 
     def _heard(self, peer: Peer, identity: str) -> None:
-        """A client may choose its routing id, and so take over that of another one that has just left."""
+        """A client chooses its routing id, so it may take the id of another client that has just left."""
         known = self._peers.get(peer)
         if known is not None and known != identity:
             self._lost(peer)
@@ -208,7 +209,7 @@ class ZmqRpcServer:
             self._on_peer_gone(peer)
 
     def _say_farewell(self) -> None:
-        """Tell the peers that were sent away, now or when their queues have room."""
+        """Send the farewell to the disconnected peers, now or when their queues have room."""
         self._farewell = None
         if self._endpoint is None:
             return
@@ -227,7 +228,7 @@ class ZmqRpcServer:
             self._probe_later(delay_s)
 
     def _probe_later(self, delay_s: float) -> None:
-        """Look for unreachable peers in a while; one that is due earlier by the same delay is put off."""
+        """Probe the peers after ``delay_s``; a pending probe of the same delay is postponed."""
         pending = self._probes.get(delay_s)
         if pending is not None:
             pending.cancel()
@@ -245,7 +246,7 @@ class ZmqRpcServer:
             reader.wake()
             return
         if not reader.drain():
-            # They may have left messages behind, which come first.
+            # Deliver the last messages of these peers first.
             reader.wake()
             self._probe_later(PROBE_DELAYS_S[1])
             return
@@ -260,7 +261,7 @@ def _can_reach(socket: zmq.Socket[bytes], peer: Peer) -> bool:
 
 
 def _send_frame(socket: zmq.Socket[bytes], peer: Peer, frame: bytes) -> int:
-    """0, or the error: EAGAIN when the peer's queue is full, EHOSTUNREACH when it is gone."""
+    """0, or the error: EAGAIN if the peer's queue is full, EHOSTUNREACH if the peer is gone."""
     try:
         socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
         socket.send(frame, zmq.NOBLOCK)

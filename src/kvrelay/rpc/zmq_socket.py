@@ -1,10 +1,10 @@
-"""What ZMQ server and client share: a socket with its options and keys, read on the event loop, and its events there.
+"""The socket of ZMQ server and client: its options and keys, and its reads and events on the event loop.
 
-It owns the way from a ZMQ socket to callbacks on the running loop. It does not know messages or peers.
+This module turns activity of a ZMQ socket into callbacks on the running loop. It does not know messages or peers.
 
-A ZMQ socket's file descriptor is edge-triggered: it becomes readable once when something has happened, and any call on
-the socket may consume that edge. So a reader reads until there is nothing left, and looks again after every burst of
-sends. There is no future and no task per message.
+A ZMQ socket's file descriptor is edge-triggered: it becomes readable once after an event, and any call on the socket
+may consume that edge. So a reader reads until nothing is left, and checks again after every burst of sends. There is no
+future and no task per message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DRAIN_BUDGET = 50_000
 PROBE_FRAME = b"\x00"
 """Sent by a server to find out whether a peer is still there; clients ignore it."""
 FAREWELL_FRAME = b"\x00\x00"
-"""The last word of a server that has ended the connection. ROUTER cannot close one connection, so the client does."""
+"""The farewell: the last frame of a server that ends the connection. ROUTER cannot close it, so the client does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def _configure(socket: zmq.Socket[bytes], heartbeat: Heartbeat) -> None:
     timeout_ms = round(heartbeat.timeout_s * 1000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(heartbeat.interval_s * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
-    # Told to the peer with each ping: by our own measure, not by the peer's, our silence is too long then.
+    # Sent to the peer with each ping: the time after which our silence is too long, by our own lease.
     socket.setsockopt(zmq.HEARTBEAT_TTL, timeout_ms)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
 
@@ -69,7 +69,7 @@ class SocketReader:
         self.wake()
 
     def wake(self) -> None:
-        """Look again soon: to be called after every use of the socket. Many calls in one turn of the loop cost one."""
+        """Check the socket again soon. Call this after every use of the socket; calls in one turn of the loop merge."""
         if not self._is_scheduled and not self._is_closed:
             self._is_scheduled = True
             self._loop.call_soon(self._drain)
@@ -89,7 +89,7 @@ class SocketReader:
         try:
             is_empty = self.drain(READ_BUDGET)
         finally:
-            # Also behind a handler that raised: the edge is gone, nobody else would come back for the rest.
+            # Also after a handler that raised: the edge is gone, and nothing else would trigger another read.
             if not is_empty:
                 self.wake()
 
@@ -104,7 +104,7 @@ class ConnectionMonitor:
         self._reader = SocketReader(self._monitor, self._receive_one)
 
     def close(self) -> None:
-        """Before the socket itself is closed."""
+        """Stop reporting. Call this before the socket itself is closed."""
         self._reader.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -119,10 +119,10 @@ class ConnectionMonitor:
 
 
 class Endpoint:
-    """A socket, from here to ``close``, in a context (with an I/O thread) of its own; not bound or connected yet.
+    """A socket in a context (with an I/O thread) of its own; not bound or connected yet. Ends with ``close``.
 
-    ``receive_one`` is called whenever there may be something, until it returns False (nothing left), ``on_event`` with
-    those of ``events`` that happen.
+    ``receive_one`` is called whenever there may be a message, until it returns False (nothing left). ``on_event`` is
+    called for each event that is in ``events``.
     """
 
     def __init__(
@@ -149,23 +149,23 @@ class Endpoint:
         self.socket.curve_secretkey = keys.secret
 
     def receive(self) -> list[bytes] | None:
-        """The frames of the next message, None when there is none."""
+        """The frames of the next message, None if there is none."""
         try:
             return self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
 
     def receive_frames(self) -> list[zmq.Frame] | None:
-        """As ``receive``, with what libzmq knows of each frame besides its bytes."""
+        """As ``receive``, but as frame objects with libzmq's metadata."""
         try:
             return self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
 
     async def close(self, *, drop_queued: bool = False) -> None:
-        """What is queued has LINGER_MS to leave, or no time at all; then the address is free. No callback follows."""
+        """Close and free the address. Queued messages have LINGER_MS, or no time, to leave. No callback follows."""
         self.reader.close()
         self._monitor.close()
-        # Without unbinding before: that would end connections with what is queued for them.
+        # Do not unbind first: that would drop connections together with their queued messages.
         self.socket.close(linger=0 if drop_queued else None)
         await asyncio.to_thread(self.context.term)

@@ -1,6 +1,7 @@
 """KV between machines: one-sided reads and writes between registered pools. The door of the room.
 
-``base`` is the contract, ``plan`` the arithmetic, ``thread`` what a worker uses, ``build_transport`` the factory.
+``base`` is the contract, ``plan`` the arithmetic, ``thread`` the interface for workers, ``build_transport`` the
+factory.
 """
 
 from kvrelay.transfer.base import Notification, TransferOp, TransferPlan, Transport

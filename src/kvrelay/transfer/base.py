@@ -1,7 +1,7 @@
 """The KV data plane's contract: one-sided reads and writes between registered memory of two workers.
 
-What it owns: connections between memories, posting, completion, notifications. What it does not know: requests,
-schedulers, prefixes; it is told offsets and lengths (a TransferPlan).
+A transport owns connections between memories, posting, completion and notifications. It gets offsets and lengths (a
+TransferPlan); it does not know requests, schedulers or prefixes.
 
 Protocol, per worker:
   1. ``register(region)`` once, after the pool is allocated; the blob it returns goes to discovery (KvMetadata.agent).
@@ -9,8 +9,8 @@ Protocol, per worker:
   3. ``post(...)`` any number of reads and writes; the peer's engine takes no part. A ``notify`` payload arrives at the
      peer after all bytes of that write are visible there.
   4. ``poll()`` completes posts and collects notifications. Both sides must poll while a hand-off is open.
-  5. ``remove_peer(id)`` tears the connection down: once it returns, nothing that the peer posts can touch our memory
-     through it, and our pending posts to it have failed.
+  5. ``remove_peer(id)`` tears the connection down: after it returns, no post of the peer can touch our memory through
+     this connection, and our pending posts to the peer have failed.
 All methods of a Transport are called from one thread, the transfer thread (``TransferThread``); on one host a post
 blocks that thread for the whole copy.
 """
@@ -31,7 +31,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class TransferOp(enum.Enum):
-    """Seen from the side that posts."""
+    """The direction of a post, as seen from the side that posts."""
 
     READ = "read"
     WRITE = "write"
@@ -39,7 +39,7 @@ class TransferOp(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Pieces to move: byte offsets from the start of each side's pool, and lengths; int64 arrays of one length."""
+    """Pieces to move: byte offsets from the start of each side's pool, and lengths; int64 arrays of equal length."""
 
     local_offsets: Int64Array
     remote_offsets: Int64Array
@@ -56,7 +56,7 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A post ended. ``error`` is None when every byte arrived."""
+    """The end of a post. ``error`` is None if every byte arrived."""
 
     handle: int
     error: str | None
@@ -64,7 +64,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """A peer's payload, delivered after the write it belongs to. The payload is untrusted until decoded."""
+    """A peer's payload, delivered after the write to which it belongs. The payload is untrusted until decoded."""
 
     payload: bytes
 
@@ -86,13 +86,13 @@ class Transport(Protocol):
     def post(self, op: TransferOp, worker_id: str, plan: TransferPlan, notify: bytes | None = None) -> int:
         """Start moving; returns a handle that a Completion will name exactly once. Raises TransferError.
 
-        An empty plan is allowed with ``notify``: the payload alone is delivered.
+        An empty plan is allowed with ``notify``: then only the payload is delivered.
         """
 
     def poll(self) -> tuple[list[Completion], list[Notification]]: ...
 
     @property
     def num_pending(self) -> int:
-        """Posts that have not completed."""
+        """Number of posts that have not completed."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""May two workers exchange KV? Only if transport, block size in bytes and compatibility hash are equal.
+"""May two workers exchange KV? Only if protocol version, transport, bytes per block and compatibility hash are equal.
 
 This module compares what two workers advertise about their KV pools. It does not know what the compatibility hash
 covers (``core.layout.Compatibility``).
@@ -16,7 +16,7 @@ VERSION = 1
 def check_compatible(peer: KvMetadata, *, transport: str, block_bytes: int = 0, kv_compatibility: str = "") -> None:
     """Raise IncompatiblePeerError unless blocks can be moved between our pool and the peer's without conversion.
 
-    ``ours``: the transport's name and, if given, bytes per block and compatibility hash.
+    The named arguments are our own values; ``block_bytes`` 0 and ``kv_compatibility`` "" are not compared.
     """
     for field, ours, theirs in (
         ("protocol version", VERSION, peer.version),
@@ -37,7 +37,7 @@ def check_pool(metadata: KvMetadata) -> None:
         raise IncompatiblePeerError(f"worker {metadata.worker_id} advertises a KV pool without memory")
     if metadata.address + metadata.num_bytes >= 2**64 or metadata.num_bytes % metadata.block_bytes:
         raise IncompatiblePeerError(
-            f"worker {metadata.worker_id} advertises a KV pool whose size is no multiple of its block size"
+            f"worker {metadata.worker_id} advertises a KV pool that is too large or has an incomplete block"
         )
     if metadata.device not in ("cpu", "cuda") or metadata.device_id < 0:
         raise IncompatiblePeerError(f"worker {metadata.worker_id} advertises a pool on {metadata.device!r}")

@@ -1,4 +1,4 @@
-"""Which Transport the configuration asks for. Heavy packages are loaded by the chosen one, at ``register``."""
+"""Builds the Transport that the configuration names. It loads its heavy packages at ``register``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvrelay.transfer.nixl import NixlTransport
 
 
 def build_transport(config: TransferConfig, worker_id: str, fabric: LoopbackFabric | None = None) -> Transport:
-    """``fabric`` is what loopback transports of one process share. Raises ConfigError when it is missing."""
+    """``fabric`` is shared by the loopback transports of one process. Raises ConfigError if loopback lacks it."""
     if config.transport == "nixl":
         return NixlTransport(config, worker_id)
     if fabric is None:
-        raise ConfigError("transport loopback works only within one process, with a shared fabric", param="transport")
+        raise ConfigError("transport loopback needs a shared fabric, within one process: use nixl", param="transport")
     return LoopbackTransport(fabric, worker_id)

@@ -1,8 +1,8 @@
 """Transport within one process: memory copies between registered pools, with faults on request. For tests.
 
-What it owns: a fabric that several transports share, standing in for the network, and the injected faults. What it
-does not know: processes, sockets, devices; memory is ordinary memory. Bytes move when the poster polls, not when it
-posts, so that late writes can be provoked.
+It owns the fabric, which stands in for the network and is shared by several transports, and the injected faults. It
+does not know processes, sockets or devices; memory is ordinary memory. Bytes move when the poster polls, not when it
+posts, so that tests can provoke late writes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvrelay.transfer.plan import check_bounds
 
 @dataclass(slots=True)
 class LoopbackFaults:
-    """What goes wrong, per fabric; change it at any time.
+    """The faults of one fabric; may be changed at any time.
 
-    ``delay_polls``: so many of the poster's polls pass before a post ends. ``fail_next``: so many of the next posts
-    fail without moving a byte. ``drop_next``: so many never end. ``corrupt_next``: so many of those that move bytes end
-    well, with a flipped bit. ``reorder``: posts end in random order.
+    ``delay_polls``: number of the poster's polls before a post ends. ``fail_next``: number of next posts that fail
+    without moving a byte. ``drop_next``: number of next posts that never end. ``corrupt_next``: number of next posts
+    with bytes that end well, but with a flipped bit. ``reorder``: posts end in random order.
     """
 
     delay_polls: int = 0
@@ -68,7 +68,7 @@ class LoopbackFabric:
         self.ends: dict[str, _End] = {}
 
     def kill(self, worker_id: str) -> None:
-        """As if the worker's process had died: posts to it fail, its memory is never touched again."""
+        """Simulate the death of the worker's process: posts to it fail, its memory is never touched again."""
         with self.lock:
             self.ends.pop(worker_id, None)
             for end in self.ends.values():
@@ -94,7 +94,7 @@ class LoopbackTransport:
     def register(self, region: MemoryRegion) -> bytes:
         with self._fabric.lock:
             if self._worker_id in self._fabric.ends:
-                raise TransferError(f"worker {self._worker_id} has registered its pool already")
+                raise TransferError(f"worker {self._worker_id} has already registered its pool")
             self._fabric.ends[self._worker_id] = _End(region)
         return self._worker_id.encode()
 

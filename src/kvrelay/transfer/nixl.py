@@ -1,18 +1,18 @@
 """Transport over NIXL and UCX: cross-memory attach and shared memory on one host, TCP or RDMA between hosts.
 
-What it owns: one NIXL agent, its registered pool, its connections. What it does not know: threads (its caller has
-one), retries, deadlines.
+It owns one NIXL agent, its registered pool and its connections. It does not know threads (its caller has one), retries
+or deadlines.
 
-Practice that this module encodes (measured on a 2-core machine):
+Experience that this module encodes (measured on a 2-core machine):
   - NIXL's progress thread spins, so it is off; ``poll`` makes the progress, on both sides.
-  - On one host ``post`` copies within the call (10 GB/s, the GIL released) and is done when it returns.
+  - On one host ``post`` copies within the call (10 GB/s, with the GIL released), so the post is complete on return.
   - UCX's default transports are 2 to 3 times slower for memory of the host than ``CPU_TRANSPORTS``. TCP stays in the
     list on one host too: only it notices that a peer died.
-  - Descriptors are address, length, device in an array of integers: 100 us per 1,000, so nothing is prepared ahead.
-  - An agent that lost a peer may abort the process when it is destroyed. Such an agent is left to the process's end.
+  - Descriptors are address, length, device in an array of integers: 100 us per 1,000, so none are prepared in advance.
+  - An agent that lost a peer may abort the process when it is destroyed. Such an agent stays until the process ends.
 A limit of one-sided transfers: ``remove_peer`` closes connections, but nothing on this side can stop a copy that the
 peer's kernel has begun. Such a copy lasts milliseconds (``thread.MAX_POST_BYTES``), and the peer begins none past its
-deadline; who reuses memory after a peer's lease has ended relies on that.
+deadline. Reuse of memory after the end of a peer's lease relies on that.
 Only the low-level binding is used; it needs no torch, and nothing is pickled.
 """
 
@@ -67,9 +67,9 @@ class NixlTransport:
         return f"<NixlTransport {self._worker_id}: {len(self._peers)} peers, {len(self._in_flight)} posts in flight>"
 
     def register(self, region: MemoryRegion) -> bytes:
-        """Make the agent and pin the pool; gives the blob by which peers connect. Raises FatalError."""
+        """Make the agent and pin the pool; returns the blob with which peers connect. Raises FatalError."""
         if self._agent is not None:
-            raise FatalError(f"worker {self._worker_id} has registered its KV pool already")
+            raise FatalError(f"worker {self._worker_id} has already registered its KV pool")
         self._load(region.device)
         try:
             settings = self._nixl.nixlAgentConfig()
@@ -103,7 +103,7 @@ class NixlTransport:
             raise TransferError(f"cannot connect to worker {worker_id}: {exc}", peer=worker_id) from exc
         if loaded != worker_id.encode():
             self._invalidate(loaded.decode("utf-8", "replace"))
-            raise TransferError(f"the metadata of worker {worker_id} belongs to another one", peer=worker_id)
+            raise TransferError(f"the metadata of worker {worker_id} is another worker's", peer=worker_id)
         self._peers[worker_id] = metadata
 
     def remove_peer(self, worker_id: str) -> None:
@@ -167,7 +167,7 @@ class NixlTransport:
             return
         for worker_id in list(self._peers):
             self.remove_peer(worker_id)
-        # Disconnecting is asynchronous; UCX wants it finished before its memory and its worker go.
+        # Disconnecting is asynchronous; UCX requires its end before its memory and its worker are destroyed.
         for _ in range(_SETTLE_POLLS if self._lost_a_peer else 2):
             self._collect_notifications()
             time.sleep(_SETTLE_PAUSE_S)
@@ -182,14 +182,14 @@ class NixlTransport:
         self._region = None
 
     def _load(self, device: str) -> None:
-        """Import NIXL; the variables are read by UCX and NIXL when they are loaded and when an agent is made."""
+        """Import NIXL. UCX and NIXL read the variables when they are loaded and when an agent is made."""
         if self._ucx_tls != "auto":
             os.environ["UCX_TLS"] = self._ucx_tls
         elif device == "cpu":
             os.environ["UCX_TLS"] = CPU_TRANSPORTS
         if self._ucx_net_devices != "auto":
             os.environ["UCX_NET_DEVICES"] = self._ucx_net_devices
-        # Every failure reaches us as a status or an exception; their own lines on stderr would say it twice.
+        # Every failure reaches us as a status or an exception; the libraries' lines on stderr would repeat it.
         os.environ["UCX_LOG_LEVEL"] = "fatal"
         os.environ["NIXL_LOG_LEVEL"] = "FATAL"
         try:
@@ -247,11 +247,11 @@ class NixlTransport:
         try:
             self._agent.releaseXferReq(request)
         except self._errors:
-            # Could not be cancelled; NIXL keeps it. The peer is on its way out.
+            # NIXL cannot cancel the request and keeps it. The peer is being removed.
             self._lost_a_peer = True
 
     def _invalidate(self, name: str) -> None:
-        """Make NIXL forget a peer; that it does not know it is fine."""
+        """Make NIXL forget a peer, if NIXL knows it."""
         with contextlib.suppress(*self._errors):
             self._agent.invalidateRemoteMD(name)
 
@@ -264,11 +264,11 @@ class NixlTransport:
 
 
 def seal(blob: bytes) -> bytes:
-    """NIXL's blob with a checksum: a damaged one would leave half a peer in the agent, which nothing removes."""
+    """NIXL's blob with a checksum: a damaged blob would leave half a peer in the agent, which nothing can remove."""
     return _SEAL + xxhash.xxh3_64_digest(blob) + blob
 
 
 def unseal(sealed: bytes) -> bytes | None:
-    """What was sealed, or None when it is not the same any more."""
+    """The sealed blob, or None if it is damaged."""
     digest, blob = sealed[len(_SEAL) : len(_SEAL) + 8], sealed[len(_SEAL) + 8 :]
     return blob if sealed.startswith(_SEAL) and digest == xxhash.xxh3_64_digest(blob) else None

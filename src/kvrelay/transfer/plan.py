@@ -1,14 +1,14 @@
 """Which bytes go where: block ids and layouts in, a TransferPlan out. Pure arithmetic on integers.
 
-What it owns: the mapping between two pools and the merging of adjacent pieces. What it does not know: memory
-addresses, connections, requests. The number of pieces, not the bandwidth, is what makes transfers slow, so pieces
-adjacent on both sides become one.
+This module maps blocks between two pools and merges adjacent pieces. It does not know memory addresses, connections or
+requests. The number of pieces, not the bandwidth, makes transfers slow, so pieces that are adjacent on both sides
+become one.
 
     equal layouts                              local ids   4  5  6  9        one piece of three blocks,
     one piece per run of adjacent blocks       remote ids  0  1  2  7        one piece of one block
 
     unequal layouts: a pool cell is            [block][layer][K or V][head][token][head_dim]
-    one piece per (token run, layer, K/V, head), where a token run lies within one block on each side; merged after.
+    one piece per (token run, layer, K/V, head); a token run lies within one block on each side. Then pieces are merged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_BLOCK_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class PoolShard:
-    """What one rank's pool holds of the model: its layout, and where its layers and KV heads begin in the whole.
+    """The part of the model in one rank's pool: its layout, and the positions of its first layer and KV head.
 
     ``layout.num_layers`` layers from ``first_layer`` (pipeline parallelism cuts layers) and ``layout.num_kv_heads``
     heads from ``first_head`` (tensor parallelism cuts heads; ranks may share a head when there are more ranks).
@@ -39,14 +39,14 @@ class PoolShard:
 
 
 EMPTY_PLAN = TransferPlan(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
-"""Moves nothing; posted with a notification it delivers the notification alone."""
+"""Moves nothing. Posted with a notification, it only delivers the notification."""
 
 
 def plan_blocks(layout: KVLayout, local_block_ids: Sequence[int], remote_block_ids: Sequence[int]) -> TransferPlan:
     """Local block i to or from remote block i, whole blocks, both pools of ``layout``.
 
-    One piece per run of blocks adjacent on both sides, whatever order they are listed in. Raises TransferError for
-    lists of different lengths and ids that no pool can have.
+    One piece per run of blocks that are adjacent on both sides, listed in any order. Raises TransferError for lists of
+    different lengths and for invalid ids.
     """
     local, remote = checked_block_ids(local_block_ids), checked_block_ids(remote_block_ids)
     if len(local) != len(remote):
@@ -55,7 +55,7 @@ def plan_blocks(layout: KVLayout, local_block_ids: Sequence[int], remote_block_i
         return EMPTY_PLAN
     block_bytes = layout.block_bytes
     if not _ascends(local):
-        # A pool that hands out its free list backwards gives runs too, just in falling order.
+        # A pool that allocates its free list backwards also gives runs, only in descending order.
         order = np.argsort(local, kind="stable")
         local, remote = local[order], remote[order]
     starts = np.flatnonzero(np.concatenate(([True], (np.diff(local) != 1) | (np.diff(remote) != 1))))
@@ -76,14 +76,14 @@ def plan_transfer(
 
     ``*_block_ids`` are the sequence's block tables on the two sides: block i of a side holds that side's tokens
     [i * block_size, (i + 1) * block_size). TP degrees, PP cuts and block sizes may differ; shards without a common
-    layer or head give an empty plan. Raises TransferError when a table is too short, IncompatiblePeerError when dtype
-    or head size differ.
+    layer or head give an empty plan. Raises TransferError if a table is too short, IncompatiblePeerError if dtype or
+    head size differ.
     """
     if local.layout.dtype != remote.layout.dtype or local.layout.head_dim != remote.layout.head_dim:
         raise IncompatiblePeerError("the pools differ in dtype or head size")
     local_ids, remote_ids = checked_block_ids(local_block_ids), checked_block_ids(remote_block_ids)
     if first_token < 0 or num_tokens < 0:
-        raise TransferError(f"no such tokens: {num_tokens} from {first_token} on")
+        raise TransferError(f"invalid token range: {num_tokens} tokens from {first_token} on")
     end = first_token + num_tokens
     for ids, shard, side in ((local_ids, local, "local"), (remote_ids, remote, "remote")):
         if len(ids) * shard.layout.block_size < end:
@@ -105,7 +105,7 @@ def plan_transfer(
 
 
 def merge_pieces(local_offsets: Int64Array, remote_offsets: Int64Array, lengths: Int64Array) -> TransferPlan:
-    """Join each piece to the one before it when both sides go on where that one ended."""
+    """Join each piece to the one before it if both sides continue where that one ended."""
     if len(lengths) == 0:
         return EMPTY_PLAN
     breaks = (local_offsets[1:] != local_offsets[:-1] + lengths[:-1]) | (
@@ -136,13 +136,13 @@ def split_plan(plan: TransferPlan, max_bytes: int) -> Iterator[TransferPlan]:
 
 
 def check_bounds(plan: TransferPlan, local_bytes: int, remote_bytes: int, peer: str) -> None:
-    """Raise TransferError unless every piece lies within both pools (of so many bytes)."""
+    """Raise TransferError unless every piece lies within both pools (sizes in bytes)."""
     if not len(plan.lengths) == len(plan.local_offsets) == len(plan.remote_offsets):
         raise TransferError("a plan's arrays differ in length", peer=peer)
     if plan.num_pieces == 0:
         return
     if int(plan.lengths.min()) <= 0:
-        raise TransferError("a plan holds a piece of no length", peer=peer)
+        raise TransferError("a plan holds a piece whose length is not positive", peer=peer)
     for offsets, limit, side in (
         (plan.local_offsets, local_bytes, "the local"),
         (plan.remote_offsets, remote_bytes, f"worker {peer}'s"),
@@ -153,11 +153,11 @@ def check_bounds(plan: TransferPlan, local_bytes: int, remote_bytes: int, peer: 
 
 
 def checked_block_ids(ids: Sequence[int]) -> Int64Array:
-    """Block ids as an array. Raises TransferError for ids that no pool can have."""
+    """Block ids as an array. Raises TransferError for ids outside 0..MAX_BLOCK_ID."""
     try:
         array = np.asarray(ids, dtype=np.int64).reshape(-1)
     except (OverflowError, ValueError, TypeError) as exc:
-        raise TransferError("a block id is not an integer that fits") from exc
+        raise TransferError("a block id is not a 64-bit integer") from exc
     if len(array) and (int(array.min()) < 0 or int(array.max()) > MAX_BLOCK_ID):
         raise TransferError(f"a block id lies outside 0..{MAX_BLOCK_ID}")
     return array
@@ -168,7 +168,7 @@ def _ascends(ids: Int64Array) -> bool:
 
 
 def _common(first_a: int, num_a: int, first_b: int, num_b: int) -> Int64Array:
-    """Indices, counted in the whole model, that both ranges hold."""
+    """Indices, counted in the whole model, that lie in both ranges."""
     return np.arange(max(first_a, first_b), min(first_a + num_a, first_b + num_b), dtype=np.int64)
 
 

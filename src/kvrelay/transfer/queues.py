@@ -1,10 +1,10 @@
-"""What is unfinished, by peer: what may be posted next, what has ended, and what a broken connection takes along.
+"""The unfinished transfers by peer: which may be posted next, which have ended, which fail with a broken connection.
 
     accept ──> waiting ──post_due──> posts at the transport ──complete──> on_end(transfer, error)
                   └──────── disconnect, deadline, fence ────────────────────^
 
-It keeps the promises of ``TransferThread`` about order, groups, deadlines and the fence. It has no thread and no lock:
-the transfer thread calls everything here but ``knows`` and ``withdraw``.
+This module keeps the promises of ``TransferThread`` about order, groups, deadlines and the fence. It has no thread and
+no lock: the transfer thread makes all calls except ``knows`` and ``withdraw``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_FAILED_GROUPS = 4096
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """A submitted transfer. ``parts`` are still to be posted; ``in_flight`` posts have not ended."""
+    """A submitted transfer. ``parts`` are not posted yet; ``in_flight`` posts have not ended."""
 
     op: TransferOp
     worker_id: str
@@ -53,13 +53,13 @@ class _PeerQueue:
 
     @property
     def transfers(self) -> list[Transfer]:
-        """Everything unfinished, in order, each once."""
+        """All unfinished transfers, in order, each once."""
         return list(dict.fromkeys([*self.posts.values(), *self.waiting]))
 
 
 class TransferQueues:
-    """Drives a Transport. ``fence()``: until when, on ``clock``, anything may be posted. ``on_end(transfer, error)``
-    runs once for each transfer that was given to ``accept``."""
+    """Drives a Transport. ``fence()``: the time on ``clock`` until which posts are allowed. ``on_end(transfer, error)``
+    runs once for each transfer that ``accept`` got."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class TransferQueues:
         self._owners: dict[int, Transfer] = {}
         self._failed_groups: OrderedDict[str, str] = OrderedDict()
         self.term = 0
-        """Transfers of an earlier term are not posted any more."""
+        """Transfers of an earlier term are no longer posted."""
 
     def __repr__(self) -> str:
         return f"TransferQueues({self._transport.name}, {len(self._known)} peers, {len(self._peers)} busy)"
@@ -93,18 +93,18 @@ class TransferQueues:
         return worker_id in self._known
 
     def withdraw(self) -> None:
-        """Post nothing more of what was submitted until now. From any thread, one at a time."""
+        """Post none of the transfers submitted until now. From any thread, one call at a time."""
         self.term += 1
 
     def register(self, region: MemoryRegion, block_bytes: int, kv_compatibility: str) -> bytes:
-        """Our own memory, once, and what every peer has to have too. Raises FatalError."""
+        """Register our memory, once, and the values that every peer must share. Raises FatalError."""
         agent = self._transport.register(region)
         self._region = region
         self._required = (block_bytes, kv_compatibility)
         return agent
 
     def connect(self, metadata: KvMetadata) -> None:
-        """Raises IncompatiblePeerError, or TransferError when the peer cannot be reached."""
+        """Connect. Raises IncompatiblePeerError, or TransferError if the peer cannot be reached."""
         if self._region is None:
             raise TransferError("the KV pool is not registered yet", peer=metadata.worker_id)
         block_bytes, kv_compatibility = self._required
@@ -116,7 +116,7 @@ class TransferQueues:
         self._known[metadata.worker_id] = metadata
 
     def accept(self, transfer: Transfer) -> None:
-        """Queue it behind those submitted before; what cannot be posted at all ends at once."""
+        """Queue the transfer after the earlier ones; a transfer that cannot be posted at all ends at once."""
         if transfer.term != self.term:
             self._finish(transfer, "withdrawn before it was begun")
             return
@@ -125,7 +125,7 @@ class TransferQueues:
             self._finish(transfer, f"worker {transfer.worker_id} is not connected")
             return
         try:
-            # The whole plan at once, before a first part of it moves.
+            # Check the whole plan before its first part moves.
             check_bounds(transfer.plan, region.num_bytes, remote.num_bytes, transfer.worker_id)
         except TransferError as exc:
             self._finish(transfer, exc.message)
@@ -133,10 +133,10 @@ class TransferQueues:
         self._peers.setdefault(transfer.worker_id, _PeerQueue()).waiting.append(transfer)
 
     def post_due(self) -> None:
-        """Fail what is too late, then post what may be posted."""
+        """Fail transfers that are past their deadline, then post all that may be posted."""
         self._expire()
         for worker_id, peer in list(self._peers.items()):
-            # Pumping one may disconnect another.
+            # Posting to one peer may disconnect another.
             if self._peers.get(worker_id) is peer:
                 self._pump(worker_id, peer)
 
@@ -159,17 +159,17 @@ class TransferQueues:
             self._peers.pop(transfer.worker_id, None)
 
     def forget(self, worker_id: str) -> None:
-        """Tear the connection down, fail what is under way on it, know the peer no more."""
+        """Tear the connection down, fail its unfinished transfers, forget the peer."""
         self._known.pop(worker_id, None)
         self._disconnect(worker_id, f"worker {worker_id} was removed")
 
     def disconnect_all(self, error: str) -> None:
-        """Tear every connection down and fail what is unfinished."""
+        """Tear every connection down and fail all unfinished transfers."""
         for worker_id in list(self._peers):
             self._disconnect(worker_id, error)
 
     def _pump(self, worker_id: str, peer: _PeerQueue) -> None:
-        """Post what may be posted to one peer."""
+        """Post all that may be posted to one peer."""
         while peer.waiting and len(peer.posts) < MAX_POSTS_PER_PEER:
             transfer = peer.waiting[0]
             earlier_error = None if transfer.group is None else self._failed_groups.get(transfer.group)
@@ -205,8 +205,8 @@ class TransferQueues:
         return True
 
     def _expire(self) -> None:
-        """Fail what has passed its deadline, or everything behind the fence. What was posted takes its connection with
-        it."""
+        """Fail transfers past their deadline, or all of them past the fence. If one was posted, its connection is torn
+        down."""
         now = self._clock.now()
         if self._peers and now >= self._fence():
             self.disconnect_all("the lease has run out, so nothing may be written any more")
@@ -221,7 +221,7 @@ class TransferQueues:
                 self._finish(transfer, f"a transfer with worker {worker_id} was not begun before its deadline")
 
     def _disconnect(self, worker_id: str, error: str) -> None:
-        """Tear the connection down, then fail everything that was under way or queued on it."""
+        """Tear the connection down, then fail all transfers posted or queued on it."""
         if self._transport.has_peer(worker_id):
             self._transport.remove_peer(worker_id)
         peer = self._peers.pop(worker_id, None)
@@ -230,7 +230,7 @@ class TransferQueues:
         transfers = peer.transfers
         for handle in peer.posts:
             self._owners.pop(handle, None)
-        # Whoever still holds this object must find nothing in it to post.
+        # Other references to this object must find nothing in it to post.
         peer.posts.clear()
         peer.waiting.clear()
         for transfer in transfers:

@@ -1,4 +1,4 @@
-"""Counts of what a transfer thread has moved. What it does not know: how metrics are published."""
+"""Counts of a transfer thread's bytes, pieces and seconds. This module does not publish metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrelay.transfer.base import TransferOp, TransferPlan
 
 @dataclass(frozen=True, slots=True)
 class PeerTransferStats:
-    """All ended transfers of one kind with one peer. ``seconds`` sums from submission to end, waiting included."""
+    """All ended transfers of one kind with one peer. ``seconds`` sums submission to end, including waiting."""
 
     worker_id: str
     op: TransferOp
@@ -22,7 +22,7 @@ class PeerTransferStats:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """A moment's view of a transfer thread. Bytes and pieces count only what arrived."""
+    """A snapshot of a transfer thread. Bytes and pieces count only completed transfers."""
 
     peers: tuple[PeerTransferStats, ...]
     num_notifications: int
@@ -59,7 +59,7 @@ class StatsCounter:
         )
 
     def forget(self, worker_id: str) -> None:
-        """Fold a removed worker's counts into those of worker "", so that comers and goers do not fill the memory."""
+        """Fold a removed worker's counts into those of worker "", so that departed workers do not fill the memory."""
         for op in TransferOp:
             gone = self._peers.pop((worker_id, op), None)
             if gone is None:

@@ -1,22 +1,22 @@
 """The one thread that calls a worker's Transport.
 
-What it owns: the order of posts, deadlines, when to poll, counting. What it does not know: requests and hand-offs
-beyond "one is open"; it runs callbacks.
+It owns the order of posts, deadlines, polling and counting. It does not know requests, and of hand-offs only how many
+are open; it runs callbacks.
 
     any thread ── submit ──> inbox ──> one FIFO per peer ──> posts of at most MAX_POST_BYTES ──> poll ──> on_done(error)
 
 Promises:
   - ``on_done`` runs exactly once per submitted transfer, never within ``submit``, and must not block.
   - To one peer, transfers are posted in the order of submission, and one with ``notify`` only when all before it have
-    ended. So a notification arrives behind the bytes of every earlier write.
+    ended. So a notification arrives after the bytes of every earlier write.
   - Once a transfer of a ``group`` has failed, every later one of that group fails too, unposted: a notification "done"
     never overtakes the failure of a write that belongs to it.
-  - A transfer that fails at the peer, or is not done at its deadline, tears the connection down; everything else under
-    way with that peer fails with it, and nothing of it moves any more. The next submission connects anew.
-  - Nothing is posted past its deadline, nor past the ``fence``, even by a process that was stopped in between; when the
-    fence passes, what was posted is torn down with its connection. The fence is the time until which nobody counts this
-    worker as dead: behind it others reuse the blocks that we were allowed to write.
-  - After ``fail_all`` returns nothing submitted before is posted any more.
+  - A transfer that fails at the peer, or misses its deadline, tears the connection down. All other unfinished transfers
+    with that peer then fail as well, and none of their bytes move any more. The next submission reconnects.
+  - Nothing is posted past its deadline, nor past the ``fence``, even by a process that was stopped in between. When the
+    fence passes, the connections with posted transfers are torn down. The fence is the time until which no peer counts
+    this worker as dead: after it, peers reuse the blocks that we were allowed to write.
+  - After ``fail_all`` returns, no earlier submission is posted any more.
   - The thread sleeps unless a transfer is unfinished or a hand-off is open.
 """
 
@@ -54,8 +54,8 @@ _log = logging.getLogger(__name__)
 class TransferThread:
     """Runs a Transport. All public methods may be called from any thread.
 
-    ``fence()``: until when, on ``clock``, anything may be posted; asked from the transfer thread. ``on_failed`` runs on
-    the transfer thread if it ends by a failure, after everything unfinished has failed: no KV can move any more.
+    ``fence()``: the time on ``clock`` until which posts are allowed; called on the transfer thread. ``on_failed`` runs
+    on the transfer thread if it ends by a failure, after all unfinished transfers have failed: no KV can move any more.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class TransferThread:
         self._thread.start()
 
     def register(self, region: MemoryRegion, *, block_bytes: int = 0, kv_compatibility: str = "") -> Future[bytes]:
-        """Register the KV pool, once; gives ``KvMetadata.agent``. The future raises FatalError.
+        """Register the KV pool, once; returns ``KvMetadata.agent``. The future raises FatalError.
 
-        ``block_bytes`` and ``kv_compatibility``, where given, are what every peer has to have too.
+        ``block_bytes`` and ``kv_compatibility``, if given, must be the same at every peer.
         """
         return self._post_call(lambda: self._queues.register(region, block_bytes, kv_compatibility))
 
@@ -100,15 +100,15 @@ class TransferThread:
         self._on_notification = handler
 
     def add_peer(self, metadata: KvMetadata) -> Future[None]:
-        """Connect to a peer. The future raises IncompatiblePeerError, or TransferError when it cannot be reached."""
+        """Connect to a peer. The future raises IncompatiblePeerError, or TransferError if the peer is unreachable."""
         return self._post_call(lambda: self._queues.connect(metadata))
 
     def has_peer(self, worker_id: str) -> bool:
-        """Whether the peer was added and not removed. Its connection may be down; the next transfer makes it anew."""
+        """Whether the peer was added and not removed. If its connection is down, the next transfer reconnects."""
         return self._queues.knows(worker_id) and worker_id not in self._leaving
 
     def remove_peer(self, worker_id: str) -> Future[None]:
-        """Tear the connection down, fail what is under way on it, forget the peer."""
+        """Tear the connection down, fail its unfinished transfers, forget the peer."""
         self._leaving.add(worker_id)
         return self._post_teardown(lambda: self._forget(worker_id))
 
@@ -123,9 +123,9 @@ class TransferThread:
         group: str | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Move ``plan``'s bytes, then deliver ``notify`` to the peer; ``on_done(None)``, or why not.
+        """Move ``plan``'s bytes, then deliver ``notify`` to the peer; calls ``on_done(None)`` or ``on_done(reason)``.
 
-        ``timeout_s``, if given, shortens the configured ``transfer_timeout_s``, e.g. to what is left of a lease.
+        ``timeout_s``, if given, shortens the configured ``transfer_timeout_s``, e.g. to the rest of a lease.
         """
         now = self._clock.now()
         limit = self._config.transfer_timeout_s
@@ -143,14 +143,14 @@ class TransferThread:
             threading.Thread(target=on_done, args=("the transfer thread is closed",), daemon=True).start()
 
     def fail_all(self, reason: str) -> Future[None]:
-        """Tear every connection down and fail what is unfinished. From now on nothing of it is posted; what was posted
-        has stopped when the future is done. Peers stay known: later submissions connect anew."""
+        """Tear every connection down and fail all unfinished transfers. None of them is posted from now on; the posted
+        ones have stopped when the future is done. Peers stay known: later submissions reconnect."""
         with self._lock:
             self._queues.withdraw()
         return self._post_teardown(lambda: self._queues.disconnect_all(reason))
 
     def open_handoff(self) -> None:
-        """From now on peers may need our polling. Pairs with ``close_handoff``."""
+        """From now on peers may need this side to poll. Pairs with ``close_handoff``."""
         with self._lock:
             self._num_handoffs += 1
             first = self._num_handoffs == 1
@@ -167,7 +167,7 @@ class TransferThread:
             return self._counter.snapshot(self._num_unfinished, self._num_handoffs)
 
     def close(self) -> None:
-        """Fail what is unfinished, close the transport, end the thread. Idempotent."""
+        """Fail all unfinished transfers, close the transport, end the thread. Idempotent."""
         with self._lock:
             self._closed = True
         if self._thread.ident is None:
@@ -188,10 +188,10 @@ class TransferThread:
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # nobody waits for it any more
+                return  # the caller no longer waits
             try:
                 future.set_result(function())
-            except Exception as exc:  # noqa: BLE001 - handed to the caller, whatever it is
+            except Exception as exc:  # noqa: BLE001 - any exception goes to the caller
                 future.set_exception(exc)
 
         with self._lock:
@@ -201,7 +201,7 @@ class TransferThread:
         return future
 
     def _post_teardown(self, function: Callable[[], None]) -> Future[None]:
-        """The same for what is done already when the thread is closed: every connection is torn down then."""
+        """As above, for commands that need no work once the thread is closed: its connections are torn down then."""
         try:
             return self._post_call(function)
         except TransferError:
@@ -228,7 +228,7 @@ class TransferThread:
     def _step(self) -> None:
         self._queues.post_due()
         completions, notifications = self._transport.poll()
-        # Notifications first: "prefill done" is what somebody waits for.
+        # Notifications first: a request waits for "prefill done".
         for notification in notifications:
             self._notify(notification)
         for completion in completions:
@@ -236,7 +236,7 @@ class TransferThread:
         self._polls_since_progress = 0 if completions or notifications else self._polls_since_progress + 1
 
     def _take_commands(self) -> bool:
-        """Run what is in the inbox, after a pause that depends on what is going on. False: closed."""
+        """Run the commands in the inbox, after a pause that depends on the open work. False: closed."""
         wait_s = self._wait_s()
         try:
             command = self._inbox.get_nowait() if wait_s == 0 else self._inbox.get(timeout=wait_s)
@@ -248,7 +248,7 @@ class TransferThread:
         return False
 
     def _wait_s(self) -> float | None:
-        """How long to wait for a command before the next poll; None: until one comes."""
+        """Seconds to wait for a command before the next poll; None: until one comes."""
         if not self._queues.is_idle:
             if self._polls_since_progress == 0:
                 return 0
@@ -273,19 +273,19 @@ class TransferThread:
             self._counter.add(transfer.worker_id, transfer.op, transfer.plan, seconds, error)
         try:
             transfer.on_done(error)
-        except Exception:  # noqa: BLE001 - another room's fault must not stop the transfers of everybody else
+        except Exception:  # noqa: BLE001 - a callback's defect must not stop other transfers
             _log.exception("on_done of a transfer with worker %s failed", transfer.worker_id)
 
     def _notify(self, notification: Notification) -> None:
         with self._lock:
             self._counter.num_notifications += 1
         if self._on_notification is None:
-            _log.warning("a notification of %d bytes arrived, and nobody listens", len(notification.payload))
+            _log.warning("dropped a notification of %d bytes: no handler is set", len(notification.payload))
             return
         try:
             self._on_notification(notification)
         except Exception:  # noqa: BLE001 - as for on_done
-            _log.exception("the handler of notifications failed")
+            _log.exception("the notification handler failed")
 
     def _shut_down(self) -> None:
         with self._lock:
