@@ -1,0 +1,328 @@
+"""The files under ``deploy/``, as far as they can be checked without Docker, a Kubernetes cluster or Grafana.
+
+Every command line in them is parsed by the real commands and passes the rules of security. Ports and paths agree. The
+dashboard asks only for metrics that exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from tests.deploy.command_lines import checked
+
+from kvrelay.core.workers import WorkerRole
+from kvrelay.engine.handoffs import HandoffCounters
+from kvrelay.engine.stats import EngineStats
+from kvrelay.errors import ConfigError
+from kvrelay.frontend.metrics import FrontendMetrics
+from kvrelay.transfer.stats import TransferStats
+from kvrelay.worker.metrics import WorkerMetrics, WorkerStats
+from kvrelay.worker.stats import DecodeStats, PrefillStats
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+KEYS = {"/etc/kvrelay/api-keys", "/etc/kvrelay/metrics-keys"}
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+# -- Docker -----------------------------------------------------------------------------------------------------------
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions in order, continuation lines joined, comments left out."""
+    lines = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
+    return [tuple(line.split(None, 1)) for line in "\n".join(lines).replace("\\\n", " ").splitlines()]
+
+
+def last(name: str) -> str:
+    return [text for instruction, text in instructions() if instruction == name][-1]
+
+
+def test_the_image_is_built_from_what_is_there() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    for instruction, text in instructions():
+        if instruction == "COPY" and not text.startswith("--from"):
+            for source in text.split()[:-1]:
+                assert (ROOT / source).exists(), source
+                assert source.split("/")[0] not in ignored
+    assert ("ARG", "BASE=python:3.11-slim-bookworm") in instructions()
+    assert last("FROM") == "${BASE}"
+
+
+def test_torch_comes_first_and_from_its_own_index() -> None:
+    (install,) = (text for name, text in instructions() if name == "RUN" and "TORCH_INDEX" in text)
+    assert install.index("^torch==") < install.index("*.whl")
+    assert "https://download.pytorch.org/whl/cpu" in "".join(text for _, text in instructions())
+
+
+def test_the_image_does_not_run_as_root() -> None:
+    names = [name for name, _ in instructions()]
+    assert int(last("USER")) > 0
+    assert "RUN" not in names[names.index("USER") :]
+
+
+def test_the_image_s_own_command_starts_and_its_health_check_fits() -> None:
+    entry, command = json.loads(last("ENTRYPOINT")), json.loads(last("CMD"))
+    assert entry == ["tini", "--", "kvrelay"]
+    given = checked(command, "")
+    assert f"KVRELAY_HEALTH_PORT={given['port']}" in last("ENV")
+    probe = last("HEALTHCHECK")
+    program = json.loads(probe[probe.index("CMD") + 3 :])
+    assert "/health" in program[-1]
+    compile(program[-1], "health check", "exec")
+    exposed = {int(port) for port in last("EXPOSE").split()}
+    assert exposed == {8000, 9400, 9500}
+
+
+def compose() -> dict[str, Any]:
+    (document,) = documents(DEPLOY / "compose.yaml")
+    return document
+
+
+def test_compose_starts_one_of_each() -> None:
+    services, roles = compose()["services"], Counter[str]()
+    address = {name: service["networks"]["cluster"]["ipv4_address"] for name, service in services.items()}
+    assert len(set(address.values())) == len(services)
+    subnet = compose()["networks"]["cluster"]["ipam"]["config"][0]["subnet"]
+    assert all(each.startswith(subnet.removesuffix("0/24")) for each in address.values())
+    for name, service in services.items():
+        if name == "nats":
+            continue
+        given = checked(service["command"], f"nats://{service['command'][0]}:secret@{address['nats']}:4222")
+        assert service["image"] == "kvrelay"
+        assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        if service["command"][0] == "worker":
+            roles[given["role"]] += 1
+            assert given["worker_host"] == address[name]
+            assert service["environment"]["KVRELAY_HEALTH_PORT"] == str(given["metrics_port"])
+        else:
+            assert service["ports"] == [f"127.0.0.1:{given['port']}:{given['port']}"]
+            assert given["api_keys_file"] in KEYS
+            assert {"prefill", "decode"} == set(service["depends_on"])
+        assert any(volume.endswith("}:/models/model:ro") for volume in service["volumes"])
+    assert roles == {"prefill": 1, "decode": 1}
+
+
+def test_compose_and_kubernetes_give_nats_the_roles_configuration() -> None:
+    text = (DEPLOY / "nats.conf").read_text()
+    for user in ("frontend", "worker"):
+        (secret,) = (
+            document["stringData"]["KVRELAY_CONTROL"]
+            for document in documents(KUBERNETES / "secrets.example.yaml")
+            if document["metadata"]["name"] == f"kvrelay-{user}"
+        )
+        assert secret == f"nats://{user}:change-me-{user}@nats:4222"
+        assert f"user: {user}," in text
+        assert f'"change-me-{user}"' in text
+    assert "/etc/kvrelay/nats.conf" in compose()["services"]["nats"]["command"]
+
+
+# -- Kubernetes -------------------------------------------------------------------------------------------------------
+
+
+def manifests(*names: str) -> Iterator[dict[str, Any]]:
+    (kustomization,) = documents(KUBERNETES / "kustomization.yaml")
+    for name in names or kustomization["resources"]:
+        yield from documents(KUBERNETES / name)
+
+
+def deployments() -> dict[str, dict[str, Any]]:
+    return {each["metadata"]["name"]: each for each in manifests() if each["kind"] == "Deployment"}
+
+
+def container(deployment: dict[str, Any]) -> dict[str, Any]:
+    (only,) = deployment["spec"]["template"]["spec"]["containers"]
+    return only
+
+
+def test_every_manifest_has_a_kind_a_name_and_its_place() -> None:
+    files = {path.name for path in KUBERNETES.glob("*.yaml") if not path.name.endswith(".example.yaml")}
+    (kustomization,) = documents(KUBERNETES / "kustomization.yaml")
+    assert {*kustomization["resources"], "kustomization.yaml"} == files
+    every = list(manifests(*(path.name for path in KUBERNETES.glob("*.yaml") if path.name != "kustomization.yaml")))
+    assert all(each["apiVersion"] and each["metadata"]["name"] for each in every)
+    kinds = {each["kind"] for each in every}
+    assert {
+        "Deployment",
+        "Service",
+        "PodDisruptionBudget",
+        "NetworkPolicy",
+        "Secret",
+        "HorizontalPodAutoscaler",
+    } < kinds
+
+
+@pytest.mark.parametrize("name", ["frontend", "prefill", "decode"])
+def test_a_deployment(name: str) -> None:
+    deployment = deployments()[name]
+    pod, only = deployment["spec"]["template"]["spec"], container(deployment)
+    user = "frontend" if name == "frontend" else "worker"
+    given = checked([word.replace("$(POD_IP)", "10.1.2.3") for word in only["args"]], f"nats://{user}:x@nats:4222")
+    assert only["envFrom"] == [{"secretRef": {"name": f"kvrelay-{user}"}}]
+    ports = {port["name"]: port["containerPort"] for port in only["ports"]}
+    probed = "http" if name == "frontend" else "metrics"
+    assert only["livenessProbe"]["httpGet"] == {"path": "/live", "port": probed}
+    assert only["readinessProbe"]["httpGet"] == {"path": "/health", "port": probed}
+    assert ports[probed] == given["port" if name == "frontend" else "metrics_port"]
+    if name == "frontend":
+        assert given["shutdown_timeout_s"] + int(hook(only)[-1]) < pod["terminationGracePeriodSeconds"]
+    else:
+        assert given["role"] == name
+        assert ports["requests"] == given["worker_port"]
+        assert hook(only) == ["sh", "-c", "kill -TERM 1; sleep 590"]
+        assert pod["terminationGracePeriodSeconds"] > 590
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    mounts = {mount["mountPath"] for mount in only["volumeMounts"]}
+    assert {"/models", "/etc/kvrelay", "/tmp", "/var/cache/kvrelay"} <= mounts
+    assert {mount["name"] for mount in only["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert only["securityContext"]["allowPrivilegeEscalation"] is False
+    # A Service's variables would be taken for settings.
+    assert pod["enableServiceLinks"] is False
+
+
+def hook(only: dict[str, Any]) -> list[str]:
+    return only["lifecycle"]["preStop"]["exec"]["command"]
+
+
+def test_selectors_meet_pods() -> None:
+    labels = [
+        each["spec"]["template"]["metadata"]["labels"] for each in manifests() if "template" in each.get("spec", {})
+    ]
+    for each in manifests():
+        if each["kind"] in ("Service", "PodDisruptionBudget", "NetworkPolicy"):
+            spec = each["spec"]
+            wanted = spec.get("podSelector", spec.get("selector", {}))
+            wanted = wanted.get("matchLabels", wanted)
+            assert any(wanted.items() <= pod.items() for pod in labels), each["metadata"]["name"]
+
+
+def test_frontends_reach_only_the_request_plane_of_workers() -> None:
+    (policy,) = (each for each in manifests("network.yaml") if each["metadata"]["name"] == "workers")
+    open_to = {
+        json.dumps(rule["from"]): [port["port"] for port in rule.get("ports", [])] for rule in policy["spec"]["ingress"]
+    }
+    workers = [container(deployments()[name]) for name in ("prefill", "decode")]
+    (requests,) = {port["containerPort"] for each in workers for port in each["ports"] if port["name"] == "requests"}
+    assert open_to[json.dumps([{"podSelector": {"matchLabels": {"role": "frontend"}}}])] == [requests]
+    # UCX takes any port; so no one else gets a rule without ports.
+    assert [source for source, ports in open_to.items() if not ports] == [
+        json.dumps([{"podSelector": {"matchLabels": {"plane": "kv"}}}])
+    ]
+
+
+def test_autoscalers_follow_metrics_that_exist() -> None:
+    for scaler in manifests("autoscaling.example.yaml"):
+        assert scaler["spec"]["scaleTargetRef"]["name"] in deployments()
+        for metric in scaler["spec"]["metrics"]:
+            (source,) = (value for key, value in metric.items() if key != "type")
+            assert source["metric"]["name"] in exported()
+
+
+def test_kustomize_builds() -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("no kubectl here")
+    done = subprocess.run([kubectl, "kustomize", str(KUBERNETES)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    built = [document for document in yaml.safe_load_all(done.stdout) if document]
+    assert len(built) == len(list(manifests()))
+    assert all(each["kind"] == "Namespace" or each["metadata"]["namespace"] == "kvrelay" for each in built)
+
+
+# -- systemd ----------------------------------------------------------------------------------------------------------
+
+
+def unit(path: Path) -> dict[str, str]:
+    return dict(
+        line.split("=", 1) for line in path.read_text().splitlines() if "=" in line and not line.startswith("#")
+    )
+
+
+@pytest.mark.parametrize("name", ["kvrelay-frontend.service", "kvrelay-worker@.service"])
+def test_a_unit_starts_a_command_that_exists(name: str) -> None:
+    settings = unit(DEPLOY / "systemd" / name)
+    line = (
+        settings["ExecStart"]
+        .replace("${MODEL}", "/srv/model")
+        .replace("${ADDRESS}", "10.0.0.2")
+        .replace("%i", "prefill")
+    )
+    program, *words = shlex.split(line)
+    assert program == "/opt/kvrelay/bin/kvrelay"
+    given = checked(words, "nats://worker:x@10.0.0.1:4222")
+    assert int(settings["TimeoutStopSec"]) > given.get("shutdown_timeout_s", 0)
+    assert settings["User"] != "root"
+
+
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
+    verify = shutil.which("systemd-analyze")
+    if verify is None:
+        pytest.skip("no systemd-analyze here")
+    for path in (DEPLOY / "systemd").glob("*.service"):
+        programs = sysconfig.get_path("scripts")
+        (tmp_path / path.name).write_text(path.read_text().replace("/opt/kvrelay/bin", programs))
+    done = subprocess.run(
+        [verify, "verify", *map(str, tmp_path.iterdir())], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "kvrelay" not in done.stderr, done.stderr
+
+
+# -- Grafana ----------------------------------------------------------------------------------------------------------
+
+
+def exported() -> set[str]:
+    """The names of all samples that frontends and workers export."""
+    counts = {field.name: 1 for field in dataclasses.fields(EngineStats) if field.name != "handoffs"}
+    stats = WorkerStats(
+        "w", "m", "mock", WorkerRole.BOTH, 0, True,
+        EngineStats(**counts, handoffs=HandoffCounters()), DecodeStats(places={"remote": 1}), PrefillStats(),
+        TransferStats((), 0, 0, 0),
+    )  # fmt: skip
+    frontend = FrontendMetrics()
+    frontend.answered("/v1/completions", "200")
+    frontend.migrated("m")
+    frontend.refused("m")
+    frontend.watch_workers(lambda: {"m": 1})
+    text = frontend.render().decode() + WorkerMetrics(lambda: stats).render().decode()
+    return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def test_the_dashboard_shows_metrics_that_exist() -> None:
+    dashboard = json.loads((DEPLOY / "grafana" / "kvrelay.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"kvrelay_\w+", target["expr"])
+    }
+    assert len(asked) > 30
+    assert asked <= exported(), asked - exported()
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places)
+
+
+def test_the_checks_refuse_what_would_be_wrong() -> None:
+    with pytest.raises(ConfigError, match="no API key"):
+        checked(["frontend", "--host", "0.0.0.0"], "nats://frontend:x@nats:4222")
+    with pytest.raises(ConfigError, match="without credentials"):
+        checked(["worker", "/models/model", "--worker-host", "10.0.0.1"], "nats://nats:4222")
