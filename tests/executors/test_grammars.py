@@ -6,19 +6,13 @@ import json
 from random import Random
 
 import jsonschema_rs
-import numpy as np
 import pytest
+from tests.executors.constrained import COMPILER, random_answer
 
 from kvrelay.core.grammar import MAX_GRAMMAR_LINKS, Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import InvalidInputError
-from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
-from kvrelay.frontend.tokenizer import load_tokenizer
 
-TOKENIZER = load_tokenizer(bundled_checkpoint_path())
-EOS, VOCAB_SIZE = 1, 1024
-COMPILER = GrammarCompiler(bundled_checkpoint_path() / "tokenizer.json", VOCAB_SIZE, [EOS])
 NUM_SCHEMAS = 200
 
 
@@ -75,27 +69,6 @@ def hoisted(schema: object, found: dict[str, object]) -> object:
     return {key: hoisted(value, found) for key, value in schema.items() if key != "$defs"}
 
 
-def random_answer(grammar: Grammar, rng: Random, max_tokens: int = 2000) -> list[int]:
-    """One of the allowed tokens at a time, until the end of sequence."""
-    COMPILER.compile(grammar)
-    masks = GrammarMasks(COMPILER, VOCAB_SIZE)
-    masks.enter(0, grammar, [])
-    tokens: list[int] = []
-    while not tokens or tokens[-1] != EOS:
-        assert len(tokens) < max_tokens
-        computing = masks.begin([0])
-        assert computing is not None
-        step = computing.result()
-        assert step.failures == {}
-        (forbidden,) = step.forbidden()
-        allowed = np.flatnonzero(~forbidden)
-        # Small vocabularies spell most strings byte by byte: prefer an end that is possible.
-        tokens.append(EOS if not forbidden[EOS] and rng.random() < 0.9 else int(rng.choice(allowed)))
-        masks.advance([0], tokens[-1:])
-    masks.close()
-    return tokens[:-1]
-
-
 @pytest.mark.parametrize("seed", range(NUM_SCHEMAS))
 def test_every_answer_to_a_random_schema_is_valid(seed: int) -> None:
     rng = Random(seed)
@@ -106,7 +79,7 @@ def test_every_answer_to_a_random_schema_is_valid(seed: int) -> None:
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
     validator = jsonschema_rs.validator_for(schema)
     for _ in range(2):
-        text = TOKENIZER.decode(random_answer(grammar, rng))
+        text = random_answer(grammar, rng)
         validator.validate(json.loads(text))
 
 

@@ -116,9 +116,9 @@ async def test_errors_become_the_clients_exceptions(model_dir: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="temperature") as caught:
             await api.completions.create(model="tiny", prompt="x", temperature=-1)
         assert caught.value.param == "temperature"
-        with pytest.raises(openai.BadRequestError, match="tools"):
+        with pytest.raises(openai.BadRequestError, match="two tools have the name f"):
             await api.chat.completions.create(
                 model="tiny",
                 messages=[{"role": "user", "content": "x"}],
-                tools=[{"type": "function", "function": {"name": "f"}}],
+                tools=[{"type": "function", "function": {"name": "f"}}] * 2,
             )

@@ -166,6 +166,12 @@ class FrontendConfig(Settings):
     max_prompts: int = setting(1024, "Maximum prompts in one completions request.", low=1)
     request_timeout_s: float = setting(0.0, "Default deadline of a request in seconds; 0: none.", low=0)
     migration_limit: int = setting(3, "Maximum number of times that a request moves to another worker.", low=0)
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3"] = setting(
+        "auto", "Format of the model's function calls; auto: by its chat template."
+    )
+    reasoning_parser: Literal["none", "deepseek_r1", "qwen3"] = setting(
+        "none", "Format of the model's reasoning, returned as reasoning_content; none: it stays in the content."
+    )
     shutdown_timeout_s: float = setting(30.0, "Seconds that open requests may take after SIGTERM.", low=0)
 
     def __post_init__(self) -> None:

@@ -125,7 +125,8 @@ class StreamedAnswer(Answer):
             data = self._form.chunk(index, text, token_ids, logprobs, finish, usage)
             if is_first:
                 data = self._open(sequence) + data
-            self._exchange.write(data)
+            if data:
+                self._exchange.write(data)
         elif is_first:
             opening = self._open(sequence)
             if opening:

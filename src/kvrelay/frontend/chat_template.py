@@ -63,6 +63,17 @@ class ChatTemplate:
             # SyntaxError and RecursionError come from Python's own compiler, for templates that are nested too deeply.
             raise CheckpointError(f"the chat template is malformed: {exc}") from exc
         self._special_tokens = dict(special_tokens)
+        self.source = source
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether it says anything of functions that can be called."""
+        return "tools" in self.source
+
+    @property
+    def knows_developer(self) -> bool:
+        """Whether it knows the role ``developer``."""
+        return "developer" in self.source
 
     def render(
         self,
@@ -70,6 +81,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, object] | None = None,
         max_chars: int = sys.maxsize,
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
         """The prompt.
 
@@ -81,10 +93,19 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
             **(arguments or {}),
+            **({"tools": tools} if tools else {}),
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
             return _joined(self._template.generate(names), max_chars)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as exc:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as exc:
             raise InvalidInputError(f"the chat template refuses these messages: {exc}", param="messages") from exc

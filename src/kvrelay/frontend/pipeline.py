@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from functools import partial
 
 from kvrelay.config import FrontendConfig
@@ -29,6 +30,7 @@ from kvrelay.frontend.openai.answer import AnswerFormat
 from kvrelay.frontend.openai.chat import ChatFormat
 from kvrelay.frontend.openai.completions import CompletionFormat
 from kvrelay.frontend.openai.errors import DeadlineError, error_event
+from kvrelay.frontend.openai.parsed_chat import ParsedChatFormat
 from kvrelay.frontend.openai.plan import (
     TIMEOUT_HEADER,
     GenerationPlan,
@@ -42,6 +44,8 @@ from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts, re
 from kvrelay.frontend.sequence import Sequence, SequenceSpec
 from kvrelay.frontend.side_threads import Pieces, SideThreads
 from kvrelay.frontend.stop_strings import StopStrings
+from kvrelay.frontend.tools.plan import ChatForm, chat_form
+from kvrelay.frontend.tools.reading import Reading
 
 
 class Pipeline:
@@ -62,6 +66,7 @@ class Pipeline:
         self._keys = keys
         self._admission = admission
         self._threads = threads
+        self._reading = Reading(config.tool_call_parser, config.reasoning_parser)
 
     async def complete(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/completions``. Raises KvrelayError before the answer has begun."""
@@ -102,21 +107,36 @@ class Pipeline:
         request = await self._threads.call(size, parse_body, exchange.request.body, ChatCompletionRequest)
         exchange.drop_body()
         model = self._cluster.model(request.model)
-        plan = await self._threads.call(size, plan_chat, request, model.tokenizer.default_sampling, self._config.max_n)
+        form_of_answer, plan = await self._threads.call(size, self._chat_plan, request, model)
         plan.check(model.vocab_size)
         with self._admission.admitted(plan.n):
-            prompts = await self._prepared(exchange, size, chat_prompt(request, model))
-            form = ChatFormat(
-                request_id,
-                int(time.time()),
-                model.name,
-                model.tokenizer,
-                return_token_ids=plan.return_token_ids,
-                include_usage=plan.include_usage,
-                continuous_usage=plan.continuous_usage,
-                with_logprobs=bool(request.logprobs),
-            )
+            tools = form_of_answer.tools
+            prompts = await self._prepared(exchange, size, chat_prompt(request, model, tools.tools if tools else ()))
+            options = {
+                "return_token_ids": plan.return_token_ids,
+                "include_usage": plan.include_usage,
+                "continuous_usage": plan.continuous_usage,
+                "with_logprobs": bool(request.logprobs),
+            }
+            created = int(time.time())
+            make_parser = self._reading.parser(form_of_answer, prompts[0].text or "")
+            form: AnswerFormat
+            if make_parser is None:
+                form = ChatFormat(request_id, created, model.name, model.tokenizer, **options)
+            else:
+                chars = tools.dialect.call_id_chars if tools else 0
+                form = ParsedChatFormat(
+                    request_id, created, model.name, model.tokenizer, make_parser, call_id_chars=chars, **options
+                )
             await self._generate(exchange, request_id, model, plan, prompts, form)
+
+    def _chat_plan(self, request: ChatCompletionRequest, model: Model) -> tuple[ChatForm, GenerationPlan]:
+        """Raises InvalidInputError."""
+        form = chat_form(request, self._reading.dialect(model.tokenizer.chat_template))
+        plan = plan_chat(request, model.tokenizer.default_sampling, self._config.max_n, form.constraint)
+        if form.tools is not None and form.tools.dialect.has_special_tokens:
+            plan = replace(plan, skip_special_tokens=False)
+        return form, plan
 
     async def _prepared(self, exchange: Exchange, size: int, work: Pieces[list[Prompt]]) -> list[Prompt]:
         """The prompts of a request whose body has ``size`` bytes, unless its client goes away meanwhile."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from kvrelay.errors import InvalidInputError, PromptTooLongError
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.bounds import MAX_TOKENIZED_CHARS
-from kvrelay.frontend.openai.chat import template_messages
 from kvrelay.frontend.openai.requests import (
     ChatCompletionRequest,
     ChatMessage,
@@ -18,6 +17,7 @@ from kvrelay.frontend.openai.requests import (
     parse_body,
 )
 from kvrelay.frontend.side_threads import Pieces
+from kvrelay.frontend.tools.histories import described, template_messages
 
 PIECE_TOKENS = 2**18
 """Token ids that are checked and copied in one piece: some milliseconds."""
@@ -64,10 +64,13 @@ def completion_prompts(
     return prompts
 
 
-def chat_prompt(request: ChatCompletionRequest, model: Model) -> Pieces[list[Prompt]]:
+def chat_prompt(
+    request: ChatCompletionRequest, model: Model, tools: Sequence[dict[str, object]] = ()
+) -> Pieces[list[Prompt]]:
     """The rendered messages, as the only prompt. The template writes special tokens itself, so none are added unless
-    asked for. Raises InvalidInputError."""
-    text = render_chat(request.messages, model, request.add_generation_prompt, request.chat_template_kwargs)
+    asked for. ``tools`` are the functions that the model may call. Raises InvalidInputError."""
+    arguments = request.chat_template_kwargs
+    text = render_chat(request.messages, model, request.add_generation_prompt, arguments, tools=tools)
     yield
     return (yield from completion_prompts([text], model, bool(request.add_special_tokens)))
 
@@ -97,6 +100,7 @@ def render_chat(
     add_generation_prompt: bool | None = None,
     arguments: dict[str, object] | None = None,
     max_chars: int | None = None,
+    tools: Sequence[dict[str, object]] = (),
 ) -> str:
     """The messages as the chat template writes them, in ``max_chars`` at most (None: what may fit into the context).
 
@@ -107,7 +111,10 @@ def render_chat(
         raise InvalidInputError(f"The model `{model.name}` has no chat template.", param="messages")
     if max_chars is None:
         max_chars = _max_chars(model)
-    return template.render(template_messages(messages), add_generation_prompt is not False, arguments, max_chars)
+    shapes = template_messages(messages, template.knows_developer)
+    if not template.knows_tools:
+        shapes, tools = described(shapes, tools), ()
+    return template.render(shapes, add_generation_prompt is not False, arguments, max_chars, tools)
 
 
 def _split(prompt: str | list[str | int | list[int]]) -> list[PromptItem]:

@@ -63,7 +63,8 @@ class AnswerFormat(Protocol):
         finish: Finish | None,
         usage: Usage | None,
     ) -> bytes:
-        """The event with a choice's new text. ``usage`` is given for continuous usage only."""
+        """The event with a choice's new text, empty if it says nothing yet. ``usage`` is given for continuous usage
+        only."""
 
     def usage_event(self, usage: Usage) -> bytes:
         """The last event of a stream with ``include_usage``."""

@@ -1,13 +1,13 @@
-"""The answers of ``/v1/chat/completions``, whole and streamed; and messages as chat templates take them."""
+"""The answers of ``/v1/chat/completions``, whole and streamed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kvrelay.core.handoff import PositionLogprobs
-from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json, json_list
 from kvrelay.frontend.openai.frame import ChunkFrame
 from kvrelay.frontend.openai.logprobs import (
@@ -17,15 +17,19 @@ from kvrelay.frontend.openai.logprobs import (
     chat_logprobs,
     prompt_logprobs_json,
 )
-from kvrelay.frontend.openai.requests import ChatMessage
+from kvrelay.frontend.openai.tool_fields import ToolCall
 
 _NO_LOGPROBS = b'},"logprobs":null'
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    content: str
+    """``content`` is null if there are only calls."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -46,28 +50,6 @@ class ChatResponse(msgspec.Struct, frozen=True):
     object: str = "chat.completion"
     prompt_logprobs: list[dict[str, PromptTokenLogprob] | None] | None = None
     prompt_token_ids: list[int] | None = None
-
-
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
-    """Messages for a chat template; text parts are joined by line ends. Raises InvalidInputError for other parts."""
-    if not messages:
-        raise InvalidInputError("messages must not be empty", param="messages")
-    return [_template_message(message) for message in messages]
-
-
-def _template_message(message: ChatMessage) -> dict[str, object]:
-    if message.tool_calls:
-        raise InvalidInputError("tool calls are not supported", param="messages")
-    content = message.content
-    if isinstance(content, list):
-        for part in content:
-            if part.type not in ("text", "input_text") or part.text is None:
-                raise InvalidInputError(f"content of type {part.type} is not supported", param="messages")
-        content = "\n".join(part.text or "" for part in content)
-    shape: dict[str, object] = {"role": message.role, "content": content or ""}
-    if message.name is not None:
-        shape["name"] = message.name
-    return shape
 
 
 class ChatFormat:

@@ -39,11 +39,18 @@ class ChunkFrame:
         """Everything before a choice's text."""
         return self._starts.get(index) or self._starts.setdefault(index, self.head + self._choice % index)
 
-    def tail(self, finish: Finish | None, token_ids: Sequence[int] | None, usage: Usage | None) -> bytes:
-        """Everything behind text and logprobs; ``token_ids`` and ``usage`` are None where they were not asked for."""
+    def tail(
+        self,
+        finish: Finish | None,
+        token_ids: Sequence[int] | None,
+        usage: Usage | None,
+        reason: str | None = None,
+    ) -> bytes:
+        """Everything behind text and logprobs; ``token_ids`` and ``usage`` are None where they were not asked for.
+        ``reason`` stands for that of ``finish``."""
         pieces = [self._unfinished]
         if finish is not None:
-            pieces = [b',"finish_reason":', encode_json(finish.reason)]
+            pieces = [b',"finish_reason":', encode_json(reason or finish.reason)]
             pieces += (b',"stop_reason":', encode_json(finish.stop_reason))
         if token_ids is not None:
             pieces += (b',"token_ids":', json_list(token_ids))

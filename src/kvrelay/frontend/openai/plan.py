@@ -142,8 +142,10 @@ def plan_completion(request: CompletionRequest, defaults: DefaultSampling, max_n
     return _plan(request, sampling, max_tokens, request.max_tokens is None, is_echo, max_n, constraint)
 
 
-def plan_chat(request: ChatCompletionRequest, defaults: DefaultSampling, max_n: int) -> GenerationPlan:
-    """Raises InvalidInputError."""
+def plan_chat(
+    request: ChatCompletionRequest, defaults: DefaultSampling, max_n: int, constraint: Constraint | None
+) -> GenerationPlan:
+    """``constraint`` is what the answer must look like. Raises InvalidInputError."""
     _refuse(request)
     _refuse_chat(request)
     logprobs = None
@@ -152,7 +154,6 @@ def plan_chat(request: ChatCompletionRequest, defaults: DefaultSampling, max_n: 
     elif request.top_logprobs:
         raise InvalidInputError("top_logprobs needs logprobs to be true", param="top_logprobs")
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    constraint = constraint_of(request)
     sampling = _sampling(request, defaults, logprobs, request.prompt_logprobs, constraint)
     return _plan(request, sampling, max_tokens, max_tokens is None, False, max_n, constraint)
 
@@ -246,11 +247,12 @@ def _refuse(request: GenerationFields) -> None:
 
 
 def _refuse_chat(request: ChatCompletionRequest) -> None:
-    for name in ("tools", "functions", "documents", "audio", "chat_template", "echo", "continue_final_message"):
+    for name in ("documents", "audio", "chat_template", "echo", "continue_final_message"):
         if getattr(request, name):
             raise InvalidInputError(f"{name} is not supported", param=name)
-    if request.tool_choice not in (None, "none", "auto"):
-        raise InvalidInputError("tool_choice is not supported", param="tool_choice")
+    for name, ours in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(request, name):
+            raise InvalidInputError(f"{name} is not supported; it is {ours} now", param=name)
     if request.modalities not in (None, ["text"]):
         raise InvalidInputError("only the modality text is supported", param="modalities")
 

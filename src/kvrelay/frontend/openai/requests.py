@@ -38,6 +38,7 @@ from kvrelay.frontend.openai.structured import (
     SchemaText,
     StructuredOutputs,
 )
+from kvrelay.frontend.openai.tool_fields import ToolCalls, ToolChoice, Tools
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     role: Word
     content: Text | TextParts | None = None
     name: Name | None = None
-    tool_calls: JsonList | None = None
+    tool_calls: ToolCalls | None = None
     tool_call_id: Name | None = None
     reasoning_content: Text | None = None
 
@@ -134,8 +135,8 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
     chat_template: Text | None = None
     chat_template_kwargs: JsonMap | None = None
     documents: JsonList | None = None
-    tools: JsonList | None = None
-    tool_choice: Word | JsonMap | None = None
+    tools: Tools | None = None
+    tool_choice: Word | ToolChoice | None = None
     functions: JsonList | None = None
     function_call: Word | JsonMap | None = None
     modalities: Words | None = None
@@ -196,7 +197,4 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
     assert isinstance(value, kind)
     for name in _free_fields[kind]:
         check_free_json(getattr(value, name), name)
-    for message in getattr(value, "messages", None) or ():
-        if message.tool_calls is not None:
-            check_free_json(message.tool_calls, "messages")
     return value

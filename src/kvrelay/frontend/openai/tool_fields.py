@@ -1,0 +1,57 @@
+"""The fields of a chat that have to do with functions: definitions, the choice among them, and calls of the past."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvrelay.frontend.openai.bounds import JsonMap, Name, Text, Word
+
+MAX_TOOLS = 128
+FunctionName = Annotated[str, Meta(max_length=64)]
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``strict`` holds for calls that are asked for (``required`` or by name), which always obey ``parameters``."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: JsonMap | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    type: Word
+    function: FunctionDefinition
+
+
+class ChosenFunction(msgspec.Struct, frozen=True):
+    name: FunctionName
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """One function by name."""
+
+    type: Word
+    function: ChosenFunction | None = None
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """``arguments`` are JSON text."""
+
+    name: FunctionName
+    arguments: Text = ""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call, in a message of the past as in an answer."""
+
+    id: Name
+    function: CalledFunction
+    type: Word = "function"
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+ToolCalls = Annotated[list[ToolCall], Meta(max_length=1024)]

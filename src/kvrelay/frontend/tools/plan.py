@@ -1,0 +1,169 @@
+"""From ``tools`` and ``tool_choice`` to what is rendered, how the answer is read, and what it must look like. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrelay.core.grammar import Grammar, GrammarKind
+from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
+from kvrelay.frontend.openai.requests import ChatCompletionRequest
+from kvrelay.frontend.openai.structured import Constraint, checked, constraint_of, lark_string, schema_source
+from kvrelay.frontend.openai.tool_fields import Tool, ToolChoice
+from kvrelay.frontend.tools.dialects import LLAMA3_JSON, Dialect
+from kvrelay.frontend.tools.parsing import ToolParser
+
+MAX_CALLS = 16
+"""Calls of one answer that must have some: a model must not go on calling until its tokens are spent."""
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_ARGUMENTS: dict[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties"})
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """How the calls of one request's answer are written and read."""
+
+    tools: tuple[dict[str, object], ...]
+    """The definitions as chat templates take them."""
+    names: frozenset[str]
+    dialect: Dialect
+    single: bool
+
+    def parser(self) -> ToolParser:
+        """A fresh one, for one choice."""
+        return ToolParser(self.dialect, self.names, self.single)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    """The form of an answer: with or without calls, free or bound."""
+
+    tools: ToolPlan | None = None
+    constraint: Constraint | None = None
+
+
+def chat_form(request: ChatCompletionRequest, dialect: Dialect | None) -> ChatForm:
+    """``dialect`` is the one in which the model was taught to call functions, None if that is not known.
+
+    Raises InvalidInputError.
+    """
+    wanted = constraint_of(request)
+    chosen = _choice(request)
+    tools = request.tools or []
+    _check_tools(tools)
+    if not tools:
+        if chosen not in ("auto", "none"):
+            raise InvalidInputError("tool_choice needs tools", param="tool_choice")
+        return ChatForm(None, wanted)
+    if chosen == "none":
+        return ChatForm(None, wanted)
+    plan = ToolPlan(
+        tools=tuple(msgspec.to_builtins(tool) for tool in tools),
+        names=frozenset(tool.function.name for tool in tools),
+        dialect=dialect or LLAMA3_JSON,
+        single=request.parallel_tool_calls is False or chosen not in ("auto", "required"),
+    )
+    if wanted is not None:
+        message = f"{wanted.param} and tools exclude each other, unless tool_choice is none: an answer has one form"
+        raise InvalidInputError(message, param=wanted.param)
+    if chosen == "auto":
+        if dialect is None:
+            message = (
+                "how this model writes calls is not known: start the frontend with --tool-call-parser, or ask for a "
+                "call with tool_choice required or a function's name"
+            )
+            raise InvalidInputError(message, param="tool_choice")
+        return ChatForm(plan, None)
+    called = (
+        tools if chosen == "required" else [tool for tool in tools if tool.function.name == chosen.partition(":")[2]]
+    )
+    if not called:
+        raise InvalidInputError("tool_choice names a function that is not in tools", param="tool_choice")
+    return ChatForm(plan, checked(Constraint("tools", calls_grammar(called, plan.dialect, plan.single))))
+
+
+def calls_grammar(tools: Sequence[Tool], dialect: Dialect, single: bool) -> Grammar:
+    """One call of one of the functions, or several, as ``dialect`` writes them. Raises InvalidInputError."""
+    several = "" if single else f" ({lark_string(dialect.between)} call){{0,{MAX_CALLS - 1}}}"
+    lines = [
+        "start: "
+        + _literal(dialect.before)
+        + "call"
+        + several
+        + (" " + lark_string(dialect.behind) if dialect.behind else ""),
+        "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
+    ]
+    for number, tool in enumerate(tools):
+        head = f'{{"name": "{tool.function.name}", "{dialect.key}": '
+        lines.append(f'call_{number}: {lark_string(head)} args_{number} "}}"')
+        lines.append(f"args_{number}: %json {arguments_schema(tool)}")
+    return Grammar(GrammarKind.LARK, "\n".join(lines))
+
+
+def arguments_schema(tool: Tool) -> str:
+    """The schema of a function's arguments as text. An object that lists its properties has no others: a schema rarely
+    says so, and always means it."""
+    parameters = tool.function.parameters
+    schema = dict(parameters) if parameters else dict(_ANY_ARGUMENTS)
+    schema_source(schema, "tools")
+    schema.setdefault("type", "object")
+    if schema["type"] != "object":
+        raise InvalidInputError(f"the parameters of {tool.function.name} must be of type object", param="tools")
+    closed = _closed(schema)
+    assert isinstance(closed, dict)
+    return msgspec.json.encode({**closed, "x-guidance": _COMPACT}).decode()
+
+
+def _closed(schema: object) -> object:
+    if not isinstance(schema, dict):
+        return schema
+    properties, items = schema.get("properties"), schema.get("items")
+    changed = dict(schema)
+    if isinstance(properties, dict):
+        changed["properties"] = {name: _closed(value) for name, value in properties.items()}
+        if _COMBINING.isdisjoint(schema):
+            changed["additionalProperties"] = False
+    if items is not None:
+        changed["items"] = _closed(items)
+    return changed
+
+
+def _literal(text: str) -> str:
+    return lark_string(text) + " " if text else ""
+
+
+def _choice(request: ChatCompletionRequest) -> str:
+    """``auto``, ``none``, ``required``, or ``function:`` and a name."""
+    choice = request.tool_choice
+    if choice is None:
+        return "auto"
+    if isinstance(choice, ToolChoice):
+        if choice.type != "function" or choice.function is None:
+            raise InvalidInputError("tool_choice must be auto, none, required or a function", param="tool_choice")
+        return "function:" + choice.function.name
+    if choice not in ("auto", "none", "required"):
+        raise InvalidInputError("tool_choice must be auto, none, required or a function", param="tool_choice")
+    return choice
+
+
+def _check_tools(tools: Sequence[Tool]) -> None:
+    names: set[str] = set()
+    for tool in tools:
+        name = tool.function.name
+        if tool.type != "function":
+            raise InvalidInputError(f"tools of type {tool.type} are not supported, only function", param="tools")
+        if not _NAME.fullmatch(name):
+            raise InvalidInputError("a function's name has letters, digits, '_', '-' and '.'", param="tools")
+        if name in names:
+            raise InvalidInputError(f"two tools have the name {name}", param="tools")
+        names.add(name)
+        if tool.function.parameters:
+            schema_source(tool.function.parameters, "tools")
+    if tools and len(msgspec.json.encode(tools)) > MAX_JSON_SIZE:
+        raise InvalidInputError(f"tools are above {MAX_JSON_SIZE} characters", param="tools")

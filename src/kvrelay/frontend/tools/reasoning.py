@@ -1,0 +1,87 @@
+"""A model's reasoning, between ``<think>`` and ``</think>``, apart from its answer."""
+
+from __future__ import annotations
+
+import enum
+
+from kvrelay.frontend.tools.base import Delta, OutputParser, held_back
+
+BEGIN, END = "<think>", "</think>"
+_SPACE = " \t\r\n"
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
+
+
+class _State(enum.Enum):
+    BEFORE = enum.auto()
+    INSIDE = enum.auto()
+    BEHIND = enum.auto()
+    ANSWER = enum.auto()
+
+
+def reasons_at_once(parser: str, prompt: str) -> bool:
+    """Whether the answer's first word is reasoning, because the prompt's end has opened it.
+
+    DeepSeek-R1 reasons even if nothing says so, unless the prompt has closed it.
+    """
+    end = prompt.rstrip()
+    return end.endswith(BEGIN) or (parser == "deepseek_r1" and not end.endswith(END))
+
+
+class ReasoningParser:
+    """Implements ``OutputParser``. What is not reasoning goes to ``answer``, or is content if that is None."""
+
+    def __init__(self, is_inside: bool, answer: OutputParser | None = None) -> None:
+        self._answer = answer
+        self._state = _State.BEFORE
+        self._is_inside = is_inside
+        self._buffer = ""
+
+    def push(self, text: str) -> Delta:
+        self._buffer += text
+        delta = Delta()
+        if self._state is _State.BEFORE and not self._begin():
+            return delta
+        if self._state is _State.INSIDE:
+            delta = self._reason()
+        if self._state is _State.BEHIND:
+            self._buffer = self._buffer.lstrip(_SPACE)
+            if self._buffer:
+                self._state = _State.ANSWER
+        if self._state is _State.ANSWER:
+            delta += self._pass_on()
+        return delta
+
+    def flush(self) -> Delta:
+        if self._state is _State.INSIDE or (self._state is _State.BEFORE and self._is_inside):
+            delta = Delta(reasoning=self._buffer)
+            self._buffer = ""
+        else:
+            delta = self._pass_on()
+        return delta + (self._answer.flush() if self._answer is not None else Delta())
+
+    def _begin(self) -> bool:
+        """Whether it is clear how the answer begins."""
+        text = self._buffer.lstrip(_SPACE)
+        if not text or (BEGIN.startswith(text) and text != BEGIN):
+            return False
+        if text.startswith(BEGIN):
+            self._buffer, self._state = text[len(BEGIN) :], _State.INSIDE
+        else:
+            self._state = _State.INSIDE if self._is_inside else _State.ANSWER
+        return True
+
+    def _reason(self) -> Delta:
+        at = self._buffer.find(END)
+        if at >= 0:
+            reasoning, self._buffer = self._buffer[:at], self._buffer[at + len(END) :]
+            self._state = _State.BEHIND
+        else:
+            size = len(self._buffer) - held_back(self._buffer, END)
+            reasoning, self._buffer = self._buffer[:size], self._buffer[size:]
+        return Delta(reasoning=reasoning)
+
+    def _pass_on(self) -> Delta:
+        text, self._buffer = self._buffer, ""
+        if not text:
+            return Delta()
+        return self._answer.push(text) if self._answer is not None else Delta(content=text)

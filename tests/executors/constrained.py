@@ -1,0 +1,37 @@
+"""Answers of a model that knows nothing but the grammar: random choices among the tokens that the masks allow."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+
+from kvrelay.core.grammar import Grammar
+from kvrelay.data import bundled_checkpoint_path
+from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
+from kvrelay.frontend.tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer(bundled_checkpoint_path())
+EOS, VOCAB_SIZE = 1, 1024
+COMPILER = GrammarCompiler(bundled_checkpoint_path() / "tokenizer.json", VOCAB_SIZE, [EOS])
+
+
+def random_answer(grammar: Grammar, rng: Random, max_tokens: int = 2000) -> str:
+    """One of the allowed tokens at a time, until the end of sequence."""
+    COMPILER.compile(grammar)
+    masks = GrammarMasks(COMPILER, VOCAB_SIZE)
+    masks.enter(0, grammar, [])
+    tokens: list[int] = []
+    while not tokens or tokens[-1] != EOS:
+        assert len(tokens) < max_tokens
+        computing = masks.begin([0])
+        assert computing is not None
+        step = computing.result()
+        assert step.failures == {}
+        (forbidden,) = step.forbidden()
+        allowed = np.flatnonzero(~forbidden)
+        # Small vocabularies spell most strings byte by byte: prefer an end that is possible.
+        tokens.append(EOS if not forbidden[EOS] and rng.random() < 0.9 else int(rng.choice(allowed)))
+        masks.advance([0], tokens[-1:])
+    masks.close()
+    return TOKENIZER.decode(tokens[:-1])

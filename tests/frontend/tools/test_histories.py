@@ -1,0 +1,65 @@
+"""Messages on their way to a chat template."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, ChatMessage, parse_body
+from kvrelay.frontend.tools.histories import described, template_messages
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+USER = {"role": "user", "content": "x"}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "7"}
+
+
+def messages(*shapes: object) -> list[ChatMessage]:
+    return list(parse_body(json.dumps({"messages": shapes}).encode(), ChatCompletionRequest).messages)
+
+
+def test_calls_and_results_reach_the_template_as_objects() -> None:
+    calling, result = template_messages(messages(USER, CALLING, RESULT))[1:]
+    assert calling["tool_calls"] == [{**CALL, "function": {"name": "f", "arguments": {"a": 1}}}]
+    assert result == {"role": "tool", "content": "7", "tool_call_id": "c1", "name": "f"}
+
+
+def test_developer_is_system_unless_the_template_knows_better() -> None:
+    developer = messages({"role": "developer", "content": "Be brief."})
+    assert template_messages(developer)[0]["role"] == "system"
+    assert template_messages(developer, knows_developer=True)[0]["role"] == "developer"
+
+
+def test_a_template_without_tools_is_told_in_words() -> None:
+    shapes = template_messages(messages({"role": "system", "content": "Be brief."}, USER, CALLING, RESULT))
+    system, user, calling, result = described(shapes, [{"type": "function", "function": {"name": "f"}}])
+    assert system["role"] == "system"
+    assert str(system["content"]).startswith("Be brief.")
+    assert '{"name": "f"}' in str(system["content"])
+    assert user == USER
+    assert calling == {"role": "assistant", "content": '{"name": "f", "parameters": {"a": 1}}'}
+    assert result == {"role": "user", "content": "f returned:\n7"}
+    assert described(template_messages(messages(USER)), ()) == [USER]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([RESULT], "matches no call"),
+        ([USER, CALLING, {**RESULT, "tool_call_id": "c2"}], "matches no call"),
+        ([RESULT, CALLING], "matches no call"),
+        ([CALLING, {"role": "tool", "content": "7"}], "needs a tool_call_id"),
+        ([{**CALLING, "tool_calls": [CALL, CALL]}], "two tool calls have the id"),
+        ([{**CALLING, "role": "user"}], "cannot have tool_calls"),
+        ([{**CALLING, "tool_calls": [{**CALL, "type": "custom"}]}], "not supported"),
+        ([{**CALLING, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]}], "JSON object"),
+        ([{**CALLING, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "{"}}]}], "JSON object"),
+        ([{**CALLING, "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[" * 9999}}]}], "JSON object"),
+    ],
+)
+def test_histories_that_do_not_match_are_refused(shapes: list[object], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        template_messages(messages(*shapes))
+    assert caught.value.param == "messages"
