@@ -470,6 +470,11 @@ def test_what_can_be_wrong_with_starting_a_server(tmp_path: Path) -> None:
         NatsServerProcess(tmp_path, binary=file).start()
     with pytest.raises(ControlUnavailableError, match="ended with code 1"):
         NatsServerProcess(tmp_path, binary=Path("/bin/false")).start()
+    crashing = tmp_path / "crashing"
+    crashing.write_text("#!/bin/sh\necho 'fatal error: out of threads' >&2\necho 'goroutine 1' >&2\nexit 2\n")
+    crashing.chmod(0o700)
+    with pytest.raises(ControlUnavailableError, match=r"ended with code 2: stderr: fatal error: out of threads$"):
+        NatsServerProcess(tmp_path, binary=crashing).start()
     assert os.access(find_binary(), os.X_OK)
 
 

@@ -28,6 +28,8 @@ SCRATCH_PREFIX = "kvrelay-nats-"
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.02
+STDERR_NAME = "nats-server.stderr"
+"""Mistakes in the configuration and crashes of the server's runtime are told here, not in its log."""
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 """NATS's default of 1 MiB is too small for a queued prefill of some 200,000 tokens."""
 PR_SET_PDEATHSIG = 1
@@ -111,7 +113,7 @@ class NatsServerProcess:
         self._forget_ports(directory)
         command = [str(binary), "-c", str(self._write_config(directory)), "--ports_file_dir", str(directory)]
         try:
-            self._process = _spawn(command)
+            self._process = _spawn(command, directory / STDERR_NAME)
         except OSError as exc:
             raise ConfigError(f"cannot run {binary}: {exc.strerror}") from exc
         try:
@@ -205,7 +207,7 @@ class NatsServerProcess:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ControlUnavailableError(
-                    f"nats-server ended with code {self._process.returncode}: {_last_line(self.log_path)}"
+                    f"nats-server ended with code {self._process.returncode}: {_last_words(directory)}"
                 )
             if not self._port:
                 self._port = _read_port(ports)
@@ -226,7 +228,7 @@ def find_binary() -> Path:
     return Path(found)
 
 
-def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
+def _spawn(command: list[str], stderr_path: Path) -> subprocess.Popen[bytes]:
     """Start ``command`` from a thread that lives as long as it does.
 
     The kernel sends the signal of PR_SET_PDEATHSIG when the *thread* that forked ends, and our caller's may be one of a
@@ -236,14 +238,15 @@ def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
 
     def run() -> None:
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 (one system call; nothing else sets the signal)
-            )
+            with stderr_path.open("wb") as stderr:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,  # noqa: PLW1509 (one system call; nothing else sets the signal)
+                )
         except OSError as exc:
             outcome.put(exc)
             return
@@ -279,8 +282,13 @@ def _answers(host: str, port: int) -> bool:
         return False
 
 
-def _last_line(path: Path | None) -> str:
+def _last_words(directory: Path) -> str:
+    """The end of the log and the beginning of the standard error: a crash tells its reason first, then its stacks."""
+    log, stderr = _lines(directory / "nats-server.log"), _lines(directory / STDERR_NAME)
+    return "; ".join([*log[-1:], *(f"stderr: {line}" for line in stderr[:1])]) or "no log"
+
+
+def _lines(path: Path) -> list[str]:
     with contextlib.suppress(OSError):
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path is not None else []
-        return next((line.strip() for line in reversed(lines) if line.strip()), "no log")
-    return "no log"
+        return [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+    return []
