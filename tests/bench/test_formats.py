@@ -41,7 +41,7 @@ def test_message_parts_are_joined(tmp_path: Path) -> None:
     assert texts(lines(tmp_path / "m.jsonl", {"messages": [{"role": "user", "content": parts}]})) == ["ab"]
 
 
-def test_dolly(tmp_path: Path) -> None:
+def test_a_dolly_file_becomes_prompts(tmp_path: Path) -> None:
     path = lines(tmp_path / "d.jsonl", {"instruction": "I", "context": "C", "response": "R", "category": "qa"})
     assert detect_format(path) is FileFormat.DOLLY
     assert texts(path) == ["I\nC\nR"]

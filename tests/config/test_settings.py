@@ -62,7 +62,7 @@ def test_flags_win_over_environment_over_file():
         (ControlConfig, {"lease_ttl_s": float("nan")}, "lease_ttl_s"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(cls, values, message):
+def test_invalid_settings_are_refused(cls, values, message):
     with pytest.raises(ConfigError, match=message):
         load_settings(cls, file_values=values, environ={})
 

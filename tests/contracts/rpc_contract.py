@@ -100,7 +100,7 @@ class RpcContract:
 
         run(open_network, scenario)
 
-    def test_nobody_there(self, open_network: OpenNetwork) -> None:
+    def test_connecting_without_a_server_fails(self, open_network: OpenNetwork) -> None:
         async def scenario(network: RpcNetwork) -> None:
             desk = await started_desk(network)
             await desk.server.close()
@@ -151,7 +151,7 @@ class RpcContract:
 
         run(open_network, scenario)
 
-    def test_what_was_said_before_the_end_arrives(self, open_network: OpenNetwork) -> None:
+    def test_messages_sent_before_the_end_arrive(self, open_network: OpenNetwork) -> None:
         """Also when it is more than sockets take at once."""
         burst = [OutputBatch((TokenOutput("r", tuple(range(2_000)), num_cached_tokens=n),)) for n in range(500)]
 
@@ -316,7 +316,7 @@ class Doorman:
 class AdmissionContract:
     """The suite for servers that ask who calls. A subclass brings the fixture ``open_network``."""
 
-    def test_a_message_tells_who_said_it(self, open_network: OpenKeyedNetwork) -> None:
+    def test_a_message_carries_its_senders_identity(self, open_network: OpenKeyedNetwork) -> None:
         async def scenario(network: KeyedNetwork) -> None:
             doorman, keys = Doorman(), [new_curve_keys() for _ in range(2)]
             doorman.learn(keys[0], "first")
@@ -337,7 +337,7 @@ class AdmissionContract:
 
         run_keyed(open_network, scenario)
 
-    def test_who_is_unknown_is_refused_and_hears_so(self, open_network: OpenKeyedNetwork) -> None:
+    def test_an_unknown_client_is_refused_at_once(self, open_network: OpenKeyedNetwork) -> None:
         async def scenario(network: KeyedNetwork) -> None:
             doorman = Doorman()
             desk = await guarded_desk(network, doorman)
@@ -350,7 +350,7 @@ class AdmissionContract:
 
         run_keyed(open_network, scenario)
 
-    def test_who_becomes_known_meanwhile_is_let_in(self, open_network: OpenKeyedNetwork) -> None:
+    def test_a_client_that_becomes_known_is_admitted(self, open_network: OpenKeyedNetwork) -> None:
         async def scenario(network: KeyedNetwork) -> None:
             doorman, keys = Doorman(), new_curve_keys()
             desk = await guarded_desk(network, doorman)

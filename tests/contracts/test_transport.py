@@ -130,7 +130,7 @@ def test_random_block_sets_arrive(pair: Pair) -> None:
         np.testing.assert_array_equal(pair.decode.pool, expected)
 
 
-def test_a_notification_arrives_behind_the_bytes_of_its_write(pair: Pair) -> None:
+def test_a_notification_arrives_after_the_bytes_of_its_write(pair: Pair) -> None:
     for step in range(5):
         pair.prefill.pool[:] = step + 1
         payload = bytes([step, 0, 255])

@@ -92,7 +92,7 @@ def test_a_discovery_that_is_none() -> None:
         asyncio.run(connect_control(ControlConfig(control="nats://127.0.0.1:1", discovery="consul://h:1")))
 
 
-def test_nobody_there(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_connecting_without_a_server_fails(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ControlUnavailableError) as caught:
         asyncio.run(connect_control(ControlConfig(control="nats://u:secret@127.0.0.1:1", connect_timeout_s=0.5)))
     assert "nats://127.0.0.1:1" in caught.value.message

@@ -24,7 +24,7 @@ def changed(value: msgspec.Struct, **fields: object) -> bytes:
     return msgspec.json.encode(msgspec.to_builtins(value) | fields)
 
 
-def test_what_workers_write_comes_through() -> None:
+def test_valid_entries_are_decoded() -> None:
     assert decode_worker("w-1", msgspec.json.encode(WORKER)) == WORKER
     assert decode_kv_metadata("w-1/0", msgspec.json.encode(METADATA)) == METADATA
     assert decode_prefill(msgspec.msgpack.encode(PREFILL)) == PREFILL
@@ -32,7 +32,7 @@ def test_what_workers_write_comes_through() -> None:
 
 
 @pytest.mark.parametrize("value", GARBAGE)
-def test_garbage_is_refused_everywhere(value: bytes) -> None:
+def test_every_decoder_refuses_garbage(value: bytes) -> None:
     for decode in (
         lambda: decode_worker("w-1", value),
         lambda: decode_kv_metadata("w-1/0", value),
@@ -123,7 +123,7 @@ def test_a_prefill_out_of_range_is_refused(fields: dict[str, object]) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_raise_anything_else(value: bytes) -> None:
+def test_random_bytes_raise_only_protocol_errors(value: bytes) -> None:
     for decode in (
         lambda: decode_worker("w", value),
         lambda: decode_setting("x", value),

@@ -34,7 +34,7 @@ def test_events_round_trip_with_and_without_tokens() -> None:
     assert (slim.worker_id, slim.epoch, slim.first_seq) == ("w", 3, 17)
 
 
-def test_the_others_round_trip() -> None:
+def test_load_samples_and_replays_round_trip() -> None:
     assert decode_load(encode_load(LOAD)) == LOAD
     request = ReplayRequest(5, dump_seq=9, page=2)
     assert decode_replay_request(encode_replay_request(request)) == request
@@ -51,7 +51,7 @@ def test_the_others_round_trip() -> None:
         KvEventBatch("w", 0, 0, (BlockStored(None, (1,), (1,), (), 0),)),
     ],
 )
-def test_events_that_make_no_sense_are_refused(batch: KvEventBatch) -> None:
+def test_inconsistent_events_are_refused(batch: KvEventBatch) -> None:
     with pytest.raises(ProtocolError):
         decode_events(msgspec.msgpack.encode(batch))
     with pytest.raises(ProtocolError):

@@ -53,7 +53,7 @@ def test_replay_from_the_ring() -> None:
     assert (reply.batches, reply.next_seq, reply.is_dump) == ((batch,), 5, False)
 
 
-def test_what_the_ring_has_lost_becomes_a_dump() -> None:
+def test_events_that_left_the_ring_are_answered_with_a_dump() -> None:
     log = KvEventLog("w", 0, capacity=3)
     log.append([stored(None, 1, 2, 3)])
     log.append([stored(2, 7), stored(3, 4), BlockRemoved((4,)), BlockRemoved((99,))])
@@ -107,7 +107,7 @@ def test_only_a_few_dumps_are_kept() -> None:
     assert (again.page, again.dump_seq) == (0, log.next_seq)
 
 
-def test_a_dump_says_what_any_history_has_left() -> None:
+def test_a_dump_equals_the_blocks_left_by_any_history() -> None:
     rng = random.Random(3)
     log = KvEventLog("w", 0, capacity=16, max_reply_blocks=7)
     parents: dict[int, int | None] = {}

@@ -30,7 +30,9 @@ VECTORS = [
 
 
 @pytest.mark.parametrize(("tokens", "block_size", "local", "sequence"), VECTORS)
-def test_vectors(tokens: list[int], block_size: int, local: tuple[int, ...], sequence: tuple[int, ...]) -> None:
+def test_hashes_equal_the_recorded_vectors(
+    tokens: list[int], block_size: int, local: tuple[int, ...], sequence: tuple[int, ...]
+) -> None:
     hashes = compute_block_hashes(tokens, block_size)
     assert hashes.local == local
     assert hashes.sequence == sequence
@@ -95,7 +97,7 @@ def test_adapters_and_seeds_separate() -> None:
     "tokens",
     [[-1, 2], [2**32, 1], [1.5, 2], ["1", "2"], np.array([-1, 2]), np.array([2**32, 1]), np.array([0.5, 1.0])],
 )
-def test_what_is_not_a_token_is_refused(tokens: list[int]) -> None:
+def test_token_ids_must_be_unsigned_32_bit_integers(tokens: list[int]) -> None:
     with pytest.raises(InvalidInputError):
         compute_block_hashes(tokens, 2)
     with pytest.raises(InvalidInputError):

@@ -31,6 +31,6 @@ def test_a_sealed_frame_comes_back(frame: bytes) -> None:
         pytest.param(seal(SECRET, "load.wfr", b"ame"), id="a byte moved into the subject"),
     ],
 )
-def test_what_is_not_the_workers_is_refused(forged: bytes) -> None:
+def test_a_frame_with_a_wrong_seal_is_refused(forged: bytes) -> None:
     with pytest.raises(ProtocolError):
         unseal(SECRET, "load.w", forged)

@@ -32,7 +32,7 @@ def test_moves_that_the_table_lacks_raise(old, new):
         check_transition(old, new)
 
 
-def test_the_way_of_a_disaggregated_request():
+def test_a_disaggregated_request_passes_these_states():
     for old, new in [
         (RequestStatus.WAITING, RequestStatus.REMOTE_PREFILLING),
         (RequestStatus.REMOTE_PREFILLING, RequestStatus.RUNNING),

@@ -34,7 +34,7 @@ async def test_a_failed_task_is_logged_with_its_name_and_the_others_go_on(caplog
     assert not other.cancelled()
 
 
-async def test_a_task_lives_although_nobody_else_holds_it() -> None:
+async def test_a_task_is_not_garbage_collected() -> None:
     tasks, ended = TaskSet(), asyncio.Event()
 
     async def waits_for_itself() -> None:

@@ -211,7 +211,7 @@ async def test_metrics_need_the_key_beyond_loopback(model_dir: Path, host: str, 
         assert (await send(port, "GET", "/live")).status == 200
 
 
-async def test_tls(model_dir: Path, tmp_path: Path) -> None:
+async def test_https_serves_whole_and_streamed_answers(model_dir: Path, tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     settings = {"tls_cert": str(certificate), "tls_key": str(key)}
     async with running(model_dir, Script((10,)), **settings) as cluster:

@@ -47,7 +47,7 @@ def url() -> Iterator[str]:
         thread.join()
 
 
-async def test_a_call_says_what_it_was_given(url: str) -> None:
+async def test_a_call_sends_method_path_body_and_key(url: str) -> None:
     status, body = await http_call(f"{url}/prefix/", "POST", "/route?x=1", body={"prompt": "é"}, api_key="k")
     said = json.loads(body)
     assert (status, said["method"], said["path"], said["key"]) == (200, "POST", "/prefix/route?x=1", "Bearer k")
@@ -56,7 +56,7 @@ async def test_a_call_says_what_it_was_given(url: str) -> None:
     assert (status, json.loads(body)["body"], json.loads(body)["key"]) == (404, "", None)
 
 
-async def test_nobody_there_is_one_error_and_no_url_another() -> None:
+async def test_no_answer_and_an_invalid_url_raise_different_errors() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         with pytest.raises(WorkerUnavailableError, match="no frontend answers"):
@@ -66,6 +66,6 @@ async def test_nobody_there_is_one_error_and_no_url_another() -> None:
             await http_call(wrong, "GET", "/health")
 
 
-async def test_a_server_that_says_nothing_is_not_waited_for() -> None:
+async def test_a_silent_server_runs_into_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(WorkerUnavailableError):
         await http_call(f"http://127.0.0.1:{silent.getsockname()[1]}", "GET", "/health", timeout_s=0.05)

@@ -22,7 +22,7 @@ def nice() -> int:
 
 
 @linux_only
-async def test_the_work_yields_and_nobody_else_does() -> None:
+async def test_only_the_thread_of_the_work_is_at_low_priority() -> None:
     before = nice()
     during: list[int] = []
 
@@ -43,7 +43,7 @@ async def test_the_work_yields_and_nobody_else_does() -> None:
     assert name not in {thread.name for thread in threading.enumerate()}
 
 
-async def test_what_is_raised_is_raised_here() -> None:
+async def test_exceptions_of_the_work_reach_the_caller() -> None:
     with pytest.raises(ZeroDivisionError):
         await at_low_priority(lambda: 1 // 0)
 

@@ -49,7 +49,7 @@ def test_a_gguf_file_that_cannot_be_converted_is_one_line(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("model", ["./none", "/nowhere/none", "some/where/none", "none/", "where/none/"])
-def test_a_directory_that_is_not_there(model: str) -> None:
+def test_a_missing_directory_is_refused(model: str) -> None:
     """A hub is not asked for what can only be a path."""
     with pytest.raises(CheckpointError, match=f"checkpoint directory {model} does not exist"):
         resolve_model(model)

@@ -78,7 +78,7 @@ async def test_health_is_readiness(is_ready: bool, status: int) -> None:
         assert b"\nkvrelay_worker_kv_usage_ratio 0.25\n" in metrics.body
 
 
-async def test_nothing_else_is_there() -> None:
+async def test_other_paths_and_methods_are_refused() -> None:
     async with served(MonitoringApp(MetricsConfig())) as port:
         assert (await get(port, "/v1/models")).status == 404
         refused = await send(port, "POST", "/health")

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from kvrelay.core.workers import WorkerInfo, WorkerRole
-from kvrelay.launch.takers import is_child, nobody_takes_requests
+from kvrelay.launch.takers import is_child, no_worker_takes_requests
 
 HERE = socket.gethostname()
 
@@ -30,8 +30,8 @@ def worker(role: str, pid: int, host: str = HERE) -> WorkerInfo:
         ([worker("decode", 1, "elsewhere")], {1}, False),
     ],
 )
-def test_nobody_takes_requests(workers: list[WorkerInfo], child_pids: set[int], nobody: bool) -> None:
-    assert nobody_takes_requests(workers, child_pids) is nobody
+def test_no_worker_takes_requests(workers: list[WorkerInfo], child_pids: set[int], nobody: bool) -> None:
+    assert no_worker_takes_requests(workers, child_pids) is nobody
 
 
 def test_a_process_id_counts_on_its_own_host() -> None:

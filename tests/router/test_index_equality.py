@@ -111,7 +111,7 @@ def test_clear_and_remove_worker(build: Callable[..., Both]) -> None:
     assert both.find([1, 2, 3]).scores == {"a": 1}
 
 
-def test_removing_what_is_not_there_changes_nothing(build: Callable[..., Both]) -> None:
+def test_removing_absent_blocks_changes_nothing(build: Callable[..., Both]) -> None:
     both = build()
     both.stored("a", [1, 2])
     both.removed("a", [5, 6], 0, 1)

@@ -87,7 +87,7 @@ def test_batches_in_order(cluster: Cluster) -> None:
     assert cluster.indexer.stats.applied == 3
 
 
-def test_a_worker_that_has_never_done_anything_is_in_step_at_once(cluster: Cluster) -> None:
+def test_a_worker_without_events_is_synced_at_once(cluster: Cluster) -> None:
     cluster.start("a")
     assert cluster.indexer.state("a") is StreamState.CATCHING_UP
     assert cluster.deliver() == 1
@@ -338,7 +338,7 @@ class TrueCache:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_bus_that_loses_repeats_and_reorders_ends_with_the_truth(seed: int) -> None:
+def test_the_index_converges_over_a_bus_that_loses_repeats_and_reorders(seed: int) -> None:
     rng = random.Random(seed)
     cluster = Cluster()
     caches: dict[str, TrueCache] = {}

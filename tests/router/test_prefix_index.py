@@ -38,7 +38,7 @@ def test_eviction_from_the_tail_makes_no_more_segments_than_there_are_depths() -
     index.check_integrity()
 
 
-def test_the_pass_joins_what_removals_have_cut() -> None:
+def test_the_pass_joins_segments_that_removals_split() -> None:
     index, blocks = PrefixIndex(), chain(random.Random(2), 400)
     index.store("a", None, blocks)
     index.store("b", None, blocks)
@@ -93,7 +93,7 @@ def test_contradicting_chains_do_no_harm() -> None:
     assert index.num_blocks == 0
 
 
-def test_a_million_blocks_leave_no_trace() -> None:
+def test_storing_and_removing_a_million_blocks_leaves_nothing() -> None:
     """Soak: stored and removed in chains with shared heads, by workers that come and go; it ends where it began."""
     rng = random.Random(5)
     index = PrefixIndex()
@@ -136,7 +136,7 @@ def test_the_integrity_check_finds_damage() -> None:
         index.check_integrity()
 
 
-def test_growth_in_workers_does_not_touch_the_answer() -> None:
+def test_scores_stay_right_with_many_workers() -> None:
     index, blocks = PrefixIndex(), chain(random.Random(7), 100)
     for number in range(1024):
         index.store(f"w{number}", None, blocks[: 1 + number % 100])
@@ -147,7 +147,7 @@ def test_growth_in_workers_does_not_touch_the_answer() -> None:
     assert not index.holds("stranger", blocks[0])
 
 
-def test_the_stated_memory_is_what_is_used() -> None:
+def test_memory_bytes_matches_the_measured_memory() -> None:
     rng = random.Random(9)
     tracemalloc.start()
     try:

@@ -78,7 +78,7 @@ def test_excluded_workers_are_not_chosen(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", PLAIN + OVERLAP)
-def test_nobody_left_is_an_error_that_can_be_retried(policy: str) -> None:
+def test_without_a_candidate_a_retryable_error_is_raised(policy: str) -> None:
     built = router(policy)
     with pytest.raises(WorkerUnavailableError):
         built.choose(request("r"))
@@ -163,7 +163,7 @@ def test_an_impossible_block_size_is_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", OVERLAP)
-def test_a_prefix_draws_its_requests_to_who_holds_it(policy: str) -> None:
+def test_requests_go_to_the_worker_that_holds_their_prefix(policy: str) -> None:
     built = router(policy, "a", "b", "c")
     publish(built, KvEventLog("b", 0), range(400))
     for number in range(5):
@@ -216,7 +216,7 @@ def test_a_burst_of_equal_prompts_is_not_computed_everywhere() -> None:
 
 
 @pytest.mark.parametrize("cleared", [False, True], ids=["evicted", "cleared"])
-def test_what_was_placed_and_is_gone_again_is_not_expected_any_more(cleared: bool) -> None:
+def test_a_placed_prefix_that_was_evicted_does_not_count_as_held(cleared: bool) -> None:
     """Or else a worker that has just joined gets nothing while the others' caches overflow."""
     built = router("kv", "a")
     log = KvEventLog("a", 0)
@@ -337,7 +337,7 @@ def test_an_explanation_takes_no_turn_and_no_draw(policy: str) -> None:
         assert chosen == [expected, expected]
 
 
-def test_what_is_known_of_a_workers_prefixes_can_be_seen() -> None:
+def test_the_state_of_a_workers_index_is_visible() -> None:
     built = router("kv", "a", "b")
     log = KvEventLog("a", 0)
     publish(built, log, range(40))

@@ -9,7 +9,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.router import RuntimeSettings
 
 
-def test_what_was_set_lies_over_what_the_router_was_started_with() -> None:
+def test_run_time_values_override_start_values() -> None:
     started = RouterConfig(router="random", decode_weight=0.5, router_seed=7)
     settings = RuntimeSettings()
     assert settings.apply(started) == started
@@ -39,7 +39,7 @@ def test_what_was_set_lies_over_what_the_router_was_started_with() -> None:
         ("router_seed", "1", "cannot be set at run time"),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(name: str, value: object, message: str) -> None:
+def test_invalid_values_are_refused_and_change_nothing(name: str, value: object, message: str) -> None:
     settings = RuntimeSettings()
     settings.put("overlap_weight", 0.25)
     with pytest.raises(ConfigError, match=message):

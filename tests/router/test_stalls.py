@@ -53,7 +53,7 @@ def test_a_worker_that_comes_back_is_judged_anew() -> None:
     assert chosen(built) == {"a", "b"}
 
 
-def test_zero_makes_no_difference() -> None:
+def test_zero_turns_avoidance_off() -> None:
     stalls = Stalls()
     stalls.heard("a", 100.0)
     assert stalls.avoidable(0.0, {"a": 0}.get, (), 2) == []

@@ -235,7 +235,7 @@ def test_messages_wait_for_a_handler_without_spinning(monkeypatch: pytest.Monkey
     asyncio.run(scenario())
 
 
-def test_foreign_bytes_on_the_port_hurt_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_bytes_on_the_port_do_not_disturb_clients(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     rng = random.Random(0)
 
@@ -283,7 +283,7 @@ def test_a_server_that_does_not_speak_is_given_up() -> None:
 @pytest.mark.parametrize(
     "address", ["", "nonsense", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "http://x:1"]
 )
-def test_an_address_that_is_none(address: str) -> None:
+def test_a_malformed_address_is_refused(address: str) -> None:
     async def scenario() -> None:
         with pytest.raises((ConfigError, WorkerUnavailableError)):
             await ZmqRpcClient(address, connect_timeout_s=0.5).start()
@@ -291,7 +291,7 @@ def test_an_address_that_is_none(address: str) -> None:
     asyncio.run(scenario())
 
 
-def test_a_host_that_is_not_ours() -> None:
+def test_binding_to_a_foreign_host_is_refused() -> None:
     async def scenario() -> None:
         with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.1"):
             await ZmqRpcServer("203.0.113.1").start()
@@ -311,7 +311,7 @@ def test_a_wildcard_is_advertised_by_name() -> None:
     asyncio.run(scenario())
 
 
-def test_without_the_servers_key_nobody_gets_in() -> None:
+def test_a_client_without_the_servers_key_cannot_connect() -> None:
     async def scenario() -> None:
         async with started(ZmqRpcServer(curve_keys=new_curve_keys())) as server:
             received: list[Message] = []
@@ -332,7 +332,7 @@ class Impostor(ZmqRpcClient):
         super()._connect(endpoint)
 
 
-def test_who_takes_over_a_routing_id_does_not_take_over_the_identity() -> None:
+def test_a_reused_routing_id_does_not_carry_the_old_identity() -> None:
     async def scenario() -> None:
         ours = new_curve_keys()
         server = ZmqRpcServer(curve_keys=ours)

@@ -149,7 +149,7 @@ def test_blocks_cross_in_both_directions(start: Callable[..., tuple[Parent, Chil
         assert child.tell(do="digest", blocks=remote)["digest"] == parent.digest(local)
 
 
-def test_a_thousand_small_writes_arrive_before_the_notification_behind_them(
+def test_a_thousand_small_writes_arrive_before_the_notification_that_follows(
     start: Callable[..., tuple[Parent, Child]],
 ) -> None:
     parent, child = start()
@@ -201,7 +201,7 @@ def test_a_killed_peer_ends_every_transfer_with_an_error(start: Callable[..., tu
     assert second.end() == 0
 
 
-def test_a_stopped_peer_runs_into_the_deadline_and_can_be_met_again(
+def test_a_stopped_peer_runs_into_the_deadline_and_can_be_reconnected(
     start: Callable[..., tuple[Parent, Child]],
 ) -> None:
     parent, child = start(TransferConfig(transfer_timeout_s=2.0))

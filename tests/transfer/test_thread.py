@@ -280,7 +280,7 @@ def test_closing_fails_what_is_unfinished_and_what_comes_later(cluster: Cluster)
     assert cluster.prefill.thread.remove_peer("d").result(60) is None
 
 
-def test_a_caller_that_gives_up_waiting_harms_nobody(cluster: Cluster) -> None:
+def test_a_cancelled_wait_does_not_stop_the_thread(cluster: Cluster) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def block(error: str | None) -> None:
@@ -296,7 +296,7 @@ def test_a_caller_that_gives_up_waiting_harms_nobody(cluster: Cluster) -> None:
     assert cluster.wait(1) == [("after", None)]
 
 
-def test_behind_the_fence_nothing_moves(cluster: Cluster) -> None:
+def test_after_the_fence_nothing_moves(cluster: Cluster) -> None:
     """What is queued, what is on its way and what is submitted later: all of it fails, no byte arrives."""
     cluster.decode.pool[:] = 0
     cluster.fabric.faults.delay_polls = 1_000_000_000

@@ -1,1 +1,1 @@
-"""The composition root: which process holds what, and the starting and supervising of processes."""
+"""The composition root: assembles each kind of process, and starts and supervises processes."""

@@ -1,4 +1,4 @@
-"""What an operator asks of a running cluster: who is there, how loaded, drain, change role, change a setting."""
+"""An operator's commands to a running cluster: status and load, drain, change of role, run-time settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ORDER_TIMEOUT_S = 30.0
 STATUS_TIMEOUT_S = 2.0
 TABLE_WIDTH = 1000
 NOT_SET = "what each process was started with"
-"""No column is ever cut, however narrow the terminal or the pipe."""
+"""Wide enough that no column is cut, even in a narrow terminal or a pipe."""
 DISAGG_PREFIX = "disagg."
 ROUTER_PREFIX = "router."
 SETTABLE = (
@@ -45,8 +45,10 @@ _nonces = itertools.count(1)
 async def order(
     info: WorkerInfo, keys: CurveKeys, command: str, argument: str = "", timeout_s: float = ORDER_TIMEOUT_S
 ) -> Any:
-    """Send one order to one worker, as the operator with those keys; gives its JSON answer. Raises
-    WorkerUnavailableError, KvrelayError."""
+    """Send one command to one worker, as the operator with these keys; returns its JSON answer.
+
+    Raises WorkerUnavailableError, KvrelayError.
+    """
     client = client_of(info, keys, timeout_s)
     answer: asyncio.Future[AdminReply] = asyncio.get_running_loop().create_future()
 
@@ -70,18 +72,18 @@ async def order(
 
 
 async def list_workers(control: ControlPlane, keys: Keys) -> list[WorkerInfo]:
-    """The workers in discovery, by id. Entries that are no worker's are reported on the log, and left out."""
+    """The workers in discovery, by id. Malformed entries are logged and left out."""
     workers = []
     for key, value in sorted((await control.discovery.list(keys.workers)).items()):
         try:
             workers.append(decode_worker(key.removeprefix(keys.workers), value))
         except ProtocolError as exc:
-            _log.warning("discovery entry %s refused: %s", key, exc)
+            _log.warning("ignored the discovery entry %s: %s", key, exc)
     return workers
 
 
 async def cluster_status(config: ControlConfig, *, check: bool = False) -> dict[str, Any]:
-    """Every worker's own status, and the queue; with ``check`` also the verdict on its block pool."""
+    """Every worker's own status, and the queue; with ``check`` also the integrity of its block pool."""
     control = await connect_control(config)
     try:
         workers = await list_workers(control, Keys(config.namespace))
@@ -103,7 +105,7 @@ async def _status_of(info: WorkerInfo, keys: CurveKeys, check: bool) -> dict[str
 
 
 def require_idle(report: dict[str, Any]) -> None:
-    """Raise KvrelayError unless every worker answered, its pool is whole, and no block is in use."""
+    """Raise KvrelayError unless every worker answered, its pool is intact, and no block is in use."""
     for status in report["workers"]:
         if "error" in status:
             raise KvrelayError(f"{status['worker_id']}: {status['error']}")
@@ -112,7 +114,7 @@ def require_idle(report: dict[str, Any]) -> None:
 
 
 def status_table(report: dict[str, Any]) -> None:
-    """Print the report for a person. Ids are shown whole, since they are copied into other commands."""
+    """Print the report as a table. Ids are not shortened, since people copy them into other commands."""
     print(f"prefill queue: {report['prefill_queue_size']}")
     if not report["workers"]:
         print("no worker is registered")
@@ -150,7 +152,7 @@ def status_table(report: dict[str, Any]) -> None:
 
 
 async def print_order(config: ControlConfig, worker_id: str, command: str, argument: str = "") -> None:
-    """Send an order to the worker of that id and print what it says. Raises WorkerUnavailableError."""
+    """Send a command to the worker with that id and print its answer. Raises WorkerUnavailableError."""
     control = await connect_control(config)
     try:
         workers = {info.worker_id: info for info in await list_workers(control, Keys(config.namespace))}
@@ -192,12 +194,12 @@ def _checked(key: str, value: str) -> object:
 
 def _require_settable(key: str) -> None:
     if key not in SETTABLE:
-        hint = nearest(key, SETTABLE) or f"; there are {', '.join(SETTABLE)}"
+        hint = nearest(key, SETTABLE) or f"; the run-time settings are {', '.join(SETTABLE)}"
         raise ConfigError(f"{key} is no run-time setting{hint}", param=key)
 
 
 async def config_unset(config: ControlConfig, key: str) -> None:
-    """Take a run-time setting back: every process has what it was started with again. Print what was changed.
+    """Unset a run-time setting: every process returns to the value of its start. Print what was changed.
 
     Raises ConfigError.
     """
@@ -213,7 +215,7 @@ async def config_unset(config: ControlConfig, key: str) -> None:
 
 
 async def config_get(config: ControlConfig, key: str | None) -> None:
-    """Print what was set at run time, one ``key value`` a line. Raises ConfigError."""
+    """Print the settings made at run time, one ``key value`` per line. Raises ConfigError."""
     if key is not None:
         _require_settable(key)
     control = await connect_control(config)

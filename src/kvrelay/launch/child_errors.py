@@ -1,4 +1,4 @@
-"""What children write to stderr, passed on to ours: the errors of n equal workers once, not n times."""
+"""Passes the children's stderr on to ours: the same error of n equal workers once, not n times."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import IO
 
 WINDOW_S = 10.0
 ERROR_PREFIX = b"kvrelay: "
-"""How the command line begins the one line that says why it ends. Log lines and tracebacks pass as they are."""
+"""The start of the line in which the command line gives its reason to end. Other lines pass unchanged."""
 
 
 class ChildErrors:
-    """Passes lines on to ``write``. An error that another child has told word for word in ``WINDOW_S`` is left out."""
+    """Passes lines on to ``write``. It drops an error that another child reported word for word within ``WINDOW_S``."""
 
     def __init__(self, write: Callable[[bytes], None], now: Callable[[], float] = time.monotonic) -> None:
         self._write = write
@@ -23,7 +23,7 @@ class ChildErrors:
         self._threads: list[threading.Thread] = []
 
     def follow(self, name: str, stream: IO[bytes]) -> None:
-        """Pass on what child ``name`` writes, until it closes ``stream``."""
+        """Pass on the lines of child ``name`` until it closes ``stream``."""
         thread = threading.Thread(target=self._run, args=(name, stream), name=f"stderr of {name}", daemon=True)
         self._threads = [other for other in self._threads if other.is_alive()] + [thread]
         thread.start()
@@ -36,7 +36,7 @@ class ChildErrors:
             self._write(line)
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all that ended children have written is passed on."""
+        """Wait until all lines of the ended children are passed on."""
         for thread in self._threads:
             thread.join(timeout_s)
 

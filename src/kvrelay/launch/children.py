@@ -26,7 +26,7 @@ RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 CRASH_LOOP_WINDOW_S = 60.0
 CRASH_LOOP_LIMIT = 5
 SILENT_WAIT_S = 0.5
-"""An end that takes longer is explained."""
+"""If a child takes longer to end, ``on_waiting`` tells the user."""
 
 
 @dataclass(slots=True)
@@ -39,12 +39,12 @@ class Child:
     environment: dict[str, str] | None = None
     errors: ChildErrors | None = None
     restart_flags: tuple[str, ...] = ()
-    """Added to the command when it is started again."""
+    """Arguments added to the command at a restart."""
     crashes_s: list[float] = field(default_factory=list)
     num_without_control: int = 0
-    """Ends in a row because the control plane was away; they are no crashes."""
+    """Consecutive exits because the control plane was unreachable; these do not count as crashes."""
     restart_s: float | None = None
-    """When it is to be started again; None: not decided, or it runs."""
+    """The time of the next restart; None: not decided, or the child runs."""
 
     @property
     def pid(self) -> int:
@@ -56,7 +56,7 @@ class Child:
 
 
 def kvrelay_command(*arguments: str) -> list[str]:
-    """The command line of another ``kvrelay`` process in this environment."""
+    """The command line of another ``kvrelay`` process with this Python environment."""
     return [sys.executable, "-m", "kvrelay", *arguments]
 
 
@@ -67,8 +67,10 @@ def start_child(
     environment: dict[str, str] | None = None,
     errors: ChildErrors | None = None,
 ) -> Child:
-    """Start ``command``; it writes to our stdout and stderr, or both to ``output``; ``environment`` None: ours. With
-    ``errors`` its stderr goes through that."""
+    """Start ``command`` with our stdout and stderr, or with ``output`` for both.
+
+    ``environment`` None: ours. ``errors``, if given, filters the child's stderr.
+    """
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -84,9 +86,9 @@ def start_child(
 
 
 def restart_delay_s(child: Child, now_s: float) -> float | None:
-    """How long to wait before starting a child again that has ended; None when it crashes in a loop.
+    """Seconds to wait before restarting a child that has ended; None if it crashes in a loop.
 
-    One that found no control plane has not crashed: it is started again for as long as that is away.
+    A child that found no control plane has not crashed: it is restarted until the control plane is back.
     """
     if child.exit_code == ControlUnavailableError.exit_code:
         child.num_without_control += 1
@@ -99,7 +101,7 @@ def restart_delay_s(child: Child, now_s: float) -> float | None:
 
 
 def restart(child: Child) -> None:
-    """Start the child's command again, in place."""
+    """Start the child's command again; ``child`` now stands for the new process."""
     command = [*child.command, *child.restart_flags]
     child.process = start_child(child.name, command, environment=child.environment, errors=child.errors).process
     child.restart_s = None
@@ -108,7 +110,7 @@ def restart(child: Child) -> None:
 async def stop_children(
     children: list[Child], timeout_s: float, on_waiting: Callable[[list[Child]], None] = lambda _: None
 ) -> None:
-    """SIGTERM, wait for a clean end, SIGKILL what is left. ``on_waiting`` hears of those that take their time, once."""
+    """SIGTERM, wait for a clean end, SIGKILL the rest. ``on_waiting`` is called once, with the slow children."""
     for child in children:
         if child.exit_code is None:
             child.process.terminate()
@@ -123,6 +125,6 @@ async def stop_children(
         await asyncio.sleep(0.02)
     for child in children:
         if child.exit_code is None:
-            _log.warning("%s (pid %d) did not end in %g s: killed", child.name, child.pid, timeout_s)
+            _log.warning("killed %s (pid %d): it did not end in %g s", child.name, child.pid, timeout_s)
             child.process.kill()
         child.process.wait()

@@ -1,4 +1,4 @@
-"""One frontend process: control plane, routers and HTTP service, put together."""
+"""Assembles one frontend process from control plane, routers and HTTP service."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvrelay.router import ReplayRequester, Router
 _log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a side thread may keep the interpreter from the event loop."""
+"""Longest time for which a side thread may hold the interpreter before it yields to the event loop."""
 
 
 def cluster_name(control: ControlConfig) -> str:
-    """The same for all frontends of a cluster, and no others: control plane and namespace, without credentials."""
+    """A name that exactly the frontends of one cluster share: control plane and namespace, without credentials."""
     urls = [urlsplit(url.strip()) for url in f"{control.control},{control.discovery}".split(",")]
     hosts = sorted(url.netloc.rpartition("@")[2].lower().replace("localhost", "127.0.0.1") for url in urls)
     return "/".join((control.namespace, *hosts))
@@ -41,7 +41,7 @@ async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, c
     require_api_key(frontend, control)
     raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # The side threads are enough; a pool of the tokenizer's own would take the cores of workers beside us.
+    # The side threads are enough; the tokenizer's own pool would take cores from workers on this machine.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     stop = asyncio.Event()
     on_terminate(stop.set)

@@ -1,4 +1,4 @@
-"""A GGUF file as a model argument: converted to a checkpoint directory once, then found in the cache."""
+"""A GGUF file as a model argument: converted to a checkpoint directory once, then taken from the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONVERTER = "kvrelay.executors.torch.checkpoints.gguf"
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether ``path`` is a file that begins as GGUF files do."""
+    """Whether ``path`` is a file with the magic bytes of GGUF."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -26,9 +26,9 @@ def is_gguf(path: Path) -> bool:
 
 
 def checkpoint_of(file: Path) -> Path:
-    """The directory of ``file``, converted now if it is not in the cache. Raises CheckpointError.
+    """The checkpoint directory of ``file``, converted now if the cache lacks it. Raises CheckpointError.
 
-    The cache is keyed by content, so that a file which was replaced is converted again.
+    The cache is keyed by content, so a replaced file is converted again.
     """
     directory = cache_directory() / "gguf" / _digest(file) / file.stem
     if directory.is_dir():
@@ -41,7 +41,7 @@ def checkpoint_of(file: Path) -> Path:
         text=True,
         check=False,
     )
-    # Another start may have converted the same file meanwhile: then its directory is as good.
+    # Another process may have converted the same file meanwhile: then its directory is as good.
     if not directory.is_dir():
         lines = done.stderr.strip().splitlines() or [f"the converter ended with exit code {done.returncode}"]
         raise CheckpointError(f"cannot convert {file}: {lines[-1]}", param="model")

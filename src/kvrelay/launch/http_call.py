@@ -1,4 +1,4 @@
-"""One short HTTP call, off the event loop: for health checks and what an operator asks of a frontend."""
+"""One short HTTP call, off the event loop: for health checks and for an operator's requests to a frontend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def http_call(
 ) -> tuple[int, bytes]:
     """Status and body of the answer; ``body`` is sent as JSON. ``verify=False`` takes any certificate.
 
-    Raises InvalidInputError for what is no http URL, WorkerUnavailableError when no answer comes in ``timeout_s``.
+    Raises InvalidInputError for an invalid URL, WorkerUnavailableError if no answer comes within ``timeout_s``.
     """
     return await asyncio.to_thread(_call, url, method, path, body, api_key, timeout_s, verify)
 
@@ -34,7 +34,7 @@ def _call(
     try:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("it needs http:// or https:// and a host")
+            raise ValueError("an URL needs http:// or https:// and a host")
         connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
         if parts.scheme == "https":
             context = ssl.create_default_context() if verify else ssl._create_unverified_context()

@@ -1,12 +1,12 @@
-"""Work that yields the CPU to others: a worker that starts again must not slow down those that took over its streams.
+"""Work that yields the CPU: a restarting worker must not slow down the workers that took over its streams.
 
 Loading, compiling and warming up take seconds of every core. A process may lower its priority, but raising it again
-takes a privilege; so two means that need none:
+needs a privilege. These two means need none:
 
-- the work has a thread of its own, whose nice value counts for that thread and those that it starts, and ends with it.
-  OpenMP's teams belong to the thread that asked for them, so the engine's thread gets one of its own later;
-- where Linux schedules by session (autogroup), nice values count only within one. The session of a process that leads
-  one, as the children of ``serve`` do, has a nice value of its own, which anyone may set to 0 again.
+- The work has a thread of its own. Its nice value applies to that thread and the threads that it starts, and ends with
+  it. OpenMP's teams belong to the thread that asked for them, so the engine's thread gets a team of its own later.
+- If Linux schedules by session (autogroup), nice values count only within a session. The session of a process that
+  leads one, like the children of ``serve``, has a nice value of its own, and every process may set it to 0 again.
 
 Neither crosses a cgroup: between containers or systemd services their CPU weights decide.
 """
@@ -30,16 +30,16 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 LOW_NICE = 5
-"""A third of the normal weight: whoever serves gets most of a core, and on busy cores a start takes some four times as
-long, not for ever."""
+"""A third of the normal weight: a serving worker gets most of a core, and on busy cores a start takes about four times
+as long, not for ever."""
 AUTOGROUP = Path("/proc/self/autogroup")
 NUM_ATTEMPTS = 30
 ATTEMPT_INTERVAL_S = 0.12
-"""Linux allows a change every tenth of a second, of all sessions together."""
+"""Linux allows one change per tenth of a second, over all sessions."""
 
 
 async def at_low_priority(work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread that yields the CPU; gives what it returns, or raises what it raises."""
+    """Run ``work`` in a thread that yields the CPU; returns its result, or raises its exception."""
     async with _yielding_session(AUTOGROUP):
         return await _in_nice_thread(work)
 
@@ -67,7 +67,7 @@ def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[T], settle: Call
 
 
 def _be_nice() -> None:
-    """The calling thread only, which is how Linux does it."""
+    """Lower the priority of the calling thread only; on Linux, nice values belong to threads."""
     if sys.platform != "linux":
         return
     try:
@@ -80,9 +80,9 @@ def _be_nice() -> None:
 
 @asynccontextmanager
 async def _yielding_session(autogroup: Path) -> AsyncIterator[None]:
-    """Lower the session's priority, if it is this process's own, and raise it again to what it was."""
+    """Lower the session's priority, if the session is this process's own, and restore it afterwards."""
     before = _session_nice(autogroup)
-    # A value below 0 could not be had back.
+    # A value below 0 could not be restored without a privilege.
     if before is None or not 0 <= before < LOW_NICE or not await _set_session_nice(autogroup, LOW_NICE):
         yield
         return
@@ -94,7 +94,7 @@ async def _yielding_session(autogroup: Path) -> AsyncIterator[None]:
 
 
 def _session_nice(autogroup: Path) -> int | None:
-    """None where there is no such thing, or where the session has other processes to look after."""
+    """The session's autogroup file; None if there is none, or if the session has other processes."""
     if sys.platform != "linux" or os.getsid(0) != os.getpid():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a model argument means, and the name that it is served under."""
+"""Finds the checkpoint for a model argument, and the name under which it is served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def resolve_model(model: str | None) -> Path:
     """The directory of a checkpoint: the bundled one, a local directory, a GGUF file (converted once), or a hub id that
     ``huggingface_hub`` fetches.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError if there is none.
     """
     if not model:
         return bundled_checkpoint_path()
@@ -50,5 +50,5 @@ def _from_hub(model: str) -> Path:
 
 
 def served_name(path: Path, name: str | None) -> str:
-    """The name that clients use: the one given, or the directory's."""
+    """The name that clients use: the given one, or the directory's."""
     return name or path.name

@@ -1,7 +1,7 @@
 """A worker's HTTP port for monitoring: ``/metrics`` for Prometheus, ``/health`` and ``/live`` for an orchestrator.
 
-It answers from the moment on which the process starts, so that a worker that loads its weights is alive but not
-healthy. It joins the HTTP server, which is the frontend's, with the worker's numbers; it decides nothing about either.
+The port answers from the start of the process, so a worker that loads its weights is alive but not healthy. This module
+only connects the frontend's HTTP server with the worker's numbers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 class MonitoringApp:
-    """Implements ``HttpApplication`` for one worker, which comes with ``watch``."""
+    """Implements ``HttpApplication`` for one worker, which ``watch`` attaches."""
 
     def __init__(self, config: MetricsConfig) -> None:
-        """Raises ConfigError when the API keys cannot be read."""
+        """Raises ConfigError if the API keys cannot be read."""
         self._keys = ApiKeys.load("", config.metrics_keys_file)
         self._keys_file = config.metrics_keys_file
         self._needs_key = not is_loopback(config.metrics_host)
@@ -42,11 +42,11 @@ class MonitoringApp:
         }
 
     def following_keys(self) -> AbstractAsyncContextManager[None]:
-        """While it is open, a changed file of API keys is taken over."""
+        """While this context is open, a changed file of API keys takes effect."""
         return following(self._keys_file, self._keys)
 
     def watch(self, worker: Worker) -> None:
-        """This is the worker to tell about."""
+        """Attach the worker to report on."""
         self._worker = worker
         self._metrics = WorkerMetrics(worker.stats)
 
@@ -74,11 +74,11 @@ class MonitoringApp:
         return self._keys.name_of(request.headers.get("authorization", "")) is not None
 
     def _health(self) -> Response:
-        """Ready: in discovery, not leaving, and the engine gets on."""
+        """Ready: the worker is in discovery and not leaving, and its engine makes progress."""
         if self._worker is not None and self._worker.is_ready:
             return OK
         if self._worker is not None and self._worker.is_stalled:
-            return self._unready("the engine has been at one step for long")
+            return self._unready("the engine has been at one step for too long")
         return self._unready("the worker is not in discovery")
 
     def _render_metrics(self) -> Response:
@@ -92,7 +92,7 @@ class MonitoringApp:
 
 @asynccontextmanager
 async def monitoring(config: MetricsConfig) -> AsyncIterator[MonitoringApp]:
-    """Serve a worker's monitoring. Raises ConfigError, AddressInUseError."""
+    """Serve a worker's monitoring port. Raises ConfigError, AddressInUseError."""
     app = MonitoringApp(config)
     listener = open_listener(config.metrics_host, config.metrics_port)
     server = HttpServer(app, listener, LIMITS)

@@ -1,6 +1,6 @@
-"""Keeps the NATS server of ``serve`` running: starts it again, with growing pauses, for as long as it takes.
+"""Keeps the NATS server of ``serve`` running: restarts it with growing pauses, without a limit of attempts.
 
-Requests go on without it, so nothing that keeps it from starting is a reason to end the cluster.
+Requests continue without the NATS server, so a failure to start it is no reason to end the cluster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 
 
 class Server(Protocol):
-    """What is used of a ``NatsServerProcess``."""
+    """The part of ``NatsServerProcess`` that the keeper uses."""
 
     @property
     def is_running(self) -> bool: ...
@@ -25,7 +25,7 @@ class Server(Protocol):
 
 
 class NatsKeeper:
-    """Call ``look`` often."""
+    """Restarts the server if it has ended. Call ``look`` regularly."""
 
     def __init__(self, server: Server, clock: Clock) -> None:
         self._server = server
@@ -41,7 +41,7 @@ class NatsKeeper:
         if self._server.is_running or self._clock.now() < self._due_s:
             return
         if not self._num_failures:
-            _say("the NATS server ended: starting it again; requests go on with the workers that are known")
+            _say("the NATS server ended: starting it again; requests continue with the known workers")
         try:
             await asyncio.to_thread(self._server.start)
         except KvrelayError as exc:

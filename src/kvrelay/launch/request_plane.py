@@ -1,4 +1,4 @@
-"""Connections to workers: made from what discovery says about them, with a key that discovery knows as ours."""
+"""Connections to workers: made from their entries in discovery, with a key that our own entry announces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def client_of(info: WorkerInfo, keys: CurveKeys, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> ZmqRpcClient:
-    """A client of that worker, not started yet. The worker's lease, not ours, says when its silence is too long."""
+    """A client of that worker, not started yet. The worker's lease, not ours, decides when its silence is too long."""
     return ZmqRpcClient(
         info.address,
         connect_timeout_s,
@@ -34,7 +34,7 @@ def client_of(info: WorkerInfo, keys: CurveKeys, connect_timeout_s: float = CONN
 
 
 def connector(heartbeat: Heartbeat, keys: CurveKeys | None) -> Callable[[str, str], Awaitable[RpcClient]]:
-    """How a worker reaches others: at their address, by their public key, with its own keys."""
+    """Makes a worker's clients of other workers: to their address, with their public key and its own keys."""
 
     async def connect(address: str, public_key: str) -> RpcClient:
         client = ZmqRpcClient(address, heartbeat=heartbeat, server_key=public_key.encode() or None, curve_keys=keys)
@@ -48,9 +48,11 @@ def connector(heartbeat: Heartbeat, keys: CurveKeys | None) -> Callable[[str, st
 async def frontend_keys(
     control: ControlPlane, config: ControlConfig, on_revoked: Callable[[], None]
 ) -> AsyncIterator[CurveKeys]:
-    """Keys of a frontend, known to workers until the end. ``on_revoked``: an operator wants the frontend to leave.
+    """Keys of a frontend, known to workers until the context ends. ``on_revoked`` is called if an operator revokes the
+    lease, so that the frontend leaves.
 
-    Raises ControlUnavailableError."""
+    Raises ControlUnavailableError.
+    """
     lease = await control.discovery.grant(config.lease_ttl_s)
     lease.on_revoked(on_revoked)
     async with _known(control, lease, Keys(config.namespace).frontend) as keys:
@@ -59,7 +61,7 @@ async def frontend_keys(
 
 @asynccontextmanager
 async def operator_keys(control: ControlPlane, config: ControlConfig) -> AsyncIterator[CurveKeys]:
-    """Keys of whoever gives orders, known to workers until the end. Raises ControlUnavailableError."""
+    """Keys of an operator, known to workers until the context ends. Raises ControlUnavailableError."""
     lease = await control.discovery.grant(config.lease_ttl_s)
     async with _known(control, lease, Keys(config.namespace).operator) as keys:
         yield keys
@@ -77,4 +79,4 @@ async def _known(control: ControlPlane, lease: Lease, key_of: Callable[[str], st
         try:
             await lease.revoke()
         except KvrelayError as exc:
-            _log.debug("our lease runs out by itself: %s", exc)
+            _log.debug("revoking our lease failed, it will expire: %s", exc)

@@ -1,4 +1,4 @@
-"""What an operator asks of a frontend's routing, over HTTP: the decision on a prompt, and the state behind it."""
+"""An operator's questions to a frontend's router, over HTTP: the decision on a prompt, and the router's state."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ FIRST_ORDINARY_TOKEN = 32
 
 
 async def explain_route(url: str, prompt: str | list[int], model: str | None, api_key: str | None) -> dict[str, Any]:
-    """``POST /v1/kvrelay/route``: its answer's JSON. Raises WorkerUnavailableError, InvalidInputError, KvrelayError."""
+    """The JSON of ``POST /v1/kvrelay/route``. Raises WorkerUnavailableError, InvalidInputError, KvrelayError."""
     return await _ask(url, "POST", "/v1/kvrelay/route", api_key, {"model": model, "prompt": prompt})
 
 
 async def routing_state(url: str, api_key: str | None = None, *, blocks: bool = False) -> dict[str, Any]:
-    """``GET /v1/kvrelay/router``: its answer's JSON; with ``blocks`` the index too. Raises as ``explain_route``."""
+    """The JSON of ``GET /v1/kvrelay/router``; with ``blocks`` also the index. Raises as ``explain_route``."""
     return await _ask(url, "GET", f"/v1/kvrelay/router?blocks={int(blocks)}", api_key, None)
 
 
 def made_up_prompt(num_tokens: int) -> list[int]:
-    """A prompt that no cache holds: its decision shows what load alone does. Raises InvalidInputError."""
+    """A prompt that no cache holds, so that only load decides. Raises InvalidInputError."""
     if num_tokens < 1:
         raise InvalidInputError("a prompt has at least one token", param="explain_tokens")
     return [FIRST_ORDINARY_TOKEN + number * 7919 % 211 for number in range(num_tokens)]
@@ -45,8 +45,8 @@ async def _ask(url: str, method: str, path: str, api_key: str | None, body: obje
 
 
 def decision_table(answer: dict[str, Any]) -> None:
-    """Print a decision for a person: every candidate, the chosen one marked. Overlap with the prompt, prefill pending
-    and context in flight are in tokens."""
+    """Print a decision as a table of all candidates, with the chosen one marked. Overlap with the prompt, pending
+    prefill and context in flight are in tokens."""
     decision = answer["decision"]
     console = Console()
     console.print(

@@ -1,9 +1,9 @@
 """``kvrelay serve``: a whole cluster on one machine, as child processes under supervision.
 
-It starts a NATS server on loopback unless it is given one, then the workers and frontends with the command lines that
-a cluster would use, waits until all of them are there, says so in one line, and watches them: a child that crashes is
-started again with growing pauses; one that crashes in a loop ends the whole with a non-zero exit. One that leaves with
-exit code 0 was told to, and stays away; when nobody is left who takes requests, that is an error.
+It starts a NATS server on loopback unless it is given one, then the workers and frontends with the command lines of a
+real cluster. It waits until all of them are ready, prints one line, and supervises them. A child that crashes is
+restarted with growing pauses; if it crashes in a loop, ``serve`` ends with a non-zero exit code. A child that ends with
+exit code 0 was told to leave and is not restarted; if no worker that takes requests is left, ``serve`` fails.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from kvrelay.launch.http_call import http_call
 from kvrelay.launch.nats_keeper import NatsKeeper
 from kvrelay.launch.security import require_api_key, require_metrics_key
 from kvrelay.launch.signals import on_terminate
-from kvrelay.launch.takers import LOOK_INTERVAL_S, is_child, nobody_takes_requests
+from kvrelay.launch.takers import LOOK_INTERVAL_S, is_child, no_worker_takes_requests
 
 _log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.05
 RESTART_FLAGS = ("--yield-while-starting",)
-"""The streams of a worker that crashed are prefilled elsewhere at this moment, and new ones wait behind them."""
+"""When a crashed worker restarts, other workers prefill its streams, and new requests wait for them."""
 USAGE_EXIT_CODE = 2
 TOKEN_BYTES = 16
 CUT_TIMEOUT_S = 5.0
-"""What a frontend needs beyond the drain timeout to tell the clients that it cuts off."""
+"""Seconds that a frontend needs after the drain timeout to notify the clients whose streams it cuts off."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What ``serve`` was told. The command lines of the children come ready made, but for what only ``serve`` knows.
+    """The options of ``serve``. The children's flags are complete except for those that only ``serve`` knows.
 
-    ``worker_flags``: of each worker, those that prefill first. ``control_flags`` and ``frontend_flags`` are without
-    secrets: those go through the environment.
+    ``worker_flags``: one entry per worker, prefill workers first. ``control_flags`` and ``frontend_flags`` contain no
+    secrets: secrets go through the environment.
     """
 
     model_path: Path
@@ -95,7 +95,7 @@ class Cluster:
         self._stop = asyncio.Event()
         self._errors = ChildErrors(_write_error)
         self._look_for_takers_s: float | None = None
-        """When to look who takes requests, after a worker has left; None: no need."""
+        """When to check that a worker still takes requests, after one has left; None: no check is due."""
         self._left_pids: set[int] = set()
 
     @property
@@ -105,7 +105,7 @@ class Cluster:
         return f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._port}"
 
     async def run(self) -> None:
-        """Start, announce, supervise until SIGTERM or SIGINT, stop. Raises KvrelayError when it cannot go on."""
+        """Start, announce, supervise until SIGTERM or SIGINT, stop. Raises KvrelayError if the cluster cannot go on."""
         require_api_key(self._options.frontend, self._options.control)
         require_metrics_key(self._options.metrics, self._options.control)
         require_credentials(self._options.control)
@@ -159,13 +159,13 @@ class Cluster:
         return start_child(f"frontend {number}", command, environment=environment, errors=self._errors)
 
     def _environment(self, **secret: str) -> dict[str, str]:
-        """What may hold passwords; other users of this machine see command lines."""
+        """Settings that may hold passwords; other users of this machine can read command lines."""
         return environment_with(control=self._control.control, discovery=self._control.discovery, **secret)
 
     async def _check_tokenizer(self) -> None:
-        """Raise FatalError if no frontend can load the tokenizer: frontends keep trying, since files may be mended.
+        """Raise FatalError if the tokenizer cannot be loaded: frontends would retry for ever, since files may change.
 
-        The workers start meanwhile, so that it costs no time.
+        The workers start meanwhile, so the check costs no time.
         """
         from kvrelay.frontend.tokenizer import load_tokenizer
 
@@ -175,7 +175,7 @@ class Cluster:
             raise FatalError(exc.message) from exc
 
     async def _until_ready(self) -> bool:
-        """Wait until every worker is in discovery and the frontend serves the model. False: told to stop meanwhile."""
+        """Wait until all workers are in discovery and the frontend serves the model. False: told to stop meanwhile."""
         from kvrelay.launch.admin import list_workers
 
         deadline = time.monotonic() + self._options.start_timeout_s
@@ -190,7 +190,7 @@ class Cluster:
                 if time.monotonic() > deadline:
                     raise FatalError(
                         f"not ready after {self._options.start_timeout_s:g} s: "
-                        f"{len(workers)} of {self._options.num_workers} workers are there"
+                        f"{len(workers)} of {self._options.num_workers} workers are in discovery"
                     )
                 await asyncio.sleep(POLL_INTERVAL_S)
         finally:
@@ -199,14 +199,14 @@ class Cluster:
 
     async def _healthy(self) -> bool:
         try:
-            # Nothing secret is said, and the certificate may name another host than this one.
+            # The exchange holds no secret, and the certificate may name another host.
             status, _ = await http_call(self.url, "GET", "/health", timeout_s=2.0, verify=False)
         except WorkerUnavailableError:
             return False
         return status == 200
 
     def _check_starting(self) -> None:
-        """A child that ends while starting has said why on stderr."""
+        """Raise FatalError if a child ended while starting; it has written the reason to stderr."""
         for child in self._workers + self._frontends:
             if child.exit_code is not None:
                 error = FatalError(f"{child.name} ended with exit code {child.exit_code} while starting, see above")
@@ -244,7 +244,7 @@ class Cluster:
                 pass
 
     def _revive(self, child: Child, now_s: float) -> None:
-        """Decide about a child that has ended, and start it again when that is due. Raises FatalError."""
+        """Decide about a child that has ended, and restart it when that is due. Raises FatalError."""
         if child.restart_s is not None:
             if now_s >= child.restart_s:
                 restart(child)
@@ -262,7 +262,7 @@ class Cluster:
         child.restart_s = now_s + delay
 
     def _let_go(self, child: Child) -> None:
-        """It was told to leave, by SIGTERM, ``kvrelay drain`` or a revoked lease: nobody wants it back."""
+        """The child was told to leave, by SIGTERM, ``kvrelay drain`` or a revoked lease: do not restart it."""
         print(f"kvrelay: {child.name} (pid {child.pid}) was told to leave, and has left", file=sys.stderr)
         self._workers = [other for other in self._workers if other is not child]
         self._frontends = [other for other in self._frontends if other is not child]
@@ -272,8 +272,8 @@ class Cluster:
         self._left_pids.add(child.pid)
 
     async def _check_takers(self, now_s: float) -> None:
-        """After a worker has left: raise FatalError if nobody takes requests any more. Going on would look healthy and
-        serve nothing."""
+        """After a worker has left: raise FatalError if no worker takes requests any more. Otherwise the cluster would
+        look healthy and serve nothing."""
         if self._look_for_takers_s is None or now_s < self._look_for_takers_s:
             return
         self._look_for_takers_s = now_s + LOOK_INTERVAL_S
@@ -284,11 +284,11 @@ class Cluster:
             finally:
                 await control.close()
         except ControlUnavailableError as exc:
-            _log.debug("cannot ask who takes requests: %s", exc)
+            _log.debug("cannot ask discovery which workers take requests: %s", exc)
             return
-        # One that left while the control plane was away is listed until its lease has run out.
+        # A worker that left while the control plane was unreachable is listed until its lease expires.
         workers = [worker for worker in workers if not is_child(worker, self._left_pids)]
-        if nobody_takes_requests(workers, {child.pid for child in self._workers}):
+        if no_worker_takes_requests(workers, {child.pid for child in self._workers}):
             raise FatalError(
                 "the last worker that takes requests was told to leave (kvrelay drain, SIGTERM or a revoked lease): "
                 "nothing is left to serve"
@@ -297,7 +297,7 @@ class Cluster:
             self._look_for_takers_s = None
 
     async def _shut_down(self) -> None:
-        """Frontends first, so that nothing new comes; then the workers, drained; then the control plane."""
+        """Stop the frontends, so that no new requests come; then drain the workers; then stop the control plane."""
         timeout_s = self._options.drain_timeout_s
         await stop_children(self._frontends, timeout_s + CUT_TIMEOUT_S, self._say_waiting)
         await stop_children(self._workers, timeout_s, self._say_waiting)
@@ -320,7 +320,7 @@ def _write_error(line: bytes) -> None:
 
 
 def _check_port(config: FrontendConfig) -> int:
-    """The port to serve on: the one asked for, if it is free, or a free one for 0. Raises AddressInUseError."""
+    """The port to serve on: the requested one if it is free, or any free one for 0. Raises AddressInUseError."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -340,5 +340,5 @@ async def run_serve(options: ServeOptions) -> None:
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""The last resort against a process that does nothing any more, not even notice it.
+"""The last resort against a process in which neither the event loop nor the watchdog runs any more.
 
 A worker's watchdog is a thread of the interpreter, and so is its event loop: native code that keeps the interpreter's
-lock stops both. faulthandler's timer is a native thread; the event loop puts it off every second.
+lock stops both. faulthandler's timer is a native thread; the event loop resets it every second.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ PUT_OFF_INTERVAL_S = 1.0
 
 @asynccontextmanager
 async def ended_when_stuck(timeout_s: float) -> AsyncIterator[None]:
-    """Within, a process whose event loop has not run for ``timeout_s`` (0: for ever) writes all stacks to stderr and
-    ends with exit code 1. One process has one such timer."""
+    """Within this context, if the event loop has not run for ``timeout_s`` (0: no limit), the process writes all stacks
+    to stderr and ends with exit code 1. A process has only one such timer."""
     if not timeout_s:
         yield
         return

@@ -1,4 +1,4 @@
-"""One worker process: control plane, engine, data plane and request plane, put together."""
+"""Assembles one worker process from control plane, engine, data plane and request plane."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from kvrelay.worker.worker import Worker
 _log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long the engine thread may keep the interpreter from the event loop; Python's 5 ms is a token's time."""
+"""Longest time for which the engine thread may hold the interpreter; Python's 5 ms would be the time of a token."""
 
 STUCK_MARGIN_S = 60.0
-"""Beyond --step-timeout-s the watchdog has this long to end the process in good order."""
+"""Seconds after --step-timeout-s that the watchdog has to end the process cleanly."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """Everything that ``kvrelay worker`` was told."""
+    """The options of ``kvrelay worker``."""
 
     model_path: Path
     model_name: str
@@ -72,11 +72,11 @@ class WorkerOptions:
 
 
 async def run_worker(options: WorkerOptions) -> None:
-    """Run until SIGTERM, an order to drain, or a failed engine. A process whose engine hangs ends here."""
+    """Run until SIGTERM, a drain command, or a failed engine. A process whose engine hangs ends here."""
     try:
         await _run_worker(options)
     except EngineHungError as exc:
-        # Its thread is in native code, perhaps: the interpreter cannot be taken down around it.
+        # The engine thread may be in native code: then the interpreter cannot shut down cleanly.
         print(f"Error: {exc.message}", file=sys.stderr, flush=True)
         logging.shutdown()
         os._exit(exc.exit_code)
@@ -115,13 +115,13 @@ async def _run_worker(options: WorkerOptions) -> None:
 
 
 async def _start_monitoring(config: MetricsConfig, stack: AsyncExitStack) -> Callable[[Worker], None]:
-    """Serve the monitoring port until ``stack`` ends, if one is wanted; gives what it is to be told of the worker by.
+    """Serve the monitoring port, if one is set, until ``stack`` ends. Returns a callback that attaches the worker.
 
     Raises ConfigError, AddressInUseError.
     """
     if not config.metrics_port:
         return lambda worker: None
-    # Not for those who have no port: it imports the HTTP server, and with it the frontend.
+    # Imported only with a port: the module imports the HTTP server, and with it the frontend.
     from kvrelay.launch.monitoring import monitoring
 
     return (await stack.enter_async_context(monitoring(config))).watch
@@ -137,7 +137,7 @@ def assemble_worker(
     *,
     seed: int,
 ) -> Worker:
-    """An engine over ``executor``, joined to these planes; not started yet. Needs a running event loop."""
+    """A worker with an engine over ``executor`` and these planes; not started yet. Needs a running event loop."""
     core = EngineCore(
         executor,
         settings.engine,

@@ -83,7 +83,7 @@ def test_a_duration_without_room_for_faults_is_refused(duration_s):
         ([4, 3, 2, 1], Verdict.WRONG),
     ],
 )
-def test_judge(got, verdict):
+def test_an_answer_is_judged_against_the_expected_tokens(got, verdict):
     assert judge((1, 2, 3, 4), got) is verdict
 
 

@@ -65,11 +65,11 @@ def test_number_of_blocks() -> None:
     ("text", "expected"),
     [("512MiB", 2**29), ("4 GiB", 2**32), ("1.5GB", 1_500_000_000), ("1024", 1024), ("8kib", 8192)],
 )
-def test_amounts(text: str, expected: int) -> None:
+def test_amounts_of_memory_are_parsed_in_bytes(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "lots", "-1GiB", "4 G B", "1e9"])
-def test_bad_amounts(text: str) -> None:
+def test_malformed_amounts_of_memory_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="amount of memory"):
         parse_bytes(text)

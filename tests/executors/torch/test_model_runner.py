@@ -22,7 +22,7 @@ def executor(executor_of: Any) -> Executor:
     return chosen
 
 
-def test_what_it_says_of_itself(executor: Executor) -> None:
+def test_the_executor_reports_its_layout_pool_and_limits(executor: Executor) -> None:
     layout = executor.kv_layout
     assert (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype) == (4, 4, 32, "float32")
     assert executor.num_blocks == 256
