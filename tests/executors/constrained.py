@@ -16,8 +16,9 @@ EOS, VOCAB_SIZE = 1, 1024
 COMPILER = GrammarCompiler(bundled_checkpoint_path() / "tokenizer.json", VOCAB_SIZE, [EOS])
 
 
-def random_answer(grammar: Grammar, rng: Random, max_tokens: int = 2000) -> str:
-    """One of the allowed tokens at a time, until the end of sequence."""
+def random_answer(grammar: Grammar, rng: Random, max_tokens: int = 2000, end_at: float = 0.9) -> str:
+    """One of the allowed tokens at a time, until the end of sequence, which is taken with probability
+    ``end_at`` where it is possible."""
     COMPILER.compile(grammar)
     masks = GrammarMasks(COMPILER, VOCAB_SIZE)
     masks.enter(0, grammar, [])
@@ -31,7 +32,7 @@ def random_answer(grammar: Grammar, rng: Random, max_tokens: int = 2000) -> str:
         (forbidden,) = step.forbidden()
         allowed = np.flatnonzero(~forbidden)
         # Small vocabularies spell most strings byte by byte: prefer an end that is possible.
-        tokens.append(EOS if not forbidden[EOS] and rng.random() < 0.9 else int(rng.choice(allowed)))
+        tokens.append(EOS if not forbidden[EOS] and rng.random() < end_at else int(rng.choice(allowed)))
         masks.advance([0], tokens[-1:])
     masks.close()
     return TOKENIZER.decode(tokens[:-1])

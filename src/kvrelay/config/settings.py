@@ -166,6 +166,9 @@ class FrontendConfig(Settings):
     max_prompts: int = setting(1024, "Maximum prompts in one completions request.", low=1)
     request_timeout_s: float = setting(0.0, "Default deadline of a request in seconds; 0: none.", low=0)
     migration_limit: int = setting(3, "Maximum number of times that a request moves to another worker.", low=0)
+    on_unknown_field: Literal["refuse", "warn", "ignore"] = setting(
+        "warn", "Treatment of request fields that nobody knows; warn: logged once each."
+    )
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3"] = setting(
         "auto", "Format of the model's function calls; auto: by its chat template."
     )

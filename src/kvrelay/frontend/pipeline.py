@@ -30,6 +30,7 @@ from kvrelay.frontend.openai.answer import AnswerFormat
 from kvrelay.frontend.openai.chat import ChatFormat
 from kvrelay.frontend.openai.completions import CompletionFormat
 from kvrelay.frontend.openai.errors import DeadlineError, error_event
+from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
 from kvrelay.frontend.openai.parsed_chat import ParsedChatFormat
 from kvrelay.frontend.openai.plan import (
     TIMEOUT_HEADER,
@@ -39,8 +40,9 @@ from kvrelay.frontend.openai.plan import (
     plan_chat,
     plan_completion,
 )
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, parse_body
-from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts, read_completion
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, GenerationFields, parse_body
+from kvrelay.frontend.openai.unknown import UnknownFields
+from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts, echoed_message, read_completion
 from kvrelay.frontend.sequence import Sequence, SequenceSpec
 from kvrelay.frontend.side_threads import Pieces, SideThreads
 from kvrelay.frontend.stop_strings import StopStrings
@@ -66,13 +68,14 @@ class Pipeline:
         self._keys = keys
         self._admission = admission
         self._threads = threads
+        self._unknown = UnknownFields(config.on_unknown_field)
         self._reading = Reading(config.tool_call_parser, config.reasoning_parser)
 
     async def complete(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/completions``. Raises KvrelayError before the answer has begun."""
         size = len(exchange.request.body)
         request, items = await self._threads.call(
-            size, read_completion, exchange.request.body, self._config.max_prompts
+            size, read_completion, exchange.request.body, self._config.max_prompts, self._unknown
         )
         exchange.drop_body()
         model = self._cluster.model(request.model)
@@ -82,7 +85,11 @@ class Pipeline:
         plan.check(model.vocab_size)
         with self._admission.admitted(plan.n * len(items)):
             prompts = await self._prepared(
-                exchange, size, completion_prompts(items, model, plan.add_special_tokens, with_texts=plan.echo)
+                exchange,
+                size,
+                completion_prompts(
+                    items, model, plan.add_special_tokens, with_texts=plan.echo, keep_last=plan.keep_last
+                ),
             )
             echoes = None
             if plan.echo:
@@ -91,7 +98,9 @@ class Pipeline:
                 request_id,
                 int(time.time()),
                 model.name,
-                model.tokenizer,
+                _texts(request, model),
+                model.tokenizer.detokenizer,
+                skip_special_tokens=plan.skip_special_tokens,
                 return_token_ids=plan.return_token_ids,
                 include_usage=plan.include_usage,
                 continuous_usage=plan.continuous_usage,
@@ -104,29 +113,34 @@ class Pipeline:
     async def chat(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/chat/completions``. Raises KvrelayError before the answer has begun."""
         size = len(exchange.request.body)
-        request = await self._threads.call(size, parse_body, exchange.request.body, ChatCompletionRequest)
+        request = await self._threads.call(
+            size, parse_body, exchange.request.body, ChatCompletionRequest, self._unknown
+        )
         exchange.drop_body()
         model = self._cluster.model(request.model)
         form_of_answer, plan = await self._threads.call(size, self._chat_plan, request, model)
         plan.check(model.vocab_size)
         with self._admission.admitted(plan.n):
             tools = form_of_answer.tools
-            prompts = await self._prepared(exchange, size, chat_prompt(request, model, tools.tools if tools else ()))
+            prompts = await self._prepared(
+                exchange, size, chat_prompt(request, model, tools.tools if tools else (), plan.keep_last)
+            )
             options = {
                 "return_token_ids": plan.return_token_ids,
                 "include_usage": plan.include_usage,
                 "continuous_usage": plan.continuous_usage,
                 "with_logprobs": bool(request.logprobs),
             }
-            created = int(time.time())
+            created, texts = int(time.time()), _texts(request, model)
+            echo = echoed_message(request)
             make_parser = self._reading.parser(form_of_answer, prompts[0].text or "")
             form: AnswerFormat
             if make_parser is None:
-                form = ChatFormat(request_id, created, model.name, model.tokenizer, **options)
+                form = ChatFormat(request_id, created, model.name, texts, echo=echo, **options)
             else:
                 chars = tools.dialect.call_id_chars if tools else 0
                 form = ParsedChatFormat(
-                    request_id, created, model.name, model.tokenizer, make_parser, call_id_chars=chars, **options
+                    request_id, created, model.name, texts, make_parser, call_id_chars=chars, **options
                 )
             await self._generate(exchange, request_id, model, plan, prompts, form)
 
@@ -220,6 +234,11 @@ class Pipeline:
             return check_timeout(float(text))
         except ValueError as exc:
             raise InvalidInputError(f"{TIMEOUT_HEADER} is not a number", param=TIMEOUT_HEADER) from exc
+
+
+def _texts(request: GenerationFields, model: Model) -> TokenTexts:
+    """How logprobs name tokens."""
+    return TokenIdTexts(model.tokenizer) if request.return_tokens_as_token_ids else model.tokenizer
 
 
 class BrokenStreamError(KvrelayError):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.errors import InvalidInputError, PromptTooLongError
 from kvrelay.frontend.models import Model
@@ -16,11 +19,15 @@ from kvrelay.frontend.openai.requests import (
     TokenizeRequest,
     parse_body,
 )
+from kvrelay.frontend.openai.unknown import UnknownFields
 from kvrelay.frontend.side_threads import Pieces
 from kvrelay.frontend.tools.histories import described, template_messages
 
 PIECE_TOKENS = 2**18
 """Token ids that are checked and copied in one piece: some milliseconds."""
+
+_OPEN_END = "\ue000\ue0ffopen\ue000\ue0ff"
+"""Stands at the end of a message that the answer continues, while the chat template writes it."""
 
 PromptItem = str | list[int]
 
@@ -33,9 +40,11 @@ class Prompt:
     text: str | None = None
 
 
-def read_completion(body: bytes, max_prompts: int) -> tuple[CompletionRequest, list[PromptItem]]:
+def read_completion(
+    body: bytes, max_prompts: int, unknown: UnknownFields | None = None
+) -> tuple[CompletionRequest, list[PromptItem]]:
     """The request and its prompts, at most ``max_prompts``. Raises InvalidInputError."""
-    request = parse_body(body, CompletionRequest)
+    request = parse_body(body, CompletionRequest, unknown)
     items = _split(request.prompt)
     if len(items) > max_prompts:
         raise InvalidInputError(f"more than {max_prompts} prompts", param="prompt")
@@ -43,17 +52,29 @@ def read_completion(body: bytes, max_prompts: int) -> tuple[CompletionRequest, l
 
 
 def completion_prompts(
-    items: Sequence[PromptItem], model: Model, add_special_tokens: bool, with_texts: bool = False
+    items: Sequence[PromptItem],
+    model: Model,
+    add_special_tokens: bool,
+    with_texts: bool = False,
+    keep_last: int | None = None,
 ) -> Pieces[list[Prompt]]:
-    """Texts or token ids as prompts; ``with_texts`` also those given as ids. Raises InvalidInputError."""
+    """Texts or token ids as prompts; ``with_texts`` also those given as ids. With ``keep_last`` only so many tokens of
+    each, the last ones; -1: as many as leave room for one more. Raises InvalidInputError."""
     texts = [item for item in items if isinstance(item, str)]
-    for text in texts:
-        _check_length(text, model)
-    encoded = iter((yield from model.tokenizer.encode_texts(texts, add_special_tokens, enough=model.max_model_len)))
+    enough = model.max_model_len
+    if keep_last is not None:
+        keep_last, enough = _kept(keep_last, model), sys.maxsize
+    else:
+        for text in texts:
+            _check_length(text, model)
+    encoded = iter((yield from model.tokenizer.encode_texts(texts, add_special_tokens, enough=enough)))
     prompts: list[Prompt] = []
     num_tokens = 0
     for item in items:
-        prompts.append(_text_prompt(item, encoded, model) if isinstance(item, str) else _ids_prompt(item, model))
+        if isinstance(item, str):
+            prompts.append(_text_prompt(item, _last(next(encoded), keep_last), model))
+        else:
+            prompts.append(_ids_prompt(_last(item, keep_last), model))
         if with_texts and not isinstance(item, str):
             yield
             prompts[-1] = Prompt(prompts[-1].token_ids, model.tokenizer.decode(item))
@@ -65,14 +86,45 @@ def completion_prompts(
 
 
 def chat_prompt(
-    request: ChatCompletionRequest, model: Model, tools: Sequence[dict[str, object]] = ()
+    request: ChatCompletionRequest,
+    model: Model,
+    tools: Sequence[dict[str, object]] = (),
+    keep_last: int | None = None,
 ) -> Pieces[list[Prompt]]:
     """The rendered messages, as the only prompt. The template writes special tokens itself, so none are added unless
     asked for. ``tools`` are the functions that the model may call. Raises InvalidInputError."""
     arguments = request.chat_template_kwargs
-    text = render_chat(request.messages, model, request.add_generation_prompt, arguments, tools=tools)
+    if request.reasoning_effort is not None:
+        arguments = {"reasoning_effort": request.reasoning_effort, **(arguments or {})}
+    messages, with_prompt = request.messages, request.add_generation_prompt
+    if request.continue_final_message:
+        messages, with_prompt = _left_open(messages), False
+    text = render_chat(messages, model, with_prompt, arguments, tools=tools)
+    if request.continue_final_message:
+        text, found, _ = text.partition(_OPEN_END)
+        if not found:
+            raise InvalidInputError("the chat template does not show the last message", param="continue_final_message")
     yield
-    return (yield from completion_prompts([text], model, bool(request.add_special_tokens)))
+    return (yield from completion_prompts([text], model, bool(request.add_special_tokens), keep_last=keep_last))
+
+
+def echoed_message(request: ChatCompletionRequest) -> str:
+    """With ``echo``, the text that the answer continues: that of the last message, if it is to be continued."""
+    return _text_of(request.messages[-1]) if request.echo and request.continue_final_message else ""
+
+
+def _left_open(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with a mark at the end of the last one's text, where the answer goes on."""
+    text = _text_of(messages[-1]) if messages else ""
+    if not text or messages[-1].role != "assistant":
+        message = "continue_final_message needs a last message of role assistant with text"
+        raise InvalidInputError(message, param="continue_final_message")
+    return [*messages[:-1], msgspec.structs.replace(messages[-1], content=text + _OPEN_END)]
+
+
+def _text_of(message: ChatMessage) -> str:
+    content = message.content
+    return content or "" if not isinstance(content, list) else "\n".join(part.text or "" for part in content)
 
 
 def tokenized(request: TokenizeRequest, model: Model) -> Pieces[list[int]]:
@@ -139,8 +191,20 @@ def _check_length(text: str, model: Model) -> None:
         raise _too_long(f"The prompt's {len(text)} characters cannot fit into a context of", model)
 
 
-def _text_prompt(text: str, encoded: Iterator[list[int]], model: Model) -> Prompt:
-    token_ids = next(encoded)
+def _kept(keep_last: int, model: Model) -> int:
+    if keep_last > model.max_model_len:
+        raise InvalidInputError(
+            f"truncate_prompt_tokens is above the context length of {model.max_model_len}",
+            param="truncate_prompt_tokens",
+        )
+    return keep_last if keep_last > 0 else max(model.max_model_len - 1, 1)
+
+
+def _last(token_ids: list[int], count: int | None) -> list[int]:
+    return token_ids if count is None else token_ids[-count:]
+
+
+def _text_prompt(text: str, token_ids: list[int], model: Model) -> Prompt:
     if len(token_ids) > model.max_model_len:
         raise _too_long("The prompt is longer than the model's maximum context length of", model)
     _check_ids(token_ids, model, "prompt")

@@ -29,6 +29,7 @@ Text = Annotated[str, Meta(max_length=2**22)]
 TokenizedText = Annotated[str, Meta(max_length=MAX_TOKENIZED_CHARS)]
 """A text whose tokens are sent back."""
 TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKEN_IDS)]
+AllowedTokenIds = Annotated[list[int], Meta(max_length=2**15)]
 PromptItems = Annotated[list[Text | int | TokenIds], Meta(max_length=MAX_TOKEN_IDS)]
 """Token ids, or prompts; there are fewer of these (``max_prompts``)."""
 StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]

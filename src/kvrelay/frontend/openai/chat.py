@@ -66,7 +66,10 @@ class ChatFormat:
         include_usage: bool = False,
         continuous_usage: bool = False,
         with_logprobs: bool = False,
+        echo: str = "",
     ) -> None:
+        """``echo`` is the text before the answer: that of the message which the answer continues."""
+        self._echo = echo
         self._id, self._created, self._model, self._texts = answer_id, created_unix_s, model, texts
         self._return_token_ids = return_token_ids
         self._with_logprobs = with_logprobs
@@ -79,7 +82,8 @@ class ChatFormat:
 
     def opening(self, index: int, prompt_token_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None) -> bytes:
         """The role; ``prompt_token_ids`` stands beside the choices, as in vLLM."""
-        delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index
+        head = b'{"index":%d,"delta":{"role":"assistant","content":' % index
+        delta = head + encode_json(self._echo) + b'},"logprobs":null,"finish_reason":null}]'
         ids = b',"prompt_token_ids":' + json_list(prompt_token_ids) if self._return_token_ids else b""
         return self._frame.head + delta + ids + self._frame.end_of_event
 
@@ -124,7 +128,7 @@ class ChatFormat:
         assert choice.finish is not None
         return ChatChoice(
             index=choice.index,
-            message=AssistantMessage("".join(choice.text)),
+            message=AssistantMessage(self._echo + "".join(choice.text)),
             logprobs=chat_logprobs(choice.logprobs, self._texts) if self._with_logprobs else None,
             finish_reason=choice.finish.reason,
             stop_reason=choice.finish.stop_reason,

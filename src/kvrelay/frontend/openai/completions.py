@@ -5,19 +5,22 @@ A chunk is put together from bytes that are prepared once per request; only the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.frontend.detokenizer import Detokenizer
 from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json, json_list
 from kvrelay.frontend.openai.frame import ChunkFrame
 from kvrelay.frontend.openai.logprobs import (
     CompletionLogprobs,
     PromptTokenLogprob,
+    TextOffsets,
     TokenTexts,
     completion_logprobs,
     prompt_logprobs_json,
+    prompt_offsets,
 )
 
 _NO_LOGPROBS = b',"logprobs":null'
@@ -53,7 +56,9 @@ class CompletionFormat:
         created_unix_s: int,
         model: str,
         texts: TokenTexts,
+        make_detokenizer: Callable[[bool], Detokenizer],
         *,
+        skip_special_tokens: bool = True,
         return_token_ids: bool = False,
         include_usage: bool = False,
         continuous_usage: bool = False,
@@ -72,14 +77,16 @@ class CompletionFormat:
             head, choice, _UNFINISHED, include_usage=include_usage, continuous_usage=continuous_usage
         )
         self._plain_end = _NO_LOGPROBS + self._frame.plain_tail
-        self._offsets: dict[int, int] = {}
+        self._make_detokenizer = make_detokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._offsets: dict[int, TextOffsets] = {}
 
     def opening(self, index: int, prompt_token_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None) -> bytes:
         echo = self._echoes[index] if self._echoes is not None else ""
         if not echo and not self._return_token_ids:
             return b""
         pieces = [self._frame.start(index), encode_json(echo), b',"logprobs":']
-        pieces.append(self._echoed_logprobs(index, prompt_token_ids, prompt_logprobs if echo else None))
+        pieces.append(self._echoed_logprobs(prompt_token_ids, prompt_logprobs if echo else None, echo))
         pieces.append(_UNFINISHED)
         if self._return_token_ids:
             pieces += (b',"token_ids":[],"prompt_token_ids":', json_list(prompt_token_ids))
@@ -110,12 +117,7 @@ class CompletionFormat:
     def _whole_choice(self, choice: Choice) -> CompletionChoice:
         assert choice.finish is not None
         echo = self._echoes[choice.index] if self._echoes is not None else ""
-        positions: list[PositionLogprobs | None] = list(choice.logprobs)
-        token_ids = choice.token_ids
-        if self._echoes is not None and choice.prompt_logprobs is not None:
-            positions = [*choice.prompt_logprobs, *positions]
-            token_ids = [*choice.prompt_token_ids, *token_ids]
-        logprobs = completion_logprobs(positions, token_ids, self._texts, 0)[0] if self._with_logprobs else None
+        logprobs = self._whole_logprobs(choice, echo) if self._with_logprobs else None
         prompt_logprobs = None
         if choice.prompt_logprobs is not None and self._with_prompt_logprobs:
             prompt_logprobs = prompt_logprobs_json(choice.prompt_logprobs, self._texts)
@@ -130,13 +132,32 @@ class CompletionFormat:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _echoed_logprobs(self, index: int, token_ids: Sequence[int], positions: PromptLogprobs | None) -> bytes:
+    def _whole_logprobs(self, choice: Choice, echo: str) -> CompletionLogprobs:
+        positions: list[PositionLogprobs | None] = list(choice.logprobs)
+        token_ids, offsets = choice.token_ids, self._answer_offsets(choice.index, choice.token_ids)
+        if self._echoes is not None and choice.prompt_logprobs is not None:
+            prompt = choice.prompt_token_ids
+            positions = [*choice.prompt_logprobs, *positions]
+            token_ids = [*prompt, *token_ids]
+            offsets = prompt_offsets(prompt, echo, self._make_detokenizer) + offsets
+        return completion_logprobs(positions, token_ids, self._texts, offsets)
+
+    def _echoed_logprobs(self, token_ids: Sequence[int], positions: PromptLogprobs | None, echo: str) -> bytes:
         if positions is None or not self._with_logprobs:
             return b"null"
-        return self._logprobs(index, token_ids, positions)
+        offsets = prompt_offsets(token_ids, echo, self._make_detokenizer)
+        return encode_json(completion_logprobs(positions, token_ids, self._texts, offsets))
 
     def _logprobs(self, index: int, token_ids: Sequence[int], positions: PromptLogprobs) -> bytes:
-        """Those of a choice's next tokens; text offsets count from the choice's beginning."""
-        offset = self._offsets.get(index, 0)
-        shape, self._offsets[index] = completion_logprobs(positions, token_ids, self._texts, offset)
-        return encode_json(shape)
+        """Those of a choice's next tokens."""
+        return encode_json(
+            completion_logprobs(positions, token_ids, self._texts, self._answer_offsets(index, token_ids))
+        )
+
+    def _answer_offsets(self, index: int, token_ids: Sequence[int]) -> list[int]:
+        """Of a choice's next tokens, in the text that is returned: behind the prompt, if that is echoed."""
+        offsets = self._offsets.get(index)
+        if offsets is None:
+            start = len(self._echoes[index]) if self._echoes is not None else 0
+            offsets = self._offsets[index] = TextOffsets(self._make_detokenizer(self._skip_special_tokens), start)
+        return offsets.of(token_ids)

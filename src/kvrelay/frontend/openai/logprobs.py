@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
+from kvrelay.frontend.detokenizer import Detokenizer
 
 MIN_LOGPROB = -9999.0
 """JSON has no infinity; OpenAI's API gives this for tokens that cannot be."""
@@ -51,20 +52,58 @@ class PromptTokenLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
+class TokenIdTexts:
+    """Implements ``TokenTexts``: each token is named by its id, as ``return_tokens_as_token_ids`` asks for."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+
+    def token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._texts.token_bytes(token_id)
+
+
+class TextOffsets:
+    """Where the tokens of one choice begin in its text, which grows with each: characters that take several tokens
+    begin where the first of these does, and a token without text where the next one does."""
+
+    def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._offset = start
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            self._offset += len(self._detokenizer.push((token_id,)))
+        return offsets
+
+
+def prompt_offsets(token_ids: Sequence[int], text: str, make_detokenizer: Callable[[bool], Detokenizer]) -> list[int]:
+    """Where the tokens of an echoed prompt begin in ``text``, which may show special tokens or not; never behind it."""
+    offsets: list[int] = []
+    for is_special_skipped in (True, False):
+        counted = TextOffsets(make_detokenizer(is_special_skipped)).of((*token_ids, token_ids[-1]))
+        offsets = [min(offset, len(text)) for offset in counted[:-1]]
+        if counted[-1] == len(text):
+            break
+    return offsets
+
+
 def completion_logprobs(
-    positions: Sequence[PositionLogprobs | None], token_ids: Sequence[int], texts: TokenTexts, offset: int
-) -> tuple[CompletionLogprobs, int]:
-    """Shape of ``/v1/completions``, and the text offset behind it. A position without numbers (the first of an echoed
-    prompt) has null."""
+    positions: Sequence[PositionLogprobs | None], token_ids: Sequence[int], texts: TokenTexts, offsets: Sequence[int]
+) -> CompletionLogprobs:
+    """Shape of ``/v1/completions``. A position without numbers (the first of an echoed prompt) has null."""
     result = CompletionLogprobs([], [], [], [])
-    for position, token in zip(positions, token_ids):
-        text = texts.token_text(token)
+    for position, token, offset in zip(positions, token_ids, offsets):
         result.text_offset.append(offset)
-        result.tokens.append(text)
+        result.tokens.append(texts.token_text(token))
         result.token_logprobs.append(None if position is None else _number(position.chosen))
         result.top_logprobs.append(None if position is None else _alternatives(position, texts))
-        offset += len(text)
-    return result, offset
+    return result
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], texts: TokenTexts) -> ChatLogprobs:

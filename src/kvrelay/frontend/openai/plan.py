@@ -52,6 +52,8 @@ class GenerationPlan:
     continuous_usage: bool
     priority: int
     timeout_s: float | None
+    keep_last: int | None = None
+    """Keep so many tokens of each prompt, the last ones; -1: as many as the context holds."""
     grammar_param: str | None = None
     """The field that asked for the sampling's grammar."""
 
@@ -195,6 +197,7 @@ def _plan(
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         priority=_priority(request.priority),
         timeout_s=check_timeout(request.timeout),
+        keep_last=_keep_last(request),
         grammar_param=constraint.param if constraint is not None else None,
     )
 
@@ -242,19 +245,32 @@ def _refuse(request: GenerationFields) -> None:
     """What is asked for must be done or refused by name."""
     if request.use_beam_search:
         raise InvalidInputError("beam search is not supported", param="use_beam_search")
-    if request.truncate_prompt_tokens is not None:
-        raise InvalidInputError("truncate_prompt_tokens is not supported", param="truncate_prompt_tokens")
 
 
 def _refuse_chat(request: ChatCompletionRequest) -> None:
-    for name in ("documents", "audio", "chat_template", "echo", "continue_final_message"):
+    for name in ("documents", "audio", "chat_template"):
         if getattr(request, name):
             raise InvalidInputError(f"{name} is not supported", param=name)
     for name, ours in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(request, name):
             raise InvalidInputError(f"{name} is not supported; it is {ours} now", param=name)
+    if request.continue_final_message and request.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt exclude each other"
+        raise InvalidInputError(message, param="continue_final_message")
+    if request.echo and request.tools:
+        raise InvalidInputError("echo and tools exclude each other", param="echo")
     if request.modalities not in (None, ["text"]):
         raise InvalidInputError("only the modality text is supported", param="modalities")
+
+
+def _keep_last(request: GenerationFields) -> int | None:
+    value = request.truncate_prompt_tokens
+    if value is not None and value != -1 and not 1 <= value < 2**31:
+        message = "truncate_prompt_tokens must be at least 1, or -1 for as many as the context holds"
+        raise InvalidInputError(message, param="truncate_prompt_tokens")
+    if value is not None and getattr(request, "echo", False):
+        raise InvalidInputError("echo repeats the whole prompt, not a truncated one", param="truncate_prompt_tokens")
+    return value
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:

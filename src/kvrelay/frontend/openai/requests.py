@@ -1,11 +1,11 @@
-"""Request bodies of OpenAI's API, with vLLM's additional fields. Null means absent; unknown fields are ignored.
+"""Request bodies of OpenAI's API, with vLLM's additional fields. Null means absent; ``unknown.py`` judges
+fields that are not here.
 
 Every string, list and map has a type of ``bounds``, which says how long it may be.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Annotated, TypeVar
 
@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.bounds import (
+    AllowedTokenIds,
     JsonList,
     JsonMap,
     LogitBias,
@@ -39,8 +40,7 @@ from kvrelay.frontend.openai.structured import (
     StructuredOutputs,
 )
 from kvrelay.frontend.openai.tool_fields import ToolCalls, ToolChoice, Tools
-
-_log = logging.getLogger(__name__)
+from kvrelay.frontend.openai.unknown import UnknownFields
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -80,6 +80,10 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     user: Name | None = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
+    bad_words: StopStrings | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    cache_salt: Name | None = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaText | JsonMap | None = None
@@ -170,11 +174,15 @@ BODIES = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeR
 _decoders: dict[type[msgspec.Struct], msgspec.json.Decoder[msgspec.Struct]] = {
     kind: msgspec.json.Decoder(kind) for kind in BODIES
 }
+_names = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_known = {kind: frozenset(kind.__struct_fields__) for kind in BODIES}
 _free_fields = {kind: free_json_fields(kind) for kind in BODIES}
 
 
-def parse_body(body: bytes, kind: type[Body]) -> Body:
-    """The request in a JSON body. Raises InvalidInputError that names the field.
+def parse_body(body: bytes, kind: type[Body], unknown: UnknownFields | None = None) -> Body:
+    """The request in a JSON body; ``unknown`` judges the fields that it does not know (None: they are ignored).
+
+    Raises InvalidInputError that names the field.
 
     It keeps the interpreter's lock for 50 ms at most, for the worst body of 16 MB.
     """
@@ -190,10 +198,8 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
         raise InvalidInputError(f"the body is not valid JSON: {exc}") from exc
     except RecursionError as exc:
         raise InvalidInputError("the body is nested too deeply") from exc
-    if _log.isEnabledFor(logging.DEBUG):
-        unknown = sorted(msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys() - set(kind.__struct_fields__))
-        if unknown:
-            _log.debug("unknown fields ignored: %s", ", ".join(unknown))
+    if unknown is not None:
+        unknown.check(_names.decode(body), _known[kind])
     assert isinstance(value, kind)
     for name in _free_fields[kind]:
         check_free_json(getattr(value, name), name)

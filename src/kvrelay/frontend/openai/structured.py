@@ -24,6 +24,7 @@ MAX_SCHEMA_KEYS = 4096
 MAX_OBJECT_KEYS = 512
 """Keys of one object. The time to compile an object grows with the square of its properties: 512 take 0.3 s."""
 MAX_CHOICES = 1024
+MAX_BAD_CHARS = 1024
 MAX_CONVERTED_CHARS = 2**15
 """Of a grammar in another dialect than ours, which costs 20 microseconds a character to bring into ours."""
 _REFUSED_KEYS = frozenset({"x-guidance"})
@@ -81,6 +82,10 @@ class StructuredFields(Protocol):
     def regex(self) -> str | None: ...
     @property
     def ebnf(self) -> str | None: ...
+    @property
+    def bad_words(self) -> list[str] | None: ...
+    @property
+    def allowed_token_ids(self) -> list[int] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,7 @@ def _given(request: StructuredFields) -> list[tuple[str, Callable[[str], Grammar
         if not found or not found[-1][0].startswith("structured_outputs"):
             message = "structured_outputs needs one of json, regex, choice, grammar and json_object"
             raise InvalidInputError(message, param="structured_outputs")
-    fields = [
+    fields: list[tuple[str, object, Callable[..., Grammar]]] = [
         ("guided_json", request.guided_json, _of_schema),
         ("guided_regex", request.guided_regex, _of_regex),
         ("guided_choice", request.guided_choice, _of_choices),
@@ -162,6 +167,8 @@ def _given(request: StructuredFields) -> list[tuple[str, Callable[[str], Grammar
         ("json_schema", request.json_schema, _of_schema),
         ("regex", request.regex, _of_regex),
         ("ebnf", request.ebnf, _of_text),
+        ("bad_words", request.bad_words or None, _without_words),
+        ("allowed_token_ids", request.allowed_token_ids, _of_tokens),
     ]
     return found + _set_fields(fields)
 
@@ -215,6 +222,27 @@ def _of_text(text: str, param: str) -> Grammar:
         raise InvalidInputError(f"{param} is nested too deeply", param=param) from exc
     except Exception as exc:  # the converter's own error, and whatever else it meets in a text that is none
         raise InvalidInputError(f"{param} is no grammar: {exc}", param=param) from exc
+
+
+def _without_words(words: Sequence[str], param: str) -> Grammar:
+    """Any text in which none of the words stands, however it is made of tokens."""
+    if "" in words or sum(map(len, words)) > MAX_BAD_CHARS:
+        message = f"{param} are not empty, and have at most {MAX_BAD_CHARS} characters in all"
+        raise InvalidInputError(message, param=param)
+    bad = "|".join(map(_escaped, dict.fromkeys(words)))
+    return Grammar(GrammarKind.LARK, f"start: TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*)({bad})(?s:.*)/")
+
+
+def _escaped(text: str) -> str:
+    """``text`` as a regular expression inside slashes."""
+    return "".join(char if char.isalnum() else f"\\u{{{ord(char):x}}}" for char in text)
+
+
+def _of_tokens(token_ids: Sequence[int], param: str) -> Grammar:
+    """These tokens, and the end of sequence."""
+    if not token_ids or min(token_ids) < 0:
+        raise InvalidInputError(f"{param} needs token ids that are not negative", param=param)
+    return Grammar(GrammarKind.LARK, f"start: <[{','.join(map(str, sorted(set(token_ids))))}]>*")
 
 
 def _check_schema(schema: object, param: str) -> None:
