@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from tests.contracts.prefill_queue_contract import LINE
+from tests.contracts.prefill_queue_contract import PARTITION
 from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import Discovery, EventBus, Lease, PrefillQueue
@@ -52,7 +52,7 @@ class MemoryServer:
         self.broker.revoke_lease(lease.lease_id)
 
     async def push_raw(self, data: bytes) -> None:
-        self.broker.queue.push_raw(LINE, data)
+        self.broker.queue.push_raw(PARTITION, data)
 
     async def num_dead_letters(self) -> int:
         return len(self.broker.queue.dead_letters)
@@ -150,7 +150,7 @@ class NatsQueueServer(NatsServer):
         return queue
 
     async def push_raw(self, data: bytes) -> None:
-        await JetStream(await self.open()).publish(f"kvrelay.test.prefill.queue.{LINE}", data)
+        await JetStream(await self.open()).publish(f"kvrelay.test.prefill.queue.{PARTITION}", data)
 
     async def num_dead_letters(self) -> int:
         return (await JetStream(await self.open()).stream_info("kvrelay_test_prefill_dead")).state.messages
@@ -169,7 +169,7 @@ class NatsBusServer(NatsServer):
 async def clear(process: NatsServerProcess) -> None:
     """Delete all streams, without the cost of a restart."""
     connection = await NatsConnection.connect(process.url, PATIENCE_S)
-    for stream in ("KV_kvrelay_test", "kvrelay_test_beats", "kvrelay_test_prefill", "kvrelay_test_prefill_dead"):
+    for stream in ("KV_kvrelay_test", "kvrelay_test_keepalives", "kvrelay_test_prefill", "kvrelay_test_prefill_dead"):
         await connection.request(f"$JS.API.STREAM.DELETE.{stream}", b"")
     await connection.close()
 

@@ -16,7 +16,7 @@ from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import ControlUnavailableError
 
-LINE = "0123456789abcdef"
+PARTITION = "0123456789abcdef"
 SHORT_S = 1.0
 """An acknowledgement may take so long even on a busy machine."""
 
@@ -32,7 +32,7 @@ class QueueServer(Protocol):
         """As another process."""
 
     async def push_raw(self, data: bytes) -> None:
-        """Garbage into the queue's line LINE."""
+        """Garbage into the partition PARTITION of the queue."""
 
     async def num_dead_letters(self) -> int: ...
 
@@ -44,7 +44,9 @@ class QueueServer(Protocol):
 OpenServer = Callable[[], AbstractAsyncContextManager[QueueServer]]
 
 
-def prefill(name: str, timeout_s: float = 0.0, line: str = LINE, num_output_tokens: int = 0) -> RemotePrefillRequest:
+def prefill(
+    name: str, timeout_s: float = 0.0, partition: str = PARTITION, num_output_tokens: int = 0
+) -> RemotePrefillRequest:
     return RemotePrefillRequest(
         handoff_id=name,
         decode_worker_id="decode-1",
@@ -56,13 +58,13 @@ def prefill(name: str, timeout_s: float = 0.0, line: str = LINE, num_output_toke
         sampling=SamplingParams(),
         block_ids=(3, 4, 5),
         num_cached_tokens=16,
-        kv_compatibility=line,
+        kv_compatibility=partition,
         timeout_s=timeout_s,
     )
 
 
 async def pulled(queue: PrefillQueue, timeout_s: float = PATIENCE_S) -> PrefillDelivery:
-    delivery = await queue.pull(LINE, timeout_s)
+    delivery = await queue.pull(PARTITION, timeout_s)
     assert delivery is not None
     return delivery
 
@@ -81,7 +83,7 @@ class PrefillQueueContract:
             assert [item.num_deliveries for item in deliveries] == [1] * 4
             for delivery in deliveries:
                 await delivery.ack()
-            assert await one.pull(LINE, 2 * server.ack_wait_s) is None
+            assert await one.pull(PARTITION, 2 * server.ack_wait_s) is None
 
         run(open_server, scenario)
 
@@ -95,20 +97,20 @@ class PrefillQueueContract:
             for name in ("x", "y"):
                 await decode.push(prefill(name, num_output_tokens=5))
             await decode.push(prefill("c"))
-            assert (await decode.size(LINE), await decode.size()) == (5, 5)
+            assert (await decode.size(PARTITION), await decode.size()) == (5, 5)
             deliveries = [await pulled(queue) for queue in (one, two, one, two, one)]
             assert [item.request.handoff_id for item in deliveries] == ["x", "y", "a", "b", "c"]
             assert [item.num_deliveries for item in deliveries] == [1] * 5
             for delivery in deliveries:
                 await delivery.ack()
-            waiting = asyncio.create_task(one.pull(LINE, 5.0))
+            waiting = asyncio.create_task(one.pull(PARTITION, 5.0))
             await asyncio.sleep(0.05)
             await decode.push(prefill("z", num_output_tokens=1))
             delivery = await waiting
             assert delivery is not None
             assert delivery.request.handoff_id == "z"
             await delivery.ack()
-            assert await one.pull(LINE, 2 * server.ack_wait_s) is None
+            assert await one.pull(PARTITION, 2 * server.ack_wait_s) is None
 
         run(open_server, scenario)
 
@@ -122,7 +124,7 @@ class PrefillQueueContract:
 
             async def consume(queue: PrefillQueue) -> None:
                 while len(got) < 40:
-                    delivery = await queue.pull(LINE, 0.2)
+                    delivery = await queue.pull(PARTITION, 0.2)
                     if delivery is not None:
                         await delivery.ack()
                         got.append(delivery.request.handoff_id)
@@ -141,16 +143,16 @@ class PrefillQueueContract:
     def test_nobody_gets_what_is_of_another_kind(self, open_server: OpenServer, other: str) -> None:
         async def scenario(server: QueueServer) -> None:
             decode, one = await server.connect(), await server.connect()
-            await decode.push(prefill("theirs", line=other))
+            await decode.push(prefill("theirs", partition=other))
             await decode.push(prefill("ours"))
-            assert (await decode.size(other), await decode.size(LINE), await decode.size()) == (1, 1, 2)
+            assert (await decode.size(other), await decode.size(PARTITION), await decode.size()) == (1, 1, 2)
             delivery = await pulled(one)
             assert delivery.request.handoff_id == "ours"
             await delivery.ack()
-            assert await one.pull(LINE, 0.0) is None
+            assert await one.pull(PARTITION, 0.0) is None
             delivery = await one.pull(other, PATIENCE_S)
             assert delivery is not None
-            assert delivery.request == prefill("theirs", line=other)
+            assert delivery.request == prefill("theirs", partition=other)
             await delivery.ack()
             assert await one.size() == 0
 
@@ -159,8 +161,8 @@ class PrefillQueueContract:
     def test_a_waiting_pull_gets_the_next_push(self, open_server: OpenServer) -> None:
         async def scenario(server: QueueServer) -> None:
             decode, one = await server.connect(), await server.connect()
-            assert await one.pull(LINE, 0.0) is None
-            waiting = asyncio.create_task(one.pull(LINE, PATIENCE_S))
+            assert await one.pull(PARTITION, 0.0) is None
+            waiting = asyncio.create_task(one.pull(PARTITION, PATIENCE_S))
             await asyncio.sleep(0.05)
             await decode.push(prefill("a"))
             delivery = await waiting
@@ -189,14 +191,16 @@ class PrefillQueueContract:
             decode, one, two = await server.connect(), await server.connect(), await server.connect()
             await decode.push(prefill("a"))
             await (await pulled(one)).nak(1.5)
-            assert await two.pull(LINE, 0.1) is None
+            assert await two.pull(PARTITION, 0.1) is None
             again = await pulled(two)
             assert (again.request.handoff_id, again.num_deliveries) == ("a", 2)
             await again.ack()
 
         run(open_server, scenario)
 
-    def test_a_silent_consumer_loses_its_entry_and_a_beating_one_keeps_it(self, open_server: OpenServer) -> None:
+    def test_a_silent_consumer_loses_its_entry_and_one_that_sends_keepalives_keeps_it(
+        self, open_server: OpenServer
+    ) -> None:
         async def scenario(server: QueueServer) -> None:
             server.ack_wait_s = SHORT_S
             decode, one, two = await server.connect(), await server.connect(), await server.connect()
@@ -205,7 +209,7 @@ class PrefillQueueContract:
             for _ in range(6):
                 await asyncio.sleep(server.ack_wait_s / 3)
                 await kept.in_progress()
-            assert await two.pull(LINE, 0.0) is None
+            assert await two.pull(PARTITION, 0.0) is None
             again = await pulled(two)
             assert (again.request.handoff_id, again.num_deliveries) == ("a", 2)
             await again.ack()
@@ -222,7 +226,7 @@ class PrefillQueueContract:
             delivery = await pulled(one)
             assert delivery.request.handoff_id == "in time"
             await delivery.ack()
-            assert await one.pull(LINE, 2 * server.ack_wait_s) is None
+            assert await one.pull(PARTITION, 2 * server.ack_wait_s) is None
 
         run(open_server, scenario)
 
@@ -231,7 +235,7 @@ class PrefillQueueContract:
 
         async def scenario(server: QueueServer) -> None:
             decode, one = await server.connect(), await server.connect()
-            assert await one.pull(LINE, 0.0) is None
+            assert await one.pull(PARTITION, 0.0) is None
             await decode.push(prefill("late", timeout_s=0.05))
             await asyncio.sleep(0.2)
             await decode.push(prefill("in time", timeout_s=60.0))
@@ -268,7 +272,7 @@ class PrefillQueueContract:
             await decode.push(prefill("poison"))
             for _ in range(2):
                 await (await pulled(one)).nak()
-            assert await one.pull(LINE, 0.2) is None
+            assert await one.pull(PARTITION, 0.2) is None
             assert await server.num_dead_letters() == 1
             assert await decode.size() == 0
 
@@ -278,7 +282,7 @@ class PrefillQueueContract:
         async def scenario(server: QueueServer) -> None:
             decode, one, two = await server.connect(), await server.connect(), await server.connect()
             for delay_s in (0.0, 0.001, 0.002, 0.004):
-                waiting = asyncio.create_task(one.pull(LINE, PATIENCE_S))
+                waiting = asyncio.create_task(one.pull(PARTITION, PATIENCE_S))
                 await asyncio.sleep(0.02)
                 await decode.push(prefill(f"after {delay_s}"))
                 await asyncio.sleep(delay_s)
@@ -300,7 +304,7 @@ class PrefillQueueContract:
             await decode.push(prefill("a"))
             await server.go_away()
             await asyncio.sleep(0.1)
-            for call in (decode.push(prefill("b")), decode.size(), one.pull(LINE, 0.1)):
+            for call in (decode.push(prefill("b")), decode.size(), one.pull(PARTITION, 0.1)):
                 with pytest.raises(ControlUnavailableError):
                     await asyncio.wait_for(call, PATIENCE_S)
             await server.come_back(is_wiped=False)
@@ -340,7 +344,7 @@ async def eventually_pulled(queue: PrefillQueue) -> PrefillDelivery:
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
-                delivery = await queue.pull(LINE, 0.2)
+                delivery = await queue.pull(PARTITION, 0.2)
                 if delivery is not None:
                     return delivery
             except ControlUnavailableError:

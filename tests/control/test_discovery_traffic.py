@@ -62,7 +62,7 @@ async def members(url: str, namespace: str, count: int, ttl_s: float = TTL_S) ->
             found.append(Member(discovery, connection, lease))
         await eventually(lambda: all(len(one.mirror.table.visible) == count for one in found))
         await eventually(lambda: [one.mirror.election.state for one in found].count(KeeperState.KEEPING) == 1)
-        await eventually(lambda: sum(one.mirror._beats is not None for one in found) == 1)
+        await eventually(lambda: sum(one.mirror._keepalives is not None for one in found) == 1)
         yield found
 
 
@@ -77,14 +77,14 @@ def test_one_member_hears_the_refreshes_and_the_others_hear_nothing(nats: NatsSe
 
     async def scenario() -> None:
         async with members(nats.url, "traffic", NUM_MEMBERS) as group:
-            beats = [one.lease._beats for one in group]
-            heard = [one.mirror.num_beats for one in group]
+            sent = [one.lease._num_keepalives for one in group]
+            heard = [one.mirror.num_keepalives for one in group]
             entries = [one.mirror._entries.consumer_seq for one in group]
-            await eventually(lambda: all(one.lease._beats >= before + 4 for one, before in zip(group, beats)))
-            num_beats = sum(one.lease._beats - before for one, before in zip(group, beats))
-            num_heard = [one.mirror.num_beats - before for one, before in zip(group, heard)]
+            await eventually(lambda: all(one.lease._num_keepalives >= before + 4 for one, before in zip(group, sent)))
+            num_keepalives = sum(one.lease._num_keepalives - before for one, before in zip(group, sent))
+            num_heard = [one.mirror.num_keepalives - before for one, before in zip(group, heard)]
             # A change of keeper on a busy machine costs one listing more.
-            assert sum(num_heard) <= num_beats + 2 * NUM_MEMBERS
+            assert sum(num_heard) <= num_keepalives + 2 * NUM_MEMBERS
             assert [one.mirror._entries.consumer_seq for one in group] == entries
 
     asyncio.run(scenario())
@@ -115,10 +115,10 @@ def test_an_expiry_that_was_left_half_way_is_finished(nats: NatsServerProcess) -
             lease.on_lost(lambda: told.append("lost"))
             lease.on_revoked(lambda: told.append("revoked"))
             bucket = group[1].discovery._bucket
-            last = await bucket.last_beat(old)
+            last = await bucket.last_keepalive(old)
             assert last is not None
             headers = {"Nats-Expected-Last-Subject-Sequence": str(last.seq), "Kvrelay-Expired": "true"}
-            await group[1].connection.request(f"kvrelay.halfway.beats.{old}", b"", headers=headers)
+            await group[1].connection.request(f"kvrelay.halfway.keepalives.{old}", b"", headers=headers)
             await eventually(lambda: lease.lease_id not in ("", old))
             await eventually(lambda: all(len(one.mirror.table.visible) == 2 for one in group))
             assert told == ["lost"]
@@ -133,8 +133,8 @@ def test_what_is_stored_does_not_grow_while_nothing_changes(nats: NatsServerProc
             store = nats.store_dir
             assert store is not None
             before = await stored(group[0], store, "still")
-            beats = [one.lease._beats for one in group]
-            await eventually(lambda: all(one.lease._beats >= before + 6 for one, before in zip(group, beats)))
+            sent = [one.lease._num_keepalives for one in group]
+            await eventually(lambda: all(one.lease._num_keepalives >= before + 6 for one, before in zip(group, sent)))
             assert await stored(group[0], store, "still") == before
 
     async def stored(one: Member, store: Path, namespace: str) -> tuple[int, int]:

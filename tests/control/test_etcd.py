@@ -255,7 +255,7 @@ async def test_close_ends_a_watch_that_is_only_beginning(server: EtcdServer, num
         await asyncio.gather(*closing)
 
 
-async def test_users_with_passwords(tmp_path: Path) -> None:
+async def test_expired_tokens_are_renewed_and_wrong_passwords_refused(tmp_path: Path) -> None:
     require_etcd()
     server = EtcdServer(tmp_path)
     server.start()
@@ -286,7 +286,7 @@ async def test_users_with_passwords(tmp_path: Path) -> None:
         server.stop()
 
 
-async def test_certificates_of_both_sides(tmp_path: Path) -> None:
+async def test_server_and_client_verify_each_others_certificates(tmp_path: Path) -> None:
     require_etcd()
     (tmp_path / "other").mkdir()
     certificate, key = make_certificate(tmp_path)
@@ -354,7 +354,7 @@ def test_bad_urls_are_refused(url: str) -> None:
         EtcdAddress.parse(url)
 
 
-def test_urls() -> None:
+def test_a_url_is_parsed_into_host_port_and_credentials() -> None:
     assert EtcdAddress.parse("etcd://h") == EtcdAddress("h", 2379, None, None, None)
     assert EtcdAddress.parse("etcds://u:p%40@h:1") == EtcdAddress("h", 1, TlsFiles("discovery"), "u", "p@")
     files = TlsFiles("discovery", ca="a b.pem", cert="c", key="k")

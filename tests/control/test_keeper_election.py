@@ -92,7 +92,7 @@ def test_a_short_lease_that_appears_is_no_reason_to_take_over() -> None:
 
 
 @pytest.mark.parametrize("heard", [True, False])
-def test_who_may_not_end_leases_never_keeps_them(*, heard: bool) -> None:
+def test_a_watcher_without_permission_never_becomes_keeper(*, heard: bool) -> None:
     clock = ManualClock()
     one = KeeperElection(clock, "a", 0.0)
     one.forbid()

@@ -18,14 +18,14 @@ def test_a_level_of_our_keys_is_a_token() -> None:
     assert encode_key("kvrelay/n/config/disagg.size") == "kvrelay.n.config.disagg=2Esize"
 
 
-def test_the_rest_is_escaped() -> None:
+def test_other_characters_and_empty_levels_are_escaped() -> None:
     assert encode_key("a b=*") == "a=20b=3D=2A"
     assert encode_key("/a//b/") == "=2Fa=2F=2Fb=2F"
     assert encode_key(".a") == "=2Ea"
     assert decode_key("kvrelay.=C3=BC") == "kvrelay/ü"
 
 
-def test_what_others_wrote_comes_back_somehow() -> None:
+def test_keys_of_another_program_decode_without_an_error() -> None:
     assert decode_key("=FF") == "=FF"
     assert decode_key("a=zz") == "a=zz"
 

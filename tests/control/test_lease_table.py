@@ -75,7 +75,7 @@ def test_a_lease_is_due_when_it_was_not_refreshed(table: LeaseTable, clock: Manu
     assert table.lease("N") is None
 
 
-def test_who_takes_over_the_timing_gives_everybody_a_part_of_a_lease(table: LeaseTable, clock: ManualClock) -> None:
+def test_a_takeover_gives_every_lease_a_share_of_its_time_to_live(table: LeaseTable, clock: ManualClock) -> None:
     table.refresh("L", TTL_S, 1)
     table.refresh("M", TTL_S, 2)
     clock.advance(60.0)
@@ -86,7 +86,7 @@ def test_who_takes_over_the_timing_gives_everybody_a_part_of_a_lease(table: Leas
     assert table.due() == ["L"]
 
 
-def test_a_lease_that_the_server_has_lost_is_timed_by_everybody(table: LeaseTable, clock: ManualClock) -> None:
+def test_a_lease_that_the_server_has_lost_is_timed_by_every_watcher(table: LeaseTable, clock: ManualClock) -> None:
     """Nobody will announce its end, not even to those who hear no refreshes."""
     table.refresh("L", TTL_S, 1)
     table.refresh("M", TTL_S, 2)
@@ -111,7 +111,7 @@ def test_the_shortest_lease_is_known(table: LeaseTable) -> None:
     assert table.shortest_ttl_s == 7.0
 
 
-def test_who_was_dead_before_we_came_is_not_shown(table: LeaseTable) -> None:
+def test_entries_of_a_lease_that_was_overdue_at_the_start_are_not_shown(table: LeaseTable) -> None:
     table.begin_resync()
     table.put("dead", b"1", "L", 1)
     table.put("alive", b"2", "M", 2)
@@ -153,7 +153,7 @@ def test_the_living_get_one_time_to_live_after_a_gap(table: LeaseTable, clock: M
     assert table.visible == {"a": b"1"}
 
 
-def test_an_old_lease_known_from_before_the_gap_gets_the_same(table: LeaseTable, clock: ManualClock) -> None:
+def test_an_old_lease_known_before_the_gap_gets_one_time_to_live_too(table: LeaseTable, clock: ManualClock) -> None:
     """The server was away for long and has kept everything."""
     table.refresh("L", TTL_S, 1)
     table.put("a", b"1", "L", 2)

@@ -76,18 +76,18 @@ def test_a_malformed_lease_is_passed_over(nats: NatsServerProcess, value: bytes)
 @pytest.mark.parametrize(
     "url", ["", "http://h:1", "nats://", "nats://h:0x1", "nats://h:99999", "nats://h:4222?x=1", "h"]
 )
-def test_a_url_that_is_none(url: str) -> None:
+def test_a_malformed_control_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         asyncio.run(connect_control(ControlConfig(control=url)))
 
 
 @pytest.mark.parametrize("namespace", ["", "a.b", "a b", "a/b", "*", "ü", "x" * 65])
-def test_a_namespace_that_is_none(namespace: str) -> None:
+def test_a_malformed_namespace_is_refused(namespace: str) -> None:
     with pytest.raises(ConfigError, match="namespace"):
         asyncio.run(connect_control(ControlConfig(control="nats://127.0.0.1:1", namespace=namespace)))
 
 
-def test_a_discovery_that_is_none() -> None:
+def test_an_unknown_discovery_url_is_refused() -> None:
     with pytest.raises(ConfigError, match="consul"):
         asyncio.run(connect_control(ControlConfig(control="nats://127.0.0.1:1", discovery="consul://h:1")))
 
@@ -156,7 +156,7 @@ def test_leaving_while_the_server_is_away(tmp_path: Path, answers: bytes) -> Non
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), AttributeError("writelines"), ConnectionResetError()])
-def test_what_the_library_raises_at_the_end_is_no_error_of_ours(nats: NatsServerProcess, error: BaseException) -> None:
+def test_errors_of_the_library_on_closing_are_swallowed(nats: NatsServerProcess, error: BaseException) -> None:
     async def scenario() -> None:
         connection = await NatsConnection.connect(nats.url, 5.0)
         close = connection._client.close
@@ -186,7 +186,7 @@ def test_a_server_without_jetstream_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("login", [{"user": "u", "password": "p@ss/word"}, {"token": "to:ken"}])
-def test_authentication(login: dict[str, str], tmp_path: Path) -> None:
+def test_wrong_credentials_are_refused_and_right_ones_accepted(login: dict[str, str], tmp_path: Path) -> None:
     process = NatsServerProcess(tmp_path, **login)
     url = process.start()
 
@@ -241,7 +241,7 @@ def test_a_flush_comes_behind_what_was_sent_before(nats: NatsServerProcess) -> N
     asyncio.run(scenario())
 
 
-def test_what_the_server_stores_is_readable(nats: NatsServerProcess) -> None:
+def test_stored_keys_are_readable_with_nats_tools(nats: NatsServerProcess) -> None:
     """The raw stream, as ``nats kv`` shows it."""
 
     async def scenario() -> None:
@@ -299,7 +299,7 @@ def test_a_process_that_was_stopped_registers_again(nats: NatsServerProcess) -> 
 
 
 def test_a_watcher_that_was_slow_does_not_end_a_living_lease(nats: NatsServerProcess) -> None:
-    """Its event loop hangs for longer than the lease; the beats wait in its socket."""
+    """Its event loop hangs for longer than the lease; the keepalives wait in its socket."""
 
     async def scenario() -> None:
         async with plane(nats.url, "slow") as watcher, watching(watcher.discovery, "kvrelay/") as watch:
@@ -361,7 +361,7 @@ def test_a_server_that_hangs_costs_no_registration(tmp_path: Path) -> None:
         process.stop()
 
 
-def test_what_the_dead_left_is_swept_up(nats: NatsServerProcess) -> None:
+def test_entries_of_dead_processes_are_deleted(nats: NatsServerProcess) -> None:
     async def scenario() -> None:
         async with plane(nats.url, "swept") as one:
             lease = await one.discovery.grant(1.0)
@@ -453,7 +453,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def test_what_can_be_wrong_with_starting_a_server(tmp_path: Path) -> None:
+def test_each_failure_to_start_a_server_has_its_own_error(tmp_path: Path) -> None:
     process = NatsServerProcess(tmp_path / "one")
     process.start()
     port = int(process.address.rsplit(":", 1)[1])

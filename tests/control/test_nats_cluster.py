@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from tests.contracts.prefill_queue_contract import LINE, prefill
+from tests.contracts.prefill_queue_contract import PARTITION, prefill
 from tests.patience import PATIENCE_S
 
 from kvrelay.config import ControlConfig
@@ -21,7 +21,7 @@ from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats_process import NatsServerProcess, find_binary
 from kvrelay.errors import ControlUnavailableError
 
-STREAMS = ("KV_kvrelay_test", "kvrelay_test_beats", "kvrelay_test_prefill", "kvrelay_test_prefill_dead")
+STREAMS = ("KV_kvrelay_test", "kvrelay_test_keepalives", "kvrelay_test_prefill", "kvrelay_test_prefill_dead")
 LEASE_TTL_S = 30.0
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ async def _until_it_succeeds(attempt: Callable[[], Awaitable[T]]) -> T:
 
 async def _pull(control: ControlPlane) -> PrefillDelivery:
     """The queue is not empty: no delivery means that nobody leads its consumer yet."""
-    delivery = await control.prefill_queue.pull(LINE, 1.0)
+    delivery = await control.prefill_queue.pull(PARTITION, 1.0)
     if delivery is None:
         raise ControlUnavailableError("nothing was delivered")
     return delivery

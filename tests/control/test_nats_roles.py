@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.contracts.prefill_queue_contract import LINE, prefill
+from tests.contracts.prefill_queue_contract import PARTITION, prefill
 from tests.contracts.waiting import eventually, watching
 from tests.control.configured_server import configured_server
 
@@ -32,10 +32,10 @@ FORBIDDEN = {
         f"{BUCKET}operators.o",
         f"{BUCKET}config.disagg=2Emax_local_prefill_length",
         "kvrelay.default.lease_keeper",
-        f"kvrelay.default.prefill.queue.{LINE}",
+        f"kvrelay.default.prefill.queue.{PARTITION}",
         "kvrelay.default.load.w",
         "kvrelay.default.kv_events.w",
-        f"$JS.API.CONSUMER.MSG.NEXT.kvrelay_default_prefill.prefill_{LINE}",
+        f"$JS.API.CONSUMER.MSG.NEXT.kvrelay_default_prefill.prefill_{PARTITION}",
         "$JS.API.CONSUMER.CREATE.kvrelay_default_prefill.spy",
         "$JS.API.STREAM.CREATE.KV_kvrelay_default",
         "$JS.API.STREAM.DELETE.KV_kvrelay_default",
@@ -54,7 +54,7 @@ FORBIDDEN = {
         "_INBOX_frontend.x",
     ],
     "operator": [
-        f"kvrelay.default.prefill.queue.{LINE}",
+        f"kvrelay.default.prefill.queue.{PARTITION}",
         "kvrelay.default.load.w",
         "kvrelay.default.kv_events.w",
         "_INBOX_worker.x",
@@ -135,8 +135,8 @@ async def test_every_role_does_its_work(address: str) -> None:
             await eventually(lambda: (events, load) == ([b"event"], [b"load"]))
             assert await frontend.events.request(KEYS.worker_replay("w"), b"ping", 5.0) == b"PING"
             await worker.prefill_queue.push(prefill("h", timeout_s=60.0))
-            assert await worker.prefill_queue.size(LINE) == 1
-            delivery = await other.prefill_queue.pull(LINE, 10.0)
+            assert await worker.prefill_queue.size(PARTITION) == 1
+            delivery = await other.prefill_queue.pull(PARTITION, 10.0)
             assert delivery is not None
             await delivery.in_progress()
             await delivery.ack()
@@ -213,6 +213,6 @@ async def test_a_role_hears_nothing_that_is_not_for_it(
 
 
 @pytest.mark.parametrize("login", ["frontend:wrong", "nobody:change-me-worker", ""])
-async def test_nobody_else_comes_in(address: str, login: str) -> None:
+async def test_other_logins_are_refused(address: str, login: str) -> None:
     with pytest.raises(Exception, match=r"[Aa]uthorization"):
         await NatsConnection.connect(f"nats://{login}@{address}" if login else f"nats://{address}", 10.0)

@@ -35,7 +35,7 @@ async def _connect_and_leave(url: str) -> None:
 
 
 @LOOPS
-def test_over_tls_nothing_is_warned_of(server, new_loop, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tls_session_logs_no_warning(server, new_loop, caplog: pytest.LogCaptureFixture) -> None:
     address, certificate = server
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_connect_and_leave(f"tls://u:secret@{address}?ca={certificate}"))
@@ -51,7 +51,7 @@ def test_over_tls_nothing_is_warned_of(server, new_loop, caplog: pytest.LogCaptu
         ("tls", "u:wrong", True, "uthorization"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_each_tls_error_is_one_line(
     server, new_loop, caplog: pytest.LogCaptureFixture, *, scheme: str, login: str, with_ca: bool, reason: str
 ) -> None:
     address, certificate = server

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.contracts.prefill_queue_contract import LINE, prefill, pulled
+from tests.contracts.prefill_queue_contract import PARTITION, prefill, pulled
 
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.nats_process import NatsServerProcess
-from kvrelay.control.redelivery import BEAT_INTERVAL_S, MAX_ACK_WAIT_S, MIN_ACK_WAIT_S, ack_wait_for_lease
+from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S, MAX_ACK_WAIT_S, MIN_ACK_WAIT_S, ack_wait_for_lease
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ async def test_a_worker_with_a_short_lease_takes_nothing_from_one_that_works_on(
         await patient.prefill_queue.push(prefill("a"))
         working = await pulled(patient.prefill_queue)
         # With this the line has the short wait, for all.
-        assert await hasty.prefill_queue.pull(LINE, 0.0) is None
-        for _ in range(round(2 * MIN_ACK_WAIT_S / BEAT_INTERVAL_S)):
-            await asyncio.sleep(BEAT_INTERVAL_S)
+        assert await hasty.prefill_queue.pull(PARTITION, 0.0) is None
+        for _ in range(round(2 * MIN_ACK_WAIT_S / KEEPALIVE_INTERVAL_S)):
+            await asyncio.sleep(KEEPALIVE_INTERVAL_S)
             await working.in_progress()
-        assert await hasty.prefill_queue.pull(LINE, 0.0) is None
+        assert await hasty.prefill_queue.pull(PARTITION, 0.0) is None
         # It has fallen silent.
         again = await pulled(hasty.prefill_queue, MAX_ACK_WAIT_S - MIN_ACK_WAIT_S)
         assert (again.request.handoff_id, again.num_deliveries) == ("a", 2)

@@ -32,7 +32,7 @@ def test_a_directory_lives_until_it_is_removed(temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_what_a_killed_process_left_goes_with_the_next_start(temporary: Path) -> None:
+def test_the_next_start_removes_the_directory_of_a_killed_process(temporary: Path) -> None:
     code = (
         "import os, sys, tempfile\n"
         "from kvrelay.control.scratch import ScratchDirectory\n"
@@ -54,7 +54,7 @@ def test_what_a_killed_process_left_goes_with_the_next_start(temporary: Path) ->
     assert not left.exists()
 
 
-def test_nothing_else_is_touched(temporary: Path) -> None:
+def test_links_files_and_directories_without_a_lock_are_kept(temporary: Path) -> None:
     without_lock = temporary / f"{PREFIX}without-lock"
     without_lock.mkdir()
     elsewhere = temporary / "elsewhere"

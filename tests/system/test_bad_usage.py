@@ -55,7 +55,7 @@ def line_of(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
         (["frontend", "--host", "10.0.0.1", "--control", "nats://127.0.0.1:4222"], "--insecure"),
         (["frontend", "--port", "0", "--control", "nats://10.0.0.1:4222"], "without credentials"),
         (["status", "--control", "nats://10.0.0.1:4222"], "without credentials"),
-        (["status", "--control", "127.0.0.1:4222"], "is no URL: expected nats://HOST:PORT"),
+        (["status", "--control", "127.0.0.1:4222"], "is not a URL: expected nats://HOST:PORT"),
         (["status", "--control", "nats://t@127.0.0.1:1", "--discovery", "etcd://10.0.0.1:2379"], "without credentials"),
         (["status", "--control", "tls://t@127.0.0.1:1?ca=/does/not/exist.pem"], "cannot read /does/not/exist.pem"),
         (

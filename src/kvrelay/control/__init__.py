@@ -1,4 +1,4 @@
-"""The control plane's door: one function that connects to whatever the configuration names."""
+"""The entry point of the control plane: one function that connects to the configured servers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvrelay.errors import ConfigError
 __all__ = ["connect_control"]
 
 NAMESPACE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""What is valid in keys, subjects and names of streams alike."""
+"""Characters that are valid in keys, in subjects and in stream names."""
 
 
 async def connect_control(config: ControlConfig, clock: Clock | None = None) -> ControlPlane:
     """Connect to ``config.control`` (``nats://`` or ``tls://``), and to ``config.discovery`` when it names etcd.
 
-    Raises ConfigError for a URL that nobody serves or that lacks credentials, and ControlUnavailableError, within
-    ``connect_timeout_s``, when the server cannot be reached.
+    Raises ConfigError for a URL with an unknown scheme or without credentials. Raises ControlUnavailableError if the
+    server cannot be reached within ``connect_timeout_s``.
     """
     if not config.control:
         raise ConfigError("no control server: give one with --control, e.g. nats://127.0.0.1:4222", param="control")
     if config.discovery and not config.discovery.startswith(("etcd://", "etcds://")):
-        raise ConfigError(f"{config.discovery!r} is no discovery service: expected etcd://HOST:PORT", param="discovery")
+        raise ConfigError(f"{config.discovery!r} is not a discovery URL: expected etcd://HOST:PORT", param="discovery")
     if NAMESPACE.fullmatch(config.namespace) is None:
         raise ConfigError(
-            f"{config.namespace!r} is no namespace: expected up to 64 letters, digits, - and _", param="namespace"
+            f"{config.namespace!r} is not a namespace: expected up to 64 letters, digits, - and _", param="namespace"
         )
     require_credentials(config)
     from kvrelay.control.nats.plane import NatsControlPlane

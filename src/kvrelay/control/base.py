@@ -1,12 +1,12 @@
 """The control plane's contract: discovery with leases, the global prefill queue, events.
 
-What it owns: keys under leases, a watch that heals itself, a work queue with acknowledgement, pub/sub with
-request-reply. What it does not know: what the values mean; callers encode and decode them.
+It owns keys under leases, a watch that recovers by itself, a work queue with acknowledgement, and pub/sub with
+request-reply. It does not know what the values mean; callers encode and decode them.
 
-Three seams, each with an in-memory implementation for tests beside the real one, all of which pass the contract suite
-in ``tests/contracts``. Every method that talks to a server raises ControlUnavailableError while there is none; nothing
-waits without a bound. Implementations reconnect by themselves: after a gap, leases are granted again and what was
-registered under them is put again, watches list again and report the difference, subscriptions come back.
+There are three seams. Each has an in-memory implementation beside the real one, and all of them pass the contract suite
+in ``tests/contracts``. Every method that talks to a server raises ControlUnavailableError while the server is away, and
+every wait is bounded. Implementations reconnect by themselves. After a gap they grant leases again and put the keys
+again, watches list again and report the difference, and subscriptions are renewed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WatchKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """A change under a watched prefix. SYNCED (with an empty key) follows the last of the keys found at the start."""
+    """A change under a watched prefix. SYNCED (with an empty key) follows the last key of the initial listing."""
 
     kind: WatchKind
     key: str
@@ -35,17 +35,17 @@ class WatchEvent:
 
 
 class Lease(Protocol):
-    """Liveness of one process. Kept alive by the implementation, at a third of its time to live, until revoked.
+    """Liveness of one process. The implementation sends keepalives at a third of the time to live, until ``revoke``.
 
-    When it is lost (the server forgot it, or the process was silent for too long) the implementation grants a new one
-    and puts its keys again; ``on_lost`` callbacks run once each time, before that. They do not wait for the server: a
-    process that cannot reach it hears them when ``alive_until_s`` has passed, by its own clock. If it then turns out
-    that nobody has ended the lease, it goes on as it was.
+    A lease is lost if the server forgot it or the process was silent for too long. The implementation then runs the
+    ``on_lost`` callbacks, grants a new lease and puts the keys again. The callbacks do not wait for the server: a
+    process that cannot reach it runs them when ``alive_until_s`` has passed by its own clock. If the server turns out
+    to have kept the lease, the lease goes on as it was.
 
-    When somebody else has ended it on purpose, with the server's own tool, this process is asked to leave: after
-    ``on_lost`` the ``on_revoked`` callbacks run, and the implementation forgets the keys that hung on the lease instead
-    of putting them again. It grants a new lease even so, since who leaves may have something to finish. A server that
-    has lost its data, or ended the lease of a process that was silent, has not revoked it.
+    A lease is revoked if an operator deleted it with the server's own tool, which asks this process to leave. The
+    ``on_revoked`` callbacks run after ``on_lost``, and the implementation forgets the keys of the lease instead of
+    putting them again. It still grants a new lease, because the process may have work to finish. A server that lost its
+    data, or that ended the lease of a silent process, has not revoked it.
     """
 
     @property
@@ -56,17 +56,18 @@ class Lease(Protocol):
 
     @property
     def alive_until_s(self) -> float:
-        """Until when nobody can have counted this process as dead for its silence: when the last refresh that the
-        server confirmed was sent, plus ``ttl_s``. By the monotonic clock of this process; minus infinity while the
-        lease is lost or revoked. May be read from any thread."""
+        """Until this time no other process can have counted this one as dead for its silence: the time at which the
+        last confirmed refresh was sent, plus ``ttl_s``. By the monotonic clock of this process; minus infinity while
+        the lease is lost or revoked. May be read from any thread."""
 
     def on_lost(self, callback: Callable[[], None]) -> None: ...
 
     def on_revoked(self, callback: Callable[[], None]) -> None:
-        """Noticed within a third of ``ttl_s``; at once while this process watches one of the lease's keys."""
+        """A revocation is noticed within a third of ``ttl_s``, or at once while this process watches a key of the
+        lease."""
 
     async def revoke(self) -> None:
-        """End the lease now; its keys go at once. Idempotent."""
+        """End the lease now; its keys are deleted at once. Idempotent."""
 
 
 class Discovery(Protocol):
@@ -75,7 +76,8 @@ class Discovery(Protocol):
     async def grant(self, ttl_s: float) -> Lease: ...
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
-        """Raises LeaseLostError when the lease was revoked, by whomever; after ``on_revoked`` it can be used again."""
+        """Raises LeaseLostError if this process or an operator revoked the lease. After ``on_revoked`` the lease can be
+        used again."""
 
     async def delete(self, key: str) -> None: ...
 
@@ -87,24 +89,25 @@ class Discovery(Protocol):
         """All keys under ``prefix`` as PUTs, one SYNCED, then every change, without end.
 
         An entry whose lease has ended is reported as DELETE within 1.5 times its time to live, whether or not the
-        server announces it. A watch outlives the connection: after a gap it reports what is different.
+        server announces the end. A watch outlives the connection: after a gap it reports the differences.
         """
 
 
 class PrefillDelivery(Protocol):
-    """One entry pulled from the queue. Exactly one of ``ack`` and ``nak`` ends it; until then it is beaten alive."""
+    """One entry pulled from the queue. Exactly one of ``ack`` and ``nak`` ends it; until then its consumer calls
+    ``in_progress`` at regular intervals."""
 
     @property
     def request(self) -> RemotePrefillRequest: ...
 
     @property
     def num_deliveries(self) -> int:
-        """1 at first; more when an earlier consumer died or gave up."""
+        """1 on the first delivery; more if an earlier consumer died or gave up."""
 
     @property
     def is_expired(self) -> bool:
-        """Whether it was in the queue for longer than ``request.timeout_s``, by the server's clock alone. Its owner has
-        computed it by now: do not, but say so to the owner."""
+        """Whether the entry was in the queue for longer than ``request.timeout_s``, by the server's clock alone. The
+        decode worker has computed the prefill itself by now: do not compute it, but tell the decode worker."""
 
     async def ack(self) -> None: ...
 
@@ -112,26 +115,27 @@ class PrefillDelivery(Protocol):
         """Give it back for another consumer."""
 
     async def in_progress(self) -> None:
-        """Beat: the redelivery timer starts again. To be called every ``redelivery.BEAT_INTERVAL_S``."""
+        """Extend the ack deadline: the redelivery timer restarts. Call it every
+        ``redelivery.KEEPALIVE_INTERVAL_S``."""
 
 
 class PrefillQueue(Protocol):
     """The global queue: decode workers push, prefill workers pull, one by one. Entries survive a restart of both.
 
-    It has a line for each ``kv_compatibility`` (model, weights, layout), so that a worker never pulls what it cannot
-    compute.
+    It has one partition per ``kv_compatibility`` (model, weights, layout), so that a worker never pulls a prefill that
+    it cannot compute.
     """
 
     async def push(self, request: RemotePrefillRequest) -> None:
-        """Into the line of ``request.kv_compatibility``."""
+        """Into the partition of ``request.kv_compatibility``."""
 
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
-        """The line's next entry, or None after ``timeout_s``. What continues a stream (``is_resumed``) goes before
-        what is new. Malformed entries are logged, counted and dropped; those delivered too often go to the dead-letter
-        subject."""
+        """The partition's next entry, or None after ``timeout_s``. Resumed requests (``is_resumed``) come before new
+        ones. Malformed entries are logged, counted and dropped. Entries that were delivered too often go to the
+        dead-letter subject."""
 
     async def size(self, kv_compatibility: str | None = None) -> int:
-        """Entries that nobody has pulled yet, in one line or in all."""
+        """Number of entries that no consumer has pulled yet, in one partition or in all."""
 
 
 class Subscription(Protocol):
@@ -139,7 +143,7 @@ class Subscription(Protocol):
 
 
 class EventBus(Protocol):
-    """Unreliable publish/subscribe and request/reply on subjects; numbering and replay are the callers' business.
+    """Unreliable publish/subscribe and request/reply on subjects. Callers number their messages and replay lost ones.
 
     Subjects are dot-separated tokens; ``*`` matches one token, a trailing ``>`` the rest.
     """
@@ -150,13 +154,13 @@ class EventBus(Protocol):
         """``handler(subject, data)`` runs on the event loop and must not block."""
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        """One reply. Raises RetryElsewhereError when nobody answers in time."""
+        """One reply. Raises RetryElsewhereError if no service answers in time."""
 
     async def serve(self, subject: str, handler: Callable[[bytes], Awaitable[bytes]]) -> Subscription: ...
 
 
 class ControlPlane(Protocol):
-    """One process's connection to all of it."""
+    """One process's connection to the whole control plane."""
 
     @property
     def discovery(self) -> Discovery: ...
@@ -171,7 +175,7 @@ class ControlPlane(Protocol):
     def is_connected(self) -> bool: ...
 
     async def close(self) -> None:
-        """Close connections and end background tasks. Leases that were not revoked run out by themselves."""
+        """Close connections and end background tasks. Leases that were not revoked expire by themselves."""
 
 
 class Keys:
@@ -193,17 +197,17 @@ class Keys:
         return self.workers + worker_id
 
     def lease(self, lease_id: str) -> str:
-        """Where a lease is kept that is a key itself, in NATS: who deletes it has revoked it."""
+        """Prefix of the keys that are leases, in NATS. Deleting such a key revokes the lease."""
         return self.leases + lease_id
 
     @property
-    def lease_beats(self) -> str:
-        """Subjects of a lease's refreshes, less its id, in NATS."""
-        return f"{self.subject_root}beats."
+    def lease_keepalives(self) -> str:
+        """Prefix of the subjects of lease keepalives, in NATS; the lease's id follows."""
+        return f"{self.subject_root}keepalives."
 
     @property
     def lease_keeper(self) -> str:
-        """The subject on which the watcher that times the leases says that it does, in NATS."""
+        """The subject on which the lease keeper announces itself, in NATS."""
         return f"{self.subject_root}lease_keeper"
 
     def worker_kv_metadata(self, worker_id: str, rank: int) -> str:

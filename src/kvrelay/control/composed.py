@@ -1,4 +1,4 @@
-"""A control plane whose discovery lives elsewhere (etcd) than its queue and its events."""
+"""A control plane with discovery on one server (etcd), and its queue and events on another."""
 
 from __future__ import annotations
 

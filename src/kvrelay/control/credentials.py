@@ -1,4 +1,4 @@
-"""Refuses a control plane beyond loopback that anybody could join. Pure: it reads URLs only."""
+"""Refuses a control plane beyond loopback without credentials. Pure: it reads URLs only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ EXAMPLES = {"control": "nats://HOST:PORT", "discovery": "etcd://HOST:PORT"}
 
 
 def require_credentials(config: ControlConfig) -> None:
-    """Raise ConfigError when ``control`` or ``discovery`` is no URL, or names another machine without credentials.
+    """Raise ConfigError if ``control`` or ``discovery`` is not a URL, or names another machine without credentials.
 
     Credentials are a user, a token, or, for NATS, a credentials file or a client certificate in the URL's query.
-    Whoever reaches an open control plane can register workers and learn the keys of the others.
+    Any process that reaches an open control plane can register workers and learn the keys of the others.
     """
     if config.insecure:
         return
@@ -26,19 +26,19 @@ def require_credentials(config: ControlConfig) -> None:
         queries = {key for part in parts for key, _ in parse_qsl(part.query)}
         if not (any(part.username for part in parts) or queries & {"creds", "cert"}):
             raise ConfigError(
-                f"--{name} names another machine without credentials: anybody there could join; give user and password "
-                f"or a token in the URL, or --insecure on a network that you trust",
+                f"--{name} names another machine without credentials, so any process on that network could join; give "
+                f"user and password or a token in the URL, or --insecure on a network that you trust",
                 param=name,
             )
 
 
 def _split(name: str, url: str) -> SplitResult:
-    """Raises ConfigError, without what may be a password."""
+    """Raises ConfigError; its message leaves out a possible password."""
     try:
         parts = urlsplit(url.strip())
     except ValueError:
         parts = SplitResult("", "", "", "", "")
     if not parts.hostname:
         shown = url.rpartition("@")[2]
-        raise ConfigError(f"--{name} {shown!r} is no URL: expected {EXAMPLES[name]}", param=name)
+        raise ConfigError(f"--{name} {shown!r} is not a URL: expected {EXAMPLES[name]}", param=name)
     return parts

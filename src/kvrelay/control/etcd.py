@@ -1,7 +1,7 @@
 """Discovery on etcd: watches that survive restarts, compaction and loss of data.
 
-What it owns: this process's leases (``etcd_lease``), listing and watching without a gap. What it does not know: gRPC's
-errors and tokens (``etcd_channel``), what values mean.
+It owns this process's leases (``etcd_lease``), listing, and watching without a gap. It does not know gRPC's errors and
+tokens (``etcd_channel``), or what values mean.
 
     watch:  list at revision r ──> report the difference ──> stream from r + 1 ──(stream ends, r compacted)──┐
               ^                                                                                             │
@@ -22,7 +22,7 @@ from kvrelay.control.etcd_lease import EtcdLease
 from kvrelay.errors import ControlUnavailableError
 
 RE_REGISTER_GRACE_S = 1.0
-"""After a restart that lost the data, so long do watchers wait for the living to put their keys again."""
+"""After a restart that lost the data, watchers wait this long for live processes to put their keys again."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ class EtcdDiscovery:
 
     @classmethod
     async def connect(cls, url: str, *, namespace: str = "default", connect_timeout_s: float = 5.0) -> EtcdDiscovery:
-        """Raises ConfigError, or ControlUnavailableError when no server answers in time.
+        """Raises ConfigError, or ControlUnavailableError if no server answers in time.
 
-        ``namespace`` only names the connection in errors: keys arrive complete.
+        ``namespace`` is used in error messages only: keys arrive complete.
         """
         channel = EtcdChannel(EtcdAddress.parse(url), connect_timeout_s)
         try:
@@ -62,7 +62,7 @@ class EtcdDiscovery:
         return self._connected and not self._channel.closed
 
     async def close(self) -> None:
-        """End watches and beats. Leases that were not revoked run out by themselves. Idempotent."""
+        """End watches and keepalives. Leases that were not revoked expire by themselves. Idempotent."""
         for lease in self._leases:
             await lease.stop()
         await self._channel.close()
@@ -99,7 +99,7 @@ class EtcdDiscovery:
             try:
                 found, revision = await self._list(prefix)
                 if synced and not known.keys() <= found.keys():
-                    # Perhaps the server has lost its data, and the living are about to put theirs again.
+                    # The server may have lost its data, and live processes are about to put their keys again.
                     await asyncio.sleep(RE_REGISTER_GRACE_S)
                     found, revision = await self._list(prefix)
                 self._connected = True
@@ -120,20 +120,20 @@ class EtcdDiscovery:
                         yield event
             except ControlUnavailableError as exc:
                 if self._connected and not self._channel.closed:
-                    _log.warning("the watch of %s is interrupted: %s", prefix, exc)
+                    _log.warning("the watch of %s was interrupted (%s); listing again", prefix, exc)
                 self._connected = False
                 for lease in self._leases:
                     lease.poke()
             await asyncio.sleep(RETRY_S)
 
     def _poke_holders(self, key: str) -> None:
-        """The key is gone, perhaps because its lease is."""
+        """The key is gone, perhaps because its lease has ended."""
         for lease in self._leases:
             if lease.holds(key):
                 lease.poke()
 
     def _forget(self, key: str, except_for: Lease | None = None) -> None:
-        """No lease may put it again."""
+        """Detach the key from all leases, so that none puts it again."""
         for lease in self._leases:
             if lease is not except_for:
                 lease.forget(key)
@@ -147,7 +147,7 @@ class EtcdDiscovery:
         return {item.key.decode(): bytes(item.value) for item in answer.kvs}, int(answer.header.revision)
 
     async def _stream(self, prefix: str, first_revision: int) -> AsyncGenerator[WatchEvent, None]:
-        """Changes from ``first_revision`` on, until the stream ends for whatever reason."""
+        """Changes from ``first_revision`` on, until the stream ends for any reason."""
         channel = self._channel
         start, end = _range(prefix)
         call = channel.watches.Watch(metadata=channel.metadata)
@@ -158,7 +158,7 @@ class EtcdDiscovery:
                 while True:
                     answer = await call.read()
                     if not hasattr(answer, "events") or answer.canceled or answer.compact_revision:
-                        return  # ended, or what we wanted next is compacted: list again
+                        return  # the stream ended, or our next revision is compacted: list again
                     for event in answer.events:
                         yield _watch_event(event)
         except asyncio.CancelledError:
@@ -173,7 +173,7 @@ def _watch_event(event: Any) -> WatchEvent:
 
 
 def _differences(known: dict[str, bytes], found: dict[str, bytes]) -> list[WatchEvent]:
-    """What turns ``known`` into ``found``."""
+    """The events that turn ``known`` into ``found``."""
     gone = [WatchEvent(WatchKind.DELETE, key) for key in known if key not in found]
     new = [WatchEvent(WatchKind.PUT, key, value) for key, value in found.items() if known.get(key) != value]
     return gone + new

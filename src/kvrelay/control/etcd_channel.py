@@ -1,8 +1,8 @@
-"""One process's connection to etcd: address, credentials, calls with a bound, errors of our own.
+"""One process's connection to etcd: address, credentials, calls with a time limit, errors of our own.
 
-What it owns: a gRPC channel that reconnects by itself, the authentication token, the mapping of errors. What it does
-not know: leases, watches, what keys mean. Of ``aetcd`` only the generated stubs are used; its client neither keeps
-leases alive nor reconnects a watch, and has no TLS.
+It owns a gRPC channel that reconnects by itself, the authentication token, and the mapping of errors. It does not know
+leases, watches, or what keys mean. Only the generated stubs of ``aetcd`` are used: its client neither keeps leases
+alive nor reconnects a watch, and it has no TLS.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # A cut cable is noticed by pings only; etcd refuses clients that ping more often than every 5 s.
+    # Only pings notice a cut cable. etcd refuses clients that ping more often than every 5 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -82,7 +82,7 @@ class EtcdChannel:
     """Calls to one etcd endpoint. Used from one event loop."""
 
     def __init__(self, address: EtcdAddress, timeout_s: float) -> None:
-        # Its core writes to stderr what we report as errors.
+        # gRPC's core writes the errors that we report to stderr, too.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         try:
             from aetcd import rpc
@@ -96,7 +96,7 @@ class EtcdChannel:
         self._closing = asyncio.Event()
         self._streams: set[Any] = set()
         if address.tls is not None:
-            address.tls.context()  # gRPC takes any bytes, and fails when it connects
+            address.tls.context()  # checks the files: gRPC accepts any bytes and fails when it connects
             credentials = ssl_channel_credentials(*address.tls.pem())
             self._channel: Any = rpc.secure_channel(address.target, credentials, options=_CHANNEL_OPTIONS)
         else:
@@ -121,7 +121,7 @@ class EtcdChannel:
         await self.kv.Range(request, timeout=timeout_s, metadata=self.metadata, wait_for_ready=wait_for_ready)
 
     async def _reason(self, error: Exception) -> Exception:
-        """A call that waited for a connection does not say why there is none; one that does not wait does."""
+        """A call that waits for a connection does not say why there is none; a call that does not wait says so."""
         if self._code(error) == "DEADLINE_EXCEEDED":
             try:
                 await self._probe(REASON_TIMEOUT_S, wait_for_ready=False)
@@ -130,7 +130,7 @@ class EtcdChannel:
         return error
 
     async def call(self, method: Callable[..., Any], request: Any) -> Any:
-        """One request, one answer, within ``timeout_s``. Raises as ``mapped`` says."""
+        """One request, one answer, within ``timeout_s``. Raises the errors of ``mapped``."""
         for may_authenticate in (True, False):
             if self.closed:
                 raise ControlUnavailableError(f"the connection to {self.address} is closed")
@@ -148,8 +148,8 @@ class EtcdChannel:
 
     @asynccontextmanager
     async def streaming(self, call: Any) -> AsyncIterator[None]:
-        """Around the reads and writes of a stream, whose failures are raised as ControlUnavailableError and the like.
-        Behind an expired token the next stream has a new one. The stream ends with it, or with ``close``."""
+        """Wraps the reads and writes of a stream; their failures are raised as the errors of ``mapped``. After an
+        expired token the next stream has a new one. The stream ends with this context, or with ``close``."""
         self._streams.add(call)
         try:
             yield
@@ -164,8 +164,8 @@ class EtcdChannel:
             call.cancel()
 
     async def begin(self, call: Any, request: Any) -> None:
-        """Send a stream's first message. Raises ControlUnavailableError when ``close`` comes in between: gRPC never
-        wakes who waits for a stream that was cancelled before it began."""
+        """Send a stream's first message. Raises ControlUnavailableError if ``close`` comes first: gRPC never wakes a
+        task that waits for a stream that was cancelled before it began."""
         writing = asyncio.ensure_future(call.write(request))
         closing = asyncio.ensure_future(self._closing.wait())
         try:
@@ -178,7 +178,7 @@ class EtcdChannel:
             closing.cancel()
 
     def closed_under_us(self) -> bool:
-        """gRPC ends the calls of a channel that is closed with CancelledError, though nobody cancelled the task."""
+        """gRPC ends the calls of a closed channel with CancelledError, although the task was not cancelled."""
         task = asyncio.current_task()
         return self.closed and (task is None or not task.cancelling())
 
@@ -186,7 +186,7 @@ class EtcdChannel:
         return self.address.user is not None and self._code(exc) == "UNAUTHENTICATED"
 
     async def authenticate(self) -> None:
-        """A new token; etcd forgets them after some minutes and when it restarts."""
+        """Get a new token; etcd forgets tokens after some minutes and when it restarts."""
         try:
             await self._authenticate(self.timeout_s)
         except self.rpc.AioRpcError as exc:
@@ -196,13 +196,13 @@ class EtcdChannel:
         if not self.closed:
             self.closed = True
             self._closing.set()
-            # gRPC overlooks a stream that has only just begun.
+            # gRPC does not end a stream that has only just begun.
             for call in list(self._streams):
                 call.cancel()
             await self._channel.close()
 
     def mapped(self, exc: Exception) -> Exception:
-        """A gRPC error as one of ours, by what the caller can do."""
+        """A gRPC error as one of ours, chosen by what the caller can do."""
         code = self._code(exc)
         details = " ".join(str(getattr(exc, "details", lambda: exc)() or code).split())
         if code == "NOT_FOUND" and "lease" in details:

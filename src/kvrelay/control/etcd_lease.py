@@ -1,12 +1,12 @@
 """A lease of this process on etcd, kept alive until it is revoked.
 
-It owns the beat, granting a lost lease again and putting its keys again. It does not know who watches.
+It owns the keepalives, granting a lost lease again, and putting its keys again. It does not know the watchers.
 
-    beat every ttl / 3 ──(no answer for ttl, or the server forgot it)──> on_lost, grant, put keys ──> beat ...
-                    └──(somebody revoked it)──> on_lost, on_revoked, forget keys, grant ──> beat ...
+    keepalive every ttl / 3 ──(no answer for ttl, or the server forgot it)──> on_lost, grant, put keys ──> keepalive ...
+                    └──(an operator revoked it)──> on_lost, on_revoked, forget keys, grant ──> keepalive ...
 
-etcd says of a lease only that it is not there. By our clock it can have run out or not; and a server that has lost its
-data has also lost revisions, while the one that was told to revoke the lease has counted on.
+etcd only says that a lease does not exist. The lease was revoked if it has not expired by our clock and the server has
+kept its data. A server that lost its data has also lost revisions; a server that was told to revoke the lease has not.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 class EtcdLease(HeldLease):
     """A lease, with the keys that hang on it.
 
-    etcd counts whole seconds and has a least time to live (2 s by default); ``ttl_s`` is what it granted. ``lease_id``
-    is as ``etcdctl`` writes it.
+    etcd counts whole seconds and has a minimum time to live (2 s by default); ``ttl_s`` is the granted one.
+    ``lease_id`` is written as ``etcdctl`` writes it.
     """
 
     def __init__(self, channel: EtcdChannel, wanted_ttl_s: float) -> None:
@@ -37,7 +37,7 @@ class EtcdLease(HeldLease):
         self._wanted_ttl_s = wanted_ttl_s
         self._id = 0
         self._revision = 0
-        """The store's, when this lease last heard of it."""
+        """The store's revision in the last answer to this lease."""
         self._keys: dict[str, bytes] = {}
         self._is_registered = True
         self._lock = asyncio.Lock()
@@ -45,12 +45,12 @@ class EtcdLease(HeldLease):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Grant it and begin to keep it alive."""
+        """Grant the lease and begin to send keepalives."""
         await self._grant()
         self._task = asyncio.create_task(self._keep_alive(), name=f"etcd lease {self.lease_id}")
 
     async def stop(self) -> None:
-        """End the beat; the lease runs out by itself."""
+        """End the keepalives; the lease expires by itself."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -64,10 +64,10 @@ class EtcdLease(HeldLease):
         try:
             await self._revoke(self._id)
         except LeaseLostError:
-            pass  # gone already, and its keys with it
+            pass  # the lease and its keys are gone already
 
     def poke(self) -> None:
-        """Something is wrong with the server, or with this lease: beat now."""
+        """The server or this lease may have a problem: send a keepalive now."""
         self._poked.set()
 
     def holds(self, key: str) -> bool:
@@ -75,7 +75,7 @@ class EtcdLease(HeldLease):
         return key in self._keys
 
     async def put(self, key: str, value: bytes) -> None:
-        """Put under this lease. Raises LeaseLostError when it was revoked."""
+        """Put under this lease. Raises LeaseLostError if the lease was revoked."""
         async with self._lock:
             if self.is_given_back:
                 raise LeaseLostError("the lease was revoked")
@@ -96,14 +96,14 @@ class EtcdLease(HeldLease):
             try:
                 return await self._put(key, value)
             except LeaseLostError:
-                await self._beat()
+                await self._refresh()
                 if not self.holds(key):
                     self.poke()
                     raise
         await self._register_again()
 
     def _restore(self, key: str, before: bytes | None) -> None:
-        """A put that failed must not come true by itself later."""
+        """A put that failed must not take effect later, when the keys are put again."""
         if before is None:
             self._keys.pop(key, None)
         elif key in self._keys:
@@ -111,7 +111,7 @@ class EtcdLease(HeldLease):
 
     async def _keep_alive(self) -> None:
         answered = True
-        # Cancellation alone does not do: asyncio.wait_for, in 3.11, swallows one that comes with the result.
+        # Cancellation alone is not enough: asyncio.wait_for in 3.11 swallows one that arrives with the result.
         while asyncio.current_task() is self._task:
             try:
                 await asyncio.wait_for(self._poked.wait(), self._ttl_s / 3 if answered else RETRY_S)
@@ -121,20 +121,20 @@ class EtcdLease(HeldLease):
             try:
                 async with self._lock:
                     if self._is_registered:
-                        await self._beat()
+                        await self._refresh()
                     if not self._is_registered:
                         await self._register_again()
                 answered = True
             except KvrelayError as exc:
                 if answered:
-                    _log.warning("lease %s could not be renewed: %s", self.lease_id, exc)
+                    _log.warning("refreshing lease %s failed (%s); retrying", self.lease_id, exc)
                 answered = False
                 if time.monotonic() > self._alive_until_s:
                     self._is_registered = False
                     self._tell_lost()
 
-    async def _beat(self) -> None:
-        """Renew, or learn that it has ended. Raises ControlUnavailableError."""
+    async def _refresh(self) -> None:
+        """Refresh the lease, or learn that it has ended. Raises ControlUnavailableError."""
         sent_s = time.monotonic()
         answer = await self._ask_to_live()
         revision = int(answer.header.revision)
@@ -150,7 +150,7 @@ class EtcdLease(HeldLease):
             self._tell_lost()
 
     async def _ask_to_live(self) -> Any:
-        """The server's answer to a refresh; its TTL is 0 when there is no such lease."""
+        """The server's answer to a refresh; its TTL is 0 if there is no such lease."""
         channel = self._channel
         call = channel.leases.LeaseKeepAlive(
             timeout=min(channel.timeout_s, max(self._ttl_s / 3, RETRY_S)), metadata=channel.metadata
@@ -168,12 +168,12 @@ class EtcdLease(HeldLease):
         for key, value in list(self._keys.items()):
             await self._put(key, value)
         self._is_registered = True
-        _log.info("lease %s replaces %x, %d keys are put again", self.lease_id, old_id, len(self._keys))
+        _log.info("lease %s replaces %x; put %d keys again", self.lease_id, old_id, len(self._keys))
         try:
-            # Its keys are under the new lease already, so nothing goes with it.
+            # The keys are under the new lease already, so revoking the old one deletes nothing.
             await self._revoke(old_id)
         except KvrelayError:
-            pass  # the server forgot it, which is how we got here; or it runs out by itself
+            pass  # usually the server forgot the old lease, which is why we are here; else it expires by itself
 
     async def _grant(self) -> None:
         sent_s = time.monotonic()

@@ -1,7 +1,7 @@
 """A watch that no entry can end: the loop around ``Discovery.watch`` that every watcher runs.
 
-It owns going on: after an entry that is refused, after a callback that fails, after the control plane was away. It does
-not know what entries mean; callbacks decode them (``core.control_codec``).
+The loop continues after an entry that is refused, after a callback that fails, and after an outage of the control
+plane. It does not know what entries mean; callbacks decode them (``core.control_codec``).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ async def follow(
     on_change: Callable[[WatchEvent], None],
     on_synced: Callable[[], None] = lambda: None,
 ) -> None:
-    """Without end: ``on_change`` for every PUT and DELETE, ``on_synced`` behind those found at the start.
+    """Runs without end: ``on_change`` for every PUT and DELETE, ``on_synced`` after the initial listing.
 
-    A callback refuses an entry by ProtocolError or ConfigError; what was known before it stays.
+    A callback refuses an entry by ProtocolError or ConfigError; the earlier value stays known.
     """
     while True:
         try:
@@ -36,7 +36,7 @@ async def follow(
                 else:
                     _tell(on_change, event)
         except ControlUnavailableError as exc:
-            _log.warning("%s cannot be watched, going on with what is known: %s", prefix, exc)
+            _log.warning("watching %s failed (%s); using the last known entries and retrying", prefix, exc)
         await asyncio.sleep(RETRY_S)
 
 
@@ -45,5 +45,5 @@ def _tell(on_change: Callable[[WatchEvent], None], event: WatchEvent) -> None:
         on_change(event)
     except (ProtocolError, ConfigError) as exc:
         _log.warning("discovery entry %s refused: %s", event.key, exc)
-    except Exception:  # noqa: BLE001 - the outermost frame of a watch: one entry must not make us deaf to the rest
+    except Exception:  # noqa: BLE001 - the outermost frame of a watch: one entry must not end the watch of the rest
         _log.exception("discovery entry %s failed", event.key)

@@ -1,10 +1,10 @@
-"""The holder's side of a lease: what this process knows of it, and whom it tells. Shared by all implementations.
+"""The holder's side of a lease, shared by all implementations: what this process knows of it, and the callbacks.
 
-It owns the callbacks and the time until which others cannot have counted this process as dead. It does not know a
-server: its subclasses refresh, and say here what came of it.
+It owns the callbacks and the time until which others cannot have counted this process as dead. It does not know the
+server: the subclasses refresh the lease and report the outcome here.
 
-    _confirmed ──> _tell_lost ──> _confirmed ...        nobody ended it on purpose: its keys are put again
-                        └──> _tell_revoked              somebody did: they are not
+    _confirmed ──> _tell_lost ──> _confirmed ...        the lease expired: its keys are put again
+                        └──> _tell_revoked              an operator revoked it: its keys are not put again
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class HeldLease:
-    """Contract: ``control.base.Lease``; ``revoke``, and what keeps it alive, are the subclass's."""
+    """Contract: ``control.base.Lease``. The subclass implements ``revoke`` and the keepalives."""
 
     def __init__(self, ttl_s: float) -> None:
         self._lease_id = ""
@@ -27,7 +27,7 @@ class HeldLease:
         self._on_revoked: list[Callable[[], None]] = []
         self._is_lost = False
         self.is_given_back = False
-        """``revoke`` was called."""
+        """Whether ``revoke`` was called."""
 
     @property
     def lease_id(self) -> str:
@@ -48,26 +48,26 @@ class HeldLease:
         self._on_revoked.append(callback)
 
     def _confirmed(self, alive_until_s: float) -> None:
-        """The server has granted or refreshed it."""
+        """The server has granted or refreshed the lease."""
         self._alive_until_s = alive_until_s
         self._is_lost = False
 
     def _tell_lost(self) -> None:
-        """Others may see this process as gone: the server says so, or was not heard for too long."""
+        """Others may count this process as gone: the server says so, or the server was silent for too long."""
         self._alive_until_s = -math.inf
         if not self._is_lost:
             self._is_lost = True
-            _log.warning("lease %s is lost", self._lease_id)
+            _log.warning("lease %s is lost; registering again under a new one", self._lease_id)
             _run(self._on_lost)
 
     def _tell_revoked(self) -> None:
-        """It is lost because somebody wants this process to leave."""
+        """The lease is lost because an operator wants this process to leave."""
         self._tell_lost()
-        _log.warning("the lease was revoked")
+        _log.warning("the lease was revoked; its keys are not put again")
         _run(self._on_revoked)
 
     def _give_back(self) -> None:
-        """By our own will: nobody is told."""
+        """This process ends the lease itself, so no callback runs."""
         self.is_given_back = True
         self._alive_until_s = -math.inf
 

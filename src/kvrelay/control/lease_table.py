@@ -4,12 +4,12 @@
                               ^
                             clock: leases that were not refreshed
 
-It owns visibility: an entry counts while it has no lease or its lease lives. It does not know the server, and it never
-ends a lease by itself; it names the suspects (``due``), and its owner asks the server, which decides.
+It owns visibility: an entry is visible while it has no lease or its lease lives. It does not know the server, and it
+never ends a lease by itself: it names the suspects (``due``), and its owner asks the server, which decides.
 
-After a gap in the connection the server may have lost everything, and holders of leases may not have had the chance to
-refresh them. So a resynchronisation ends at once what carries a deletion marker, but what is merely missing, or old,
-keeps its place for one more time to live, in which its holder can come back.
+After a gap in the connection the server may have lost everything, and holders may have been unable to refresh their
+leases. So a resynchronisation ends leases with a deletion marker at once. Leases that are merely missing or old stay
+for one more time to live, in which their holders can come back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvrelay.core.clock import Clock
 
 @dataclass(slots=True)
 class KvEntry:
-    """A key's value, the lease it hangs on, and where the server keeps it."""
+    """A key's value, the lease it hangs on, and its sequence number on the server."""
 
     value: bytes
     lease_id: str | None
@@ -32,10 +32,10 @@ class KvEntry:
 
 @dataclass(slots=True)
 class LeaseState:
-    """A lease as last heard of. ``refreshed_s`` is on the watcher's own clock.
+    """The last known state of a lease. ``refreshed_s`` is on the watcher's own clock.
 
-    A lease that was already overdue when first heard of belongs to a process that died before we came: it is not
-    ``is_proven``, its entries are not shown, and its end is due.
+    A lease that was overdue when this watcher first saw it belongs to a process that died before: ``is_proven`` is
+    False, its entries are not shown, and its end is due.
     """
 
     ttl_s: float
@@ -43,12 +43,12 @@ class LeaseState:
     refreshed_s: float
     is_proven: bool
     is_missing: bool = False
-    """The server did not have it when all was listed last; nobody will announce its end."""
+    """The server did not have the lease in the last listing, so it will not announce the lease's end."""
 
 
 class LeaseTable:
-    """Entries and leases, and the events that follow from changes to them. Every method that changes something returns
-    the events in order."""
+    """Entries and leases, and the events that follow from changes to them. Every method that makes a change returns the
+    events in order."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -62,14 +62,14 @@ class LeaseTable:
         self._seen_keys: set[str] = set()
         self._seen_leases: set[str] = set()
         self._known_leases: set[str] = set()
-        """From before the resynchronisation."""
+        """The entries from before the resynchronisation."""
 
     def __repr__(self) -> str:
         return f"LeaseTable(entries={len(self._entries)}, visible={len(self._visible)}, leases={len(self._leases)})"
 
     @property
     def visible(self) -> dict[str, bytes]:
-        """What watchers see."""
+        """The keys and values that watchers see."""
         return self._visible
 
     def lease(self, lease_id: str) -> LeaseState | None:
@@ -79,7 +79,7 @@ class LeaseTable:
         return {key: self._entries[key] for key in self._keys_of.get(lease_id, ())}
 
     def strays(self) -> dict[str, KvEntry]:
-        """Entries under a lease that is not there: left behind by somebody who ended half-way."""
+        """Entries under a lease that does not exist: left behind by a process that died during its clean-up."""
         return {
             key: entry
             for key, entry in self._entries.items()
@@ -117,7 +117,7 @@ class LeaseTable:
         return self._reconcile(sorted(self._keys_of.get(lease_id, ())))
 
     def end(self, lease_id: str) -> list[WatchEvent]:
-        """The lease is over, and with it its entries."""
+        """The lease has ended, and its entries with it."""
         self._seen_leases.add(lease_id)
         self._leases.pop(lease_id, None)
         self._is_shortest_known = False
@@ -129,7 +129,7 @@ class LeaseTable:
         return events
 
     def begin_resync(self) -> None:
-        """The server's whole state follows, then ``end_resync``. Events wait until then."""
+        """The server's whole state follows, then ``end_resync``. Events are held back until then."""
         if not self._is_resyncing:
             self._known_leases = set(self._leases)
         self._is_resyncing = True
@@ -137,7 +137,7 @@ class LeaseTable:
         self._seen_leases.clear()
 
     def end_resync(self) -> list[WatchEvent]:
-        """The difference between what was visible before and what the server has now."""
+        """The difference between the entries that were visible before and the server's entries now."""
         self._is_resyncing = False
         now = self._clock.now()
         for lease_id, state in self._leases.items():
@@ -153,7 +153,8 @@ class LeaseTable:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def due(self, *, only_missing: bool = False) -> list[str]:
-        """Leases that were not refreshed within their time to live. ``only_missing``: for who hears no refreshes."""
+        """Leases that were not refreshed within their time to live. ``only_missing``: for a watcher that hears no
+        keepalives; only leases that the server no longer has."""
         return [
             lease_id
             for lease_id, state in self._leases.items()
@@ -161,7 +162,7 @@ class LeaseTable:
         ]
 
     def next_due_s(self, *, only_missing: bool = False) -> float | None:
-        """When, on the clock, the next lease becomes due; None without leases."""
+        """The time on the clock at which the next lease becomes due; None without leases."""
         return min(
             (
                 state.refreshed_s + state.ttl_s
@@ -172,7 +173,7 @@ class LeaseTable:
         )
 
     def trust_all(self, share: float) -> None:
-        """Refreshes were not heard for a while: every lease has ``share`` of its time to live left from now on."""
+        """Keepalives were not heard for a while: every lease has ``share`` of its time to live left from now on."""
         for state in self._leases.values():
             state.refreshed_s = self._clock.now() - state.ttl_s * (1.0 - share)
 

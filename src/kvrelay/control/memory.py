@@ -1,8 +1,8 @@
 """The control plane inside one process, for tests and simulation: the contract of ``base`` without a server.
 
-A MemoryBroker is the server; each ``plane()`` is one process's connection to it. It can go away, with or without its
-data; a process can be cut off, or fall silent. With a ManualClock nothing happens by itself: ``advance`` moves time,
-renews leases and ends the overdue. Otherwise a task does, every TICK_S.
+A MemoryBroker is the server; each ``plane()`` is one process's connection to it. The broker can go away, with or
+without its data. A process can be cut off, or fall silent. With a ManualClock nothing happens by itself: ``advance``
+moves time, renews leases and ends overdue ones. With another clock a task does so every TICK_S.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TICK_S = 0.02
 
 @dataclass(slots=True)
 class _Watcher:
-    """What one watch has told so far."""
+    """The state that one watch has reported so far."""
 
     plane: MemoryControlPlane
     prefix: str
@@ -35,7 +35,7 @@ class _Watcher:
 
 
 class MemoryBroker:
-    """The imaginary server."""
+    """The simulated server."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class MemoryBroker:
         )
 
     def plane(self) -> MemoryControlPlane:
-        """A new process's connection."""
+        """Make the connection of a new process."""
         self.tick()
         plane = MemoryControlPlane(self)
         self.planes.append(plane)
@@ -77,13 +77,13 @@ class MemoryBroker:
     # -- time and faults ----------------------------------------------------------------------------------------------
 
     def advance(self, seconds: float) -> None:
-        """Move a ManualClock, and do what becomes due."""
+        """Move a ManualClock, and run everything that becomes due."""
         assert isinstance(self.clock, ManualClock)
         self.clock.advance(seconds)
         self.tick()
 
     def tick(self) -> None:
-        """Renew the leases of live processes, end those of silent ones, deliver again what was not acknowledged."""
+        """Renew the leases of live processes, end those of silent ones, and deliver unacknowledged entries again."""
         for plane in self.planes:
             if not plane.is_silent:
                 plane.check_leases()
@@ -99,11 +99,12 @@ class MemoryBroker:
         self.queue.tick()
 
     def go_offline(self) -> None:
-        """The server is away: everything fails, nothing expires."""
+        """The server goes away: every call fails, and nothing expires."""
         self.is_online = False
 
     def go_online(self, *, is_wiped: bool = False) -> None:
-        """It is back. ``is_wiped``: without its data. Live processes register again before anybody is told anything."""
+        """The server is back. ``is_wiped``: without its data. Live processes register again before watchers hear
+        anything."""
         if is_wiped:
             self.entries.clear()
             self.leases.clear()
@@ -132,7 +133,7 @@ class MemoryBroker:
     # -- keys ---------------------------------------------------------------------------------------------------------
 
     def revoke_lease(self, lease_id: str) -> None:
-        """As an operator."""
+        """Revoke a lease as an operator does."""
         self._revoked.add(lease_id)
         self.end_lease(lease_id)
 
@@ -140,13 +141,13 @@ class MemoryBroker:
         return lease_id in self._revoked
 
     def end_lease(self, lease_id: str) -> None:
-        """As when it runs out, or its holder gives it back."""
+        """End a lease as if it had expired, or as its holder does."""
         self.leases.pop(lease_id, None)
         self.entries = {key: entry for key, entry in self.entries.items() if entry[1] != lease_id}
         self.notify()
 
     def notify(self) -> None:
-        """Tell every watcher that can be reached what is new to it."""
+        """Report the changes to every watcher that can be reached."""
         for watcher in self.watchers:
             if not watcher.plane.is_connected:
                 continue
@@ -180,7 +181,8 @@ class MemoryLease(HeldLease):
         self._plane.broker.end_lease(self._lease_id)
 
     def renew(self) -> None:
-        """Beat; when the broker has forgotten the lease, register again under a new one, unless it was revoked."""
+        """Refresh the lease. If the broker has forgotten it, register again under a new one; if an operator has revoked
+        it, do not put its keys again."""
         broker = self._plane.broker
         if broker.leases.get(self._lease_id) is self:
             self.renewed_s = broker.clock.now()
@@ -197,7 +199,7 @@ class MemoryLease(HeldLease):
         broker.notify()
 
     def check(self) -> None:
-        """Not renewed for its time to live: lost, whatever the broker says later."""
+        """The lease was not refreshed for its time to live: it is lost, whatever the broker says later."""
         if self._plane.broker.clock.now() >= self._alive_until_s:
             self._tell_lost()
 
@@ -304,31 +306,31 @@ class MemoryControlPlane:
             raise ControlUnavailableError("no connection to the in-memory control plane")
 
     def check_leases(self) -> None:
-        """What a live process does when the time of one of its leases is up."""
+        """Let a live process notice that one of its leases has expired."""
         for lease in self._discovery.leases:
             if not lease.is_given_back:
                 lease.check()
 
     def renew_leases(self) -> None:
-        """What a live process does at a third of its leases' time to live."""
+        """Let a live process refresh its leases, as it does at a third of their time to live."""
         for lease in self._discovery.leases:
             if not lease.is_given_back:
                 lease.renew()
 
     def silence(self) -> None:
-        """The process hangs: its leases are no longer renewed."""
+        """The process hangs: its leases are no longer refreshed."""
         self.is_silent = True
 
     def wake(self) -> None:
-        """It goes on."""
+        """The process continues."""
         self.is_silent = False
 
     def cut(self) -> None:
-        """Take the network away from this process alone."""
+        """Cut this process alone off from the network."""
         self._is_cut = True
 
     def mend(self) -> None:
-        """Give it back."""
+        """Reconnect this process to the network."""
         self._is_cut = False
         if self.broker.is_online:
             self.renew_leases()

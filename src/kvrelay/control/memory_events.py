@@ -1,4 +1,4 @@
-"""The in-memory plane's events: subscribers are called on the next turn of the event loop, services are awaited."""
+"""The in-memory plane's events. Subscribers are called on the next turn of the event loop; services are awaited."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Connected(Protocol):
-    """What may be cut off."""
+    """A process that may be cut off from the network."""
 
     @property
     def is_connected(self) -> bool: ...
@@ -38,20 +38,20 @@ class _Service:
 
 
 class MemoryExchange:
-    """The server's side: who listens to what."""
+    """The server's side: the subscriptions."""
 
     def __init__(self) -> None:
         self.subscribers: list[_Subscriber] = []
         self.services: list[_Service] = []
 
     def forget(self, plane: Connected) -> None:
-        """A process has gone."""
+        """A process has left."""
         self.subscribers = [item for item in self.subscribers if item.plane is not plane]
         self.services = [item for item in self.services if item.plane is not plane]
 
 
 class MemorySubscription:
-    """Ends by calling ``end``."""
+    """A subscription that ``end`` ends."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
@@ -85,7 +85,7 @@ class MemoryEventBus:
             if service.plane.is_connected and service.subject == subject:
                 break
         else:
-            raise RetryElsewhereError(f"nobody answers {subject}")
+            raise RetryElsewhereError(f"no service answers {subject}")
         try:
             async with asyncio.timeout(timeout_s):
                 return await service.handler(data)

@@ -1,4 +1,4 @@
-"""The in-memory plane's prefill queue: entries in a deque, deliveries that run out, dead letters in a list."""
+"""The in-memory plane's prefill queue: entries in a deque, deliveries with a deadline, dead letters in a list."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_DELIVERIES = 5
 
 
 class Connected(Protocol):
-    """What may be cut off."""
+    """A process that may be cut off from the network."""
 
     def check_connected(self) -> None:
         """Raises ControlUnavailableError."""
@@ -30,7 +30,7 @@ class Connected(Protocol):
 
 @dataclass(slots=True)
 class _QueueEntry:
-    line: str
+    partition: str
     data: bytes
     pushed_s: float
     is_resumed: bool = False
@@ -39,7 +39,7 @@ class _QueueEntry:
 
 
 class MemoryQueue:
-    """The server's side: what is queued, and what is pulled and not yet acknowledged."""
+    """The server's side: entries that are queued, and entries that are pulled and not yet acknowledged."""
 
     def __init__(self, clock: Clock, ack_wait_s: float, max_deliveries: int) -> None:
         self._clock = clock
@@ -55,35 +55,35 @@ class MemoryQueue:
     def __repr__(self) -> str:
         return f"MemoryQueue(queued={len(self._entries)}, pulled={len(self.pulled)}, dead={len(self.dead_letters)})"
 
-    def num_waiting(self, line: str | None) -> int:
-        """Entries that nobody has pulled yet, of one line or of all."""
-        return sum(entry.num_deliveries == 0 and line in (None, entry.line) for entry in self._entries)
+    def num_waiting(self, partition: str | None) -> int:
+        """Number of entries that no consumer has pulled yet, in one partition or in all."""
+        return sum(entry.num_deliveries == 0 and partition in (None, entry.partition) for entry in self._entries)
 
     def wipe(self) -> None:
         self._entries.clear()
         self.pulled.clear()
 
     def tick(self) -> None:
-        """Deliver again what was not acknowledged in time."""
+        """Deliver again every entry that was not acknowledged in time."""
         now = self._clock.now()
         for delivery in [item for item in self.pulled if now >= item.deadline_s]:
             self.give_back(delivery, 0.0)
         self.changed.set()
 
     def deadline_s(self) -> float:
-        """Until when a consumer may be silent from now on."""
+        """The ack deadline of a consumer that was heard now."""
         return self._clock.now() + self.ack_wait_s
 
-    def push_raw(self, line: str, data: bytes, *, is_resumed: bool = False) -> None:
-        """An entry in its wire form; also garbage, to see what becomes of it."""
-        self._entries.append(_QueueEntry(line, data, self._clock.now(), is_resumed))
+    def push_raw(self, partition: str, data: bytes, *, is_resumed: bool = False) -> None:
+        """An entry in its wire form. Tests also push garbage."""
+        self._entries.append(_QueueEntry(partition, data, self._clock.now(), is_resumed))
         self.changed.set()
 
-    def pop(self, line: str) -> MemoryPrefillDelivery | None:
-        """The line's first entry that may be delivered now."""
+    def pop(self, partition: str) -> MemoryPrefillDelivery | None:
+        """The partition's first entry that may be delivered now."""
         now = self._clock.now()
         for entry in sorted(self._entries, key=lambda entry: not entry.is_resumed):
-            if entry.line != line or entry.ready_s > now:
+            if entry.partition != partition or entry.ready_s > now:
                 continue
             self._entries.remove(entry)
             entry.num_deliveries += 1

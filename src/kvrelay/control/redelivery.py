@@ -1,18 +1,19 @@
-"""When the prefill queue gives an entry to somebody else: the consumer that pulled it has been silent for too long.
+"""When the prefill queue delivers an entry again: after its consumer has been silent for the ack deadline.
 
-All consumers of a line share one setting on the server, which whoever came last has set. So workers with different
-leases beat alike, often enough for the shortest wait: whichever is in force, it ends nobody's work that goes on.
+All consumers of a partition share one ack deadline on the server, which the last worker to join has set. So all workers
+send keepalives at the same interval, whatever their leases, and often enough for the shortest deadline. No setting then
+takes an entry from a worker that still computes it.
 """
 
 from __future__ import annotations
 
 MIN_ACK_WAIT_S = 1.0
-"""Shorter ones would take an event loop's longer moment, or a new connection to the server, for the consumer's end."""
+"""A shorter deadline would mistake a busy event loop, or a reconnect to the server, for a dead consumer."""
 MAX_ACK_WAIT_S = 5.0
-"""Waiting longer only makes a first token later: who works on an entry says so, however long it takes."""
-BEAT_INTERVAL_S = MIN_ACK_WAIT_S / 4
+"""A longer deadline only delays the first token: a live consumer sends keepalives, however long its prefill takes."""
+KEEPALIVE_INTERVAL_S = MIN_ACK_WAIT_S / 4
 
 
 def ack_wait_for_lease(ttl_s: float) -> float:
-    """Seconds of silence after which an entry is delivered again: a lease's time to live, within bounds."""
+    """Seconds of silence after which an entry is delivered again: the lease's time to live, within bounds."""
     return min(max(ttl_s, MIN_ACK_WAIT_S), MAX_ACK_WAIT_S)

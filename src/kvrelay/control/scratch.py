@@ -1,8 +1,8 @@
 """Temporary directories that do not outlive their owners for long.
 
-A process that is killed leaves its directory behind; the next one of the same kind removes it. That an owner lives is
-told by a lock on a file inside, which the kernel releases when the owner ends, however it ends. What lacks that file,
-or belongs to another user, is left alone.
+A process that is killed leaves its directory behind; the next process of the same kind removes it. A live owner holds a
+lock on a file inside, which the kernel releases when the owner ends, however it ends. Directories without that file, or
+of another user, are left alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOCK_NAME = "owner.lock"
 
 
 class ScratchDirectory:
-    """A new directory below the system's temporary one, whose name begins with ``prefix``, until ``remove``."""
+    """A new directory below the system's temporary one; its name begins with ``prefix``. ``remove`` deletes it."""
 
     def __init__(self, prefix: str) -> None:
         _remove_abandoned(prefix)
@@ -36,7 +36,7 @@ class ScratchDirectory:
 
 
 def _locked(directory: Path) -> IO[bytes]:
-    """The lock file appears under its name when it is locked, so nobody finds it free before."""
+    """The lock file gets its final name once it is locked, so no other process finds it free."""
     hidden = directory / f"{LOCK_NAME}.new"
     lock = hidden.open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,13 +54,13 @@ def _remove_abandoned(prefix: str) -> None:
 
 
 def _is_ours(directory: Path) -> bool:
-    """Not a link either: another user may have made it."""
+    """Whether it is a directory of this user. A link does not count: another user may have made it."""
     found = directory.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _is_abandoned(lock_path: Path) -> bool:
-    """Whether nobody holds the lock. Raises OSError where there is none."""
+    """Whether no process holds the lock. Raises OSError if there is no lock file."""
     with lock_path.open("rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 """The certificates that a control URL names, for NATS and etcd alike: ``?ca=FILE&cert=FILE&key=FILE``, all PEM.
 
-``ca`` holds the authorities to trust, without it those that the client library knows; ``cert`` is this process's own
-chain, and ``key`` its private key, which may stand in the same file.
+``ca`` holds the authorities to trust (default: those that the client library knows). ``cert`` is this process's own
+chain. ``key`` is its private key, which may be in the same file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TLS_OPTIONS = ("ca", "cert", "key")
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths; None where the URL names no file. ``param`` is the setting that the URL comes from."""
+    """Paths; None if the URL names no file. ``param`` is the setting that holds the URL."""
 
     param: str
     ca: str | None = None
@@ -26,18 +26,18 @@ class TlsFiles:
 
     @classmethod
     def of_url(cls, param: str, options: Mapping[str, str], *, is_tls: bool) -> TlsFiles | None:
-        """None without TLS. Raises ConfigError for files that would not be used."""
+        """None without TLS. Raises ConfigError for files that a URL without TLS would ignore."""
         given = {name: options[name] for name in TLS_OPTIONS if name in options}
         if not is_tls:
             if given:
-                raise ConfigError(f"{', '.join(given)} in the {param} URL: that is no URL with TLS", param=param)
+                raise ConfigError(f"{', '.join(given)} in the {param} URL: that is not a URL with TLS", param=param)
             return None
         if "key" in given and "cert" not in given:
             raise ConfigError(f"the {param} URL names a key without a cert", param=param)
         return cls(param, **given)
 
     def context(self) -> ssl.SSLContext:
-        """Trusts ``ca``, shows ``cert``. Raises ConfigError."""
+        """A context that trusts ``ca`` and presents ``cert``. Raises ConfigError."""
         self.pem()
         try:
             context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=self.ca)
@@ -48,7 +48,7 @@ class TlsFiles:
         return context
 
     def pem(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """The contents of ``ca``, ``key`` (in ``cert`` if not apart) and ``cert``. Raises ConfigError."""
+        """The contents of ``ca``, ``key`` (from ``cert`` if not given) and ``cert``. Raises ConfigError."""
         return self._read(self.ca), self._read(self.key or self.cert), self._read(self.cert)
 
     def _read(self, path: str | None) -> bytes | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvrelay.control.base import PrefillDelivery, PrefillQueue
-from kvrelay.control.redelivery import BEAT_INTERVAL_S
+from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S
 from kvrelay.core.handoff import (
     HandoffAbandon,
     HandoffClaim,
@@ -209,7 +209,7 @@ class PrefillSide:
         """One queue entry from pull to acknowledgement."""
         request = delivery.request
         slot = _Slot(self._slots)
-        beats = asyncio.get_running_loop().create_task(_beat(delivery))
+        keepalives = asyncio.get_running_loop().create_task(_extend_ack_deadline(delivery))
         try:
             error = await self._hand_off(delivery, slot)
         except KvrelayError as exc:
@@ -221,7 +221,7 @@ class PrefillSide:
             error = repr(exc)
         finally:
             slot.release()
-            beats.cancel()
+            keepalives.cancel()
         if error is not None:
             _log.warning("hand-off %s: %s", request.handoff_id, error)
         await _settle(delivery)
@@ -374,13 +374,17 @@ def _engine_request(delivery: PrefillDelivery, grant: HandoffGrant) -> Request:
     )
 
 
-async def _beat(delivery: PrefillDelivery) -> None:
+async def _extend_ack_deadline(delivery: PrefillDelivery) -> None:
     while True:
-        await asyncio.sleep(BEAT_INTERVAL_S)
+        await asyncio.sleep(KEEPALIVE_INTERVAL_S)
         try:
             await delivery.in_progress()
         except KvrelayError as exc:
-            _log.warning("cannot beat for %s: %s", delivery.request.handoff_id, exc)
+            _log.warning(
+                "extending the ack deadline of prefill %s failed (%s); it may be redelivered",
+                delivery.request.handoff_id,
+                exc,
+            )
 
 
 async def _settle(delivery: PrefillDelivery) -> None:

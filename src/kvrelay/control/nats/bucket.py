@@ -1,18 +1,19 @@
 """One namespace's key-value bucket: entries with an optional lease, and the leases themselves, as NATS stores them.
 
-It owns the bucket's stream, the form of keys, headers and markers, and compare-and-swap. It does not know who watches
-or when a lease is over.
+It owns the bucket's stream, the form of keys, headers and markers, and compare-and-swap. It does not know the watchers,
+or when a lease has expired.
 
-An entry's value is the caller's, untouched; the lease that it hangs on stands in a header. A lease is a key of its own,
-``kvrelay/NS/leases/ID``, written once. Its holder's refreshes go to a stream of their own, kept in memory, where only
-the watcher that times the leases reads them: the bucket, which everybody watches, changes when members come and go.
+An entry's value is the caller's, unchanged; a header names the entry's lease. A lease is a key of its own,
+``kvrelay/NS/leases/ID``, written once. Its holder's keepalives go to a separate stream in memory, which only the lease
+keeper reads. So the bucket, which every process watches, changes only when members come and go.
 
-    bucket KV_kvrelay_NS (file)      kvrelay.NS.workers.ID, ..., kvrelay.NS.leases.ID    written when members change
-    stream kvrelay_NS_beats (memory) kvrelay.NS.beats.ID                                 at a third of each lease
+    bucket KV_kvrelay_NS (file)             kvrelay.NS.workers.ID, ..., kvrelay.NS.leases.ID  when members change
+    stream kvrelay_NS_keepalives (memory)   kvrelay.NS.keepalives.ID                          at a third of each lease
 
-A lease expires by compare-and-swap on its last beat, so that either the holder's next refresh or the expiry succeeds;
-then its key is deleted, with a marker that says so. Whoever deletes the key in another way, with ``nats kv del
-kvrelay_NS kvrelay.NS.leases.ID`` for instance, asks its holder to leave. Markers go after an hour, beats after two.
+A lease expires by compare-and-swap on its last keepalive, so that either the holder's next keepalive or the expiry
+succeeds. Then its key is deleted, with a marker that says so. An operator who deletes the key in another way, e.g. with
+``nats kv del kvrelay_NS kvrelay.NS.leases.ID``, asks the holder to leave. Markers are kept for one hour, keepalives for
+two.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ EXPIRED_HEADER = "Kvrelay-Expired"
 OPERATION_HEADER = "KV-Operation"
 MARKER_HEADERS = (OPERATION_HEADER, "Nats-Marker-Reason")
 MARKER_TTL = "3600s"
-BEATS_MAX_AGE_S = 7200
+KEEPALIVES_MAX_AGE_S = 7200
 """Twice the longest lease."""
 
 
 class LeaseValue(msgspec.Struct):
-    """What a lease's key holds."""
+    """The value of a lease's key."""
 
     ttl_s: LeaseTime
     holder: str = ""
@@ -55,15 +56,15 @@ class LeaseValue(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
-    """A lease granted; ``ttl_s`` None: ended."""
+    """A lease was granted; ``ttl_s`` None: it has ended."""
 
     lease_id: str
     ttl_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class BeatRecord:
-    """A lease refreshed at ``stored_s`` by the server's clock, or expired (``is_end``)."""
+class KeepaliveRecord:
+    """A lease was refreshed at ``stored_s`` by the server's clock, or expired (``is_end``)."""
 
     lease_id: str
     seq: int
@@ -73,7 +74,7 @@ class BeatRecord:
 
 @dataclass(frozen=True, slots=True)
 class EntryRecord:
-    """A key put, or deleted (``value`` None)."""
+    """A key was put, or deleted (``value`` None)."""
 
     key: str
     value: bytes | None
@@ -91,8 +92,8 @@ class Bucket:
         self._subjects = f"$KV.{self.name}."
         keys = Keys(namespace)
         self._leases = keys.leases
-        self.beats_stream = f"{self.name}_beats"
-        self._beats = keys.lease_beats
+        self.keepalive_stream = f"{self.name}_keepalives"
+        self._keepalives = keys.lease_keepalives
 
     async def ensure(self) -> None:
         """Create both streams unless they exist."""
@@ -112,12 +113,12 @@ class Bucket:
         )
         await self._jetstream.ensure_stream(
             {
-                "name": self.beats_stream,
-                "subjects": [f"{self._beats}*"],
+                "name": self.keepalive_stream,
+                "subjects": [f"{self._keepalives}*"],
                 "max_msgs_per_subject": 1,
                 "discard": "old",
                 "storage": "memory",
-                "max_age": BEATS_MAX_AGE_S * 1_000_000_000,
+                "max_age": KEEPALIVES_MAX_AGE_S * 1_000_000_000,
                 "duplicate_window": 2_000_000_000,
             }
         )
@@ -128,45 +129,47 @@ class Bucket:
         return await self._publish(key, value, {LEASE_HEADER: lease_id} if lease_id is not None else {})
 
     async def delete(self, key: str, expected_seq: int | None = None) -> None:
-        """Leave a deletion marker. With ``expected_seq`` only if nobody has written since: WrongSequenceError."""
+        """Leave a deletion marker. Raises WrongSequenceError if the key was written since ``expected_seq``."""
         await self._delete(key, {EXPECTED_SEQUENCE: str(expected_seq)} if expected_seq is not None else {})
 
     async def grant_lease(self, lease_id: str, value: LeaseValue) -> int:
-        """A new lease, its first beat before its key: whoever sees it can tell its age. Gives the beat's number."""
-        seq = await self.beat(lease_id, 0)
+        """Grant a new lease. Its first keepalive precedes its key, so that every reader of the key can tell the lease's
+        age. Returns the keepalive's sequence number."""
+        seq = await self.refresh_lease(lease_id, 0)
         await self._publish(self._leases + lease_id, msgspec.json.encode(value), {})
         return seq
 
-    async def beat(self, lease_id: str, expected_seq: int) -> int:
-        """Refresh; gives this beat's number. Raises WrongSequenceError unless ``expected_seq`` is the last one's."""
-        return await self._store(self._beats + lease_id, b"", {EXPECTED_SEQUENCE: str(expected_seq)})
+    async def refresh_lease(self, lease_id: str, expected_seq: int) -> int:
+        """Send a keepalive and return its sequence number. Raises WrongSequenceError unless ``expected_seq`` is that of
+        the last one."""
+        return await self._store(self._keepalives + lease_id, b"", {EXPECTED_SEQUENCE: str(expected_seq)})
 
     async def end_lease(self, lease_id: str) -> None:
-        """By its holder."""
+        """End a lease on behalf of its holder."""
         await self.delete(self._leases + lease_id)
 
     async def expire_lease(self, lease_id: str, expected_seq: int) -> None:
-        """Expire an overdue lease. Raises WrongSequenceError when it was refreshed or ended since ``expected_seq``."""
+        """Expire an overdue lease. Raises WrongSequenceError if it was refreshed or ended since ``expected_seq``."""
         headers = {EXPECTED_SEQUENCE: str(expected_seq), EXPIRED_HEADER: "true"}
-        await self._store(self._beats + lease_id, b"", headers)
+        await self._store(self._keepalives + lease_id, b"", headers)
         await self.finish_expiry(lease_id)
 
     async def finish_expiry(self, lease_id: str) -> None:
-        """The second half: who expires a lease may end between the two."""
+        """The second half of an expiry: the process that expires a lease may die between the two."""
         await self._delete(self._leases + lease_id, {EXPIRED_HEADER: "true"})
 
     async def has_lease(self, lease_id: str) -> bool:
-        """False when it has ended or was never granted."""
+        """False if the lease has ended or was never granted."""
         message = await self._last_of_lease(lease_id)
         return message is not None and not _has(message, *MARKER_HEADERS)
 
-    async def last_beat(self, lease_id: str) -> BeatRecord | None:
-        """None when the server has lost it, in a restart for instance. Its ``stored_s`` is not known (0)."""
-        message = await self._jetstream.last_message(self.beats_stream, self._beats + lease_id)
-        return None if message is None else BeatRecord(lease_id, message.seq, 0.0, _has(message, EXPIRED_HEADER))
+    async def last_keepalive(self, lease_id: str) -> KeepaliveRecord | None:
+        """None if the server has lost it, e.g. in a restart. Its ``stored_s`` is not known (0)."""
+        message = await self._jetstream.last_message(self.keepalive_stream, self._keepalives + lease_id)
+        return None if message is None else KeepaliveRecord(lease_id, message.seq, 0.0, _has(message, EXPIRED_HEADER))
 
     async def was_revoked(self, lease_id: str) -> bool:
-        """Whether somebody has deleted it on purpose: there is a marker, and no expiry has left it."""
+        """Whether an operator has deleted the lease: there is a marker, and no expiry has left it."""
         message = await self._last_of_lease(lease_id)
         return message is not None and _has(message, OPERATION_HEADER) and not _has(message, EXPIRED_HEADER)
 
@@ -174,7 +177,7 @@ class Bucket:
         return await self._jetstream.last_message(self.stream, self._subjects + encode_key(self._leases + lease_id))
 
     async def last_seq(self) -> int:
-        """The number of the last write."""
+        """The sequence number of the last write."""
         return (await self._jetstream.stream_info(self.stream)).state.last_seq
 
     async def _delete(self, key: str, headers: dict[str, str]) -> None:
@@ -187,7 +190,7 @@ class Bucket:
         try:
             return await self._jetstream.publish(subject, value, headers)
         except NoRespondersError:
-            # The stream is gone (the server lost its data): make a new one.
+            # The stream is gone (the server lost its data): create it again.
             await self.ensure()
             return await self._jetstream.publish(subject, value, headers)
 
@@ -197,9 +200,9 @@ class Bucket:
         """Have the last message of every key, and then every new one, pushed to ``inbox``."""
         return await self._consume(self.stream, f"{self._subjects}>", name, inbox, heartbeat_s)
 
-    async def consume_beats(self, name: str, inbox: str, heartbeat_s: float) -> ConsumerInfo:
-        """The same for the leases' beats."""
-        return await self._consume(self.beats_stream, f"{self._beats}*", name, inbox, heartbeat_s)
+    async def consume_keepalives(self, name: str, inbox: str, heartbeat_s: float) -> ConsumerInfo:
+        """The same for the leases' keepalives."""
+        return await self._consume(self.keepalive_stream, f"{self._keepalives}*", name, inbox, heartbeat_s)
 
     async def _consume(self, stream: str, subjects: str, name: str, inbox: str, heartbeat_s: float) -> ConsumerInfo:
         return await self._jetstream.create_consumer(
@@ -219,7 +222,7 @@ class Bucket:
         )
 
     def parse(self, message: NatsMessage, seq: int) -> LeaseRecord | EntryRecord | None:
-        """A message of the stream as what it means; None for what nobody of us wrote."""
+        """A message of the stream as a record; None for a lease that this project did not write."""
         key = decode_key(message.subject.removeprefix(self._subjects))
         headers = message.headers or {}
         is_marker = any(name in headers for name in MARKER_HEADERS)
@@ -235,11 +238,11 @@ class Bucket:
             return None
         return LeaseRecord(lease_id, value.ttl_s)
 
-    def parse_beat(self, message: NatsMessage, seq: int, stored_s: float) -> BeatRecord:
-        lease_id = message.subject.removeprefix(self._beats)
-        return BeatRecord(lease_id, seq, stored_s, EXPIRED_HEADER in (message.headers or {}))
+    def parse_keepalive(self, message: NatsMessage, seq: int, stored_s: float) -> KeepaliveRecord:
+        lease_id = message.subject.removeprefix(self._keepalives)
+        return KeepaliveRecord(lease_id, seq, stored_s, EXPIRED_HEADER in (message.headers or {}))
 
 
 def _has(message: StoredMessage, *names: str) -> bool:
-    """Whether it carries one of these headers."""
+    """Whether the message carries one of these headers."""
     return any(name.encode() in message.headers for name in names)

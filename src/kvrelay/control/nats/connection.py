@@ -1,8 +1,8 @@
-"""One connection to NATS: the only place that knows the client library's errors and habits.
+"""One connection to NATS: the only place that knows the client library's errors and quirks.
 
-It owns connecting, reconnecting for ever, authentication and TLS from the URL, and the mapping of foreign errors to
-ControlUnavailableError. While there is no connection everything fails at once instead of being buffered. It does not
-know JetStream, keys or queues.
+It owns connecting, reconnecting without end, authentication and TLS from the URL, and the mapping of foreign errors to
+ControlUnavailableError. Without a connection every call fails at once; nothing is buffered. It does not know JetStream,
+keys or queues.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ URL_OPTIONS = (*TLS_OPTIONS, "creds")
 
 
 class NoRespondersError(ControlUnavailableError):
-    """The server is there, but nobody listens on the subject."""
+    """The server is up, but no process listens on the subject."""
 
 
 class RequestTimeoutError(ControlUnavailableError):
@@ -45,11 +45,11 @@ class RequestTimeoutError(ControlUnavailableError):
 
 
 class ControlDeniedError(ControlUnavailableError):
-    """The server's permissions forbid it to these credentials."""
+    """The server's permissions forbid the operation to these credentials."""
 
 
 class NatsMessage(Protocol):
-    """What is used of the library's message."""
+    """The part of the library's message that is used."""
 
     subject: str
     reply: str
@@ -58,7 +58,7 @@ class NatsMessage(Protocol):
 
 
 class NatsSubscription(Protocol):
-    """What is used of the library's subscription."""
+    """The part of the library's subscription that is used."""
 
     async def unsubscribe(self) -> None: ...
 
@@ -66,9 +66,9 @@ class NatsSubscription(Protocol):
 
 
 class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not typed
-    """Sends nothing in the clear where TLS was asked for: the library goes by what the server says.
+    """Sends nothing in the clear if the URL asks for TLS; the library would follow what the server says.
 
-    It also tells asyncio that the stream has become TLS; untold, it warns when the server ends the connection.
+    It also tells asyncio that the stream has become TLS; otherwise asyncio warns when the server ends the connection.
     """
 
     def __init__(self, *, needs_tls: bool) -> None:
@@ -76,7 +76,7 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not type
         self._is_open = not needs_tls
 
     def __bool__(self) -> bool:
-        # Also before it is connected: the library replaces one that is false.
+        # True also before it is connected: the library replaces a transport that is false.
         return True
 
     async def connect_tls(self, *arguments: Any, **settings: Any) -> None:
@@ -94,11 +94,11 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not type
 
     def _check(self) -> None:
         if not self._is_open:
-            raise ssl.SSLError(1, "the server does not speak TLS: a control URL without it begins with nats://")
+            raise ssl.SSLError(1, "the server does not speak TLS: a control URL without TLS begins with nats://")
 
 
 class _Client(Client):  # type: ignore[misc]
-    """The library's client, with three faults less."""
+    """The library's client, with three faults fixed."""
 
     _transport: Any
 
@@ -110,8 +110,8 @@ class _Client(Client):  # type: ignore[misc]
         await super()._connect_to_server(server)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
-        """Behind what is pending. The library's own overtakes that, so the answer to a flush would not say that the
-        server has seen it: a subscription, for instance."""
+        """Send a ping after everything that is pending. The library's own ping overtakes pending data, so the answer to
+        a flush would not prove that the server has seen that data, e.g. a subscription."""
         if self._pending:
             self._transport.writelines(self._pending)
             self._pending.clear()
@@ -120,7 +120,7 @@ class _Client(Client):  # type: ignore[misc]
 
 
 class NatsConnection:
-    """A connection that comes back. ``on_reconnected`` callbacks run on the event loop after each gap."""
+    """A connection that reconnects. ``on_reconnected`` callbacks run on the event loop after each gap."""
 
     def __init__(self, client: Any, url: str) -> None:
         self._client = client
@@ -128,17 +128,17 @@ class NatsConnection:
         self._on_reconnected: list[Callable[[], None]] = []
         self._is_closing = False
         self._denied: set[str] = set()
-        """Subjects that the server refused to take from us, in lower case."""
+        """Subjects on which the server refused our messages, in lower case."""
         self._asking: dict[str, set[asyncio.Timeout]] = {}
-        """Requests under way, by subject: the server answers one that it refuses with an error of the connection."""
+        """Requests in flight, by subject: the server answers a refused request with an error of the connection."""
         self.num_errors = 0
 
     @classmethod
     async def connect(cls, url: str, connect_timeout_s: float) -> NatsConnection:
         """Connect to ``nats://[USER:PASSWORD@|TOKEN@]HOST:PORT[,MORE]`` or ``tls://...[?ca=FILE&cert=FILE&key=FILE]``.
 
-        ``?creds=FILE`` names a credentials file. Raises ConfigError for a malformed URL and ControlUnavailableError
-        when no server takes us within ``connect_timeout_s``.
+        ``?creds=FILE`` names a credentials file. Raises ConfigError for a malformed URL and ControlUnavailableError if
+        no server accepts the connection within ``connect_timeout_s``.
         """
         servers = [_parse(part) for part in url.split(",")]
         shown = ",".join(f"{part.scheme}://{part.netloc.rpartition('@')[2]}" for part in servers)
@@ -171,13 +171,13 @@ class NatsConnection:
         failure = None if connecting.cancelled() else connecting.exception()
         reason = _one_line(failure or attempts.last_error) or f"no answer in {connect_timeout_s:g} s"
         if isinstance(failure or attempts.last_error, ConnectionResetError | BrokenPipeError):
-            # The server closes the connection behind its refusal, which is lost when the reset is read first.
-            reason += " (a failed authorization looks like this, too)"
+            # The server closes the connection after its refusal, which is lost if the reset is read first.
+            reason += " (this may also be a failed authorization)"
         raise ControlUnavailableError(f"cannot connect to the control server {shown}: {reason}")
 
     @property
     def url(self) -> str:
-        """Where to, without credentials."""
+        """The server's address, without credentials."""
         return self._url
 
     @property
@@ -231,51 +231,51 @@ class NatsConnection:
     async def subscribe(
         self, subject: str, handler: Callable[[NatsMessage], Awaitable[None]], *, queue: str = ""
     ) -> NatsSubscription:
-        """Subscribed again by itself after a gap."""
+        """The subscription is renewed after a gap."""
         self.check_connected()
         with self._mapped(subject):
             subscription: NatsSubscription = await self._client.subscribe(subject, queue=queue, cb=handler)
         return subscription
 
     async def unsubscribe(self, subscription: NatsSubscription) -> None:
-        """Also while there is no connection: then it is not renewed."""
+        """May be called without a connection: the subscription is then not renewed."""
         with suppress(nats_errors.Error, OSError):
             await subscription.unsubscribe()
 
     async def drain(self, subscription: NatsSubscription) -> None:
-        """Unsubscribe, and return when whatever the server had sent before that was handled."""
+        """Unsubscribe, and return once every message that the server sent before is handled."""
         with self._mapped("unsubscribe"):
             await subscription.drain()
 
     async def flush(self, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-        """Return when the server has seen everything sent so far."""
+        """Return once the server has seen everything sent so far."""
         self.check_connected()
         with self._mapped("flush"):
             await self._client.flush(timeout_s)
 
     def is_denied(self, subject: str) -> bool:
-        """Whether the server has refused to take a message on ``subject`` from these credentials."""
+        """Whether the server has refused a message on ``subject`` from these credentials."""
         return subject.lower() in self._denied
 
     def new_inbox(self) -> str:
         return str(self._client.new_inbox())
 
     async def close(self) -> None:
-        """End it. What was published is flushed, within bounds. Idempotent."""
+        """End the connection. Published messages are flushed, for a limited time. Idempotent."""
         if self._is_closing:
             return
         if self.is_connected:
             with suppress(nats_errors.Error, OSError, TimeoutError):
                 await self._client.flush(1)
         self._is_closing = True
-        # While it reconnects, with something to say, the library may raise anything here.
+        # The library may raise anything here while it reconnects with pending data.
         await _ended(self._client.close())
 
     def _check(self, data: bytes) -> None:
         self.check_connected()
         if len(data) > self.max_payload_bytes:
             raise PayloadTooLargeError(
-                f"{len(data)} bytes are more than the control server takes ({self.max_payload_bytes})"
+                f"{len(data)} bytes are more than the control server accepts ({self.max_payload_bytes})"
             )
 
     @contextmanager
@@ -283,7 +283,7 @@ class NatsConnection:
         try:
             yield
         except nats_errors.NoRespondersError as exc:
-            raise NoRespondersError(f"nobody answers {subject} at {self._url}") from exc
+            raise NoRespondersError(f"no service answers {subject} at {self._url}") from exc
         except (nats_errors.TimeoutError, TimeoutError) as exc:
             if self.is_denied(subject):
                 raise ControlDeniedError(f"these credentials may not publish {subject} at {self._url}") from exc
@@ -292,13 +292,13 @@ class NatsConnection:
             raise ControlUnavailableError(f"control server {self._url}: {_one_line(exc)}") from exc
 
     async def _reconnected(self) -> None:
-        _log.info("connected to the control server %s again", self._url)
+        _log.info("reconnected to the control server %s", self._url)
         for callback in self._on_reconnected:
             callback()
 
     async def _disconnected(self) -> None:
         if not self._is_closing:
-            _log.warning("lost the connection to the control server %s", self._url)
+            _log.warning("lost the connection to the control server %s; reconnecting", self._url)
 
     def report(self, error: Exception) -> None:
         """An error that the library met in the background."""
@@ -312,7 +312,7 @@ class NatsConnection:
 
 
 class _Attempts:
-    """What goes wrong while connecting; a refused login ends the attempts at once."""
+    """Collects the errors of connecting; a refused login ends the attempts at once."""
 
     def __init__(self, connection: NatsConnection) -> None:
         self._connection = connection
@@ -328,7 +328,7 @@ class _Attempts:
 
 
 async def _abandon(client: Any) -> None:
-    """Close a client whose connecting has failed; its own ``close`` leaves the socket of a cancelled attempt open."""
+    """Close a client that failed to connect; its own ``close`` leaves the socket of a cancelled attempt open."""
     await _ended(client.close())
     transport = client._transport
     if transport:
@@ -337,10 +337,10 @@ async def _abandon(client: Any) -> None:
 
 
 async def _ended(closing: Coroutine[Any, Any, None]) -> None:
-    """Return when ``closing`` has ended, however it did, within bounds.
+    """Return when ``closing`` has ended, with or without an error, or after a time limit.
 
-    In a task of its own: asyncio's streams raise the CancelledError of the attempt that was given up, which here would
-    look as if this task were cancelled.
+    ``closing`` runs in a task of its own: asyncio's streams raise the CancelledError of the abandoned attempt, which
+    would here look as if this task were cancelled.
     """
     task = asyncio.ensure_future(closing)
     try:
@@ -348,7 +348,7 @@ async def _ended(closing: Coroutine[Any, Any, None]) -> None:
     finally:
         task.cancel()
     if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-        _log.debug("closing a connection to the control server: %s", _one_line(error))
+        _log.debug("closing a connection to the control server failed: %s", _one_line(error))
 
 
 def _parse(url: str) -> SplitResult:
@@ -360,21 +360,21 @@ def _parse(url: str) -> SplitResult:
     if not is_valid:
         shown = url.rpartition("@")[2]
         raise ConfigError(
-            f"{shown!r} is no control server: expected nats://HOST:PORT or tls://HOST:PORT", param="control"
+            f"{shown!r} is not a control URL: expected nats://HOST:PORT or tls://HOST:PORT", param="control"
         )
     return parts
 
 
 def _options(servers: list[SplitResult]) -> dict[str, Any]:
-    """What the URLs say beyond the addresses, as the library's keyword arguments.
+    """The login and the options of the URLs, as the library's keyword arguments.
 
-    One login serves for all servers: the first that is given. Options may stand in any of the URLs.
+    The first login that is given serves for all servers. Options may be in any of the URLs.
     """
     parts = next((server for server in servers if server.username is not None), servers[0])
     query = dict(pair for server in servers for pair in parse_qsl(server.query))
     unknown = sorted(set(query) - set(URL_OPTIONS))
     if unknown:
-        raise ConfigError(f"unknown option {unknown[0]} in the control URL (there are {', '.join(URL_OPTIONS)})")
+        raise ConfigError(f"unknown option {unknown[0]} in the control URL (known: {', '.join(URL_OPTIONS)})")
     options: dict[str, Any] = {}
     if "creds" in query:
         options["user_credentials"] = query["creds"]
@@ -382,7 +382,7 @@ def _options(servers: list[SplitResult]) -> dict[str, Any]:
         user = options["user"] = unquote(parts.username or "")
         options["password"] = unquote(parts.password)
         if PLAIN_NAME.fullmatch(user):
-            # A server's permissions can tell the users' inboxes apart: answers are read by who asked.
+            # A server's permissions can tell the users' inboxes apart, so that each user reads only its own answers.
             options["inbox_prefix"] = f"_INBOX_{user}"
     elif parts.username is not None:
         options["token"] = unquote(parts.username)

@@ -1,7 +1,7 @@
 """Discovery in a NATS key-value bucket.
 
-It owns this process's leases and hands what its mirror sees to the watchers. Reads go through the mirror too, once it
-has caught up with the server, so they agree with the watches and with what others have written before.
+It owns this process's leases and passes the events of its mirror to the watchers. Reads go through the mirror, too,
+after it has caught up with the server. So they agree with the watches and with all earlier writes of other processes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NatsDiscovery:
         return f"NatsDiscovery({self._bucket.name}, {self._mirror.table!r}, leases={self._leases})"
 
     async def start(self) -> None:
-        """Create the bucket where there is none."""
+        """Create the bucket if it does not exist."""
         await self._bucket.ensure()
 
     async def close(self) -> None:

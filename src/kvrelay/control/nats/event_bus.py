@@ -1,7 +1,7 @@
 """Publish/subscribe and request/reply on core NATS: at most once, nothing is stored.
 
-It owns subscriptions and the error header by which a failed service tells its caller. Subscriptions come back by
-themselves after a gap; what was published in between is lost, as the contract says.
+It owns subscriptions and the error header that tells a caller that a service failed. Subscriptions are renewed after a
+gap; messages published during the gap are lost, as the contract says.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 
 ERROR_HEADER = "Kvrelay-Error"
 MAX_CONCURRENT_REQUESTS = 256
-"""Of one service; more are refused."""
+"""Per service; more are refused."""
 
 
 class NatsEventSubscription:
-    """A subscription, with the answers that it has under way."""
+    """A subscription, with its answers in flight."""
 
     def __init__(self, connection: NatsConnection, subscription: NatsSubscription, tasks: TaskSet) -> None:
         self._connection = connection
@@ -61,7 +61,7 @@ class NatsEventBus:
         try:
             reply = await self._connection.request(subject, data, timeout_s=timeout_s)
         except NoRespondersError as exc:
-            raise RetryElsewhereError(f"nobody answers {subject}") from exc
+            raise RetryElsewhereError(f"no service answers {subject}") from exc
         except RequestTimeoutError as exc:
             raise RetryElsewhereError(f"no answer to {subject} in {timeout_s:g} s") from exc
         error = (reply.headers or {}).get(ERROR_HEADER)
@@ -92,4 +92,4 @@ class NatsEventBus:
                 return
             await self._connection.publish(message.reply, data)
         except ControlUnavailableError as exc:
-            _log.debug("an answer on %s was lost: %s", message.subject, exc)
+            _log.debug("sending an answer on %s failed: %s", message.subject, exc)

@@ -1,7 +1,7 @@
-"""JetStream's request-reply API, as far as discovery and queue need it: streams, consumers, stored messages.
+"""The part of JetStream's request-reply API that discovery and the queue need: streams, consumers, stored messages.
 
 It owns the wire forms (JSON requests and replies, headers, the acknowledgement subject). It does not know what the
-messages mean. Needs nats-server 2.11 or later (per-message time to live).
+messages mean. It needs nats-server 2.11 or later (per-message time to live).
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class _Delivered(msgspec.Struct):
 
 
 class ConsumerInfo(msgspec.Struct):
-    """``created`` is the server's time, close to now in the answer to a creation; ``ts`` is when it answered."""
+    """``created`` is a time of the server, close to now in the answer to a creation; ``ts`` is the time of the
+    answer."""
 
     name: str
     created: datetime.datetime
@@ -113,7 +114,7 @@ class StoredMessage:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What the reply subject of a delivered message says. ``timestamp_s`` is when the server stored it."""
+    """The fields of a delivered message's reply subject. ``timestamp_s`` is when the server stored the message."""
 
     num_delivered: int
     stream_seq: int
@@ -126,9 +127,10 @@ T = TypeVar("T")
 
 
 class JetStream:
-    """The API over one connection. Raises ControlUnavailableError, JetStreamError among them.
+    """The API over one connection. Raises ControlUnavailableError and its subclass JetStreamError.
 
-    ``num_replicas``: servers that keep a copy of each stream made here; 0: three if the cluster has so many, else one.
+    ``num_replicas``: number of servers that keep a copy of each stream made here; 0: three if the cluster has at least
+    three servers, else one.
     """
 
     def __init__(self, connection: NatsConnection, num_replicas: int = 0) -> None:
@@ -136,9 +138,9 @@ class JetStream:
         self._num_replicas = num_replicas
 
     async def ensure_stream(self, config: Mapping[str, Any]) -> None:
-        """Create the stream unless it exists, in whatever configuration.
+        """Create the stream unless it exists in any configuration.
 
-        Looks first: not all credentials may create streams.
+        Checks first, because not all credentials may create streams.
         """
         try:
             await self.stream_info(config["name"])
@@ -164,7 +166,7 @@ class JetStream:
         return await self._api(f"STREAM.INFO.{stream}", None, StreamInfo)
 
     async def create_consumer(self, stream: str, config: Mapping[str, Any]) -> ConsumerInfo:
-        """A consumer; with ``durable_name`` an equal one may exist already."""
+        """Create a consumer. With ``durable_name`` an equal one may exist already."""
         name = config["name"]
         body = {"stream_name": stream, "config": config}
         return await self._api(f"CONSUMER.CREATE.{stream}.{name}", body, ConsumerInfo)
@@ -173,7 +175,7 @@ class JetStream:
         return await self._api(f"CONSUMER.INFO.{stream}.{name}", None, ConsumerInfo)
 
     async def consumers(self, stream: str) -> list[ConsumerInfo]:
-        """All of the stream's."""
+        """All consumers of the stream."""
         found: list[ConsumerInfo] = []
         while True:
             page = await self._api(f"CONSUMER.LIST.{stream}", {"offset": len(found)}, _ConsumerPage)
@@ -185,12 +187,13 @@ class JetStream:
         await self._api(f"CONSUMER.DELETE.{stream}.{name}", None, msgspec.Raw)
 
     async def publish(self, subject: str, data: bytes, headers: Mapping[str, str] | None = None) -> int:
-        """Store a message; its sequence number. Raises WrongSequenceError, NoRespondersError (no such stream)."""
+        """Store a message and return its sequence number. Raises WrongSequenceError, or NoRespondersError (no such
+        stream)."""
         reply = await self._connection.request(subject, data, headers=headers)
         return _decode(subject, reply.data, _PubAck).seq
 
     async def last_message(self, stream: str, subject: str) -> StoredMessage | None:
-        """The last message on ``subject``, from the stream's leader, so never an old one."""
+        """The last message on ``subject``, from the stream's leader, so it is never stale."""
         try:
             reply = await self._api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject}, _RawMessageReply)
         except JetStreamError as exc:
@@ -224,11 +227,11 @@ def _decode(what: str, data: bytes, reply_type: type[T]) -> T:
 def parse_ack_subject(subject: str) -> Delivery:
     """Read ``$JS.ACK.[DOMAIN.ACCOUNT.]STREAM.CONSUMER.DELIVERED.SSEQ.CSEQ.TIME.PENDING[.TOKEN]``.
 
-    Raises ValueError when it is something else.
+    Raises ValueError for any other subject.
     """
     tokens = subject.split(".")
     if tokens[:2] != ["$JS", "ACK"] or len(tokens) < 9:
-        raise ValueError(f"{subject!r} is no acknowledgement subject")
+        raise ValueError(f"{subject!r} is not an acknowledgement subject")
     first = 4 if len(tokens) == 9 else 6
     delivered, stream_seq, consumer_seq, time_ns, pending = (int(token) for token in tokens[first : first + 5])
     return Delivery(delivered, stream_seq, consumer_seq, time_ns / 1e9, pending)

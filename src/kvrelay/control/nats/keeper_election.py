@@ -1,14 +1,14 @@
-"""Which of the watchers times the leases: pure policy, with an injected clock.
+"""Which watcher is the lease keeper: pure policy, with an injected clock.
 
-One watcher, the keeper, hears every lease's beats and ends the leases of the dead; the others hear only of members that
-come and go. So the traffic grows with the number of workers, not with its square. The keeper says on a subject that it
-is there; who misses it for a while takes over. Two keepers at a time do no harm, since a lease is ended by
-compare-and-swap: then the one with the greater id resigns.
+One watcher, the lease keeper, hears the keepalives of all leases and ends the leases of dead processes. The others hear
+only of members that come and go. So the traffic grows with the number of workers, not with its square. The keeper
+announces itself on a subject; a watcher that misses the announcements takes over. Two keepers at a time do no harm,
+because leases are ended by compare-and-swap; the one with the greater id then resigns.
 
     TRIAL ──heard a keeper──> RESTING <──heard a keeper with a smaller id── KEEPING
-      └──────────nobody heard──────────> KEEPING <──nobody heard── RESTING
+      └──────────heard no keeper───────> KEEPING <──heard no keeper── RESTING
 
-A newcomer hears the beats from the start, on trial, and so knows which of those that it finds are alive.
+A newcomer hears the keepalives from the start, on trial, and so learns which of the leases that it finds are alive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_INTERVAL_S = 5.0
 MIN_INTERVAL_S = 0.05
 PATIENCE_INTERVALS = 1.5
 JITTER_INTERVALS = 0.9
-"""With both, a keeper that ended is replaced within the shortest lease."""
+"""With both, a keeper that died is replaced within the shortest lease."""
 
 
 class KeeperState(enum.Enum):
@@ -32,7 +32,7 @@ class KeeperState(enum.Enum):
 
 
 class KeeperElection:
-    """One watcher's part. ``jitter`` (0 to 1) differs between watchers, so that they do not all take over at once."""
+    """One watcher's role. ``jitter`` (0 to 1) differs between watchers, so that they do not all take over at once."""
 
     def __init__(self, clock: Clock, own_id: str, jitter: float) -> None:
         self._clock = clock
@@ -48,17 +48,17 @@ class KeeperElection:
         return f"KeeperElection({self.own_id}, {self.state.value}, interval_s={self._interval_s:g})"
 
     def pace(self, shortest_ttl_s: float | None) -> None:
-        """The shortest lease decides how soon a keeper that ended must be missed."""
+        """Set the announcement interval: the shortest lease decides how soon a dead keeper must be missed."""
         interval_s = MAX_INTERVAL_S
         if shortest_ttl_s is not None:
             interval_s = min(max(shortest_ttl_s / INTERVALS_PER_LEASE, MIN_INTERVAL_S), MAX_INTERVAL_S)
         if interval_s < self._interval_s:
-            # The keeper learns of a short lease when we do: its silence so far means nothing.
+            # The keeper learns of a short lease when we do, so its silence so far means nothing.
             self._heard_s = self._clock.now()
         self._interval_s = interval_s
 
     def heard(self, keeper_id: str) -> None:
-        """Somebody says that he keeps the leases."""
+        """Another watcher announces itself as the lease keeper."""
         if keeper_id == self.own_id:
             return
         self._heard_s = self._clock.now()
@@ -68,12 +68,12 @@ class KeeperElection:
         self.state = KeeperState.RESTING
 
     def forbid(self) -> None:
-        """These credentials may not end leases: never keep."""
+        """These credentials may not end leases, so this watcher must never become the keeper."""
         self._may_keep = False
         self.state = KeeperState.RESTING
 
     def due_s(self) -> float:
-        """When ``look`` is to be called next, at the latest."""
+        """The latest time for the next call of ``look``."""
         if self.state is KeeperState.KEEPING:
             return self._said_s + self._interval_s
         if not self._may_keep:
@@ -81,7 +81,7 @@ class KeeperElection:
         return self._heard_s + self._interval_s * (PATIENCE_INTERVALS + JITTER_INTERVALS * self._jitter)
 
     def look(self) -> bool:
-        """Whether to say now that this watcher keeps the leases; it may have just become the keeper."""
+        """Whether to announce this watcher as the lease keeper now. It may have just become the keeper."""
         if not self._may_keep or self._clock.now() < self.due_s():
             return False
         self.state = KeeperState.KEEPING

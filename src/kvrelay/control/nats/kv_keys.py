@@ -1,8 +1,8 @@
 """How discovery's keys are written as subjects of a NATS key-value bucket.
 
-``kvrelay/NS/workers/ID`` is ``kvrelay.NS.workers.ID`` there: one token a level, so that a server's permissions and a
-consumer's filter can name a level. Letters, digits, ``-`` and ``_`` stay as they are; all else becomes ``=XX``, the
-byte in hexadecimal, and so does a ``/`` that would leave a level empty, which NATS forbids.
+``kvrelay/NS/workers/ID`` becomes ``kvrelay.NS.workers.ID``: one token per level, so that a server's permissions and a
+consumer's filter can name a level. Letters, digits, ``-`` and ``_`` stay as they are. Any other byte becomes ``=XX`` in
+hexadecimal, and so does a ``/`` that would leave a level empty, which NATS forbids.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _SLASH = ord("/")
 
 
 def encode_key(key: str) -> str:
-    """The key as NATS takes it."""
+    """The key in NATS's form."""
     raw = key.encode()
     return "".join(_encoded(raw, index) for index in range(len(raw)))
 
 
 def decode_key(encoded: str) -> str:
-    """The inverse of ``encode_key``. What somebody else wrote, in whatever form, comes back as well as it can."""
+    """The inverse of ``encode_key``. Keys that another program wrote are decoded as far as possible."""
     raw = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), encoded.replace(".", "/"))
     try:
         return raw.encode("latin-1").decode()

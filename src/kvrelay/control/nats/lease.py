@@ -1,8 +1,8 @@
-"""A lease in a NATS key-value bucket: a key that is written once, and beats in a stream of their own.
+"""A lease in a NATS key-value bucket: a key that is written once, and keepalives in a separate stream.
 
-It owns the beat, at a third of the time to live, and registering again. The lease is lost when no refresh has succeeded
-for a whole time to live, or its key is gone; it was revoked when somebody has deleted that key on purpose. A holder
-that watches discovery is told of that; one that does not looks at each beat.
+It owns the keepalives, at a third of the time to live, and registering again. The lease is lost if no keepalive has
+succeeded for a whole time to live, or if its key is gone. It was revoked if an operator deleted that key. A holder that
+watches discovery is told of the deletion; a holder that does not watch checks before each keepalive.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class NatsLease(HeldLease):
     """A lease of this process, with the keys that hang on it."""
 
     def __init__(self, bucket: Bucket, ttl_s: float, holder: str, is_watched: Callable[[], bool]) -> None:
-        """``is_watched``: whether ``wake`` is called at once when the lease's key is deleted."""
+        """``is_watched`` says whether ``wake`` is called at once when the lease's key is deleted."""
         super().__init__(ttl_s)
         self._bucket = bucket
         self._is_watched = is_watched
         self._is_suspect = False
         self._holder = holder
         self._seq = 0
-        self._beats = 0
+        self._num_keepalives = 0
         self._values: dict[str, bytes] = {}
         self._is_registered = True
         self._is_stopped = False
@@ -42,15 +42,18 @@ class NatsLease(HeldLease):
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"NatsLease({self._lease_id}, ttl_s={self._ttl_s:g}, keys={len(self._values)}, beats={self._beats})"
+        return (
+            f"NatsLease({self._lease_id}, ttl_s={self._ttl_s:g}, keys={len(self._values)}, "
+            f"keepalives={self._num_keepalives})"
+        )
 
     async def start(self) -> None:
-        """Grant it and begin to keep it alive."""
+        """Grant the lease and begin to send keepalives."""
         await self._grant()
         self._task = asyncio.get_running_loop().create_task(self._keep_alive(), name=f"lease {self._lease_id}")
 
     def wake(self) -> None:
-        """Beat now: it may be lost."""
+        """Send a keepalive now: the lease may be lost."""
         self._is_suspect = True
         self._wake.set()
 
@@ -73,14 +76,14 @@ class NatsLease(HeldLease):
             return
         self._give_back()
         await self.stop()
-        # The lease first: with it all its keys are over, for everybody, at once.
+        # The lease first: all its keys then end at once for every watcher.
         await self._bucket.end_lease(self._lease_id)
         for key in self._values:
             await self._bucket.delete(key)
         self._values.clear()
 
     async def stop(self) -> None:
-        """No longer keep it alive."""
+        """End the keepalives."""
         self._is_stopped = True
         if self._timer is not None:
             self._timer.cancel()
@@ -90,7 +93,7 @@ class NatsLease(HeldLease):
 
     async def _keep_alive(self) -> None:
         delay_s = self._ttl_s / 3
-        # Cancellation alone does not do: asyncio.wait_for, in 3.11, swallows one that comes with the result.
+        # Cancellation alone is not enough: asyncio.wait_for in 3.11 swallows one that arrives with the result.
         while not self._is_stopped:
             try:
                 async with asyncio.timeout(delay_s):
@@ -100,13 +103,13 @@ class NatsLease(HeldLease):
             self._wake.clear()
             try:
                 async with self._lock:
-                    await self._beat()
+                    await self._refresh_or_register()
                 delay_s = self._ttl_s / 3
             except ControlUnavailableError as exc:
                 _log.debug("lease %s not refreshed: %s", self._lease_id, exc)
                 delay_s = min(self._ttl_s / 6, 1.0)
 
-    async def _beat(self) -> None:
+    async def _refresh_or_register(self) -> None:
         if self._lease_id and not await self._refresh():
             await self._end()
         if not self._lease_id:
@@ -117,7 +120,7 @@ class NatsLease(HeldLease):
             self._is_registered = True
 
     async def _end(self) -> None:
-        """The server has it no more: tell it, find out why, and be ready to begin anew."""
+        """The server no longer has the lease: run the callbacks, find out why, and prepare for a new lease."""
         self._tell_lost()
         is_revoked = await self._bucket.was_revoked(self._lease_id)
         self._lease_id = ""
@@ -130,45 +133,45 @@ class NatsLease(HeldLease):
                 await self._bucket.delete(key)
 
     async def _refresh(self) -> bool:
-        """Beat. False when somebody has ended the lease, or the server has lost it."""
+        """Send a keepalive. False if the lease was ended or the server has lost it."""
         if self._is_suspect or not self._is_watched():
             if not await self._bucket.has_lease(self._lease_id):
                 return False
             self._is_suspect = False
         try:
-            await self._beat_once(self._lease_id)
+            await self._send_keepalive(self._lease_id)
             return True
         except WrongSequenceError:
             pass
         if not await self._bucket.has_lease(self._lease_id):
             return False
-        last = await self._bucket.last_beat(self._lease_id)
+        last = await self._bucket.last_keepalive(self._lease_id)
         if last is not None and last.is_end:
-            # Who expired it may have ended half-way.
+            # The keeper that expired the lease may have died before it deleted the key.
             await self._bucket.finish_expiry(self._lease_id)
             return False
-        # Only we write them: the server has lost the last one, or stored one whose answer did not come.
+        # Only we write these keepalives: the server has lost the last one, or stored one whose answer got lost.
         self._seq = 0 if last is None else last.seq
-        await self._beat_once(self._lease_id)
+        await self._send_keepalive(self._lease_id)
         return True
 
     async def _grant(self) -> None:
         lease_id = uuid4().hex[:16]
         sent_s = time.monotonic()
         self._seq = await self._bucket.grant_lease(lease_id, LeaseValue(self._ttl_s, self._holder))
-        self._beats = 1
+        self._num_keepalives = 1
         self._is_suspect = False
         self._refreshed(sent_s)
         self._lease_id = lease_id
 
-    async def _beat_once(self, lease_id: str) -> None:
+    async def _send_keepalive(self, lease_id: str) -> None:
         sent_s = time.monotonic()
-        self._seq = await self._bucket.beat(lease_id, self._seq)
-        self._beats += 1
+        self._seq = await self._bucket.refresh_lease(lease_id, self._seq)
+        self._num_keepalives += 1
         self._refreshed(sent_s)
 
     def _refreshed(self, sent_s: float) -> None:
-        """It counts from when it was sent: others time it from when it arrived, which is later."""
+        """A refresh counts from the time it was sent. Others time it from its arrival, which is later."""
         left_s = sent_s + self._ttl_s - time.monotonic()
         if left_s <= 0:
             return  # answered too late to count

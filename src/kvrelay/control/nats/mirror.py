@@ -1,13 +1,14 @@
-"""A live copy of the bucket: reads its messages, keeps the lease table; the keeper ends the leases of the dead.
+"""A live copy of the bucket: it reads the bucket's messages and updates the lease table. One mirror of all, the lease
+keeper, ends the leases of dead processes.
 
-It owns one consumer on the server, which it makes anew after every gap, and the background task that reads it. Server
-facts come in; WatchEvents go out. What they mean for visibility is LeaseTable's business, and which of the mirrors is
-the keeper is KeeperElection's; that one has a second consumer, of the leases' beats.
+It owns one consumer on the server, which it creates again after every gap, and the background task that reads it.
+Messages come in; WatchEvents go out. LeaseTable decides about visibility, and KeeperElection decides which mirror is
+the lease keeper. The keeper has a second consumer, of the leases' keepalives.
 
-Expiry of a key is not announced by the server, so the keeper times the leases by its own clock. When it finds a lease
-overdue it asks the server to end it, by compare-and-swap on the last beat that it has heard: either nobody has
-refreshed it since, then it is over for everybody, its holder included; or somebody has, then the keeper was merely
-slow. While there is no connection nothing expires.
+The server does not announce that a key has expired, so the keeper times the leases by its own clock. It asks the server
+to end an overdue lease, by compare-and-swap on the last keepalive that it has heard. If the holder has not sent one
+since, the lease has ended for every process, its holder included. If it has, the keeper was merely slow. Nothing
+expires without a connection.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _log = logging.getLogger(__name__)
 HEARTBEAT_S = 8.0
 MAX_SILENCE_S = 20.0
 TAKEOVER_SHARE = 0.5
-"""Of its time to live, which a lease has from a change of keeper on: its holder beats at a third of it."""
+"""Share of its time to live that a lease has left after a change of keeper. Its holder sends keepalives at a third."""
 RETRY_S = 0.25
 SETTLE_S = 0.05
 POSTPONE_S = 0.05
 CANCEL_INTERVAL_S = 0.5
 MAX_ID_BYTES = 64
 MAX_ANSWER_SHARE = 0.1
-"""Of a lease's time to live: a server that takes longer to answer is not trusted to have served the holder."""
+"""Share of a lease's time to live. A server that takes longer to answer may not have served the holder either."""
 
 
 class _Feed:
-    """One consumer. ``server_offset_s``: the server's clock less ours."""
+    """One consumer. ``server_offset_s``: the server's clock minus ours."""
 
     def __init__(self, stream: str) -> None:
         self.stream = stream
@@ -67,8 +68,8 @@ _Item = tuple[_Feed, NatsMessage] | None
 
 
 class Mirror:
-    """Call ``start`` on the event loop; ``on_events`` then gets what changes, ``on_lease_ended`` the ids of leases that
-    are over. ``num_beats`` counts the refreshes of leases that this mirror has had to hear."""
+    """Call ``start`` on the event loop. ``on_events`` then gets the changes, ``on_lease_ended`` the ids of leases that
+    have ended. ``num_keepalives`` counts the keepalives that this mirror has received."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Mirror:
     ) -> None:
         self.table = LeaseTable(clock)
         self.election = KeeperElection(clock, uuid4().hex, random.random())
-        self.num_beats = 0
+        self.num_keepalives = 0
         self._clock = clock
         self._connection = connection
         self._jetstream = jetstream
@@ -95,7 +96,7 @@ class Mirror:
         self._on_lease_ended = on_lease_ended
         self._inbox: asyncio.Queue[_Item] = asyncio.Queue()
         self._entries = _Feed(bucket.stream)
-        self._beats: _Feed | None = None
+        self._keepalives: _Feed | None = None
         self._is_listing = False
         self._is_live = False
         self._may_end = True
@@ -104,7 +105,7 @@ class Mirror:
 
     @property
     def is_live(self) -> bool:
-        """Whether every change is heard at once."""
+        """Whether this mirror hears every change at once."""
         return self._is_live and self._connection.is_connected
 
     def start(self) -> None:
@@ -113,13 +114,13 @@ class Mirror:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="discovery mirror")
 
     async def close(self) -> None:
-        # Again and again: asyncio.wait_for, in 3.11, swallows a cancellation that comes with the result.
+        # Repeatedly: asyncio.wait_for in 3.11 swallows a cancellation that arrives with the result.
         while self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task], timeout=CANCEL_INTERVAL_S)
 
     async def catch_up(self) -> None:
-        """Return when everything that the server has stored by now is in the table. Raises ControlUnavailableError."""
+        """Return once everything that the server has stored by now is in the table. Raises ControlUnavailableError."""
         self._connection.check_connected()
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -132,7 +133,7 @@ class Mirror:
             raise ControlUnavailableError(f"no state from the control server {self._connection.url}") from exc
 
     async def _has_reached(self, target: int) -> bool:
-        """Wait a little for message ``target``; if it never comes because it was deleted, ask the consumer."""
+        """Wait briefly for message ``target``. It never comes if it was deleted; then ask the consumer."""
         try:
             async with asyncio.timeout(SETTLE_S):
                 await self._wait_for(lambda: self._is_live and self._entries.stream_seq >= target)
@@ -174,7 +175,7 @@ class Mirror:
                 pass
         finally:
             await self._connection.unsubscribe(keeper)
-            await self._close_beats()
+            await self._close_keepalives()
             if self._entries.subscription is not None:
                 await self._connection.unsubscribe(self._entries.subscription)
 
@@ -196,8 +197,8 @@ class Mirror:
         feed.server_offset_s = consumer.created.timestamp() - feed.heard_s
         return feed
 
-    async def _close_beats(self) -> None:
-        feed, self._beats = self._beats, None
+    async def _close_keepalives(self) -> None:
+        feed, self._keepalives = self._keepalives, None
         if feed is not None and feed.subscription is not None:
             await self._connection.unsubscribe(feed.subscription)
 
@@ -207,9 +208,9 @@ class Mirror:
         try:
             self._entries = await self._open(self._bucket.stream, self._bucket.consume)
             await self._read(self._entries)
-            # Behind the keys, so that the beats of all leases that were found are read.
-            self._beats = await self._open(self._bucket.beats_stream, self._bucket.consume_beats)
-            await self._read(self._beats)
+            # After the keys, so that the keepalives of all leases that were found are read.
+            self._keepalives = await self._open(self._bucket.keepalive_stream, self._bucket.consume_keepalives)
+            await self._read(self._keepalives)
         except TimeoutError as exc:
             raise ControlUnavailableError("the listing did not come to its end") from exc
         finally:
@@ -221,7 +222,7 @@ class Mirror:
         await self._tidy(self.table.strays())
 
     async def _read(self, feed: _Feed) -> None:
-        """What the consumer had to deliver when it was made."""
+        """Read the messages that were pending when the consumer was created."""
         while feed.consumer_seq < feed.num_pending:
             async with asyncio.timeout(MAX_SILENCE_S):
                 item = await self._inbox.get()
@@ -229,7 +230,7 @@ class Mirror:
                 raise ControlUnavailableError("the listing was interrupted")
 
     async def _step(self) -> bool:
-        """Apply the next message, or do what is due. False when there is a gap."""
+        """Apply the next message, or handle the leases that are due. False after a gap."""
         await self._keep_or_rest()
         wait_s = max(self._next_due_s() - self._clock.now(), 0.0)
         try:
@@ -238,27 +239,29 @@ class Mirror:
         except TimeoutError:
             if self._is_silent() or not self._connection.is_connected:
                 return False
-            for lease_id in self.table.due(only_missing=self._beats is None):
+            for lease_id in self.table.due(only_missing=self._keepalives is None):
                 await self._look_after(lease_id)
             return True
         if item is None:
             return False
         feed, message = item
-        return feed not in (self._entries, self._beats) or self._apply(feed, message)
+        return feed not in (self._entries, self._keepalives) or self._apply(feed, message)
 
     def _next_due_s(self) -> float:
-        lease_s = self.table.next_due_s(only_missing=self._beats is None)
-        feeds = [self._entries] if self._beats is None else [self._entries, self._beats]
+        lease_s = self.table.next_due_s(only_missing=self._keepalives is None)
+        feeds = [self._entries] if self._keepalives is None else [self._entries, self._keepalives]
         silent_s = min(feed.heard_s for feed in feeds) + MAX_SILENCE_S
         return min(self.election.due_s(), silent_s, *([] if lease_s is None else [lease_s]))
 
     def _is_silent(self) -> bool:
-        """The server sends heartbeats on both feeds."""
+        """Whether the server's heartbeats are missing on one of the feeds."""
         now = self._clock.now()
-        return any(now - feed.heard_s >= MAX_SILENCE_S for feed in (self._entries, self._beats) if feed is not None)
+        return any(
+            now - feed.heard_s >= MAX_SILENCE_S for feed in (self._entries, self._keepalives) if feed is not None
+        )
 
     async def _keep_or_rest(self) -> None:
-        """Say that we keep the leases, and hear their beats, or leave it to the keeper."""
+        """As the lease keeper: announce it and consume the keepalives. Otherwise leave both to the keeper."""
         if self._may_end and self._connection.is_denied(self._keeper_subject):
             self._leave_it_to_others("these credentials may not keep leases")
         self.election.pace(self.table.shortest_ttl_s)
@@ -266,21 +269,21 @@ class Mirror:
             await self._connection.publish(self._keeper_subject, self.election.own_id.encode())
         if self.election.state is KeeperState.RESTING:
             if not self.table.has_unproven:
-                await self._close_beats()
-        elif self._beats is None:
-            _log.info("the keeper of the leases is gone: taking over")
+                await self._close_keepalives()
+        elif self._keepalives is None:
+            _log.info("the lease keeper is gone; taking over")
             self.table.trust_all(TAKEOVER_SHARE)
-            self._beats = await self._open(self._bucket.beats_stream, self._bucket.consume_beats)
+            self._keepalives = await self._open(self._bucket.keepalive_stream, self._bucket.consume_keepalives)
 
     def _apply(self, feed: _Feed, message: NatsMessage) -> bool:
-        """One message into the table. False when messages before it are missing."""
+        """Apply one message to the table. False if messages before it are missing."""
         feed.heard_s = self._clock.now()
         if message.headers is not None and message.headers.get("Status") is not None:
             return True
         try:
             delivery = parse_ack_subject(message.reply)
         except ValueError as exc:
-            _log.warning("unexpected message in discovery: %s", exc)
+            _log.warning("ignored an unexpected message in discovery: %s", exc)
             return True
         if delivery.consumer_seq != feed.consumer_seq + 1:
             return False
@@ -288,7 +291,7 @@ class Mirror:
         if feed is self._entries:
             self._on_events(self._entry(message, delivery))
         else:
-            self._on_events(self._beat(feed, message, delivery))
+            self._on_events(self._keepalive(feed, message, delivery))
         feed.stream_seq = delivery.stream_seq
         self._changed.set()
         return True
@@ -307,20 +310,22 @@ class Mirror:
                 return self.table.refresh(lease_id, ttl_s, 0)
         return []
 
-    def _beat(self, feed: _Feed, message: NatsMessage, delivery: Delivery) -> list[WatchEvent]:
-        self.num_beats += 1
-        beat = self._bucket.parse_beat(message, delivery.stream_seq, delivery.timestamp_s)
-        state = self.table.lease(beat.lease_id)
+    def _keepalive(self, feed: _Feed, message: NatsMessage, delivery: Delivery) -> list[WatchEvent]:
+        self.num_keepalives += 1
+        keepalive = self._bucket.parse_keepalive(message, delivery.stream_seq, delivery.timestamp_s)
+        state = self.table.lease(keepalive.lease_id)
         if state is None:
-            return []  # its key comes when it is granted, or has gone
-        age_s = self._clock.now() + feed.server_offset_s - beat.stored_s if self._is_listing else 0.0
-        # Expired half-way, it is over as soon as somebody looks.
-        return self.table.refresh(beat.lease_id, state.ttl_s, beat.seq, state.ttl_s if beat.is_end else age_s)
+            return []  # the lease's key has not arrived yet, or is gone
+        age_s = self._clock.now() + feed.server_offset_s - keepalive.stored_s if self._is_listing else 0.0
+        # A lease whose expiry was interrupted becomes due at once.
+        return self.table.refresh(
+            keepalive.lease_id, state.ttl_s, keepalive.seq, state.ttl_s if keepalive.is_end else age_s
+        )
 
     # -- the dead -----------------------------------------------------------------------------------------------------
 
     async def _look_after(self, lease_id: str) -> None:
-        """A lease that is due: end it if its holder is dead, and if that is for us."""
+        """Handle a lease that is due: end it if its holder is dead and our credentials allow it."""
         state = self.table.lease(lease_id)
         if state is None:
             return
@@ -331,31 +336,31 @@ class Mirror:
             self.table.postpone(lease_id, state.ttl_s)
 
     def _leave_it_to_others(self, reason: object) -> None:
-        _log.info("leaving it to others to end leases: %s", reason)
+        _log.info("leaving the ending of leases to other watchers: %s", reason)
         self._may_end = False
         self.election.forbid()
 
     async def _end_if_dead(self, lease_id: str, state: LeaseState) -> None:
         asked_s = self._clock.now()
         is_there = await self._bucket.has_lease(lease_id)
-        beat = await self._bucket.last_beat(lease_id) if is_there else None
+        keepalive = await self._bucket.last_keepalive(lease_id) if is_there else None
         if self._clock.now() - asked_s > state.ttl_s * MAX_ANSWER_SHARE:
-            # The server was held up, and perhaps with it a refresh that we would now overtake.
+            # The server was slow, and a keepalive may be delayed with it. Do not overtake that keepalive.
             self.table.postpone(lease_id, state.ttl_s / 3)
             return
-        if beat is not None and not beat.is_end and beat.seq != state.seq:
-            # Its holder lives; the refresh is on its way to us.
-            self._on_events(self.table.refresh(lease_id, state.ttl_s, beat.seq))
+        if keepalive is not None and not keepalive.is_end and keepalive.seq != state.seq:
+            # The holder lives; its keepalive is on its way to us.
+            self._on_events(self.table.refresh(lease_id, state.ttl_s, keepalive.seq))
             return
         if is_there and not self._may_end:
             self.table.postpone(lease_id, state.ttl_s)
             return
         if is_there:
             try:
-                if beat is not None and beat.is_end:
+                if keepalive is not None and keepalive.is_end:
                     await self._bucket.finish_expiry(lease_id)
                 else:
-                    await self._bucket.expire_lease(lease_id, expected_seq=0 if beat is None else beat.seq)
+                    await self._bucket.expire_lease(lease_id, expected_seq=0 if keepalive is None else keepalive.seq)
             except WrongSequenceError:
                 self.table.postpone(lease_id, POSTPONE_S)
                 return
@@ -366,11 +371,11 @@ class Mirror:
         await self._tidy(entries)
 
     async def _tidy(self, entries: dict[str, KvEntry]) -> None:
-        """Take what nobody holds out of the bucket."""
+        """Delete entries without a lease from the bucket."""
         for key, entry in entries.items():
             try:
                 await self._bucket.delete(key, expected_seq=entry.seq)
             except ControlDeniedError as exc:
-                _log.debug("%s is for others to remove: %s", key, exc)
+                _log.debug("leaving the removal of %s to other watchers: %s", key, exc)
             except WrongSequenceError:
-                _log.debug("%s was written again, or somebody else has deleted it", key)
+                _log.debug("%s was written again, or another watcher has deleted it", key)

@@ -15,7 +15,7 @@ from kvrelay.core.clock import Clock
 
 
 class NatsControlPlane:
-    """ControlPlane over one connection. ``close`` ends it all."""
+    """ControlPlane over one connection. ``close`` ends all parts."""
 
     def __init__(self, connection: NatsConnection, discovery: NatsDiscovery, prefill_queue: NatsPrefillQueue) -> None:
         self._connection = connection

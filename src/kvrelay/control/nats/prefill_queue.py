@@ -1,13 +1,13 @@
 """The global prefill queue on a JetStream work-queue stream.
 
-It owns the stream, two durable consumers per line that all prefill workers of that line share (one for requests that
-continue a stream and overtake, and one for all others), and the dead-letter stream.
-Delivery is at least once: an entry whose consumer falls silent for ``ack_wait_s`` goes to the next one, so consumers
-beat while they work. It does not know what a prefill is beyond its line and the time limit in its envelope, which is
-held against the server's stamps: no two machines' clocks are compared.
+It owns the stream, the durable consumers, and the dead-letter stream. Each partition has two consumers, which all
+prefill workers of the partition share: one for resumed requests, which overtake, and one for all others. Delivery is at
+least once: an entry whose consumer is silent for ``ack_wait_s`` goes to the next consumer, so consumers extend the ack
+deadline while they compute. This module does not know what a prefill is, beyond its partition and the time limit in its
+envelope. The limit is compared with the server's time stamps, so that no two machines' clocks are compared.
 
-    kvrelay.NS.prefill.queue.LINE ──> stream kvrelay_NS_prefill ──> consumer prefill_LINE ──pull──> workers
-    ...LINE=resumed ─────────────────────────> " ─────────────────> ..._LINE=resumed ───pull first──> "
+    kvrelay.NS.prefill.queue.PART ──> stream kvrelay_NS_prefill ──> consumer prefill_PART ──pull──> workers
+    ...PART=resumed ─────────────────────────> " ─────────────────> ..._PART=resumed ───pull first──> "
                                                                           │ delivered too often
                                                                           v
                                       kvrelay.NS.prefill.dead (stream kvrelay_NS_prefill_dead, kept for a day)
@@ -79,7 +79,7 @@ class NatsPrefillDelivery:
         return self._is_expired
 
     async def ack(self) -> None:
-        # With an answer: an acknowledgement that got lost would have the prefill computed twice.
+        # Wait for the answer: if the acknowledgement got lost, the prefill would be computed twice.
         await self._connection.request(self._reply, b"+ACK")
 
     async def nak(self, delay_s: float = 0.0) -> None:
@@ -97,9 +97,9 @@ class _Track(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Line:
-    """One ``kv_compatibility``, in two tracks: what overtakes because it continues a stream, and everything else.
-    ``size``, of both, is valid until ``size_until_s``."""
+class _Partition:
+    """One ``kv_compatibility``, in two tracks: resumed requests, which overtake, and all others. ``size`` counts both
+    and is valid until ``size_until_s``."""
 
     resumed: _Track
     new: _Track
@@ -110,8 +110,8 @@ class _Line:
 
 
 class NatsPrefillQueue:
-    """PrefillQueue of one namespace. ``num_malformed``, ``num_dead`` count what ``pull`` dropped, ``num_expired`` what
-    it gave out as expired."""
+    """PrefillQueue of one namespace. ``num_malformed`` and ``num_dead`` count the entries that ``pull`` dropped,
+    ``num_expired`` those that it delivered as expired."""
 
     def __init__(
         self,
@@ -130,13 +130,13 @@ class NatsPrefillQueue:
         self._dead_subject = f"{root}prefill.dead"
         self._ack_wait_s = ack_wait_s
         self._max_deliveries = max_deliveries
-        self._lines: dict[str, _Line] = {}
+        self._partitions: dict[str, _Partition] = {}
         self._background = TaskSet()
         self.num_malformed = 0
         self.num_expired = 0
         self.num_dead = 0
         self._server_offset_s = 0.0
-        """The server's clock less the event loop's."""
+        """The server's clock minus the event loop's."""
         connection.on_reconnected(self._distrust)
 
     def __repr__(self) -> str:
@@ -146,49 +146,49 @@ class NatsPrefillQueue:
         )
 
     async def start(self) -> None:
-        """Create the streams where there are none."""
+        """Create the streams if they do not exist."""
         await self._jetstream.ensure_stream(_queue_stream(self._stream, f"{self._subject}*"))
         await self._jetstream.ensure_stream(_dead_stream(f"{self._stream}_dead", self._dead_subject))
 
     async def close(self) -> None:
-        for line in self._lines.values():
-            if line.size_task is not None:
-                line.size_task.cancel()
+        for partition in self._partitions.values():
+            if partition.size_task is not None:
+                partition.size_task.cancel()
         await self._background.wait()
 
     async def push(self, request: RemotePrefillRequest) -> None:
         data = msgspec.msgpack.encode(request)
-        line = await self._ready_line(request.kv_compatibility)
-        # Idle consumers wait on the other track only: on both, each pull might get an entry too many. In an empty queue
-        # there is no one to overtake.
+        partition = await self._ready_partition(request.kv_compatibility)
+        # Idle consumers wait on the other track only: if they waited on both, a pull might get two entries. In an empty
+        # queue there is no entry to overtake.
         must_overtake = request.is_resumed and await self.size(request.kv_compatibility) > 0
         try:
-            await self._publish(line, line.resumed if must_overtake else line.new, data)
+            await self._publish(partition, partition.resumed if must_overtake else partition.new, data)
         except PayloadTooLargeError as exc:
             # Not the client's fault: this prefill is for the decode worker itself.
             raise ControlUnavailableError(f"prefill {request.handoff_id} does not fit into the queue: {exc}") from exc
-        line.size_until_s = 0.0
+        partition.size_until_s = 0.0
 
-    async def _publish(self, line: _Line, track: _Track, data: bytes) -> None:
+    async def _publish(self, partition: _Partition, track: _Track, data: bytes) -> None:
         try:
             await self._jetstream.publish(track.subject, data)
         except NoRespondersError:
-            await self._create(line)
+            await self._create(partition)
             await self._jetstream.publish(track.subject, data)
 
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         while True:
-            line = await self._ready_line(kv_compatibility)
-            message = await self._next(line, line.resumed, 0.0)
+            partition = await self._ready_partition(kv_compatibility)
+            message = await self._next(partition, partition.resumed, 0.0)
             if message is None:
-                message = await self._next(line, line.new, max(deadline_s - loop.time(), 0.0))
+                message = await self._next(partition, partition.new, max(deadline_s - loop.time(), 0.0))
             if message is None:
                 return None
-            delivery = await self._accept(line, message)
+            delivery = await self._accept(partition, message)
             if delivery is not None:
-                line.size_until_s = 0.0
+                partition.size_until_s = 0.0
                 return delivery
 
     async def size(self, kv_compatibility: str | None = None) -> int:
@@ -196,63 +196,63 @@ class NatsPrefillQueue:
         if kv_compatibility is None:
             return sum(consumer.num_pending for consumer in await self._jetstream.consumers(self._stream))
         loop = asyncio.get_running_loop()
-        line = self._line(kv_compatibility)
-        if loop.time() < line.size_until_s:
-            return line.size
-        if line.size_task is None or line.size_task.done():
-            line.size_task = loop.create_task(self._ask_size(kv_compatibility))
-        return await asyncio.shield(line.size_task)
+        partition = self._partition(kv_compatibility)
+        if loop.time() < partition.size_until_s:
+            return partition.size
+        if partition.size_task is None or partition.size_task.done():
+            partition.size_task = loop.create_task(self._ask_size(kv_compatibility))
+        return await asyncio.shield(partition.size_task)
 
     async def _ask_size(self, kv_compatibility: str) -> int:
-        line = await self._ready_line(kv_compatibility)
+        partition = await self._ready_partition(kv_compatibility)
         try:
-            tracks = (line.resumed, line.new)
+            tracks = (partition.resumed, partition.new)
             infos = [await self._jetstream.consumer_info(self._stream, track.consumer) for track in tracks]
         except ControlUnavailableError:
-            line.is_ready = False
+            partition.is_ready = False
             raise
         self._set_clock(infos[-1])
-        line.size = sum(info.num_pending for info in infos)
-        line.size_until_s = asyncio.get_running_loop().time() + SIZE_CACHE_S
-        return line.size
+        partition.size = sum(info.num_pending for info in infos)
+        partition.size_until_s = asyncio.get_running_loop().time() + SIZE_CACHE_S
+        return partition.size
 
-    def _line(self, kv_compatibility: str) -> _Line:
-        line = self._lines.get(kv_compatibility)
-        if line is None:
+    def _partition(self, kv_compatibility: str) -> _Partition:
+        partition = self._partitions.get(kv_compatibility)
+        if partition is None:
             token = _token(kv_compatibility)
-            # What follows the token is none of its own characters: "=" begins two hexadecimal digits there.
-            line = self._lines[kv_compatibility] = _Line(
+            # "=resumed" cannot be part of a token: inside a token two hexadecimal digits follow each "=".
+            partition = self._partitions[kv_compatibility] = _Partition(
                 resumed=_Track(f"{self._subject}{token}=resumed", f"prefill_{token}=resumed"),
                 new=_Track(f"{self._subject}{token}", f"prefill_{token}"),
             )
-        return line
+        return partition
 
-    async def _ready_line(self, kv_compatibility: str) -> _Line:
+    async def _ready_partition(self, kv_compatibility: str) -> _Partition:
         self._connection.check_connected()
-        line = self._line(kv_compatibility)
-        if not line.is_ready:
-            await self._create(line)
-        return line
+        partition = self._partition(kv_compatibility)
+        if not partition.is_ready:
+            await self._create(partition)
+        return partition
 
-    async def _create(self, line: _Line) -> None:
-        """The line's consumers, and the streams, where there are none."""
+    async def _create(self, partition: _Partition) -> None:
+        """Create the partition's consumers, and the streams, if they do not exist."""
         await self.start()
-        for track in (line.resumed, line.new):
+        for track in (partition.resumed, partition.new):
             config = _consumer(track, self._ack_wait_s)
             self._set_clock(await self._jetstream.create_consumer(self._stream, config))
-        line.is_ready = True
+        partition.is_ready = True
 
     def _set_clock(self, answer: ConsumerInfo) -> None:
-        """From an answer that has just come."""
+        """Set the clock offset from an answer that has just arrived."""
         if answer.ts is not None:
             self._server_offset_s = answer.ts.timestamp() - asyncio.get_running_loop().time()
 
-    async def _is_expired(self, line: _Line, request: RemotePrefillRequest, stored_s: float) -> bool:
-        """Both ends of its age are the server's stamps. A verdict against an entry needs a fresh one: the server's
-        clock may have been set since the last."""
+    async def _is_expired(self, partition: _Partition, request: RemotePrefillRequest, stored_s: float) -> bool:
+        """Whether the entry has expired. Both ends of its age are the server's time stamps. Only a fresh stamp can
+        expire an entry, because the server's clock may have been set since the last one."""
         if not request.timeout_s or self._age_s(stored_s) <= request.timeout_s:
             return False
-        self._set_clock(await self._jetstream.consumer_info(self._stream, line.new.consumer))
+        self._set_clock(await self._jetstream.consumer_info(self._stream, partition.new.consumer))
         return self._age_s(stored_s) > request.timeout_s
 
     def _age_s(self, stored_s: float) -> float:
@@ -260,13 +260,14 @@ class NatsPrefillQueue:
 
     def _distrust(self) -> None:
         """After a gap: the server may have lost its data."""
-        for line in self._lines.values():
-            line.is_ready = False
+        for partition in self._partitions.values():
+            partition.is_ready = False
 
     # -- pulling ------------------------------------------------------------------------------------------------------
 
-    async def _next(self, line: _Line, track: _Track, timeout_s: float) -> NatsMessage | None:
-        """One message from the consumer, or None. Safe to cancel: what arrives too late is given back at once."""
+    async def _next(self, partition: _Partition, track: _Track, timeout_s: float) -> NatsMessage | None:
+        """One message from the consumer, or None. Safe to cancel: a message that arrives too late is returned to the
+        queue at once."""
         inbox = self._connection.new_inbox()
         arrived: asyncio.Future[NatsMessage] = asyncio.get_running_loop().create_future()
 
@@ -281,41 +282,41 @@ class NatsPrefillQueue:
                 f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{track.consumer}", _next_request(timeout_s), reply=inbox
             )
             async with asyncio.timeout(timeout_s + ANSWER_MARGIN_S):
-                # Shielded: cancelled itself it could not take what is on its way, to be given back.
+                # Shielded: a cancelled future could not receive the message on its way, to return it to the queue.
                 message = await asyncio.shield(arrived)
         except TimeoutError:
             self._connection.check_connected()
         finally:
             if message is None:
-                self._background.spawn(self._give_back(line, subscription, arrived))
+                self._background.spawn(self._give_back(partition, subscription, arrived))
             else:
                 await self._connection.unsubscribe(subscription)
-        return self._without_status(line, message)
+        return self._without_status(partition, message)
 
-    def _without_status(self, line: _Line, message: NatsMessage | None) -> NatsMessage | None:
+    def _without_status(self, partition: _Partition, message: NatsMessage | None) -> NatsMessage | None:
         status = message.headers.get("Status") if message is not None and message.headers else None
         if message is None or status is None:
             return message
         if status not in NO_MESSAGES:
-            # 503: no such consumer; 409: it was deleted, or the server is leaving.
-            line.is_ready = False
+            # 503: no such consumer; 409: the consumer was deleted, or the server is leaving.
+            partition.is_ready = False
         return None
 
     async def _give_back(
-        self, line: _Line, subscription: NatsSubscription, arrived: asyncio.Future[NatsMessage]
+        self, partition: _Partition, subscription: NatsSubscription, arrived: asyncio.Future[NatsMessage]
     ) -> None:
         try:
-            # Ends with a round trip, behind which nothing can arrive any more.
+            # Unsubscribing ends with a round trip, after which nothing can arrive.
             await self._connection.drain(subscription)
             if arrived.done() and not arrived.cancelled():
                 message = arrived.result()
-                if self._without_status(line, message) is not None:
+                if self._without_status(partition, message) is not None:
                     await self._connection.publish(message.reply, _nak(0.0))
         except ControlUnavailableError as exc:
-            _log.debug("a pull was not taken back, its entry will be delivered again: %s", exc)
+            _log.debug("returning a late entry to the prefill queue failed (%s); it will be delivered again", exc)
 
-    async def _accept(self, line: _Line, message: NatsMessage) -> NatsPrefillDelivery | None:
-        """The entry as a delivery; None for one that is not to be computed, which is dropped."""
+    async def _accept(self, partition: _Partition, message: NatsMessage) -> NatsPrefillDelivery | None:
+        """The entry as a delivery; None for an entry that must not be computed, which is dropped."""
         try:
             stamp = parse_ack_subject(message.reply)
             request = decode_prefill(message.data)
@@ -326,11 +327,15 @@ class NatsPrefillQueue:
             return None
         if stamp.num_delivered > self._max_deliveries:
             self.num_dead += 1
-            _log.error("prefill %s was delivered %d times: dead letter", request.handoff_id, stamp.num_delivered - 1)
+            _log.error(
+                "prefill %s was delivered %d times without success; moved to the dead letters",
+                request.handoff_id,
+                stamp.num_delivered - 1,
+            )
             await self._jetstream.publish(self._dead_subject, message.data)
             await self._connection.publish(message.reply, b"+TERM")
             return None
-        is_expired = await self._is_expired(line, request, stamp.timestamp_s)
+        is_expired = await self._is_expired(partition, request, stamp.timestamp_s)
         if is_expired:
             self.num_expired += 1
         return NatsPrefillDelivery(
@@ -339,7 +344,7 @@ class NatsPrefillQueue:
 
 
 def _token(kv_compatibility: str) -> str:
-    """As a part of a subject and of a consumer's name: digests as they are."""
+    """The partition's part of a subject and of a consumer's name. Digests stay as they are."""
     encoded = encode_key(kv_compatibility).replace(".", "=2F")
     return encoded or "="
 
@@ -364,7 +369,7 @@ def _consumer(track: _Track, ack_wait_s: float) -> dict[str, Any]:
         "max_ack_pending": MAX_ENTRIES,
         "deliver_policy": "all",
         "max_deliver": -1,
-        # Of a model that is served no longer.
+        # The consumers of a model that is no longer served.
         "inactive_threshold": 2 * MAX_AGE_S * 1_000_000_000,
     }
 
