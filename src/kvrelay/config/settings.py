@@ -66,7 +66,14 @@ class RunnerConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "Type of weights and KV.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs.")
     attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = setting("auto", "Attention implementation.")
-    num_threads: int = setting(0, "Compute threads of this process; 0: one per core that it may use.", low=0, high=1024)
+    num_threads: int = setting(
+        0, "Compute threads of a worker, all its ranks together; 0: one per core that it may use.", low=0, high=1024
+    )
+    tp: int = setting(1, "Tensor-parallel ranks, which share each layer.", low=1, high=64)
+    pp: int = setting(1, "Pipeline stages, each with a run of layers.", low=1, high=64)
+    rank_timeout_s: float = setting(
+        4.0, "Time without progress, by one layer, after which ranks count as hung; in seconds.", low=0.2
+    )
     yield_while_starting: bool = setting(
         False, "Loading and compiling at lower CPU priority, beside workers that serve; restarts by serve do so."
     )

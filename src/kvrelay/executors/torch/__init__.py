@@ -11,9 +11,8 @@ from pathlib import Path
 from kvrelay.config.settings import EngineConfig, RunnerConfig
 from kvrelay.engine.base import Executor
 from kvrelay.executors.registry import ExecutorSettings
-from kvrelay.executors.torch.parallel import ParallelRank
 
-__all__ = ["ParallelRank", "build_executor", "from_settings"]
+__all__ = ["build_executor", "from_settings"]
 
 # OpenMP threads that wait shall sleep, not spin: workers share cores with each other and with the frontend, and
 # spinning ones slow each other down thirtyfold. A few microseconds of spinning bridge the gap between two kernels of a
@@ -22,16 +21,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
-def build_executor(
-    model_dir: Path, runner: RunnerConfig, engine: EngineConfig, *, rank: ParallelRank | None = None
-) -> Executor:
-    """Load the checkpoint in ``model_dir`` and allocate its KV pool; ``rank`` is this process's part of the model.
+def build_executor(model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> Executor:
+    """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or with ``runner.tp`` or
+    ``runner.pp`` above 1 in processes of its own.
 
     Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the culprit.
     """
+    if runner.tp * runner.pp > 1:
+        from kvrelay.executors.torch.parallel.executor import ParallelExecutor
+
+        return ParallelExecutor(model_dir, runner, engine)
     from kvrelay.executors.torch.build import build_model_runner
 
-    return build_model_runner(model_dir, runner, engine, rank or ParallelRank())
+    return build_model_runner(model_dir, runner, engine)
 
 
 def from_settings(settings: ExecutorSettings) -> Executor:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -25,17 +26,30 @@ from kvrelay.executors.torch.kernels.base import Kernels
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
 from kvrelay.executors.torch.model_runner import ModelFacts, ModelRunner
 from kvrelay.executors.torch.models.loading import LoadedModel, load_model
-from kvrelay.executors.torch.parallel import ParallelRank
+from kvrelay.executors.torch.parallel.following import FollowingRunner
+from kvrelay.executors.torch.parallel.rank import ParallelRank
 from kvrelay.executors.torch.rope import rope_table
 from kvrelay.executors.torch.slots import SlotStates
 from kvrelay.executors.torch.weights import Checkpoint, weights_fingerprint
 
+if TYPE_CHECKING:
+    from kvrelay.executors.torch.parallel.groups import Groups
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_model_runner(model_dir: Path, runner: RunnerConfig, engine: EngineConfig, rank: ParallelRank) -> ModelRunner:
-    """Load the checkpoint and allocate the pool. Raises CheckpointError, UnsupportedModelError, ConfigError."""
+def build_model_runner(
+    model_dir: Path,
+    runner: RunnerConfig,
+    engine: EngineConfig,
+    shard: Shard | None = None,
+) -> ModelRunner:
+    """Load the checkpoint and allocate the pool; with ``shard`` the part of one rank among several.
+
+    ``runner.num_threads`` are those of this process. Raises CheckpointError, UnsupportedModelError, ConfigError.
+    """
     config = load_model_config(model_dir)
+    rank = ParallelRank() if shard is None else shard.rank
     device = _device(runner.device)
     dtype_name = _dtype(runner.dtype, config.dtype, device)
     dtype = _DTYPES[dtype_name]
@@ -46,26 +60,6 @@ def build_model_runner(model_dir: Path, runner: RunnerConfig, engine: EngineConf
         torch.set_num_threads(num_threads)
     if backend == "cpu":
         num_threads = _numba_threads(num_threads)
-    layout = KVLayout(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        block_size=engine.block_size,
-        head_dim=config.head_dim,
-        dtype=dtype_name,
-        tp_size=rank.tp_size,
-        pp_size=rank.pp_size,
-    )
-    with Checkpoint(model_dir, dtype) as checkpoint, torch.inference_mode():
-        model = load_model(config, checkpoint, _kernels(backend, dtype, num_threads), device)
-    num_blocks = decide_num_blocks(layout, engine.num_blocks, engine.kv_cache_memory, lambda: auto_pool_bytes(device))
-    use_graphs = device.type == "cuda" and backend == "torch" and config.moe is None and not runner.enforce_eager
-    pool = KvPool(layout, num_blocks, device, dtype, spare_blocks=int(use_graphs))
-    attention = build_attention(
-        backend, _attention_spec(config, model, max_model_len, device), pool.tensor, dtype, num_threads
-    )
-    graphs = None
-    if use_graphs and isinstance(attention, TorchAttention):
-        graphs = DecodeGraphs(model.decoder, attention, device, num_blocks, engine.max_num_seqs)
     facts = ModelFacts(
         vocab_size=config.vocab_size,
         max_model_len=max_model_len,
@@ -73,10 +67,61 @@ def build_model_runner(model_dir: Path, runner: RunnerConfig, engine: EngineConf
         weights_fingerprint=weights_fingerprint(model_dir),
         max_num_batched_tokens=engine.max_num_batched_tokens,
     )
+    layout = _layout(config, rank, engine.block_size, dtype_name)
+    groups = None if shard is None else shard.join(device)
+    with Checkpoint(model_dir, dtype) as checkpoint, torch.inference_mode():
+        model = load_model(config, checkpoint, _kernels(backend, dtype, num_threads), device, rank, groups)
+    use_graphs = (
+        device.type == "cuda"
+        and backend == "torch"
+        and config.moe is None
+        and not runner.enforce_eager
+        and shard is None
+    )
+    if shard is None:
+        num_blocks = decide_num_blocks(
+            layout, engine.num_blocks, engine.kv_cache_memory, lambda: auto_pool_bytes(device)
+        )
+        pool = KvPool(layout, num_blocks, device, dtype, spare_blocks=int(use_graphs))
+    else:
+        pool = shard.allocate(facts, layout, device, dtype)
+    attention = build_attention(
+        backend, _attention_spec(config, rank, model, max_model_len, device), pool.tensor, dtype, num_threads
+    )
+    graphs = None
+    if use_graphs and isinstance(attention, TorchAttention):
+        graphs = DecodeGraphs(model.decoder, attention, device, pool.num_blocks, engine.max_num_seqs)
     states = SlotStates(engine.max_num_seqs, max_model_len, engine.block_size)
     compiler = GrammarCompiler(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     grammars = GrammarMasks(compiler, config.vocab_size)
-    return ModelRunner(facts, model.decoder, attention, pool, states, graphs, _compiling(backend), grammars=grammars)
+    kind = ModelRunner if rank.samples else FollowingRunner
+    return kind(facts, model.decoder, attention, pool, states, graphs, _compiling(backend), grammars=grammars)
+
+
+class Shard(Protocol):
+    """What makes a rank of a runner."""
+
+    @property
+    def rank(self) -> ParallelRank: ...
+
+    def join(self, device: torch.device) -> Groups:
+        """The rank's collectives. Raises PeerLostError."""
+
+    def allocate(self, facts: ModelFacts, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> KvPool:
+        """The rank's pool, in as many blocks as all ranks have memory for. Raises ConfigError."""
+
+
+def _layout(config: ModelConfig, rank: ParallelRank, block_size: int, dtype: str) -> KVLayout:
+    heads = rank.kv_heads(config.num_kv_heads)
+    return KVLayout(
+        num_layers=len(rank.layers(config.num_layers)),
+        num_kv_heads=heads.stop - heads.start,
+        block_size=block_size,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        tp_size=rank.tp_size,
+        pp_size=rank.pp_size,
+    )
 
 
 def _numba_threads(num_threads: int) -> int:
@@ -105,12 +150,15 @@ def _compiling(backend: str) -> Callable[[], AbstractContextManager[None]]:
     return lambda: compile_once(kernel_cache())
 
 
-def _attention_spec(config: ModelConfig, model: LoadedModel, max_model_len: int, device: torch.device) -> AttentionSpec:
+def _attention_spec(
+    config: ModelConfig, rank: ParallelRank, model: LoadedModel, max_model_len: int, device: torch.device
+) -> AttentionSpec:
+    heads, kv_heads = rank.share(config.num_heads), rank.kv_heads(config.num_kv_heads)
     return AttentionSpec(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        num_heads=heads.stop - heads.start,
+        num_kv_heads=kv_heads.stop - kv_heads.start,
         head_dim=config.head_dim,
-        windows=config.windows,
+        windows=tuple(config.windows[i] for i in rank.layers(config.num_layers)),
         rope=torch.from_numpy(rope_table(config.rope, config.head_dim, max_model_len)).to(device),
         norm_eps=config.norm_eps,
         q_norms=model.q_norms,

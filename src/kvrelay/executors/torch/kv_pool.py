@@ -30,14 +30,22 @@ class KvPool:
     lie behind it in ``tensor``, outside of ``region``: they belong to no sequence."""
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, device: torch.device, dtype: torch.dtype, spare_blocks: int = 0
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        spare_blocks: int = 0,
+        memory: mmap.mmap | None = None,
     ) -> None:
+        """``memory``: where the blocks of a CPU's pool are to lie; None: in memory of its own."""
         self.layout = layout
         self.num_blocks = num_blocks
         num_bytes = (num_blocks + spare_blocks) * layout.block_bytes
         if device.type == "cpu":
-            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            flat = torch.frombuffer(memory, dtype=dtype)
+            if memory is None:
+                memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            flat = torch.frombuffer(memory, dtype=dtype, count=num_bytes // dtype.itemsize)
         else:
             flat = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
         self.tensor = flat.view(-1, *layout.block_shape)

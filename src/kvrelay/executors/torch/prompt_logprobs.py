@@ -55,6 +55,14 @@ class PromptLogprobs:
             result[row] = entries
         return result
 
+    def follow(self, batch: StepBatch, decoder: Decoder, hidden: torch.Tensor) -> None:
+        """Take part in the products of ``collect`` where nothing is made of them: on ranks that do not sample."""
+        at = 0
+        for _, _, count in self._rows(batch):
+            for first in range(at, at + count, _ROWS_AT_ONCE):
+                decoder.logits(hidden[first : min(first + _ROWS_AT_ONCE, at + count)])
+            at += count
+
     def _rows(self, batch: StepBatch) -> list[tuple[int, int, int]]:
         """(row, first token in the step, number of tokens whose next one is of the prompt) of rows that asked."""
         rows = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,12 +25,36 @@ _DERIVED = ("rotary_emb.inv_freq", "attn.masked_bias")
 _FINGERPRINT_PIECES, _PIECE_BYTES = 64, 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Indices ``part`` along ``axis`` of a tensor; None: the whole tensor."""
+
+    axis: int = 0
+    part: slice | None = None
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """That of the cut, of a tensor of ``shape``."""
+        sizes = list(shape)
+        if self.part is not None:
+            sizes[self.axis] = self.part.stop - self.part.start
+        return tuple(sizes)
+
+    def is_whole(self, shape: Sequence[int]) -> bool:
+        return self.shape(shape) == tuple(shape)
+
+    def index(self, num_axes: int) -> tuple[slice, ...]:
+        return tuple(self.part or slice(None) if axis == self.axis else slice(None) for axis in range(num_axes))
+
+
+WHOLE = Cut()
+
+
 class Checkpoint:
     """The tensors of a directory, each read when asked for, converted to ``dtype``. A context manager."""
 
     def __init__(self, model_dir: Path, dtype: torch.dtype) -> None:
         self._dir = model_dir
-        self._dtype = dtype
+        self.dtype = dtype
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
         self._unread: set[str] = set()
@@ -60,19 +85,30 @@ class Checkpoint:
         """This tensor may be there and is not needed."""
         self._unread.discard(name)
 
-    def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor ``name``, which must have ``shape``, in the checkpoint's working dtype, on the CPU."""
-        tensor = self._tensor(name, tuple(shape))
-        return tensor.to(self._dtype)
+    def ignore_under(self, prefix: str) -> None:
+        """Another process reads the tensors whose names begin so."""
+        self._unread = {name for name in self._unread if not name.startswith(prefix)}
 
-    def stack(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Several tensors on top of each other along the first axis, read straight into one fused parameter."""
-        rows = [shape[0] for shape in shapes]
-        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype)
+    def read(self, name: str, shape: Sequence[int], cut: Cut = WHOLE) -> torch.Tensor:
+        """The tensor ``name``, which must have ``shape``, in the checkpoint's working dtype, on the CPU.
+
+        Of a ``cut`` nothing else is read from the file.
+        """
+        tensor = self._tensor(name, tuple(shape), cut)
+        return tensor.to(self.dtype)
+
+    def stack(
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], cuts: Sequence[Cut] | None = None
+    ) -> torch.Tensor:
+        """Several tensors, or cuts of them, on top of each other along the first axis, read straight into one fused
+        parameter."""
+        cuts = cuts or [WHOLE] * len(names)
+        sizes = [cut.shape(shape) for cut, shape in zip(cuts, shapes, strict=True)]
+        fused = torch.empty((sum(size[0] for size in sizes), *sizes[0][1:]), dtype=self.dtype)
         start = 0
-        for name, shape in zip(names, shapes, strict=True):
-            fused[start : start + shape[0]] = self._tensor(name, tuple(shape))
-            start += shape[0]
+        for name, shape, cut, size in zip(names, shapes, cuts, sizes, strict=True):
+            fused[start : start + size[0]] = self._tensor(name, tuple(shape), cut)
+            start += size[0]
         return fused
 
     def finish(self) -> None:
@@ -82,16 +118,19 @@ class Checkpoint:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise CheckpointError(f"{self._dir} holds tensors that its architecture does not have: {left[0]}{more}")
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _tensor(self, name: str, shape: tuple[int, ...], cut: Cut) -> torch.Tensor:
         handle = self._handles.get(name)
         if handle is None:
             raise CheckpointError(f"{self._dir} has no tensor {name}")
         try:
-            tensor: torch.Tensor = handle.get_tensor(name)
+            stored = tuple(handle.get_slice(name).get_shape())
+            if stored != shape:
+                raise CheckpointError(f"tensor {name} of {self._dir} has shape {stored}, expected {shape}")
+            tensor: torch.Tensor = (
+                handle.get_tensor(name) if cut.is_whole(shape) else handle.get_slice(name)[cut.index(len(shape))]
+            )
         except SafetensorError as exc:
             raise CheckpointError(f"cannot read tensor {name} of {self._dir}: {exc}") from exc
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"tensor {name} of {self._dir} has shape {tuple(tensor.shape)}, expected {shape}")
         if not tensor.is_floating_point():
             raise CheckpointError(f"tensor {name} of {self._dir} is of type {tensor.dtype}, expected a float type")
         self._unread.discard(name)

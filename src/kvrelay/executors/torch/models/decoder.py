@@ -7,7 +7,9 @@ pieces between the products come from ``Kernels``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -57,7 +59,19 @@ class SparseFeedForward:
         return parts.view(len(x), self.top_k, -1).sum(dim=1).to(x.dtype)
 
 
-FeedForward = DenseFeedForward | SparseFeedForward
+@dataclass(frozen=True, slots=True)
+class ReducedFeedForward:
+    """The sum of what every rank's part of ``inner`` gives."""
+
+    inner: SparseFeedForward
+    all_reduce: Callable[[torch.Tensor], torch.Tensor]
+
+    def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        return self.all_reduce(self.inner.forward(x, kernels))
+
+
+class FeedForward(Protocol):
+    def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +107,11 @@ class Decoder:
 
         The last layer computes only ``rows`` after its attention: the others' results would go nowhere.
         """
+        return self._through_layers(self._kernels.embed(self._embedding, token_ids), attention, rows)
+
+    def _through_layers(self, residual: torch.Tensor, attention: Attention, rows: torch.Tensor | None) -> torch.Tensor:
+        """What ``forward`` gives, from the embedded tokens; ``residual`` is changed in place unless ``rows`` cut it."""
         kernels, eps = self._kernels, self._eps
-        residual = kernels.embed(self._embedding, token_ids)
         x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):

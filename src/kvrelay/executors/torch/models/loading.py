@@ -1,12 +1,13 @@
 """From a checkpoint to a decoder: which Hugging Face tensors become which fused parameter.
 
 Owns the names and shapes of every supported family. Query, key and value are one matrix, gate and up another, so that a
-layer takes four products.
+layer takes four products. Of a model that is shared out over ranks it reads what its rank holds, and nothing else.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +19,14 @@ from kvrelay.executors.torch.models.decoder import (
     DecoderLayer,
     DenseFeedForward,
     FeedForward,
+    ReducedFeedForward,
     SparseFeedForward,
 )
-from kvrelay.executors.torch.weights import Checkpoint
+from kvrelay.executors.torch.parallel.rank import ParallelRank
+from kvrelay.executors.torch.weights import Checkpoint, Cut
+
+if TYPE_CHECKING:
+    from kvrelay.executors.torch.parallel.groups import Groups
 
 _LM_HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -35,50 +41,106 @@ class LoadedModel:
     k_norms: tuple[torch.Tensor | None, ...]
 
 
-def load_model(config: ModelConfig, checkpoint: Checkpoint, kernels: Kernels, device: torch.device) -> LoadedModel:
-    """Read every tensor of the model to ``device``. Raises CheckpointError for missing, misshapen or surplus ones."""
-    return _Loader(config, checkpoint, kernels, device).load()
+def load_model(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    kernels: Kernels,
+    device: torch.device,
+    rank: ParallelRank | None = None,
+    groups: Groups | None = None,
+) -> LoadedModel:
+    """Read the tensors of the model to ``device``: all of them, or with ``groups`` the share of ``rank``.
+
+    Raises CheckpointError for missing, misshapen or surplus ones.
+    """
+    return _Loader(config, checkpoint, kernels, device, rank or ParallelRank(), groups).load()
 
 
 class _Loader:
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, kernels: Kernels, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        kernels: Kernels,
+        device: torch.device,
+        rank: ParallelRank,
+        groups: Groups | None,
+    ) -> None:
         self._config = config
         self._checkpoint = checkpoint
         self._kernels = kernels
         self._device = device
+        self._rank = rank
+        self._groups = groups
 
     def load(self) -> LoadedModel:
-        config = self._config
-        embedding = self._read(_EMBEDDING, config.vocab_size, config.hidden)
-        if config.tied_embeddings or _LM_HEAD not in self._checkpoint:
-            if not config.tied_embeddings:
-                raise CheckpointError("the checkpoint has no tensor lm_head.weight and its embeddings are not tied")
-            self._checkpoint.ignore(_LM_HEAD)
-            head_weight = embedding
-        else:
-            head_weight = self._read(_LM_HEAD, config.vocab_size, config.hidden)
-        layers = tuple(self._layer(i) for i in range(config.num_layers))
-        norms = [self._qk_norms(i) for i in range(config.num_layers)]
-        decoder = Decoder(
-            self._kernels,
-            embedding,
-            layers,
-            self._norm("model.norm.weight", config.hidden),
-            self._kernels.linear(head_weight),
-            config.norm_eps,
-        )
+        config, own = self._config, self._rank.layers(self._config.num_layers)
+        embedding, head_weight = self._vocabulary()
+        for i in range(config.num_layers):
+            if i not in own:
+                self._checkpoint.ignore_under(f"model.layers.{i}.")
+        layers = tuple(self._layer(i) for i in own)
+        norms = [self._qk_norms(i) for i in own]
+        final_norm = self._norm("model.norm.weight", config.hidden)
+        decoder = self._decoder(embedding, layers, final_norm, self._kernels.linear(head_weight))
         self._checkpoint.finish()
         return LoadedModel(decoder, tuple(q for q, _ in norms), tuple(k for _, k in norms))
 
+    def _decoder(
+        self, embedding: torch.Tensor, layers: tuple[DecoderLayer, ...], final_norm: torch.Tensor, head: Linear
+    ) -> Decoder:
+        config = self._config
+        if self._groups is None:
+            return Decoder(self._kernels, embedding, layers, final_norm, head, config.norm_eps)
+        from kvrelay.executors.torch.parallel.stage import StageDecoder
+
+        return StageDecoder(
+            self._kernels,
+            embedding,
+            layers,
+            final_norm,
+            head,
+            config.norm_eps,
+            groups=self._groups,
+            hidden=config.hidden,
+            vocab_size=config.vocab_size,
+            first_token=self._rank.vocabulary(config.vocab_size).start,
+        )
+
+    def _vocabulary(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embedding and head, both of this rank's tokens; a tensor without rows on stages that do not need one."""
+        config, rank = self._config, self._rank
+        own, shape = Cut(0, rank.vocabulary(config.vocab_size)), (config.vocab_size, config.hidden)
+        nothing = torch.zeros((1, config.hidden), dtype=self._checkpoint.dtype)
+        is_tied = config.tied_embeddings or _LM_HEAD not in self._checkpoint
+        if is_tied and not config.tied_embeddings:
+            raise CheckpointError("the checkpoint has no tensor lm_head.weight and its embeddings are not tied")
+        self._checkpoint.ignore(_EMBEDDING)
+        self._checkpoint.ignore(_LM_HEAD)
+        embedding = head = nothing
+        if rank.is_first_stage or (is_tied and rank.is_last_stage):
+            embedding = self._checkpoint.read(_EMBEDDING, shape, own).to(self._device)
+        if rank.is_last_stage:
+            head = embedding if is_tied else self._checkpoint.read(_LM_HEAD, shape, own).to(self._device)
+        return embedding, head
+
     def _layer(self, index: int) -> DecoderLayer:
-        config, prefix = self._config, f"model.layers.{index}."
-        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attention = prefix + "self_attn."
-        parts = [("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width)]
+        config, rank, prefix = self._config, self._rank, f"model.layers.{index}."
+        head_dim, attention = config.head_dim, prefix + "self_attn."
+        heads, kv_heads = rank.share(config.num_heads), rank.kv_heads(config.num_kv_heads)
+        width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        parts = [
+            (name, outputs, slice(own.start * head_dim, own.stop * head_dim))
+            for name, outputs, own in (
+                ("q_proj", width, heads),
+                ("k_proj", kv_width, kv_heads),
+                ("v_proj", kv_width, kv_heads),
+            )
+        ]
         return DecoderLayer(
             input_norm=self._norm(prefix + "input_layernorm.weight", config.hidden),
-            qkv=self._fused(attention, parts, config.hidden, config.qkv_bias),
-            output=self._fused(attention, [("o_proj", config.hidden)], width, config.output_bias),
+            qkv=self._moving(self._fused(attention, parts, config.hidden, config.qkv_bias)),
+            output=self._reduced(self._row_parallel(attention + "o_proj", width, config.output_bias)),
             post_norm=self._norm(prefix + "post_attention_layernorm.weight", config.hidden),
             feed_forward=self._feed_forward(index, prefix),
         )
@@ -87,14 +149,19 @@ class _Loader:
         config = self._config
         if config.moe is None or not config.sparse[index]:
             names = ("gate_proj", "up_proj", "down_proj")
-            return self._dense(prefix + "mlp.", names, config.intermediate, config.mlp_bias)
+            dense = self._dense(prefix + "mlp.", names, config.intermediate, config.mlp_bias)
+            return DenseFeedForward(dense.gate_up, self._reduced(dense.down))
         if config.family == "mixtral":
-            return self._experts(prefix + "block_sparse_moe.", ("w1", "w3", "w2"), config.moe)
-        return self._experts(prefix + "mlp.", ("gate_proj", "up_proj", "down_proj"), config.moe)
+            sparse = self._experts(prefix + "block_sparse_moe.", ("w1", "w3", "w2"), config.moe)
+        else:
+            sparse = self._experts(prefix + "mlp.", ("gate_proj", "up_proj", "down_proj"), config.moe)
+        # Each rank has a share of every expert: one sum over the ranks, not one per expert.
+        return sparse if self._groups is None else ReducedFeedForward(sparse, self._groups.all_reduce)
 
     def _experts(self, prefix: str, names: tuple[str, str, str], moe: MoeConfig) -> SparseFeedForward:
+        router = ("gate", moe.num_experts, slice(0, moe.num_experts))
         return SparseFeedForward(
-            self._fused(prefix, [("gate", moe.num_experts)], self._config.hidden, bias=False),
+            self._fused(prefix, [router], self._config.hidden, bias=False),
             tuple(
                 self._dense(f"{prefix}experts.{i}.", names, moe.intermediate, bias=False)
                 for i in range(moe.num_experts)
@@ -104,22 +171,43 @@ class _Loader:
         )
 
     def _dense(self, prefix: str, names: tuple[str, str, str], intermediate: int, bias: bool) -> DenseFeedForward:
+        """This rank's columns; ``down`` gives a part of the sum over the ranks."""
         gate, up, down = names
-        hidden = self._config.hidden
+        own = self._rank.share(intermediate)
         return DenseFeedForward(
-            self._fused(prefix, [(gate, intermediate), (up, intermediate)], hidden, bias),
-            self._fused(prefix, [(down, hidden)], intermediate, bias),
+            self._fused(prefix, [(gate, intermediate, own), (up, intermediate, own)], self._config.hidden, bias),
+            self._row_parallel(prefix + down, intermediate, bias),
         )
 
-    def _fused(self, prefix: str, parts: list[tuple[str, int]], inputs: int, bias: bool) -> Linear:
-        """One product for several projections of the same input; ``parts`` are names and numbers of outputs."""
-        names = [prefix + name for name, _ in parts]
-        weight = self._checkpoint.stack([f"{n}.weight" for n in names], [(rows, inputs) for _, rows in parts])
+    def _fused(self, prefix: str, parts: list[tuple[str, int, slice]], inputs: int, bias: bool) -> Linear:
+        """One product for several projections of the same input; ``parts`` are names, numbers of outputs, and which of
+        them are this rank's."""
+        names, cuts = [prefix + name for name, _, _ in parts], [Cut(0, own) for _, _, own in parts]
+        weight = self._checkpoint.stack(
+            [f"{n}.weight" for n in names], [(outputs, inputs) for _, outputs, _ in parts], cuts
+        )
         offset = None
         if bias:
-            offset = self._checkpoint.stack([f"{n}.bias" for n in names], [(rows,) for _, rows in parts])
+            offset = self._checkpoint.stack([f"{n}.bias" for n in names], [(outputs,) for _, outputs, _ in parts], cuts)
             offset = offset.to(self._device)
         return self._kernels.linear(weight.to(self._device), offset)
+
+    def _row_parallel(self, name: str, inputs: int, bias: bool) -> Linear:
+        """A product back to the hidden size, of this rank's inputs. The bias counts once in the sum over the ranks."""
+        hidden = self._config.hidden
+        own = Cut(1, self._rank.share(inputs))
+        weight = self._checkpoint.stack([f"{name}.weight"], [(hidden, inputs)], [own])
+        offset = self._checkpoint.stack([f"{name}.bias"], [(hidden,)]).to(self._device) if bias else None
+        return self._kernels.linear(weight.to(self._device), offset if self._rank.tp_rank == 0 else None)
+
+    def _reduced(self, linear: Linear) -> Linear:
+        groups = self._groups
+        return linear if groups is None else lambda x: groups.all_reduce(linear(x))
+
+    def _moving(self, linear: Linear) -> Linear:
+        """Each layer is a sign of life."""
+        groups = self._groups
+        return linear if groups is None else groups.moving(linear)
 
     def _qk_norms(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if not self._config.qk_norm:
@@ -128,7 +216,4 @@ class _Loader:
         return self._norm(prefix + "q_norm.weight", width), self._norm(prefix + "k_norm.weight", width)
 
     def _norm(self, name: str, width: int) -> torch.Tensor:
-        return self._kernels.norm_weight(self._read(name, width))
-
-    def _read(self, name: str, *shape: int) -> torch.Tensor:
-        return self._checkpoint.read(name, shape).to(self._device)
+        return self._kernels.norm_weight(self._checkpoint.read(name, (width,)).to(self._device))

@@ -1,0 +1,119 @@
+"""Between the driver and one rank: short messages over a socket, and the step's description in shared memory.
+
+    step memory (memfd)      [ progress table | StepMessage ......... free ]
+    one socket per rank      "step 17: 412 bytes are there"  ->        <-  "done"
+
+The description is written once, whatever the number of ranks. A rank waits in ``recv`` and copies the description
+before it computes; the driver writes the next one when all ranks have answered. The memory grows when a step needs it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from kvrelay.executors.torch.parallel.messages import Step
+from kvrelay.executors.torch.parallel.progress import Int64Array, progress_bytes, progress_table
+
+T = TypeVar("T")
+
+HEADER_BYTES = mmap.PAGESIZE
+FIRST_CAPACITY = 1 << 20
+
+_LENGTH = struct.Struct("<I")
+
+
+class ChannelClosedError(Exception):
+    """The other end is gone, or does not take what is sent."""
+
+
+class Channel(Generic[T]):
+    """Messages with their length before them, over a connected socket. ``kind`` is the type of those that come in."""
+
+    def __init__(self, connection: socket.socket, kind: Any) -> None:
+        self._socket = connection
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """For each piece of a message; None: wait for ever."""
+        self._socket.settimeout(timeout_s)
+
+    def send(self, message: object) -> None:
+        """Raises ChannelClosedError."""
+        body = self._encoder.encode(message)
+        try:
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        except OSError as exc:
+            raise ChannelClosedError(str(exc)) from exc
+
+    def receive(self) -> T:
+        """Raises ChannelClosedError."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        message: T = self._decoder.decode(self._read(length))
+        return message
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, length: int) -> bytearray:
+        data = bytearray(length)
+        view, at = memoryview(data), 0
+        while at < length:
+            try:
+                count = self._socket.recv_into(view[at:])
+            except OSError as exc:
+                raise ChannelClosedError(str(exc)) from exc
+            if not count:
+                raise ChannelClosedError("closed")
+            at += count
+        return data
+
+
+class StepMemory:
+    """The shared piece, as the driver or a rank has mapped it."""
+
+    def __init__(self, fd: int, num_ranks: int) -> None:
+        assert progress_bytes(num_ranks) <= HEADER_BYTES
+        self.fd = fd
+        self._header = mmap.mmap(fd, HEADER_BYTES)
+        self.progress: Int64Array = progress_table(memoryview(self._header), num_ranks)
+        self._body = mmap.mmap(fd, os.fstat(fd).st_size - HEADER_BYTES, offset=HEADER_BYTES)
+
+    @classmethod
+    def create(cls, num_ranks: int) -> StepMemory:
+        fd = os.memfd_create("kvrelay-step")
+        os.ftruncate(fd, HEADER_BYTES + FIRST_CAPACITY)
+        return cls(fd, num_ranks)
+
+    def write(self, frame: bytes) -> Step:
+        """Put a description there; gives what the ranks are to be told."""
+        if len(frame) > len(self._body):
+            capacity = 1 << len(frame).bit_length()
+            os.ftruncate(self.fd, HEADER_BYTES + capacity)
+            self._map(capacity)
+        self._body[: len(frame)] = frame
+        return Step(len(frame), len(self._body))
+
+    def read(self, step: Step) -> bytes:
+        """A copy of the description."""
+        if step.capacity != len(self._body):
+            self._map(step.capacity)
+        return self._body[: step.num_bytes]
+
+    def close(self) -> None:
+        """The driver's end; the progress table goes with the last reference to it."""
+        self._body.close()
+        os.close(self.fd)
+
+    def _map(self, capacity: int) -> None:
+        self._body.close()
+        self._body = mmap.mmap(self.fd, capacity, offset=HEADER_BYTES)

@@ -1,0 +1,342 @@
+"""The executor of an engine whose model is spread over several processes.
+
+    engine ──execute──> ParallelExecutor ──StepMessage, shared memory──> rank 0 ── rank 1 ── ...   one process each
+                                         <──tokens── the rank that samples; "done" from the others
+
+It computes nothing itself and does not import torch. It owns the rank processes, the step memory and, on the CPU, the
+memory of all KV pools: block b of the worker is the ranks' blocks b side by side, so that a block of the worker is one
+piece, as the engine and a transport know it.
+
+    pool    [ block 0: rank 0 | rank 1 | ... ][ block 1: rank 0 | rank 1 | ... ] ...
+
+A rank that ends or hangs ends all of it: ``execute`` and ``check`` then raise EngineDeadError with the reason. Death is
+noticed at once, by the end of the rank's socket; a hang when no rank has got a layer further for ``rank_timeout_s``.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import select
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from kvrelay import errors
+from kvrelay.config.settings import EngineConfig, RunnerConfig
+from kvrelay.core.checksums import block_checksum
+from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.base import ModelOutput, SchedulerOutput
+from kvrelay.errors import EngineDeadError, KvrelayError
+from kvrelay.executors.torch.config import load_model_config
+from kvrelay.executors.torch.parallel.channel import ChannelClosedError, StepMemory
+from kvrelay.executors.torch.parallel.messages import (
+    Allocate,
+    Answer,
+    Failed,
+    Loaded,
+    Order,
+    Start,
+    StepDone,
+    Stop,
+    WarmUp,
+    encode_step,
+)
+from kvrelay.executors.torch.parallel.processes import RankProcesses
+from kvrelay.executors.torch.parallel.progress import HangDetector
+from kvrelay.executors.torch.parallel.rank import ParallelRank, check_sizes
+
+_log = logging.getLogger(__name__)
+
+LOOKS_PER_TIMEOUT = 8
+BLAME_WAIT_S = 0.5
+"""After a first failure: so long for the others' own reasons, since the first to be heard may be a victim."""
+STOP_WAIT_S = 2.0
+KILL_WAIT_S = 10.0
+PREPARE_TIMEOUT_S = 60.0
+
+_NO_INTS = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Where a rank's KV lies, for a transfer that moves each rank's own part: its block b is ``layout.block_bytes``
+    long and begins at ``offset + b * stride_bytes`` of the executor's ``kv_region``."""
+
+    rank: ParallelRank
+    layout: KVLayout
+    offset: int
+    stride_bytes: int
+
+
+class ParallelExecutor:
+    """Fulfils ``kvrelay.engine.base.Executor`` with ``runner.tp * runner.pp`` rank processes."""
+
+    def __init__(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> None:
+        """Start the ranks and load the model. Raises CheckpointError, UnsupportedModelError or ConfigError."""
+        check_sizes(load_model_config(model_dir), runner.tp, runner.pp)
+        self._ranks = [ParallelRank.numbered(i, runner.tp, runner.pp) for i in range(runner.tp * runner.pp)]
+        self._sampler = next(rank.index for rank in self._ranks if rank.samples)
+        self._failure: KvrelayError | None = None
+        self._is_warm = False
+        self._drawn_slots, self._drawn_tokens = _NO_INTS, list[int]()
+        self._side_lock = threading.Lock()
+        self._memory = StepMemory.create(len(self._ranks))
+        self._pool_fd = os.memfd_create("kvrelay-kv-pool")
+        self._detector = HangDetector(self._memory.progress, LOOKS_PER_TIMEOUT)
+        self._look_ms = max(1, int(runner.rank_timeout_s * 1000 / LOOKS_PER_TIMEOUT))
+        self._timeout_s = runner.rank_timeout_s
+        self._poller = select.poll()
+        self._by_fd: dict[int, int] = {}
+        self._processes = RankProcesses(len(self._ranks), (self._memory.fd, self._pool_fd))
+        try:
+            self._connect()
+            self._facts, self._num_blocks = self._load(model_dir, runner, engine)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __repr__(self) -> str:
+        pids = ", ".join(str(rank.pid) for rank in self._processes.ranks)
+        return f"ParallelExecutor({len(self._ranks)} ranks (pids {pids}), {self._num_blocks} blocks)"
+
+    # -- what it says of itself ---------------------------------------------------------------------------------------
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Of the whole worker: all stages' layers and all ranks' KV heads, repeated ones included."""
+        rank = self._facts.layout
+        return KVLayout(
+            num_layers=rank.num_layers * rank.pp_size,
+            num_kv_heads=rank.num_kv_heads * rank.tp_size,
+            block_size=rank.block_size,
+            head_dim=rank.head_dim,
+            dtype=rank.dtype,
+            tp_size=rank.tp_size,
+            pp_size=rank.pp_size,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def kv_region(self) -> MemoryRegion:
+        """On CUDA each rank's pool is in its own device, and this memory is never touched."""
+        return MemoryRegion(self._bytes.ctypes.data, self._bytes.size)
+
+    @property
+    def rank_memory(self) -> tuple[RankMemory, ...]:
+        layout = self._facts.layout
+        stride = self.kv_layout.block_bytes
+        return tuple(RankMemory(rank, layout, rank.index * layout.block_bytes, stride) for rank in self._ranks)
+
+    @property
+    def max_model_len(self) -> int:
+        return self._facts.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._facts.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._facts.eos_token_ids
+
+    @property
+    def weights_fingerprint(self) -> str:
+        return self._facts.weights_fingerprint
+
+    @property
+    def rank_pids(self) -> tuple[int, ...]:
+        return tuple(rank.pid for rank in self._processes.ranks)
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Each rank by itself, so that one may wait for another's compiled kernels. Raises EngineDeadError."""
+        self._tell_all(WarmUp())
+        self._collect()
+        self._is_warm = True
+
+    def execute(self, work: SchedulerOutput) -> ModelOutput:
+        """Raises EngineDeadError when a rank has ended or hangs."""
+        if self._failure is not None:
+            raise self._failure
+        self._tell_all(self._memory.write(encode_step(work, self._drawn_slots, self._drawn_tokens)))
+        done = self._collect()[self._sampler]
+        assert isinstance(done, StepDone)
+        self._drawn_slots, self._drawn_tokens = work.slots[work.samples], done.token_ids
+        return done.output()
+
+    def check(self) -> None:
+        """Raises EngineDeadError when a rank has ended, also while there is nothing to compute."""
+        if self._failure is not None:
+            raise self._failure
+        if any(rank.ending is not None for rank in self._processes.ranks):
+            self._fail({})
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Compiled where tokens are drawn. Raises InvalidInputError, EngineDeadError."""
+        if sampling.grammar is None:
+            return
+        side = self._processes.ranks[self._sampler].side
+        try:
+            with self._side_lock:
+                side.send(sampling)
+                answer = side.receive()
+        except ChannelClosedError as exc:
+            raise EngineDeadError(f"{self._ranks[self._sampler]} does not answer: {exc}") from exc
+        if isinstance(answer, Failed):
+            raise _error_of(answer, answer.message)
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(block_checksum(self._bytes[block_id]) for block_id in block_ids)
+
+    def shutdown(self) -> None:
+        """End the ranks. Idempotent. The pool's memory goes with the last reference: a transport may still hold it."""
+        if self._failure is None:
+            self._failure = EngineDeadError("the executor is shut down")
+            for rank in self._processes.ranks:
+                try:
+                    rank.orders.send(Stop())
+                except ChannelClosedError:
+                    pass
+        elif self._processes.wait(0.0):
+            return
+        if not self._processes.wait(STOP_WAIT_S):
+            self._processes.kill()
+            self._processes.wait(KILL_WAIT_S)
+        self._processes.close()
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        for number, rank in enumerate(self._processes.ranks):
+            rank.orders.set_timeout(self._timeout_s)
+            rank.side.set_timeout(PREPARE_TIMEOUT_S)
+            self._by_fd[rank.orders.fileno()] = number
+            self._poller.register(rank.orders.fileno(), select.POLLIN)
+
+    def _load(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> tuple[Loaded, int]:
+        own = replace(runner, num_threads=_threads_per_rank(runner.num_threads, len(self._ranks)))
+        meeting = Path(tempfile.mkdtemp(prefix="kvrelay-ranks-"))
+        try:
+            for rank in self._ranks:
+                order = Start(str(model_dir.absolute()), own, engine, rank.index, str(meeting / "store"))
+                self._tell(rank.index, order)
+            loaded = [answer for answer in self._collect().values() if isinstance(answer, Loaded)]
+        finally:
+            shutil.rmtree(meeting, ignore_errors=True)
+        facts, num_blocks = loaded[0], min(each.max_blocks for each in loaded)
+        num_bytes = num_blocks * len(self._ranks) * facts.layout.block_bytes
+        os.ftruncate(self._pool_fd, num_bytes)
+        self._pool = mmap.mmap(self._pool_fd, num_bytes)
+        self._bytes = np.frombuffer(self._pool, dtype=np.uint8).reshape(num_blocks, -1)
+        self._tell_all(Allocate(num_blocks))
+        self._collect()
+        return facts, num_blocks
+
+    # -- talking to the ranks -----------------------------------------------------------------------------------------
+
+    def _tell_all(self, order: Order) -> None:
+        for rank in self._ranks:
+            self._tell(rank.index, order)
+
+    def _tell(self, index: int, order: Order) -> None:
+        try:
+            self._processes.ranks[index].orders.send(order)
+        except ChannelClosedError:
+            self._fail({})
+
+    def _collect(self) -> dict[int, Answer]:
+        """An answer of each rank. Raises what one of them has failed with, or EngineDeadError."""
+        answers: dict[int, Answer] = {}
+        self._detector.begin()
+        while len(answers) < len(self._ranks):
+            events = self._poller.poll(self._look_ms)
+            if not events and self._is_warm and self._detector.look():
+                self._fail({}, self._detector.culprits())
+            for fd, _ in events:
+                index = self._by_fd[fd]
+                try:
+                    answer = self._processes.ranks[index].orders.receive()
+                except ChannelClosedError:
+                    self._fail({})
+                if isinstance(answer, Failed):
+                    self._fail({index: answer})
+                answers[index] = answer
+        return answers
+
+    # -- failure ------------------------------------------------------------------------------------------------------
+
+    def _fail(self, failed: dict[int, Failed], hung: Sequence[int] = ()) -> NoReturn:
+        """End all ranks and raise why; for good."""
+        if hung:
+            names = ", ".join(f"{self._ranks[i]}, pid {self._processes.ranks[i].pid}," for i in hung)
+            error: KvrelayError = EngineDeadError(
+                f"{names} has not got a layer further for {self._timeout_s:g} s (--rank-timeout-s): it hangs"
+            )
+        else:
+            error = self._reason(failed)
+        self._failure = error
+        self._processes.kill()
+        raise error
+
+    def _reason(self, failed: dict[int, Failed]) -> KvrelayError:
+        """Who has ended first: without a word, with a reason of its own, or because another one was lost."""
+        self._listen(failed)
+        silent = [i for i, rank in enumerate(self._processes.ranks) if rank.ending is not None and i not in failed]
+        if silent:
+            rank = self._processes.ranks[silent[0]]
+            return EngineDeadError(f"{self._ranks[silent[0]]}, pid {rank.pid}, {rank.ending}")
+        own = {i: answer for i, answer in failed.items() if not answer.is_peer_lost} or failed
+        if not own:
+            return EngineDeadError("a rank does not answer")
+        index, answer = next(iter(own.items()))
+        return _error_of(
+            answer, f"{self._ranks[index]}, pid {self._processes.ranks[index].pid}, failed: {answer.message}"
+        )
+
+    def _listen(self, failed: dict[int, Failed]) -> None:
+        """For a moment, to the last words of the others; into ``failed``."""
+        deadline_s = time.monotonic() + BLAME_WAIT_S
+        open_fds = {fd for fd, i in self._by_fd.items() if i not in failed}
+        while open_fds and (left_s := deadline_s - time.monotonic()) > 0:
+            for fd, _ in self._poller.poll(left_s * 1000):
+                index = self._by_fd[fd]
+                try:
+                    answer = self._processes.ranks[index].orders.receive()
+                except ChannelClosedError:
+                    self._poller.unregister(fd)
+                    open_fds.discard(fd)
+                    continue
+                if isinstance(answer, Failed):
+                    failed[index] = answer
+                    open_fds.discard(fd)
+        # The socket of a process closes before the process has ended.
+        while time.monotonic() < deadline_s and not any(rank.ending for rank in self._processes.ranks):
+            time.sleep(0.01)
+
+
+def _threads_per_rank(requested: int, num_ranks: int) -> int:
+    """The ranks share the worker's threads, which are no more than its cores; one is the least."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(requested or cores, cores) // num_ranks)
+
+
+def _error_of(failed: Failed, message: str) -> KvrelayError:
+    """The error that the rank has raised, if it is one of input; EngineDeadError for all others."""
+    kind = getattr(errors, failed.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.InvalidInputError | errors.CheckpointError):
+        return kind(failed.message)
+    return EngineDeadError(message)

@@ -1,0 +1,168 @@
+"""Collectives of one rank: torch.distributed's process groups, made here and passed by hand.
+
+    tensor-parallel group     the ranks of one stage: sums of partial results, logits cut by vocabulary
+    pipeline neighbours       the rank with the same tp_rank in the stage before and after
+
+There is no default group and no global state, so several engines may live side by side. Every collective has a
+timeout. A collective that fails means that another rank has ended: PeerLostError.
+
+Sums are taken in the order of the ranks over all-gathered parts on the CPU. Gloo's ring would sum in an order that
+depends on the place in the tensor, and a token must not depend on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from kvrelay.errors import FatalError
+from kvrelay.executors.torch.parallel.progress import RankProgress
+from kvrelay.executors.torch.parallel.rank import ParallelRank
+
+# Its classes are made in C++ and declared for no type checker.
+_dist: Any = torch.distributed
+
+
+class PeerLostError(FatalError):
+    """A collective failed: another rank has ended or does not answer."""
+
+
+class Groups:
+    """``store`` is where the ranks find each other. ``muted``: collectives give something of the right shape at once,
+    for a rank that warms up alone."""
+
+    def __init__(
+        self,
+        rank: ParallelRank,
+        store: Any,
+        device: torch.device,
+        timeout_s: float,
+        progress: RankProgress,
+    ) -> None:
+        self.rank = rank
+        self._device = device
+        self._progress = progress
+        self._is_muted = False
+        self._sending: list[tuple[Any, torch.Tensor]] = []
+        timeout = timedelta(seconds=timeout_s)
+        self._tp: Any = None
+        self._world: Any = None
+        if rank.tp_size > 1:
+            self._tp = _process_group(f"tp{rank.pp_rank}", store, rank.tp_rank, rank.tp_size, device, timeout)
+        if rank.pp_size > 1:
+            self._world = _process_group("world", store, rank.index, rank.num_ranks, device, timeout)
+
+    def connect(self) -> None:
+        """Wait until all ranks are there. Raises PeerLostError."""
+        for group in (self._tp, self._world):
+            if group is not None:
+                self._wait(group.barrier)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        self._is_muted = True
+        try:
+            yield
+        finally:
+            self._is_muted = False
+
+    def moving(self, call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """``call``, counted as progress."""
+        move = self._progress.move
+
+        def counted(x: torch.Tensor) -> torch.Tensor:
+            move()
+            return call(x)
+
+        return counted
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the stage's ranks, in ``x``'s memory."""
+        group = self._tp
+        if group is None or self._is_muted:
+            return x
+        if self._device.type != "cpu":
+            self._wait(lambda: group.allreduce([x]))
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.rank.tp_size)]
+        self._wait(lambda: group.allgather([parts], [x.contiguous()]))
+        if len(parts) == 2:
+            return torch.add(parts[0], parts[1], out=x)
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return x.copy_(total)
+
+    def gather_columns(self, x: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """[R, ``num_columns``]: every rank's columns side by side, on the first rank of the stage; elsewhere anything.
+
+        All ranks but the last have equally many columns.
+        """
+        group, tp_size = self._tp, self.rank.tp_size
+        if group is None:
+            return x
+        width = -(-num_columns // tp_size)
+        padded = x if x.shape[1] == width else torch.nn.functional.pad(x, (0, width - x.shape[1]))
+        if self._is_muted:
+            return padded.repeat(1, tp_size)[:, :num_columns]
+        padded = padded.contiguous()
+        is_root = self.rank.tp_rank == 0
+        parts = [torch.empty_like(padded) for _ in range(tp_size)] if is_root else []
+        self._wait(lambda: group.gather(parts, padded, 0))
+        return torch.cat(parts, dim=1)[:, :num_columns] if is_root else x
+
+    def send(self, x: torch.Tensor) -> None:
+        """To the next stage; returns before it has arrived. ``x`` must not be changed any more."""
+        if self._is_muted:
+            return
+        self._settle()
+        target, group = self.rank.index + self.rank.tp_size, self._world
+        self._sending.append((_checked(lambda: group.send([x], target, 0)), x))
+
+    def receive(self, num_rows: int, width: int) -> torch.Tensor:
+        """[num_rows, width] float32 from the stage before."""
+        x = torch.zeros(num_rows, width, dtype=torch.float32, device=self._device)
+        if not self._is_muted:
+            source, group = self.rank.index - self.rank.tp_size, self._world
+            self._wait(lambda: group.recv([x], source, 0))
+        return x
+
+    def _settle(self) -> None:
+        """Let go of what has been sent; wait for the oldest if the next stage is far behind."""
+        while self._sending and (len(self._sending) >= 2 * self.rank.pp_size or self._sending[0][0].is_completed()):
+            work, _ = self._sending.pop(0)
+            self._wait(lambda work=work: work)  # type: ignore[misc]
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        with self._progress.waiting():
+            _checked(lambda: begin().wait())
+
+
+def _checked(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except RuntimeError as exc:
+        raise PeerLostError(f"a collective failed: {str(exc).splitlines()[0]}") from exc
+
+
+def file_store(path: str, num_ranks: int) -> Any:
+    """Where the ranks find each other: a file that they share."""
+    return _dist.FileStore(path, num_ranks)
+
+
+def _process_group(name: str, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    own = _dist.PrefixStore(name, store)
+    if device.type == "cuda":
+        nccl = _dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return _checked(lambda: _dist.ProcessGroupNCCL(own, rank, size, nccl))
+    gloo = _dist.ProcessGroupGloo._Options()
+    gloo._timeout = timeout
+    gloo._threads = 1
+    gloo._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return _checked(lambda: _dist.ProcessGroupGloo(own, rank, size, gloo))

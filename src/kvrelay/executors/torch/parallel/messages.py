@@ -1,0 +1,214 @@
+"""What driver and ranks say to each other: msgpack with types, arrays as their bytes. Nothing is pickled.
+
+driver ──Start──> rank      which model, which part          rank ──Loaded──> driver   how much memory a block takes
+driver ──Allocate──> rank   how many blocks                  rank ──Ready──> driver
+driver ──WarmUp──> rank                                      rank ──Ready──> driver
+driver ──Step──> rank       a step lies in shared memory     rank ──StepDone──> driver   the sampling rank's has tokens
+driver ──Stop──> rank                                        rank ──Failed──> driver     in place of any answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvrelay.config.settings import EngineConfig, RunnerConfig
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.layout import KVLayout
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.base import Int32Array, ModelOutput, NewSequence, SchedulerOutput
+
+# -- orders -----------------------------------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """``store`` is a file by which the ranks find each other. ``runner.num_threads`` are this rank's own."""
+
+    model_dir: str
+    runner: RunnerConfig
+    engine: EngineConfig
+    index: int
+    store: str
+
+
+class Allocate(msgspec.Struct, frozen=True, tag=True):
+    num_blocks: int
+
+
+class WarmUp(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """``num_bytes`` of a StepMessage are in the step memory, which is ``capacity`` bytes long."""
+
+    num_bytes: int
+    capacity: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+Order = Start | Allocate | WarmUp | Step | Stop
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The weights are there. ``max_blocks``: as many blocks as this rank has memory for."""
+
+    layout: KVLayout
+    max_blocks: int
+    device: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    weights_fingerprint: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """ModelOutput, from the rank that samples; empty from the others."""
+
+    token_ids: list[int] = []
+    logprobs: dict[int, PositionLogprobs] = {}
+    prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
+    failures: dict[int, str] = {}
+
+    def output(self) -> ModelOutput:
+        return ModelOutput(self.token_ids, self.logprobs, self.prompt_logprobs, self.failures)
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """``kind`` is a class of ``kvrelay.errors``, or empty. ``is_peer_lost``: another rank has failed before."""
+
+    kind: str
+    message: str
+    is_peer_lost: bool = False
+
+
+Answer = Loaded | Ready | StepDone | Failed
+
+# -- the step ---------------------------------------------------------------------------------------------------------
+
+
+class SequenceMessage(msgspec.Struct, frozen=True, array_like=True):
+    """A NewSequence without its id, which no rank needs."""
+
+    slot: int
+    token_ids: bytes
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: bytes
+    sampling: SamplingParams
+    seed: int
+
+
+class StepMessage(msgspec.Struct, frozen=True, array_like=True):
+    """A SchedulerOutput; and before it the tokens that the step before has drawn, ``drawn_slots`` and ``drawn_tokens``,
+    which all ranks but the one that samples learn only here."""
+
+    step: int
+    drawn_slots: bytes
+    drawn_tokens: bytes
+    new_seqs: tuple[SequenceMessage, ...]
+    released_slots: tuple[int, ...]
+    slots: bytes
+    num_tokens: bytes
+    samples: bytes
+    block_slots: bytes
+    block_indices: bytes
+    block_ids: bytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+_step_decoder = msgspec.msgpack.Decoder(StepMessage)
+
+
+def encode_step(work: SchedulerOutput, drawn_slots: Int32Array, drawn_tokens: Sequence[int]) -> bytes:
+    return _encoder.encode(
+        StepMessage(
+            work.step,
+            drawn_slots.tobytes(),
+            _ints(drawn_tokens).tobytes(),
+            tuple(_sequence_message(sequence) for sequence in work.new_seqs),
+            tuple(int(slot) for slot in work.released_slots),
+            work.slots.tobytes(),
+            work.num_tokens.tobytes(),
+            work.samples.tobytes(),
+            work.block_slots.tobytes(),
+            work.block_indices.tobytes(),
+            work.block_ids.tobytes(),
+        )
+    )
+
+
+def decode_step(frame: bytes | memoryview, block_factor: int, block_offset: int) -> tuple[SchedulerOutput, StepMessage]:
+    """The step, with this rank's own block ids: ``id * block_factor + block_offset``; and the message itself."""
+    message = _step_decoder.decode(frame)
+
+    def blocks(data: bytes) -> Int32Array:
+        return (_array(data) * np.int32(block_factor) + np.int32(block_offset)).astype(np.int32)
+
+    work = SchedulerOutput(
+        step=message.step,
+        new_seqs=tuple(
+            NewSequence(
+                each.slot,
+                "",
+                _tokens(each),
+                each.num_prompt_tokens,
+                each.num_computed_tokens,
+                blocks(each.block_ids),  # type: ignore[arg-type]  # it is only copied
+                each.sampling,
+                each.seed,
+            )
+            for each in message.new_seqs
+        ),
+        released_slots=message.released_slots,
+        slots=_array(message.slots),
+        num_tokens=_array(message.num_tokens),
+        samples=np.frombuffer(message.samples, dtype=np.bool_).copy(),
+        block_slots=_array(message.block_slots),
+        block_indices=_array(message.block_indices),
+        block_ids=blocks(message.block_ids),
+    )
+    return work, message
+
+
+def drawn(message: StepMessage) -> tuple[Int32Array, Int32Array]:
+    """Slots, and the token that each has drawn in the step before."""
+    return _array(message.drawn_slots), _array(message.drawn_tokens)
+
+
+def _sequence_message(sequence: NewSequence) -> SequenceMessage:
+    return SequenceMessage(
+        int(sequence.slot),
+        _ints(sequence.token_ids).tobytes(),
+        int(sequence.num_prompt_tokens),
+        int(sequence.num_computed_tokens),
+        _ints(sequence.block_ids).tobytes(),
+        sequence.sampling,
+        int(sequence.seed),
+    )
+
+
+def _tokens(message: SequenceMessage) -> Sequence[int]:
+    tokens = _array(message.token_ids)
+    # Grammars are walked in Rust, which takes Python's integers.
+    return tokens.tolist() if message.sampling.grammar is not None else tokens  # type: ignore[return-value]
+
+
+def _ints(values: Sequence[int]) -> Int32Array:
+    return np.asarray(values, dtype=np.int32)
+
+
+def _array(data: bytes) -> Int32Array:
+    # A copy, because compiled kernels take writable arrays: for others they would be compiled once more.
+    return np.frombuffer(data, dtype=np.int32).copy()

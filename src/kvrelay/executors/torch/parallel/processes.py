@@ -1,0 +1,122 @@
+"""The rank processes: started, watched, ended, and reaped, by a thread of their own.
+
+They end with their parent. The kernel kills a child when the *thread* that started it ends, so that thread lives as
+long as they do. It sleeps until one of them ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrelay.errors import FatalError
+from kvrelay.executors.torch.parallel.channel import Channel
+from kvrelay.executors.torch.parallel.messages import Answer, Failed, Ready
+
+MODULE = "kvrelay.executors.torch.parallel.rank_process"
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """``orders``: steps and what they are answered by. ``side``: questions that are answered meanwhile."""
+
+    process: subprocess.Popen[bytes]
+    orders: Channel[Answer]
+    side: Channel[Ready | Failed]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def ending(self) -> str | None:
+        """How it has ended, in words; None while it lives."""
+        code: int | None = self.process.returncode
+        if code is None:
+            return None
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+class RankProcesses:
+    """``count`` processes that inherit ``fds``. Raises FatalError if one cannot be started."""
+
+    def __init__(self, count: int, fds: Sequence[int]) -> None:
+        self.ranks: list[RankProcess] = []
+        self._fds = tuple(fds)
+        self._error: OSError | None = None
+        self._started, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._run, args=(count,), name="ranks", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if len(self.ranks) < count:
+            self.kill()
+            raise FatalError(f"cannot start a rank process: {self._error}") from self._error
+
+    def kill(self) -> None:
+        """At once. Idempotent; from any thread."""
+        with self._lock:
+            for rank in self.ranks:
+                if rank.process.returncode is None:
+                    rank.process.kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until all have ended. False: not in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.orders.close()
+            rank.side.close()
+
+    def _run(self, count: int) -> None:
+        try:
+            for _ in range(count):
+                self.ranks.append(self._start())
+        except OSError as exc:
+            self._error = exc
+        finally:
+            self._started.set()
+        self._reap()
+
+    def _start(self) -> RankProcess:
+        ours, theirs = socket.socketpair()
+        our_side, their_side = socket.socketpair()
+        with theirs, their_side:
+            inherited = (theirs.fileno(), their_side.fileno(), *self._fds)
+            command = [sys.executable, "-m", MODULE, str(os.getpid()), *(str(fd) for fd in inherited)]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=inherited)
+        return RankProcess(process, Channel(ours, Answer), Channel(our_side, Ready | Failed))
+
+    def _reap(self) -> None:
+        poller = select.poll()
+        alive: dict[int, RankProcess] = {}
+        for rank in self.ranks:
+            fd = os.pidfd_open(rank.pid)
+            alive[fd] = rank
+            poller.register(fd, select.POLLIN)
+        while alive:
+            for fd, _ in poller.poll():
+                # Under the lock, so that no one sends a signal to a pid that is free again.
+                with self._lock:
+                    alive.pop(fd).process.wait()
+                poller.unregister(fd)
+                os.close(fd)
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """For the child: the kernel kills it when its parent ends. Ends it now if that has happened already."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent_pid:
+        os._exit(1)

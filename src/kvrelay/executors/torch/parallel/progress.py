@@ -1,0 +1,76 @@
+"""How far each rank has come, in memory that all of them and the driver share.
+
+    [num_ranks, 2] int64:   number of moves     1 while it waits for other ranks, else 0
+
+A rank writes its own row and nothing else; a move costs a store. The driver looks only when an answer is overdue, so
+that a hang is told from a long step: a rank that computes moves with every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def progress_bytes(num_ranks: int) -> int:
+    return num_ranks * 2 * 8
+
+
+def progress_table(memory: memoryview, num_ranks: int) -> Int64Array:
+    """The table at the beginning of ``memory``."""
+    return np.frombuffer(memory, dtype=np.int64, count=num_ranks * 2).reshape(num_ranks, 2)
+
+
+class RankProgress:
+    """One rank's row. Used by the rank's main thread."""
+
+    def __init__(self, row: Int64Array) -> None:
+        self._row = row
+
+    def move(self) -> None:
+        self._row[0] += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        row = self._row
+        row[0] += 1
+        row[1] = 1
+        try:
+            yield
+        finally:
+            row[1] = 0
+            row[0] += 1
+
+
+class HangDetector:
+    """Tells that no rank moves any more. ``look`` is called at equal intervals while an answer is awaited, and counts
+    those: a driver that was stopped itself has not waited."""
+
+    def __init__(self, table: Int64Array, max_looks: int) -> None:
+        self._table = table
+        self._max_looks = max_looks
+        self.begin()
+
+    def begin(self) -> None:
+        self._last = self._table.copy()
+        self._num_looks = 0
+
+    def look(self) -> bool:
+        """True when none has moved for ``max_looks`` looks in a row."""
+        if np.array_equal(self._last, self._table):
+            self._num_looks += 1
+        else:
+            self.begin()
+        return self._num_looks >= self._max_looks
+
+    def culprits(self) -> list[int]:
+        """The ranks for which the others wait; if all wait, those that are furthest behind."""
+        computing = np.flatnonzero(self._table[:, 1] == 0)
+        if len(computing):
+            return [int(rank) for rank in computing]
+        return [int(rank) for rank in np.flatnonzero(self._table[:, 0] == self._table[:, 0].min())]

@@ -1,0 +1,223 @@
+"""One rank: a process that holds its share of the model and does what the driver says, until either ends.
+
+    python -m kvrelay.executors.torch.parallel.rank_process PARENT_PID ORDERS_FD SIDE_FD STEP_FD POOL_FD
+
+It waits for orders in ``recv``. A side thread of the sampling rank compiles grammars meanwhile. What goes wrong is
+said to the driver in one message, and the process ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+import kvrelay.executors.torch  # noqa: F401  settings of OpenMP, before its library is loaded
+from kvrelay.core.layout import KVLayout
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.errors import ConfigError, KvrelayError
+from kvrelay.executors.torch.build import build_model_runner
+from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks, parse_bytes
+from kvrelay.executors.torch.model_runner import ModelFacts, ModelRunner
+from kvrelay.executors.torch.parallel.channel import Channel, ChannelClosedError, StepMemory
+from kvrelay.executors.torch.parallel.following import FollowingRunner
+from kvrelay.executors.torch.parallel.groups import Groups, PeerLostError, file_store
+from kvrelay.executors.torch.parallel.messages import (
+    Allocate,
+    Failed,
+    Loaded,
+    Order,
+    Ready,
+    Start,
+    Step,
+    StepDone,
+    Stop,
+    WarmUp,
+    decode_step,
+    drawn,
+)
+from kvrelay.executors.torch.parallel.micro_batches import merge, split
+from kvrelay.executors.torch.parallel.processes import end_with_parent
+from kvrelay.executors.torch.parallel.progress import RankProgress
+from kvrelay.executors.torch.parallel.rank import ParallelRank
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_COLLECTIVE_TIMEOUT_S = 300.0
+"""The driver notices a hang much earlier; this is for a driver that is stopped itself."""
+
+_DONE = StepDone()
+
+
+class RankShard:
+    """Fulfils ``build.Shard``: how this rank meets the others and gets its memory."""
+
+    def __init__(self, start: Start, orders: Channel[Order], memory: StepMemory, pool_fd: int) -> None:
+        self.rank = ParallelRank.numbered(start.index, start.runner.tp, start.runner.pp)
+        self.progress = RankProgress(memory.progress[start.index])
+        self.groups: Groups | None = None
+        self.block_factor, self.block_offset = 1, 0
+        """From the worker's block ids to those of ``allocate``'s pool."""
+        self._start = start
+        self._orders = orders
+        self._pool_fd = pool_fd
+
+    def join(self, device: torch.device) -> Groups:
+        store = file_store(self._start.store, self.rank.num_ranks)
+        timeout_s = self._start.engine.step_timeout_s or DEFAULT_COLLECTIVE_TIMEOUT_S
+        self.groups = Groups(self.rank, store, device, timeout_s, self.progress)
+        self.groups.connect()
+        return self.groups
+
+    def allocate(self, facts: ModelFacts, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> KvPool:
+        self._orders.send(
+            Loaded(
+                layout,
+                self._max_blocks(layout, device),
+                device.type,
+                facts.vocab_size,
+                facts.max_model_len,
+                facts.eos_token_ids,
+                facts.weights_fingerprint,
+            )
+        )
+        order = self._orders.receive()
+        if not isinstance(order, Allocate):
+            raise ChannelClosedError("stopped while loading")
+        if device.type != "cpu":
+            return KvPool(layout, order.num_blocks, device, dtype)
+        num_ranks = self.rank.num_ranks
+        self.block_factor, self.block_offset = num_ranks, self.rank.index
+        num_blocks = order.num_blocks * num_ranks
+        memory = mmap.mmap(self._pool_fd, num_blocks * layout.block_bytes)
+        return KvPool(layout, num_blocks, device, dtype, memory=memory)
+
+    def _max_blocks(self, layout: KVLayout, device: torch.device) -> int:
+        engine, num_ranks = self._start.engine, self.rank.num_ranks
+        given = engine.kv_cache_memory
+        share = given if given == "auto" else str(parse_bytes(given) // num_ranks)
+        num_sharing = num_ranks if device.type == "cpu" else 1
+        return decide_num_blocks(layout, engine.num_blocks, share, lambda: auto_pool_bytes(device) // num_sharing)
+
+
+class Rank:
+    """From Start to Stop."""
+
+    def __init__(self, start: Start, orders: Channel[Order], memory: StepMemory, pool_fd: int) -> None:
+        self._orders = orders
+        self._memory = memory
+        self._shard = RankShard(start, orders, memory, pool_fd)
+        _choose_device(start, self._shard.rank)
+        self.runner: ModelRunner = build_model_runner(Path(start.model_dir), start.runner, start.engine, self._shard)
+
+    @property
+    def samples(self) -> bool:
+        return self._shard.rank.samples
+
+    def serve(self) -> None:
+        """Raises ChannelClosedError when the driver is gone, and what a step raises."""
+        self._orders.send(Ready())
+        while True:
+            order = self._orders.receive()
+            match order:
+                case Step():
+                    self._orders.send(self._step(order))
+                case WarmUp():
+                    self._warm_up()
+                    self._orders.send(Ready())
+                case Stop():
+                    return
+                case _:
+                    raise ChannelClosedError(f"{type(order).__name__} is out of order")
+
+    def _step(self, order: Step) -> StepDone:
+        shard, runner = self._shard, self.runner
+        shard.progress.move()
+        work, message = decode_step(self._memory.read(order), shard.block_factor, shard.block_offset)
+        if isinstance(runner, FollowingRunner):
+            runner.append(*drawn(message))
+        parts = split(work, shard.rank.pp_size)
+        outputs = [runner.execute(part.work) for part in parts]
+        shard.progress.move()
+        if not shard.rank.samples:
+            return _DONE
+        output = outputs[0] if len(parts) == 1 else merge(parts, outputs)
+        return StepDone(output.token_ids, output.logprobs, output.prompt_logprobs, output.failures)
+
+    def _warm_up(self) -> None:
+        # Alone: kernels are compiled in turns, so a rank that compiles must not wait for one that awaits its turn.
+        assert self._shard.groups is not None
+        with self._shard.groups.muted():
+            self.runner.warm_up()
+
+
+def _choose_device(start: Start, rank: ParallelRank) -> None:
+    """Each rank has a GPU of its own. Raises ConfigError."""
+    if start.runner.device == "cpu" or not torch.cuda.is_available():
+        return
+    if torch.cuda.device_count() < rank.num_ranks:
+        raise ConfigError(
+            f"{rank.num_ranks} ranks need as many GPUs; there are {torch.cuda.device_count()}", param="tp"
+        )
+    torch.cuda.set_device(rank.index)
+
+
+def _prepare(side: Channel[SamplingParams], runner: ModelRunner) -> None:
+    """Compile grammars for the driver; in a thread of its own."""
+    with suppress(ChannelClosedError):
+        while True:
+            sampling = side.receive()
+            try:
+                runner.prepare(sampling)
+            except KvrelayError as exc:
+                side.send(_failed(exc))
+            else:
+                side.send(Ready())
+
+
+def _failed(exc: BaseException) -> Failed:
+    message = exc.message if isinstance(exc, KvrelayError) else repr(exc)
+    return Failed(type(exc).__name__, message, isinstance(exc, PeerLostError))
+
+
+def run(parent_pid: int, orders_fd: int, side_fd: int, step_fd: int, pool_fd: int) -> int:
+    """The exit code: 0 when the driver has said so, or is gone."""
+    end_with_parent(parent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Ctrl-C and an orderly stop reach the whole group; the driver still needs its ranks for what runs.
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    orders: Channel[Order] = Channel(socket.socket(fileno=orders_fd), Order)
+    side: Channel[SamplingParams] = Channel(socket.socket(fileno=side_fd), SamplingParams)
+    try:
+        start = orders.receive()
+        if not isinstance(start, Start):
+            return 0
+        rank = Rank(start, orders, StepMemory(step_fd, start.runner.tp * start.runner.pp), pool_fd)
+        if rank.samples:
+            threading.Thread(target=_prepare, args=(side, rank.runner), name="prepare", daemon=True).start()
+        rank.serve()
+    except ChannelClosedError:
+        return 0
+    except Exception as exc:  # noqa: BLE001 - the process's outermost loop
+        if not isinstance(exc, KvrelayError):
+            _log.exception("the rank failed")
+        with suppress(ChannelClosedError):
+            orders.send(_failed(exc))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = run(*(int(word) for word in sys.argv[1:]))
+    logging.shutdown()
+    # Not through the interpreter's end: the process groups' threads may wait for a rank that is gone.
+    os._exit(code)
