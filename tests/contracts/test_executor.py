@@ -24,14 +24,19 @@ ENGINE = EngineConfig(num_blocks=96, max_model_len=256, max_num_seqs=8, block_si
 LENGTHS = (1, 15, 16, 17, 40, 64)
 
 
-def _builder(name: str) -> Callable[[], Executor]:
-    runner = RunnerConfig(dtype="float32", device="cpu", num_threads=1)
+def _builder(name: str, tp: int = 1, pp: int = 1) -> Callable[[], Executor]:
+    runner = RunnerConfig(dtype="float32", device="cpu", num_threads=1, tp=tp, pp=pp, rank_timeout_s=60.0)
     return lambda: build_executor(
         name, ExecutorSettings(bundled_checkpoint_path(), ENGINE, runner, MockConfig(speedup_ratio=0.0))
     )
 
 
-EXECUTORS = {name: _builder(name) for name in ("mock", "torch")}
+EXECUTORS = {
+    "mock": _builder("mock"),
+    "torch": _builder("torch"),
+    "torch-tp2": _builder("torch", tp=2),
+    "torch-pp2": _builder("torch", pp=2),
+}
 
 
 @pytest.fixture(scope="module", params=EXECUTORS)

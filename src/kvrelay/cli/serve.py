@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
@@ -28,6 +30,19 @@ from kvrelay.config import (
     RunnerConfig,
     TransferConfig,
 )
+from kvrelay.errors import ConfigError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+MAX_RANKS = 64
+
+
+def ranks_option(name: str, help_text: str) -> Callable[[Command], Command]:
+    """One of the options that tell kinds of workers apart; without it --tp and --pp hold for both kinds."""
+    flag = "--" + name.replace("_", "-")
+    whole = f"{help_text}  [default: --{name[:2]}]"
+    return click.option(flag, name, type=click.IntRange(1, MAX_RANKS), default=None, help=whole)
+
 
 SERVE_SETTINGS = (*FRONTEND_SETTINGS, *(cls for cls in WORKER_SETTINGS if cls not in FRONTEND_SETTINGS))
 
@@ -36,6 +51,10 @@ SERVE_SETTINGS = (*FRONTEND_SETTINGS, *(cls for cls in WORKER_SETTINGS if cls no
 @model_argument
 @click.option("--prefill", "num_prefill", default=1, type=click.IntRange(0, 64), help="Prefill workers; 0: aggregated.")
 @click.option("--decode", "num_decode", default=1, type=click.IntRange(1, 64), help="Decode workers.")
+@ranks_option("tp_prefill", "Tensor-parallel ranks of a prefill worker")
+@ranks_option("pp_prefill", "Pipeline stages of a prefill worker")
+@ranks_option("tp_decode", "Tensor-parallel ranks of a decode or aggregated worker")
+@ranks_option("pp_decode", "Pipeline stages of a decode or aggregated worker")
 @click.option("--frontends", "num_frontends", default=1, type=click.IntRange(1, 64), help="Frontend processes.")
 @engine_option
 @served_name_option
@@ -51,6 +70,10 @@ def serve(
     model: str | None,
     num_prefill: int,
     num_decode: int,
+    tp_prefill: int | None,
+    pp_prefill: int | None,
+    tp_decode: int | None,
+    pp_decode: int | None,
     num_frontends: int,
     engine_kind: str,
     served_model_name: str | None,
@@ -72,7 +95,10 @@ def serve(
     runner = source.build(RunnerConfig)
     if runner.num_threads == 0:
         runner = source.build(RunnerConfig, num_threads=max(1, available_cores() // (num_prefill + num_decode)))
-    worker_settings = (*(source.build(cls) for cls in (EngineConfig, TransferConfig, DisaggConfig)), runner)
+    prefill_runner = replace(runner, tp=tp_prefill or runner.tp, pp=pp_prefill or runner.pp)
+    decode_runner = replace(runner, tp=tp_decode or runner.tp, pp=pp_decode or runner.pp)
+    _require_hand_off(num_prefill, prefill_runner, decode_runner)
+    worker_settings = tuple(source.build(cls) for cls in (EngineConfig, TransferConfig, DisaggConfig))
     worker_flags = ["--engine", engine_kind]
     for settings in (*worker_settings, *([source.build(MockConfig)] if engine_kind == "mock" else [])):
         worker_flags += settings_to_flags(settings)
@@ -94,7 +120,10 @@ def serve(
                 frontend=frontend,
                 control=control,
                 metrics=metrics,
-                worker_flags=[worker_flags + flags for flags in _metrics_flags(metrics, num_prefill + num_decode)],
+                worker_flags=[
+                    worker_flags + settings_to_flags(prefill_runner if number < num_prefill else decode_runner) + flags
+                    for number, flags in enumerate(_metrics_flags(metrics, num_prefill + num_decode))
+                ],
                 frontend_flags=frontend_flags,
                 control_flags=settings_to_flags(control, skip=("control", "discovery")),
                 nats_dir=nats_dir,
@@ -103,6 +132,17 @@ def serve(
             )
         )
     )
+
+
+def _require_hand_off(num_prefill: int, prefill: RunnerConfig, decode: RunnerConfig) -> None:
+    """Raises ConfigError if KV would have to be handed over between workers of several ranks."""
+    if num_prefill and max(prefill.num_ranks, decode.num_ranks) > 1:
+        raise ConfigError(
+            f"--prefill {num_prefill} with tp {prefill.tp}, pp {prefill.pp} (prefill) and tp {decode.tp}, "
+            f"pp {decode.pp} (decode): KV cannot be handed over between workers of several ranks yet; "
+            "use --prefill 0",
+            param="prefill",
+        )
 
 
 def _metrics_flags(metrics: MetricsConfig, num_workers: int) -> list[list[str]]:

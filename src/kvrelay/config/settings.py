@@ -80,6 +80,11 @@ class RunnerConfig(Settings):
     enforce_eager: bool = setting(False, "CUDA: decode without graphs.")
     seed: int = setting(0, "Seed from which requests without a seed draw theirs.")
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute one model."""
+        return self.tp * self.pp
+
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig(Settings):

@@ -28,6 +28,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     pp_size: int = 1
 
     @property
+    def is_whole(self) -> bool:
+        """Whether one rank holds all layers and heads."""
+        return self.tp_size == self.pp_size == 1
+
+    @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 

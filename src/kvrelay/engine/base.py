@@ -128,6 +128,12 @@ class Executor(Protocol):
 
     def execute(self, work: SchedulerOutput) -> ModelOutput: ...
 
+    def check(self) -> None:
+        """Raise if no step could run any more, because a process that computes has ended for instance.
+
+        Called now and then while there is nothing to compute; cheap.
+        """
+
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """``core.checksums.block_checksum`` of each block, all its layers, in the order given.
 

@@ -110,14 +110,17 @@ class EngineCore:
         """
         self._raise_if_dead()
         work = self.scheduler.schedule()
-        if work is not None:
-            news = self.scheduler.output
-            if announce is not None and (news.outputs or news.remote_prefills or news.kv_loads):
-                announce(self._take_output())
-            try:
+        news = self.scheduler.output
+        if work is not None and announce is not None and (news.outputs or news.remote_prefills or news.kv_loads):
+            announce(self._take_output())
+        try:
+            if work is None:
+                self.executor.check()
+            else:
                 result = self.executor.execute(work)
-            except Exception as exc:  # noqa: BLE001 - whatever a device or a kernel may raise
-                return self._die(exc)
+        except Exception as exc:  # noqa: BLE001 - whatever a device or a kernel may raise
+            return self._die(exc)
+        if work is not None:
             self.scheduler.update(result)
         self.overload.observe()
         return self._take_output()

@@ -134,6 +134,9 @@ class MockExecutor:
         """The pool's memory goes with the last reference, since a transport may still point at it."""
         self._grammars.close()
 
+    def check(self) -> None:
+        """Nothing that computes could end by itself."""
+
     def execute(self, work: SchedulerOutput) -> ModelOutput:
         for slot in work.released_slots:
             self._sequences.pop(slot, None)
@@ -311,6 +314,8 @@ def from_settings(settings: ExecutorSettings) -> MockExecutor:
 
     Raises CheckpointError.
     """
+    if settings.runner.num_ranks > 1:
+        raise ConfigError("the mock engine has one rank; leave out --tp and --pp", param="tp")
     engine = settings.engine
     file = settings.model_path / "config.json"
     try:

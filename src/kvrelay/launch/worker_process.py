@@ -85,6 +85,7 @@ async def run_worker(options: WorkerOptions) -> None:
 async def _run_worker(options: WorkerOptions) -> None:
     if not options.control.control:
         raise ConfigError("a worker needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
+    _require_possible_role(options)
     curve_keys = request_plane_keys(options.host, options.control)
     require_metrics_key(options.metrics, options.control)
     heartbeat = Heartbeat.for_lease(options.control.lease_ttl_s)
@@ -93,7 +94,9 @@ async def _run_worker(options: WorkerOptions) -> None:
         watch = await _start_monitoring(options.metrics, stack)
         control = await connect_control(options.control)
         stack.push_async_callback(control.close)
-        loading = at_low_priority if options.runner.yield_while_starting else asyncio.to_thread
+        # Ranks are processes, and would keep the low priority of the thread that starts them.
+        is_yielding = options.runner.yield_while_starting and options.runner.num_ranks == 1
+        loading = at_low_priority if is_yielding else asyncio.to_thread
         executor = await loading(partial(_load, options))
         settings = _settings(options, executor, curve_keys.public.decode() if curve_keys else "")
         worker = assemble_worker(
@@ -148,6 +151,17 @@ def assemble_worker(
         max_handoff_attempts=settings.disagg.max_handoff_attempts,
     )
     return Worker(settings, executor, core, transport, control, server, connect)
+
+
+def _require_possible_role(options: WorkerOptions) -> None:
+    """Raises ConfigError for a role that a worker of several ranks cannot have yet."""
+    runner = options.runner
+    if runner.num_ranks > 1 and options.role is not WorkerRole.BOTH:
+        raise ConfigError(
+            f"--role {options.role} with --tp {runner.tp} --pp {runner.pp}: KV cannot be handed over between workers "
+            "of several ranks yet; use --role both",
+            param="role",
+        )
 
 
 def _load(options: WorkerOptions) -> Executor:

@@ -29,6 +29,7 @@ from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.stats import engine_stats
 from kvrelay.errors import (
+    ConfigError,
     ControlUnavailableError,
     EngineHungError,
     FatalError,
@@ -166,7 +167,7 @@ class Worker:
             queue=control.prefill_queue,
             server=server,
             policy=self._policy,
-            num_prefill_workers=lambda: self._fleet.num_prefill_workers if self.role is not WorkerRole.PREFILL else 0,
+            num_prefill_workers=self._num_prefill_workers,
             has_ended=self._fleet.has_ended,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
@@ -263,9 +264,12 @@ class Worker:
     async def set_role(self, role: WorkerRole) -> None:
         """Drain, register again under a new epoch, go on. The weights and the KV pool stay.
 
-        Raises ControlUnavailableError when discovery cannot be told: then the worker goes on as it was, and is listed
-        again as soon as that is possible; WorkerUnavailableError when it is leaving.
+        Raises ConfigError for a role that this worker cannot have; ControlUnavailableError when discovery cannot be
+        told: then the worker goes on as it was, and is listed again as soon as that is possible;
+        WorkerUnavailableError when it is leaving.
         """
+        if role is not WorkerRole.BOTH and not self._executor.kv_layout.is_whole:
+            raise ConfigError(f"a worker of several ranks cannot be a {role} worker yet: its KV cannot be handed over")
         async with self._role_lock:
             if role is self.role:
                 return
@@ -281,6 +285,11 @@ class Worker:
                 self._assume(before)
                 self._tasks.spawn(self._register_again())
                 raise
+
+    def _num_prefill_workers(self) -> int:
+        """Those that may take over a prefill of this worker."""
+        is_alone = self.role is WorkerRole.PREFILL or not self._executor.kv_layout.is_whole
+        return 0 if is_alone else self._fleet.num_prefill_workers
 
     async def _enter_role(self, role: WorkerRole) -> None:
         self._assume(role)

@@ -27,7 +27,7 @@ def build_executor(model_dir: Path, runner: RunnerConfig, engine: EngineConfig) 
 
     Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the culprit.
     """
-    if runner.tp * runner.pp > 1:
+    if runner.num_ranks > 1:
         from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 
         return ParallelExecutor(model_dir, runner, engine)

@@ -128,6 +128,9 @@ class ModelRunner:
         if sampling.grammar is not None:
             self._grammars.compiler.compile(sampling.grammar)
 
+    def check(self) -> None:
+        """Everything is in this process."""
+
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         return self._pool.checksums(block_ids)
 

@@ -1,0 +1,116 @@
+"""A rank that ends or hangs ends the executor, with the reason; nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.executors.harness import Harness
+from tests.patience import PATIENCE_S
+
+from kvrelay.errors import ConfigError, EngineDeadError
+from kvrelay.executors.torch.parallel.executor import ParallelExecutor
+
+pytestmark = pytest.mark.slow
+
+Start = Callable[..., ParallelExecutor]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def gone(pids: tuple[int, ...]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+@pytest.fixture
+def ranks(start_ranks: Start, checkpoint_of: Callable[[str], Path]) -> ParallelExecutor:
+    executor = start_ranks(checkpoint_of("llama"), 2, 1)
+    executor.warm_up()
+    return executor
+
+
+def test_a_rank_that_is_killed_between_steps_is_named(ranks: ParallelExecutor) -> None:
+    harness = Harness(ranks)
+    sequence = harness.add(0, [1, 2, 3])
+    harness.step((sequence, 3))
+    ranks.check()
+    os.kill(ranks.rank_pids[1], signal.SIGKILL)
+    wait_for(lambda: gone(ranks.rank_pids[1:]))
+
+    def is_noticed() -> bool:
+        try:
+            ranks.check()
+        except EngineDeadError:
+            return True
+        return False
+
+    wait_for(is_noticed)
+    with pytest.raises(EngineDeadError, match=r"rank 1 \(tp 1 of 2, pp 0 of 1\), pid \d+, was killed by SIGKILL"):
+        harness.step((sequence, 1))
+    wait_for(lambda: gone(ranks.rank_pids))
+
+
+def test_a_rank_that_is_killed_during_a_step_is_named(ranks: ParallelExecutor) -> None:
+    """It is stopped first, so that the step cannot end before it is killed."""
+    pid = ranks.rank_pids[0]
+    os.kill(pid, signal.SIGSTOP)
+    harness = Harness(ranks)
+    sequence = harness.add(0, [1, 2, 3])
+    killer = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {pid}"])
+    with pytest.raises(EngineDeadError, match=r"rank 0 .* was killed by SIGKILL"):
+        harness.step((sequence, 3))
+    killer.wait()
+    wait_for(lambda: gone(ranks.rank_pids))
+
+
+def test_a_rank_that_hangs_is_named_and_ended(start_ranks: Start, checkpoint_of: Callable[[str], Path]) -> None:
+    ranks = start_ranks(checkpoint_of("llama"), 2, 1, timeout_s=2.0)
+    ranks.warm_up()
+    os.kill(ranks.rank_pids[1], signal.SIGSTOP)
+    harness = Harness(ranks)
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* has not got a layer further for 2 s"):
+        harness.step((harness.add(0, [1, 2, 3]), 3))
+    wait_for(lambda: gone(ranks.rank_pids))
+    with pytest.raises(EngineDeadError, match="rank 1"):
+        ranks.check()
+
+
+def test_ranks_end_with_the_process_that_started_them(checkpoint_of: Callable[[str], Path]) -> None:
+    program = (
+        "import sys, time; from pathlib import Path\n"
+        "from tests.executors.torch.parallel.conftest import start\n"
+        "ranks = start(Path(sys.argv[1]), 2, 1); print(*ranks.rank_pids, flush=True); time.sleep(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(checkpoint_of("llama"))], stdout=subprocess.PIPE, cwd=Path.cwd()
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        pids = tuple(int(word) for word in parent.stdout.readline().split())
+    assert len(pids) == 2
+    os.kill(pids[1], signal.SIGSTOP)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: gone(pids))
+
+
+def test_what_a_rank_cannot_do_is_refused_at_start(start_ranks: Start, checkpoint_of: Callable[[str], Path]) -> None:
+    model = checkpoint_of("llama")
+    with pytest.raises(ConfigError, match="tp 3 does not divide num_attention_heads 8"):
+        start_ranks(model, 3, 1)
+    with pytest.raises(ConfigError, match="pp 3 does not divide num_hidden_layers 4"):
+        start_ranks(model, 1, 3)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        start_ranks(model, 2, 1, max_model_len=10**6)
