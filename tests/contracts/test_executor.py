@@ -35,7 +35,6 @@ EXECUTORS = {
     "mock": _builder("mock"),
     "torch": _builder("torch"),
     "torch-tp2": _builder("torch", tp=2),
-    "torch-pp2": _builder("torch", pp=2),
 }
 
 

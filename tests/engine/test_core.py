@@ -272,6 +272,21 @@ def test_a_failing_executor_fails_every_request_then_the_engine(make_engine: Mak
     assert engine.pool.num_in_use == 0
 
 
+def test_an_executor_that_ends_while_there_is_nothing_to_do_is_noticed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.step()
+    assert not engine.has_work()
+
+    def check() -> None:
+        raise EngineDeadError("rank 1 was killed")
+
+    engine.executor.check = check  # type: ignore[method-assign]
+    engine.step()
+    assert engine.has_work()
+    with pytest.raises(EngineDeadError, match="rank 1 was killed"):
+        engine.step()
+
+
 # -- what can be seen -------------------------------------------------------------------------------------------------
 
 

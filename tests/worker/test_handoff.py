@@ -11,6 +11,7 @@ from tests.worker.cluster import cluster, expected, prompt
 from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffGrant, HandoffRefused
 from kvrelay.core.messages import encode_message
 from kvrelay.core.workers import WorkerRole
+from kvrelay.errors import ConfigError
 
 
 async def test_long_prompts_are_prefilled_remotely_and_short_ones_locally():
@@ -203,6 +204,24 @@ async def test_roles_change_without_a_restart():
         assert await client.answer("there") == expected(prompt(300, 9), 8)
         assert decode.worker._decode.stats.num_remote_done == 1
         assert prefill.worker.epoch == 2
+
+
+async def test_a_worker_of_several_ranks_prefills_itself_and_keeps_its_role():
+    """Its KV cannot be handed over yet, whoever is there to take it."""
+    async with cluster() as shared:
+        await shared.join(WorkerRole.PREFILL)
+        alone = await shared.join(WorkerRole.BOTH)
+        executor = alone.worker._executor
+        executor._layout = msgspec.structs.replace(executor._layout, tp_size=2)
+        await shared.until(lambda: alone.worker._fleet.num_prefill_workers == 1)
+        client = await shared.client(alone)
+        client.send("long", prompt(300))
+        assert await client.answer("long") == expected(prompt(300), 8)
+        assert alone.worker._decode.stats.num_remote_done == 0
+        for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
+            with pytest.raises(ConfigError, match=f"cannot be a {role} worker yet"):
+                await alone.worker.set_role(role)
+        assert alone.worker.role is WorkerRole.BOTH
 
 
 async def test_stale_and_forged_notifications_are_dropped():

@@ -39,6 +39,7 @@ from kvrelay.errors import (
     EngineDeadError,
     IntegrityError,
     InvalidInputError,
+    KvrelayError,
     PromptTooLongError,
 )
 
@@ -416,7 +417,8 @@ class EngineCore:
 
     def _die(self, cause: Exception) -> StepOutput:
         """Fail every request. Nothing is computed any more, but ledger and pool stay true."""
-        self._dead = EngineDeadError(f"the executor failed: {cause!r}")
+        reason = cause.message if isinstance(cause, KvrelayError) else repr(cause)
+        self._dead = EngineDeadError(f"the executor failed: {reason}")
         self._dead.__cause__ = cause
         for request in list(self.scheduler.requests.values()):
             if request.ending is None:

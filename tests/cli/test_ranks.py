@@ -1,0 +1,63 @@
+"""--tp and --pp: which worker gets which, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvrelay.cli.main import cli
+from kvrelay.errors import ConfigError
+from kvrelay.launch import serve as launch_serve
+from kvrelay.launch.serve import ServeOptions
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeOptions]:
+    """What ``kvrelay serve`` would run."""
+    seen: list[ServeOptions] = []
+
+    def run_serve(options: ServeOptions) -> Coroutine[Any, Any, None]:
+        async def nothing() -> None:
+            seen.append(options)
+
+        return nothing()
+
+    monkeypatch.setattr(launch_serve, "run_serve", run_serve)
+    return seen
+
+
+def invoke(*arguments: str) -> None:
+    CliRunner().invoke(cli, [*arguments], catch_exceptions=False, standalone_mode=False)
+
+
+def value_of(flags: list[str], name: str) -> str | None:
+    return flags[flags.index(name) + 1] if name in flags else None
+
+
+def test_aggregated_workers_get_their_ranks(served: list[ServeOptions]) -> None:
+    invoke("serve", "--prefill", "0", "--decode", "2", "--tp-decode", "2", "--pp", "2")
+    (options,) = served
+    for flags in options.worker_flags:
+        assert (value_of(flags, "--tp"), value_of(flags, "--pp")) == ("2", "2")
+
+
+def test_one_rank_needs_no_flags(served: list[ServeOptions]) -> None:
+    invoke("serve", "--prefill", "1", "--decode", "1", "--tp", "2", "--tp-prefill", "1", "--tp-decode", "1")
+    (options,) = served
+    assert all("--tp" not in flags for flags in options.worker_flags)
+
+
+@pytest.mark.parametrize("flag", ["--tp", "--pp", "--tp-prefill", "--pp-decode"])
+def test_a_hand_off_between_several_ranks_is_refused(served: list[ServeOptions], flag: str) -> None:
+    with pytest.raises(ConfigError, match="KV cannot be handed over between workers of several ranks yet"):
+        invoke("serve", "--prefill", "1", "--decode", "1", flag, "2")
+    assert served == []
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_of_several_ranks_is_aggregated(role: str) -> None:
+    with pytest.raises(ConfigError, match=f"--role {role} with --tp 2 --pp 1.*use --role both"):
+        invoke("worker", "--role", role, "--tp", "2", "--control", "nats://127.0.0.1:1")

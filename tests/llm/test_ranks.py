@@ -1,0 +1,48 @@
+"""An embedded engine of two ranks: the same answers, and an end with the reason when a rank ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from tests.patience import PATIENCE_S
+
+from kvrelay import LLM, SamplingParams
+from kvrelay.errors import ConfigError, EngineDeadError
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+SETTINGS = {"num_blocks": 256, "max_num_seqs": 8, "max_model_len": 1024, "dtype": "float32", "device": "cpu"}
+PROMPTS = [[20 + number * 7 % 400 for number in range(length)] for length in (3, 40, 300)]
+
+
+def lost(llm: LLM) -> str:
+    try:
+        llm.encode("text")
+    except EngineDeadError as exc:
+        return exc.message
+    return ""
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_one_and_a_lost_rank_ends_the_idle_engine() -> None:
+    with LLM(**SETTINGS) as one:
+        expected = [output.token_ids for output in one.generate(PROMPTS, GREEDY)]
+    with LLM(tp=2, rank_timeout_s=60.0, **SETTINGS) as two:
+        assert [output.token_ids for output in two.generate(PROMPTS, GREEDY)] == expected
+        (worker,) = two._async.cluster.workers
+        os.kill(worker._executor.rank_pids[1], signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE_S
+        # Nothing asks the ranks for a step. The worker is unlisted first, and says why when it has ended.
+        while not re.search("rank 1 .* was killed by SIGKILL", lost(two)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_engines_of_several_ranks_do_not_hand_over() -> None:
+    with pytest.raises(ConfigError, match="KV cannot be handed over between engines of several ranks yet"):
+        LLM(prefill=1, tp=2)
+    with pytest.raises(ConfigError, match="the mock engine has one rank"):
+        LLM(engine="mock", pp=2)
