@@ -102,3 +102,12 @@ def test_token_ids_must_be_unsigned_32_bit_integers(tokens: list[int]) -> None:
         compute_block_hashes(tokens, 2)
     with pytest.raises(InvalidInputError):
         compute_block_hashes(tuple(tokens), 2)
+
+
+def test_a_salt_changes_every_hash_and_is_no_adapter() -> None:
+    tokens = list(range(64))
+    variants = [{}, {"salt": "a"}, {"salt": "b"}, {"lora": "a"}, {"lora": "a", "salt": "a"}]
+    found = [compute_block_hashes(tokens, 16, **variant) for variant in variants]
+    for hashes, variant in zip(found, variants):
+        assert compute_sequence_hashes(tokens, 16, **variant) == hashes.sequence
+    assert len({value for hashes in found for value in (*hashes.local, *hashes.sequence)}) == 2 * 4 * 5 - 5

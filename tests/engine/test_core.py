@@ -132,6 +132,19 @@ def test_prompt_logprobs_need_every_position(make_engine: MakeEngine) -> None:
     assert len(output.prompt_logprobs) == len(PROMPT)
 
 
+def test_only_equal_cache_salts_share_a_prefix(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    answers = []
+    for number, (salt, hit) in enumerate([("a", 0), ("a", 16), ("b", 0), (None, 0), (None, 16), ("b", 16)]):
+        assert engine.num_cached_tokens(PROMPT, salt) == hit
+        engine.add_request(Request(f"r{number}", PROMPT, SamplingParams(max_tokens=3, cache_salt=salt)))
+        outputs = drain(engine)
+        assert outputs[0].num_cached_tokens == hit
+        answers.append(tokens_of(outputs, f"r{number}"))
+    assert answers == [reference(PROMPT, 3)] * 6
+    engine.check_integrity()
+
+
 def test_the_context_ends_the_answer(make_engine: MakeEngine) -> None:
     engine = make_engine(max_model_len=24)
     engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=100)))

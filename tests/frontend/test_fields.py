@@ -87,6 +87,15 @@ def test_only_allowed_tokens_are_taken() -> None:
     assert any(texts)
 
 
+async def test_a_cache_salt_travels_and_is_no_empty_text(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        port = cluster.frontend.port
+        await send(port, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1, "cache_salt": "tenant"})
+        assert cluster.workers["w0"].requests[0].sampling.cache_salt == "tenant"
+        answer = await send(port, "POST", COMPLETIONS, {"prompt": "a", "cache_salt": ""})
+        assert (answer.status, answer.error["param"]) == (400, "cache_salt")
+
+
 async def test_tokens_as_ids(model_dir: Path) -> None:
     async with running(model_dir) as cluster:
         port = await with_logprobs(cluster)

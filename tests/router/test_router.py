@@ -189,6 +189,7 @@ def test_adapters_do_not_share_prefixes() -> None:
     publish(built, KvEventLog("a", 0), range(400))
     assert built.explain(request("r", 400)).overlap_blocks == 100
     assert built.explain(request("r", 400, lora="adapter")).overlap_blocks == 0
+    assert built.explain(request("r", 400, cache_salt="tenant")).overlap_blocks == 0
 
 
 def test_the_default_does_not_herd() -> None:

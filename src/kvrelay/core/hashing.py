@@ -54,15 +54,17 @@ def compute_block_hashes(
     seed: int = HASH_SEED,
     lora: str | None = None,
     parent: int | None = None,
+    salt: str | None = None,
 ) -> BlockHashes:
     """Hash every complete block of ``tokens``; the incomplete last chunk is dropped.
 
-    ``lora`` names the adapter: its hash joins the seed, so equal tokens under different adapters never match.
-    ``parent`` is the sequence hash of the block before the first one (None: the tokens begin the sequence).
+    ``lora`` names the adapter: its hash joins the seed, so equal tokens under different adapters never match. So does
+    ``salt``: requests with different salts share no blocks. ``parent`` is the sequence hash of the block before the
+    first one (None: the tokens begin the sequence).
     Raises InvalidInputError for a token id that is not an unsigned 32-bit integer.
     """
     blocks = _blocks(tokens, block_size)
-    first_seed = local_seed(seed, lora)
+    first_seed = local_seed(seed, lora, salt)
     return BlockHashes((tuple(map(_digest, blocks, repeat(first_seed))), _chain(blocks, first_seed, parent)))
 
 
@@ -72,14 +74,17 @@ def compute_sequence_hashes(
     seed: int = HASH_SEED,
     lora: str | None = None,
     parent: int | None = None,
+    salt: str | None = None,
 ) -> tuple[int, ...]:
     """Only the sequence hashes of ``compute_block_hashes``, with half of the calls."""
-    return _chain(_blocks(tokens, block_size), local_seed(seed, lora), parent)
+    return _chain(_blocks(tokens, block_size), local_seed(seed, lora, salt), parent)
 
 
-def local_seed(seed: int = HASH_SEED, lora: str | None = None) -> int:
-    """The seed of local hashes, and of a first block's sequence hash, under adapter ``lora``."""
-    return seed if lora is None else int(_digest(lora.encode(), seed))
+def local_seed(seed: int = HASH_SEED, lora: str | None = None, salt: str | None = None) -> int:
+    """The seed of local hashes, and of a first block's sequence hash, under adapter ``lora`` and with ``salt``."""
+    if lora is not None:
+        seed = int(_digest(lora.encode(), seed))
+    return seed if salt is None else int(_digest(b"salt:" + salt.encode("utf-8", "surrogatepass"), seed))
 
 
 def _chain(blocks: Sequence[bytes], first_seed: int, parent: int | None) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from kvrelay.errors import InvalidInputError
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_SALT_CHARS = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -22,6 +23,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     whatever else is in the batch and wherever the request is continued; without one the engine draws a seed at
     arrival. Stop *strings* need text and are matched by the frontend; stop token ids are matched by the engine.
     ``logprobs`` is the number of alternatives per output token (None: no logprobs, 0: only the chosen token's).
+    ``cache_salt`` travels here to every worker: only requests with the same one share cached prefixes.
     ``grammar`` is what the answer must match; the end of sequence follows it, whatever ``min_tokens`` says.
     """
 
@@ -41,6 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    cache_salt: str | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -68,6 +71,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 _in_range(name, count, 0, MAX_LOGPROBS)
         if self.seed is not None:
             _in_range("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT_CHARS:
+            raise InvalidInputError(f"cache_salt has 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
         self.validate_tokens(vocab_size)
         self._validate_grammar()
 

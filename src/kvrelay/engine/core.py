@@ -192,11 +192,11 @@ class EngineCore:
         if request is not None:
             self._end(request, FinishReason.ABORT)
 
-    def num_cached_tokens(self, token_ids: Sequence[int]) -> int:
-        """Tokens of this prompt that the prefix cache holds now."""
+    def num_cached_tokens(self, token_ids: Sequence[int], salt: str | None = None) -> int:
+        """Tokens of this prompt that the prefix cache holds now, under this cache salt."""
         if not self.pool.enable_prefix_caching:
             return 0
-        hashes = compute_sequence_hashes(token_ids, self.pool.block_size)
+        hashes = compute_sequence_hashes(token_ids, self.pool.block_size, salt=salt)
         return len(self.pool.find_prefix(token_ids, hashes)) * self.pool.block_size
 
     def _validate(self, request: Request) -> None:

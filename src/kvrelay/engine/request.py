@@ -162,7 +162,8 @@ class Request:
         if num_blocks <= known:
             return
         tokens = self.token_ids[known * block_size : num_blocks * block_size]
-        hashes = compute_block_hashes(tokens, block_size, parent=self.sequence_hashes[-1] if known else None)
+        parent = self.sequence_hashes[-1] if known else None
+        hashes = compute_block_hashes(tokens, block_size, parent=parent, salt=self.sampling.cache_salt)
         self.local_hashes.extend(hashes.local)
         self.sequence_hashes.extend(hashes.sequence)
 

@@ -70,7 +70,9 @@ class RoutingEndpoints:
         model = self._cluster.model(request.model)
         add_special_tokens = request.add_special_tokens is not False
         (prompt,) = await self._threads.run(size, completion_prompts(items, model, add_special_tokens))
-        decision = model.router.explain(RoutingRequest(request_id, prompt.token_ids, request.max_tokens or 0))
+        decision = model.router.explain(
+            RoutingRequest(request_id, prompt.token_ids, request.max_tokens or 0, cache_salt=request.cache_salt)
+        )
         answer = RouteAnswer(os.getpid(), model.name, len(prompt.token_ids), model.router.block_size, decision)
         exchange.respond(Response(200, msgspec.json.encode(answer)))
 

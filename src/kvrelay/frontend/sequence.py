@@ -212,6 +212,7 @@ class Sequence:
             max_tokens=spec.sampling.max_tokens,
             priority=spec.priority,
             exclude=tuple(self._failed_workers),
+            cache_salt=spec.sampling.cache_salt,
         )
 
     def _generate_request(self, link: WorkerLink) -> GenerateRequest:

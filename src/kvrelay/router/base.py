@@ -22,6 +22,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     priority: int = 0
     lora: str | None = None
     exclude: Collection[str] = ()
+    cache_salt: str | None = None
 
 
 class CandidateScore(msgspec.Struct, frozen=True):

@@ -212,7 +212,7 @@ class DecodeSide:
         tokens = message.prompt_token_ids + message.output_token_ids
         place = self._policy.decide(
             prompt_length=len(tokens),
-            num_cached_tokens=core.num_cached_tokens(tokens),
+            num_cached_tokens=core.num_cached_tokens(tokens, message.sampling.cache_salt),
             prefill_fleet=PrefillFleet(self._num_prefill_workers(), self._queue_size),
             must_be_local=message.sampling.prompt_logprobs is not None or message.sampling.max_tokens == 0,
         )

@@ -233,6 +233,7 @@ def _sampling(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=constraint.grammar if constraint is not None else None,
+        cache_salt=request.cache_salt,
     )
     try:
         sampling.validate()
