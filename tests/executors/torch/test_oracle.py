@@ -113,8 +113,9 @@ def test_torch_attention(
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
     ],
-    ids=["linear", "llama3"],
+    ids=["linear", "llama3", "yarn"],
 )
 def test_rope_scaling(
     scaling: dict[str, object], tmp_path: Path, checkpoint_of: Any, build: Any, harness_of: Any, random_prompts: Any

@@ -7,6 +7,7 @@ not compute. Knows no tensors: importing it does not import torch.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +32,24 @@ JsonObject = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. ``kind`` default and linear use ``theta`` and ``factor``; llama3 uses everything."""
+    """Rotary embedding.
+
+    ``kind`` default and linear use ``theta`` and ``factor``. llama3 also uses the two frequency factors and
+    ``original_max_position``, the context before it was extended. yarn also uses that context and the fields below it:
+    between ``beta_fast`` and ``beta_slow`` rotations in it, frequencies go over from unscaled to divided by ``factor``;
+    ``attention_factor`` multiplies cosines and sines.
+    """
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +237,8 @@ def _rope(fields: _Fields) -> RopeConfig:
         scaling = fields.nested("rope_scaling")
     theta = scaling.number("rope_theta", fields.number("rope_theta", 10_000.0))
     kind = scaling.raw.get("rope_type") or scaling.raw.get("type") or "default"
-    if kind == "default":
+    # Dynamic NTK scaling changes nothing within max_position_embeddings, beyond which no sequence gets here.
+    if kind in ("default", "dynamic"):
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, "linear", scaling.number("factor", 1.0))
@@ -239,7 +251,34 @@ def _rope(fields: _Fields) -> RopeConfig:
             scaling.number("high_freq_factor", 4.0),
             scaling.integer("original_max_position_embeddings", 8192),
         )
-    raise UnsupportedModelError(f"rope type {kind} is not supported; supported: default, linear, llama3")
+    if kind == "yarn":
+        return _yarn(theta, scaling, fields)
+    raise UnsupportedModelError(f"rope type {kind} is not supported; supported: default, linear, dynamic, llama3, yarn")
+
+
+def _yarn(theta: float, scaling: _Fields, fields: _Fields) -> RopeConfig:
+    max_position = fields.integer("max_position_embeddings", 2048)
+    original = scaling.integer("original_max_position_embeddings", max_position)
+    factor = scaling.number("factor", max_position / original)
+    mscale, mscale_all = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
+    if mscale and mscale_all:
+        attention_factor = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all)
+    else:
+        attention_factor = _yarn_scale(factor, 1.0)
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_position=original,
+        beta_fast=scaling.number("beta_fast", 32.0) or 32.0,
+        beta_slow=scaling.number("beta_slow", 1.0) or 1.0,
+        truncate=scaling.flag("truncate", True),
+        attention_factor=scaling.number("attention_factor", attention_factor),
+    )
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _windows(family: Family, fields: _Fields, num_layers: int) -> tuple[int, ...]:

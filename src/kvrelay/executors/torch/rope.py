@@ -1,8 +1,8 @@
 """The table of rotary angles: cosines and sines for every position, computed once.
 
 Frequencies follow RoFormer (Su et al. 2021); ``linear`` is position interpolation (Chen et al. 2023); ``llama3`` is the
-frequency-dependent scaling published with Llama 3.1. Pairs are (i, i + head_dim/2), as Hugging Face checkpoints
-have them.
+frequency-dependent scaling published with Llama 3.1; ``yarn`` is YaRN (Peng et al. 2023). Pairs are
+(i, i + head_dim/2), as Hugging Face checkpoints have them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Float32Array:
         frequencies = (frequencies / np.float32(config.factor)).astype(np.float32)
     if config.kind == "llama3":
         return _llama3(frequencies, config)
+    if config.kind == "yarn":
+        return _yarn(frequencies, config, head_dim)
     return frequencies
 
 
@@ -32,7 +34,8 @@ def rope_table(config: RopeConfig, head_dim: int, num_positions: int) -> Float32
     """cos in [:, 0, :] and sin in [:, 1, :] of a [num_positions, 2, head_dim / 2] float32 array."""
     positions = np.arange(num_positions, dtype=np.float32)
     angles = np.outer(positions, inverse_frequencies(config, head_dim)).astype(np.float32)
-    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    table: Float32Array = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    return table * np.float32(config.attention_factor)
 
 
 def _llama3(frequencies: Float32Array, config: RopeConfig) -> Float32Array:
@@ -48,4 +51,24 @@ def _llama3(frequencies: Float32Array, config: RopeConfig) -> Float32Array:
     result: Float32Array = np.where(
         wavelengths > low, scaled, np.where(wavelengths < high, frequencies, between)
     ).astype(np.float32)
+    return result
+
+
+def _yarn(frequencies: Float32Array, config: RopeConfig, head_dim: int) -> Float32Array:
+    """Keep pairs that turn often within the original context, divide those that hardly turn, blend in between."""
+
+    def pair_that_turns(num_rotations: float) -> float:
+        """The (fractional) number of the pair that makes so many rotations within the original context."""
+        wavelength = config.original_max_position / (num_rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(config.theta))
+
+    first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    divided = np.clip((pairs - first) / ((last - first) or 0.001), 0, 1).astype(np.float32)
+    result: Float32Array = (frequencies * (1 - divided) + frequencies / np.float32(config.factor) * divided).astype(
+        np.float32
+    )
     return result
