@@ -222,7 +222,7 @@ class AsgiApp:
             )
             await self._frontend.cluster.start()
             await self._frontend.cluster.wait_synced(5.0)
-            await self._frontend.cluster.wait_met(5.0)
+            await self._frontend.cluster.wait_connected(5.0)
             self._application = self._frontend._app
         await send({"type": "lifespan.startup.complete"})
         await receive()

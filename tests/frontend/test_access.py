@@ -43,7 +43,7 @@ def test_a_new_key_is_admitted_by_its_line(tmp_path: Path) -> None:
     assert alice not in repr(keys)
 
 
-def test_without_keys_everybody_is_admitted() -> None:
+def test_without_keys_every_request_is_admitted() -> None:
     keys = ApiKeys.load("", "")
     assert not keys
     assert keys.name_of("") == ""
@@ -72,7 +72,7 @@ def test_limits_stand_behind_the_key(tmp_path: Path) -> None:
         ("alice:kvr-secret-pasted-by-mistake\n", "line 1"),
         ("ok:" + "a" * 64 + "\nbad name:" + "b" * 64, "line 2"),
         ("a:" + "a" * 64 + "\na:" + "b" * 64, "named a"),
-        ("a:" + "a" * 64 + " kvr-secret", "line 1: behind the key, limits like requests_per_minute"),
+        ("a:" + "a" * 64 + " kvr-secret", "line 1: expected limits like requests_per_minute"),
         ("a:" + "a" * 64 + " max_body_bytes=1 max_body_bytes=2", "line 1: .* once"),
         ("#\na:" + "a" * 64 + " max_body_bytes=0", "line 2: max_body_bytes must be at least 1"),
         ("a:" + "a" * 64 + " max_body_bytes=-1", "line 1: max_body_bytes must be a whole number"),
@@ -93,8 +93,8 @@ def test_a_missing_keys_file_is_refused(tmp_path: Path) -> None:
         ApiKeys.load("", str(tmp_path / "none"))
 
 
-def test_a_name_that_fits_no_line() -> None:
-    with pytest.raises(ConfigError, match="no name"):
+def test_an_invalid_key_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a key name"):
         new_api_key("a:b")
 
 
@@ -147,7 +147,7 @@ async def test_a_key_with_limits_of_its_own_beside_one_without(model_dir: Path, 
         assert "6 requests per minute (requests_per_minute)" in refused.error["message"]
 
 
-async def test_a_trailer_is_nobodys_key(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_key_in_a_trailer_is_ignored(model_dir: Path, tmp_path: Path) -> None:
     """A chunked body ends with headers of its own, behind the head by which the client was let in."""
     key, line = new_api_key("alice", KeyLimits(requests_per_minute=1))
     path = tmp_path / "keys"
@@ -231,7 +231,7 @@ async def test_https_serves_whole_and_streamed_answers(model_dir: Path, tmp_path
             assert (await client.get(f"{cluster.url}/live")).status_code == 200
 
 
-def test_tls_files_that_do_not_fit(tmp_path: Path) -> None:
+def test_tls_files_that_do_not_match_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give both or none"):
         FrontendConfig(tls_cert="cert.pem")
     with pytest.raises(ConfigError, match="cannot load the certificate"):

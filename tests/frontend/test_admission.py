@@ -17,7 +17,7 @@ def retry_after_s(admission: Admission, num_sequences: int) -> float:
     return caught.value.retry_after_s
 
 
-def test_what_is_too_much_is_told_when_there_is_room() -> None:
+def test_a_refusal_says_when_there_is_room() -> None:
     """Four may run; one ends every five seconds, and another one comes."""
     clock = ManualClock()
     admission = Admission(4, clock)
@@ -44,7 +44,7 @@ def test_what_is_too_much_is_told_when_there_is_room() -> None:
         assert retry_after_s(admission, 1) == 1.0, "what was before the frontend was idle says nothing"
 
 
-def test_more_than_there_may_ever_be() -> None:
+def test_a_request_above_the_bound_alone_is_invalid() -> None:
     admission = Admission(4, ManualClock())
     with pytest.raises(InvalidInputError, match="is 5, above 4"), admission.admitted(5):
         pass

@@ -124,7 +124,7 @@ async def test_prompt_logprobs(model_dir: Path) -> None:
         assert shown[1][str(FOX[1])] == {"logprob": -0.5, "rank": 1, "decoded_token": TOKENIZER.decode([FOX[1]])}
 
 
-async def test_token_ids(model_dir: Path) -> None:
+async def test_token_ids_of_prompt_and_answer_are_returned(model_dir: Path) -> None:
     async with running(model_dir, Script(tuple(FOX), per_output=2)) as cluster:
         port = cluster.frontend.port
         body = {"prompt": [4, 5], "max_tokens": len(FOX), "return_token_ids": True}
@@ -267,7 +267,7 @@ async def test_only_what_the_worker_has_sealed_counts(model_dir: Path) -> None:
         assert seen == [true]
 
 
-async def test_a_model_without_a_chat_template(model_dir: Path, tmp_path: Path) -> None:
+async def test_chat_without_a_chat_template_is_refused(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_k": 9, "eos_token_id": 0}))
     async with running(tmp_path, Script((10,))) as cluster:

@@ -81,7 +81,7 @@ CHAT_BODIES: list[tuple[bytes, str | None]] = [
 ]
 
 
-async def test_the_table(model_dir: Path) -> None:
+async def test_every_bad_input_gets_its_status_and_message(model_dir: Path) -> None:
     async with running(model_dir, Script((10,)), max_prompts=4) as cluster:
         port = cluster.frontend.port
         for path, table in (("/v1/completions", BODIES), (CHAT, CHAT_BODIES)):
@@ -107,7 +107,9 @@ async def test_the_table(model_dir: Path) -> None:
         ("POST", "/detokenize", b'{"tokens": [400]}', 400),
     ],
 )
-async def test_wrong_places(model_dir: Path, method: str, path: str, body: bytes, status: int) -> None:
+async def test_unknown_paths_and_methods_are_refused(
+    model_dir: Path, method: str, path: str, body: bytes, status: int
+) -> None:
     async with running(model_dir, Script((10,))) as cluster:
         answer = await send(cluster.frontend.port, method, path, body)
         assert answer.status == status
@@ -126,7 +128,7 @@ async def test_a_100_mb_body_is_refused_at_once(model_dir: Path) -> None:
         await client.close()
 
 
-async def test_api_key(model_dir: Path) -> None:
+async def test_requests_without_the_api_key_are_refused(model_dir: Path) -> None:
     async with running(model_dir, Script((10,)), api_key="sésame") as cluster:
         port = cluster.frontend.port
         for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic sésame"}):
@@ -139,7 +141,7 @@ async def test_api_key(model_dir: Path) -> None:
             assert (await send(port, "GET", path)).status == 200
 
 
-async def test_too_many_in_flight(model_dir: Path) -> None:
+async def test_requests_above_the_in_flight_bound_are_refused(model_dir: Path) -> None:
     async with running(model_dir, Script(hang=True), max_waiting_requests=2) as cluster:
         client = await RawClient.connect(cluster.frontend.port)
         body = b'{"prompt": "a", "n": 2}'

@@ -14,7 +14,7 @@ def render(source: str, **arguments: object) -> str:
     return ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES, True, arguments)
 
 
-def test_what_templates_expect() -> None:
+def test_names_that_templates_expect_are_defined() -> None:
     assert render("{{ bos_token }}{{ messages[0]['content'] }}") == "<s>a <b> 'c' é"
     assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "a <b> \'c\' é"}]'
     assert render("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "1"

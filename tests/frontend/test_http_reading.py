@@ -180,7 +180,7 @@ def test_a_path_without_a_body_takes_none(data: bytes, status: int | None) -> No
         ("/a://b", ("/a://b", "")),
     ],
 )
-def test_request_targets(target: str, expected: tuple[str, str]) -> None:
+def test_request_targets_are_split_into_path_and_query(target: str, expected: tuple[str, str]) -> None:
     assert parse_target(target) == expected
 
 

@@ -40,7 +40,9 @@ def test_frontends_of_a_cluster_share_a_port(opened: ExitStack) -> None:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("a", "b"), ("a", ""), ("", "a"), ("", "")])
-def test_anybody_else_is_refused(opened: ExitStack, monkeypatch: pytest.MonkeyPatch, theirs: str, ours: str) -> None:
+def test_other_listeners_on_the_port_are_refused(
+    opened: ExitStack, monkeypatch: pytest.MonkeyPatch, theirs: str, ours: str
+) -> None:
     monkeypatch.setattr(listening_module, "MARK_TIMEOUT_S", 0.05)
     port = opened.enter_context(open_listener("127.0.0.1", 0, theirs)).getsockname()[1]
     for host in ("127.0.0.1", "0.0.0.0"):
@@ -70,7 +72,7 @@ def test_another_address_is_another_port(opened: ExitStack) -> None:
     opened.enter_context(open_listener("127.0.0.1", port, "a"))
 
 
-def test_the_name_of_a_cluster() -> None:
+def test_a_cluster_name_depends_on_control_plane_and_namespace() -> None:
     def name(control: str, **more: str) -> str:
         return cluster_name(ControlConfig(control=control, **more))
 

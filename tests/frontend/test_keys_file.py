@@ -76,7 +76,7 @@ def test_a_changed_file_is_taken_over(path: Path, log: Callable[[], list[str]]) 
     with pytest.raises(KeyRevokedError, match="revoked"):
         keys.limits_of("alice")
     assert changes == [{"default", "bob", "carol"}]
-    assert log() == [f"API keys of {path} taken over: added: carol; removed: alice; changed: bob"]
+    assert log() == [f"loaded changed API keys from {path}: added: carol; removed: alice; changed: bob"]
 
 
 def test_a_file_that_changed_while_the_process_started(path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_malformed_file_changes_nothing(path: Path, text: str, log: Callable[[
     lines = log()
     assert len(lines) == 1
     assert str(path) in lines[0]
-    assert "stay as they are" in lines[0]
+    assert "stay unchanged" in lines[0]
     assert keys.names == {"alice", "bob"}
     replace(path, BOB_LINE)
     file.poll()
@@ -119,7 +119,7 @@ def test_a_removed_file_changes_nothing_until_it_is_back(path: Path, log: Callab
     assert keys.names == {"bob"}
 
 
-def test_contents_that_keep_size_and_time(path: Path) -> None:
+def test_a_change_that_keeps_size_and_time_is_noticed(path: Path) -> None:
     keys = ApiKeys.load("", str(path))
     file = KeysFile(path, keys)
     file.poll()

@@ -49,7 +49,7 @@ async def test_models_come_with_their_first_worker_and_go_with_their_last(model_
         assert await names() == ["other"]
 
 
-async def test_a_frontend_listens_when_it_has_met_the_workers(model_dir: Path) -> None:
+async def test_a_frontend_listens_once_it_is_connected_to_the_workers(model_dir: Path) -> None:
     """It may share its port with others, which would have served who is sent here too early."""
     cluster = FakeCluster(model_dir)
     try:
@@ -105,7 +105,9 @@ async def test_an_unexpected_error_does_not_shut_a_worker_out(model_dir: Path) -
         await cluster.until(lambda: len(frontend.cluster.models) == 2)
 
 
-async def test_who_waits_for_a_name_costs_no_tokenizer(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_that_waits_for_a_name_loads_no_tokenizer(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It may wait for hours, and is looked at twice a second."""
     caplog.set_level(logging.DEBUG)
     async with running(model_dir, Script()) as cluster:

@@ -18,14 +18,14 @@ def client(cluster: FakeCluster) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0)
 
 
-async def test_models(model_dir: Path) -> None:
+async def test_the_client_lists_the_models(model_dir: Path) -> None:
     async with running(model_dir, SCRIPT) as cluster, client(cluster) as api:
         models = await api.models.list()
         assert [model.id for model in models.data] == ["tiny"]
         assert (await api.models.retrieve("tiny")).id == "tiny"
 
 
-async def test_completion(model_dir: Path) -> None:
+async def test_the_client_gets_a_completion(model_dir: Path) -> None:
     async with running(model_dir, Script(TOKENS, cached=3)) as cluster, client(cluster) as api:
         answer = await api.completions.create(model="tiny", prompt="Hello fox", max_tokens=len(TOKENS))
         assert answer.choices[0].text == ANSWER
@@ -55,7 +55,7 @@ async def test_completion_stream_equals_whole(model_dir: Path, per_output: int) 
         assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-async def test_several_prompts_and_choices(model_dir: Path) -> None:
+async def test_choices_of_several_prompts_come_in_order(model_dir: Path) -> None:
     async with running(model_dir, SCRIPT) as cluster, client(cluster) as api:
         answer = await api.completions.create(model="tiny", prompt=["a", "b"], n=2, max_tokens=4, seed=7)
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
@@ -66,7 +66,7 @@ async def test_several_prompts_and_choices(model_dir: Path) -> None:
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 16)
 
 
-async def test_chat(model_dir: Path) -> None:
+async def test_the_client_gets_a_chat_answer(model_dir: Path) -> None:
     async with running(model_dir, SCRIPT) as cluster, client(cluster) as api:
         answer = await api.chat.completions.create(
             model="tiny",
@@ -83,7 +83,7 @@ async def test_chat(model_dir: Path) -> None:
         assert "raise_exception" in CHAT_TEMPLATE
 
 
-async def test_chat_stream(model_dir: Path) -> None:
+async def test_the_client_streams_a_chat_answer(model_dir: Path) -> None:
     async with running(model_dir, Script(TOKENS, stop_at=len(TOKENS))) as cluster, client(cluster) as api:
         stream = await api.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True, n=2

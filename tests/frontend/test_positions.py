@@ -20,7 +20,7 @@ def test_what_follows_is_taken_as_it_is() -> None:
     assert unseen_part(output(4), 4) == output(4)
 
 
-def test_a_gap_is_told() -> None:
+def test_a_gap_raises_missing_tokens() -> None:
     with pytest.raises(MissingTokensError, match="tokens 3 to 4 of r are missing"):
         unseen_part(output(5), 3)
 

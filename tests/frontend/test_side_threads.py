@@ -51,7 +51,7 @@ async def test_large_work_is_done_beside_the_loop(threads: SideThreads) -> None:
     assert await threads.call(LARGE, threading.current_thread) is not threading.current_thread()
 
 
-async def test_what_it_raises_arrives(threads: SideThreads) -> None:
+async def test_an_exception_reaches_the_caller(threads: SideThreads) -> None:
     def failing() -> Pieces[None]:
         yield
         raise ValueError("x")

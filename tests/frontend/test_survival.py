@@ -78,7 +78,7 @@ async def test_a_gap_moves_every_request_of_the_connection(model_dir: Path) -> N
 
 
 @pytest.mark.parametrize("stop", [None, ["a time"]])
-async def test_what_is_said_twice_is_heard_once(model_dir: Path, stop: list[str] | None) -> None:
+async def test_repeated_outputs_are_delivered_once(model_dir: Path, stop: list[str] | None) -> None:
     async with running(model_dir, Script(TOKENS, repeat=True), Script(TOKENS, repeat=True)) as cluster:
         text, tokens = streamed(await ask(cluster, stop=stop))
         assert text == (ANSWER if stop is None else "Once upon ")
@@ -135,7 +135,7 @@ async def test_migration_is_bounded_and_ends_with_an_error(model_dir: Path) -> N
         assert cluster.frontend.metrics.requests["/v1/completions", "broken"] == 1
 
 
-async def test_a_failed_engine_is_left(model_dir: Path) -> None:
+async def test_requests_leave_a_worker_with_a_failed_engine(model_dir: Path) -> None:
     async with running(model_dir, Script(TOKENS, fail_after=2), Script(TOKENS)) as cluster:
         assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))
 
@@ -209,7 +209,7 @@ async def test_a_stop_string_aborts_on_the_worker(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("header", [True, False])
-async def test_a_deadline_cancels(model_dir: Path, header: bool) -> None:
+async def test_a_deadline_cancels_the_request(model_dir: Path, header: bool) -> None:
     async with running(model_dir, Script(hang=True)) as cluster:
         body = {"prompt": "a"} if header else {"prompt": "a", "timeout": 0.05}
         headers = {"x-request-timeout-s": "0.05"} if header else {}
@@ -218,7 +218,7 @@ async def test_a_deadline_cancels(model_dir: Path, header: bool) -> None:
         await cluster.until(lambda: len(cluster.workers["w0"].aborted) == 1)
 
 
-async def test_no_worker_at_all(model_dir: Path) -> None:
+async def test_without_a_worker_requests_get_503(model_dir: Path) -> None:
     async with running(model_dir) as cluster:
         port = cluster.frontend.port
         assert (await send(port, "GET", "/health")).status == 503
@@ -228,7 +228,7 @@ async def test_no_worker_at_all(model_dir: Path) -> None:
         assert "retry-after" in answer.headers
 
 
-async def test_workers_come_and_go(model_dir: Path) -> None:
+async def test_requests_follow_workers_that_come_and_go(model_dir: Path) -> None:
     async with running(model_dir) as cluster:
         frontend = cluster.frontend
         worker = await cluster.add_worker("w0", Script(TOKENS))
@@ -256,7 +256,7 @@ async def test_a_draining_worker_finishes_what_it_has(model_dir: Path) -> None:
         assert not cluster.frontend.metrics.migrations
 
 
-async def test_the_control_plane_may_go_away(model_dir: Path) -> None:
+async def test_requests_succeed_while_the_control_plane_is_away(model_dir: Path) -> None:
     async with running(model_dir, Script(TOKENS)) as cluster:
         cluster.broker.go_offline()
         assert streamed(await ask(cluster)) == (ANSWER, list(TOKENS))

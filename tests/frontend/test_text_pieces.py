@@ -148,13 +148,13 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_these_are_cut(name: str) -> None:
+def test_texts_for_byte_level_tokenizers_are_cut(name: str) -> None:
     assert may_be_cut(rust_of(name))
     assert tokenizer_of(name)._frame is not None
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_these_are_not(name: str) -> None:
+def test_texts_for_other_tokenizers_are_not_cut(name: str) -> None:
     assert tokenizer_of(name)._frame is None
 
 

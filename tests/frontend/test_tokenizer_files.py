@@ -32,7 +32,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("name", "text"), BROKEN)
-def test_what_is_broken_is_named(model_dir: Path, tmp_path: Path, name: str, text: str) -> None:
+def test_a_broken_file_is_named_in_the_error(model_dir: Path, tmp_path: Path, name: str, text: str) -> None:
     path = Path(shutil.copytree(model_dir, tmp_path / "model"))
     (path / name).write_text(text)
     with pytest.raises(CheckpointError) as caught:
@@ -40,7 +40,7 @@ def test_what_is_broken_is_named(model_dir: Path, tmp_path: Path, name: str, tex
     assert str(path / name) in caught.value.message
 
 
-def test_bytes_that_are_no_text(model_dir: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_utf8_are_refused(model_dir: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(model_dir, tmp_path / "model"))
     for name in ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json"):
         (path / name).write_bytes(b"\xff\xfe")

@@ -1,7 +1,7 @@
 """The HTTP service: OpenAI's API in front of the workers.
 
-A request is validated, tokenized, routed, sent to a worker and answered token by token; if its worker is lost it goes
-on elsewhere. ``pipeline`` is that way on one page, ``server`` puts the parts together.
+A request is validated, tokenized, routed, sent to a worker and answered token by token. If its worker is lost, another
+worker continues it. ``pipeline`` shows this path on one page; ``server`` puts the parts together.
 """
 
 from kvrelay.frontend.cluster import RouterFactory, RpcClientFactory

@@ -1,7 +1,7 @@
-"""Admission control of one frontend: which requests may begin now, and when the others should come back.
+"""Admission control of one frontend: which requests may begin now, and when the others should retry.
 
-Two rules: a bound on sequences in flight, and requests per minute for API keys that have a limit. Each frontend process
-counts for itself. Pure, with an injected clock.
+There are two rules: a bound on sequences in flight, and a bound on requests per minute for API keys with a limit. Each
+frontend process counts for itself. Pure, with an injected clock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Admission:
     def admitted(self, num_sequences: int) -> Iterator[None]:
         """Count the sequences as in flight while the block runs.
 
-        Raises OverloadedError at once when there are too many, InvalidInputError when the request alone exceeds the
+        Raises OverloadedError at once if there are too many, and InvalidInputError if the request alone exceeds the
         bound.
         """
         if num_sequences > self._max_in_flight:
@@ -54,22 +54,22 @@ class Admission:
             self._ended.add(num_sequences)
 
     def count_request(self, key: str, requests_per_minute: int) -> None:
-        """Count one request of an API key; ``requests_per_minute`` 0 is no limit. Raises OverloadedError."""
+        """Count one request of an API key; ``requests_per_minute`` 0 means no limit. Raises OverloadedError."""
         wait_s = self._keys.take(key, requests_per_minute)
         if wait_s is not None:
             message = f"this API key allows {requests_per_minute} requests per minute (requests_per_minute)"
             raise OverloadedError(message, retry_after_s=wait_s)
 
     def keep_keys(self, keys: Set[str]) -> None:
-        """Forget what other API keys have used."""
+        """Forget the usage of all other API keys."""
         self._keys.keep(keys)
 
 
 class _KeyBuckets:
     """A token bucket for each key that has a limit.
 
-    A bucket holds a minute's worth and refills evenly: a client may spend its minute in one burst and then goes on at
-    the average rate.
+    A bucket holds the requests of one minute and refills evenly: a client may spend them in one burst, and then
+    continues at the average rate.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -83,7 +83,7 @@ class _KeyBuckets:
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if key in keys}
 
     def take(self, key: str, requests_per_minute: int) -> float | None:
-        """None if the request may go on, else the seconds after which the next one may."""
+        """None if the request may begin, else the seconds until the next one may."""
         if not requests_per_minute:
             return None
         now_s, capacity = self._clock.now(), float(requests_per_minute)

@@ -1,6 +1,6 @@
-"""How the sequences of one request become its answer: streamed as they come, or collected and sent as a whole.
+"""How the sequences of one request become its answer: streamed as they arrive, or collected and sent as a whole.
 
-Both listen to all sequences of a request and end a future when the last one has finished, or the first one has failed.
+Both listen to all sequences of a request, and resolve a future when the last one has finished or the first has failed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvrelay.frontend.sequence import Sequence
 NUM_ALTERNATIVES = 20
 START_COST = 1024
 TURN_COST = 2**16
-"""Tokens that are hashed, routed and sent in a turn of the loop, some 3 ms; a sequence costs as much as 1,024."""
+"""Tokens that are hashed, routed and sent in one turn of the loop, about 3 ms; a sequence costs as much as 1,024."""
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
 class Answer:
-    """Base of both: which sequences there are, and when all have ended."""
+    """Base of both: the sequences, and the moment when all have ended."""
 
     def __init__(self, plan: GenerationPlan, form: AnswerFormat) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -35,9 +35,9 @@ class Answer:
         self._num_open = 0
 
     async def start(self, sequences: Iterable[Sequence], num_sequences: int) -> None:
-        """Place all sequences, some at a turn of the loop. Returns early when one of them has failed.
+        """Place all sequences, a few per turn of the loop. Returns early if one of them has failed.
 
-        Raises RetryElsewhereError; then those that were placed are cancelled.
+        Raises RetryElsewhereError; the sequences that were already placed are then cancelled.
         """
         self._num_open = num_sequences
         cost = 0
@@ -56,11 +56,11 @@ class Answer:
             raise
 
     def cancel(self) -> None:
-        """End what still runs."""
+        """End the sequences that still run."""
         for sequence in self._sequences:
             sequence.cancel()
         if self.done.done() and not self.done.cancelled():
-            # Whoever starts the sequences may have failed first; asyncio complains of exceptions that none has seen.
+            # Starting the sequences may have failed first; asyncio complains of exceptions that are never retrieved.
             self.done.exception()
 
     def gone(self) -> None:
@@ -74,7 +74,7 @@ class Answer:
             self.done.set_exception(error)
 
     def usage(self) -> Usage:
-        """Of the whole request; a prompt counts once, however many choices it has."""
+        """Usage of the whole request; a prompt counts once, however many choices it has."""
         prompts = self._sequences[:: self._plan.n]
         num_prompt = sum(len(sequence.spec.prompt_token_ids) for sequence in prompts)
         num_output = sum(len(sequence.output_token_ids) for sequence in self._sequences)
@@ -88,7 +88,7 @@ class Answer:
 
 
 class ClientGoneError(KvrelayError):
-    """Nobody is left to be answered."""
+    """The client has gone, so no answer is needed."""
 
 
 def require_client(exchange: Exchange) -> None:
@@ -98,8 +98,8 @@ def require_client(exchange: Exchange) -> None:
 
 
 class StreamedAnswer(Answer):
-    """Server-sent events: one write per output of a sequence. The head goes out with the first one, so that a request
-    that is refused everywhere still gets a status."""
+    """Server-sent events: one write per output of a sequence. The head is sent with the first one, so that a request
+    that every worker refuses still gets a status."""
 
     def __init__(
         self, plan: GenerationPlan, form: AnswerFormat, exchange: Exchange, headers: Items[tuple[bytes, bytes]]
@@ -141,7 +141,7 @@ class StreamedAnswer(Answer):
         self._exchange.finish()
 
     def finish_broken(self, event: bytes) -> None:
-        """The stream ends with an error, never silently."""
+        """The stream ends with an error event, never silently."""
         self._exchange.write(event + DONE_EVENT)
         self._exchange.finish()
 
@@ -185,7 +185,7 @@ class WholeAnswer(Answer):
 
     @property
     def size(self) -> int:
-        """Tokens, with all their alternatives."""
+        """Number of tokens, with all their alternatives."""
         return sum(
             len(choice.prompt_token_ids) + len(choice.token_ids) + NUM_ALTERNATIVES * len(choice.logprobs)
             for choice in self._choices.values()

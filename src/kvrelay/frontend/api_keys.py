@@ -1,7 +1,7 @@
-"""API keys at rest: their SHA-256 digests and limits, from a file and from the settings, and which a request carries.
+"""API keys at rest: their SHA-256 digests and limits, from a file and from the settings, and the match of a request.
 
 A key is 32 random bytes, so its digest needs no salt and no slow hash. Every comparison takes the same time, whichever
-key it is and however much of it is right. It does not know HTTP beyond the authorization header's text.
+key matches and however much of it is right. This module does not know HTTP beyond the authorization header's text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_LIMITS = KeyLimits()
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What is known of a key."""
+    """The stored data of a key."""
 
     digest: bytes
     limits: KeyLimits = NO_LIMITS
@@ -36,7 +36,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class KeyChanges:
-    """What a new keys file changes: names, in order. ``changed`` have another key or other limits."""
+    """The changes of a new keys file: names, in order. The keys in ``changed`` have another digest or other limits."""
 
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
@@ -59,9 +59,9 @@ class KeyChanges:
 
 
 def new_api_key(name: str, limits: KeyLimits = NO_LIMITS) -> tuple[str, str]:
-    """A fresh key, and the line of the keys file that admits it. Raises ConfigError for a name that fits no line."""
+    """A new key, and the line of the keys file that admits it. Raises ConfigError for an invalid name."""
     if NAME.fullmatch(name) is None:
-        raise ConfigError(f"{name!r} is no name of a key: expected up to 64 letters, digits and . _ @ -", param="name")
+        raise ConfigError(f"{name!r} is not a key name: expected up to 64 letters, digits and . _ @ -", param="name")
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     given = {name: getattr(limits, name) for name in LIMIT_NAMES}
     words = [f"{name}={value}" for name, value in given.items() if value is not None]
@@ -69,20 +69,20 @@ def new_api_key(name: str, limits: KeyLimits = NO_LIMITS) -> tuple[str, str]:
 
 
 def digest_of(key: str) -> bytes:
-    """What is kept of a key. Header text arrives as Latin-1, whatever the client meant by it."""
+    """The digest that is stored of a key. Header text arrives as Latin-1, whatever the client's encoding."""
     return hashlib.sha256(key.encode("latin-1")).digest()
 
 
 class KeyRevokedError(InvalidInputError):
-    """The key that let a request in is none any more."""
+    """The key that admitted a request has been removed."""
 
     status = 401
 
 
 class ApiKeys:
-    """The keys that are admitted, by name. Without any, everybody is.
+    """The admitted keys, by name. Without any key, every request is admitted.
 
-    Those of the file may be replaced while requests run; who was let in before is asked for by name only.
+    The file's keys may be replaced while requests run; requests that were admitted before are looked up by name only.
     """
 
     def __init__(self, own: Mapping[str, ApiKey], from_file: Mapping[str, ApiKey]) -> None:
@@ -91,7 +91,7 @@ class ApiKeys:
 
     @classmethod
     def load(cls, api_key: str, keys_file: str) -> ApiKeys:
-        """The one of the settings (named ``default``) and those of the file. Raises ConfigError."""
+        """The key of the settings (named ``default``) and the keys of the file. Raises ConfigError."""
         own = {"default": ApiKey(hashlib.sha256(api_key.encode()).digest())} if api_key else {}
         return cls(own, read_keys_file(Path(keys_file)) if keys_file else {})
 
@@ -103,17 +103,17 @@ class ApiKeys:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the keys that are admitted."""
+        """Names of the admitted keys."""
         return frozenset(self._keys)
 
     def replace_file(self, from_file: Mapping[str, ApiKey]) -> KeyChanges:
-        """From now on these are the keys of the file; says what that changes."""
+        """Replace the keys of the file. Returns the changes."""
         before, self._keys = self._keys, {**self._own, **from_file}
         return KeyChanges.between(before, self._keys)
 
     def limits_of(self, name: str) -> KeyLimits:
-        """Of the key of this name; ``""``, where no key is needed, has none. Raises KeyRevokedError when it has gone
-        since the request was let in: nobody goes on without the limits that he had."""
+        """The limits of the key of this name; ``""`` (no key is needed) has none. Raises KeyRevokedError if the key was
+        removed after the request was admitted: the request must not continue without the key's limits."""
         if not name:
             return NO_LIMITS
         known = self._keys.get(name)
@@ -122,7 +122,7 @@ class ApiKeys:
         return known.limits
 
     def name_of(self, authorization: str) -> str | None:
-        """The name of the key in an authorization header, ``""`` where no key is needed, None if there is no match."""
+        """The name of the key in an authorization header, ``""`` if no key is needed, None if no key matches."""
         if not self._keys:
             return ""
         scheme, _, key = authorization.partition(" ")
@@ -135,7 +135,7 @@ class ApiKeys:
 
 
 def read_keys_file(path: Path) -> dict[str, ApiKey]:
-    """Keys by name: one ``NAME:SHA256`` or ``SHA256`` (hexadecimal) a line, and behind it limits, each a field of
+    """Keys by name: one ``NAME:SHA256`` or ``SHA256`` (hexadecimal) per line, followed by limits, each a field of
     KeyLimits: ``alice:5e88... requests_per_minute=60 max_output_tokens=512``. Blank lines and ``#`` lines are skipped.
 
     Raises ConfigError with file and line.
@@ -156,20 +156,20 @@ def read_keys_file(path: Path) -> dict[str, ApiKey]:
             raise ConfigError(f"{path}, line {number}: {exc.message}", param="api_keys_file") from exc
         name = name or f"key-{number}"
         if name in keys:
-            raise ConfigError(f"{path}, line {number}: a second key is named {name}", param="api_keys_file")
+            raise ConfigError(f"{path}, line {number}: another key is already named {name}", param="api_keys_file")
         keys[name] = key
     if not keys:
         # Otherwise an empty file would open the service.
-        raise ConfigError(f"{path} holds no API key, see kvrelay api-key", param="api_keys_file")
+        raise ConfigError(f"{path} holds no API key; make one with kvrelay api-key", param="api_keys_file")
     return keys
 
 
 def _parse_line(line: str) -> tuple[str, ApiKey]:
-    """Name, empty if there is none, and key. The errors do not show the line: a key may be pasted there by mistake."""
+    """Name (empty if there is none) and key. The errors do not show the line: it may hold a key, pasted by mistake."""
     admission, *words = line.split()
     name, _, digest = admission.rpartition(":")
     if (name and NAME.fullmatch(name) is None) or DIGEST.fullmatch(digest) is None:
-        raise ConfigError("expected NAME:SHA256, see kvrelay api-key")
+        raise ConfigError("expected NAME:SHA256; make one with kvrelay api-key")
     return name, ApiKey(bytes.fromhex(digest), _parse_limits(words))
 
 
@@ -178,7 +178,7 @@ def _parse_limits(words: Sequence[str]) -> KeyLimits:
     for word in words:
         name, _, text = word.partition("=")
         if name not in LIMIT_NAMES or name in values:
-            raise ConfigError(f"behind the key, limits like {LIMIT_NAMES[0]}=60; each of {', '.join(LIMIT_NAMES)} once")
+            raise ConfigError(f"expected limits like {LIMIT_NAMES[0]}=60; each of {', '.join(LIMIT_NAMES)} once")
         if COUNT.fullmatch(text) is None:
             raise ConfigError(f"{name} must be a whole number")
         values[name] = int(text)

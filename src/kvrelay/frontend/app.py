@@ -1,4 +1,4 @@
-"""Routes: which path does what, who may, and how errors become answers. It knows HTTP's values, not its bytes."""
+"""Routes: handlers, access control, and how errors become answers. Knows HTTP's values, not its bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 MODEL_PATH = "/v1/models/"
 OPEN_PATHS = frozenset({"/health", "/live", "/version", "/openapi.json"})
-"""No key is needed: load balancers have none. On loopback ``/metrics`` is open too."""
+"""Paths that need no key, because load balancers have none. On loopback ``/metrics`` is open too."""
 MAX_REQUEST_ID_CHARS = 128
 
 Handler = Callable[[Exchange, str], Awaitable[None]]
@@ -82,7 +82,7 @@ class FrontendApp:
     """Implements ``HttpApplication``."""
 
     def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
-        """Raises ConfigError when the API keys cannot be read."""
+        """Raises ConfigError if the API keys cannot be read."""
         self._keys = ApiKeys.load(config.api_key, config.api_keys_file)
         self._keys_file = config.api_keys_file
         self._admission = Admission(config.max_waiting_requests, MonotonicClock())
@@ -113,13 +113,13 @@ class FrontendApp:
         self._model_route = Route("GET", self._model)
 
     def following_keys(self) -> AbstractAsyncContextManager[None]:
-        """While it is open, a changed file of API keys is taken over."""
+        """A changed file of API keys is loaded while this context is open."""
         return following(self._keys_file, self._keys, lambda: self._admission.keep_keys(self._keys.names))
 
     # -- HttpApplication ----------------------------------------------------------------------------------------------
 
     def check_head(self, request: HttpRequest) -> Response | None:
-        """404, 405 and 401, before the body is read; and how much of it may come."""
+        """Answers 404, 405 and 401 before the body is read, and sets the body's limit."""
         route = self._route(request.path)
         if route is None:
             return self._refusal(request, 404, f"there is nothing at {request.path[:200]}")
@@ -158,8 +158,9 @@ class FrontendApp:
         return route
 
     def _check_rate(self, request: HttpRequest) -> None:
-        """Raises OverloadedError for a client that asks for work too often, KeyRevokedError for one that may no longer.
-        Not by the head alone: a refusal there ends the connection, and with it what the client still waits for."""
+        """Raises OverloadedError for a client that exceeds its request rate, and KeyRevokedError for one whose key was
+        revoked. The head alone must not decide this: a refusal there ends the connection, and with it other answers
+        that the client still waits for."""
         own = self._keys.limits_of(request.client).requests_per_minute
         per_minute = self._requests_per_minute if own is None else own
         self._admission.count_request(request.client, per_minute)
@@ -176,7 +177,7 @@ class FrontendApp:
         return Response(status, error_body(status, message, code=code), headers=headers or ())
 
     async def _answer(self, exchange: Exchange) -> None:
-        """A request's outermost frame: whatever happens, the client hears of it."""
+        """A request's outermost frame: the client hears of every error."""
         path = exchange.request.path
         route = self._route(path)
         assert route is not None
@@ -237,7 +238,7 @@ class FrontendApp:
         _respond(exchange, DetokenizeResponse(text))
 
     async def _health(self, exchange: Exchange, request_id: str) -> None:
-        """Ready: a model can be served."""
+        """Ready if at least one model can be served."""
         if self._cluster.models:
             exchange.respond(Response(200, b'{"status":"ok"}'))
         else:
@@ -245,7 +246,7 @@ class FrontendApp:
             exchange.respond(Response(503, body, headers=[(b"retry-after", b"1")]))
 
     async def _live(self, exchange: Exchange, request_id: str) -> None:
-        """Alive: this process answers."""
+        """Alive if this process answers."""
         exchange.respond(Response(200, b'{"status":"ok"}'))
 
     async def _render_metrics(self, exchange: Exchange, request_id: str) -> None:
@@ -286,7 +287,7 @@ def _cut_short(exchange: Exchange, status: int, message: str, request_id: str) -
 
 
 def _request_id(request: HttpRequest, prefix: str) -> str:
-    """The client's own id, if it gave a decent one, behind the prefix, and always something that makes it unique."""
+    """The prefix, the client's own id if it is valid, and a random part that makes the id unique."""
     given = request.headers.get("x-request-id", "")
     unique = uuid.uuid4().hex
     if (

@@ -29,12 +29,12 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja2's own filter this one does not escape for HTML."""
+    """Unlike jinja2's own filter, this one does not escape for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _joined(pieces: Iterable[str], max_chars: int) -> str:
-    """Raises PromptTooLongError as soon as there is too much: a few messages may be repeated without end."""
+    """Raises PromptTooLongError once the text is too long: a template may repeat a few messages without end."""
     found: list[str] = []
     num_chars = 0
     for piece in pieces:
@@ -42,7 +42,7 @@ def _joined(pieces: Iterable[str], max_chars: int) -> str:
         num_chars += len(piece)
         if num_chars > max_chars:
             raise PromptTooLongError(
-                f"The chat template makes more than {max_chars} characters of these messages; they cannot fit.",
+                f"The chat template turns these messages into more than {max_chars} characters; they cannot fit.",
                 param="messages",
                 code="context_length_exceeded",
             )
@@ -85,7 +85,7 @@ class ChatTemplate:
     ) -> str:
         """The prompt.
 
-        Raises InvalidInputError when the template refuses the messages, PromptTooLongError when it writes more than
+        Raises InvalidInputError if the template refuses the messages, PromptTooLongError if it writes more than
         ``max_chars``.
         """
         names: dict[str, object] = {

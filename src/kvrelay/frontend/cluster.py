@@ -2,11 +2,11 @@
 
     discovery ──watch──> worker entries ──> a task per worker: tokenizer, connection, reconnection ──> Model
     events, load samples ──subscriptions──> the model's router
-    settings set at run time ──watch──> every model's router
+    run-time settings ──watch──> every model's router
 
-It owns the connections to workers and one Model per model name. While the control plane is away it goes on with the
-workers that it knows; what is lost with a connection is noticed by the connection itself. A worker that leaves
-discovery gets no new requests, and keeps those that it has.
+It owns the connections to workers and one Model per model name. While the control plane is away it uses the workers
+that it knows; each connection notices its own loss. A worker that leaves discovery gets no new requests, and keeps
+those that it has.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from kvrelay.rpc.base import RpcClient
 _log = logging.getLogger(__name__)
 
 RpcClientFactory = Callable[[WorkerInfo], RpcClient]
-"""A client of that worker, not started yet."""
+"""Makes a client of a worker, not started yet."""
 RouterFactory = Callable[[int, ReplayRequester], Router]
-"""A router for blocks of so many tokens, and how it asks for events that it missed."""
+"""Makes a router from the block size in tokens and a function that requests missed events."""
 
 RECONNECT_BACKOFF_S = (0.05, 0.1, 0.2, 0.5)
 REPLAY_TIMEOUT_S = 2.0
 INTRODUCTION_TIMEOUT_S = 5.0
-KEEPER_RETRY_S = 1.0
+CONNECTOR_RETRY_S = 1.0
 ROUTER_SECTION = "router."
 
 
 class _Served(NamedTuple):
-    """A connected worker, and what it is connected for."""
+    """A connected worker: the model that it serves, and the connection."""
 
     model: Model
     link: WorkerLink
@@ -82,11 +82,11 @@ class Cluster:
         self._models: dict[str, Model] = {}
         self._served: dict[str, _Served] = {}
         self._loading: dict[str, asyncio.Lock] = {}
-        self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._unmet: set[str] = set()
-        """Workers that nobody has tried to reach yet."""
-        self._all_met = asyncio.Event()
-        self._all_met.set()
+        self._connectors: dict[str, asyncio.Task[None]] = {}
+        self._pending: set[str] = set()
+        """Workers whose first connection attempt has not ended."""
+        self._none_pending = asyncio.Event()
+        self._none_pending.set()
         self._tasks = TaskSet()
         self._subscriptions: list[Subscription] = []
         self._settings = RuntimeSettings()
@@ -98,7 +98,7 @@ class Cluster:
 
     @property
     def models(self) -> list[Model]:
-        """Those that a worker serves now."""
+        """Models that a worker serves now."""
         return [model for model in self._models.values() if model.is_available]
 
     def model(self, name: str | None) -> Model:
@@ -133,15 +133,15 @@ class Cluster:
         self._tasks.spawn(follow(discovery, settings, self._on_setting, self._settings_listed.set))
 
     async def wait_synced(self, timeout_s: float) -> bool:
-        """Until the workers that were registered at the start, and the settings of then, are known."""
+        """Wait until the initial listing of workers and settings is known."""
         return await _happen(timeout_s, self._workers_listed, self._settings_listed)
 
-    async def wait_met(self, timeout_s: float) -> bool:
-        """Until every known worker is connected, or was found unreachable."""
-        return await _happen(timeout_s, self._all_met)
+    async def wait_connected(self, timeout_s: float) -> bool:
+        """Wait until every known worker is connected, or its first connection attempt has failed."""
+        return await _happen(timeout_s, self._none_pending)
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *self._keepers.values()]
+        tasks = [*self._tasks, *self._connectors.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -149,12 +149,12 @@ class Cluster:
             try:
                 await subscription.unsubscribe()
             except ControlUnavailableError as exc:
-                _log.debug("a subscription ends with the connection: %s", exc)
+                _log.debug("a subscription ended with the connection: %s", exc)
 
     # -- discovery ----------------------------------------------------------------------------------------------------
 
     def _on_setting(self, event: WatchEvent) -> None:
-        """``kvrelay config set router.NAME VALUE``, for every model at once."""
+        """Apply ``kvrelay config set router.NAME VALUE`` to every model at once."""
         name = event.key.removeprefix(self._keys.config_value(ROUTER_SECTION))
         if event.kind is WatchKind.DELETE:
             self._settings.remove(name)
@@ -171,7 +171,7 @@ class Cluster:
             self._learn(decode_worker(worker_id, event.value))
 
     def _learn(self, info: WorkerInfo) -> None:
-        """A worker registered, or changed."""
+        """A worker has registered, or its entry has changed."""
         self._infos[info.worker_id] = info
         served = self._served.get(info.worker_id)
         if served is not None and info.role.takes_requests and self._is_for(served.model, info):
@@ -180,15 +180,15 @@ class Cluster:
         elif served is not None:
             served.model.remove_worker(info.worker_id)
             served.link.retire()
-        if info.role.takes_requests and info.worker_id not in self._keepers:
-            self._unmet.add(info.worker_id)
-            self._all_met.clear()
-            keeper = asyncio.get_running_loop().create_task(self._keep_worker(info.worker_id))
-            self._keepers[info.worker_id] = keeper
-            keeper.add_done_callback(lambda task: self._keeper_done(info.worker_id, task))
+        if info.role.takes_requests and info.worker_id not in self._connectors:
+            self._pending.add(info.worker_id)
+            self._none_pending.clear()
+            connector = asyncio.get_running_loop().create_task(self._stay_connected(info.worker_id))
+            self._connectors[info.worker_id] = connector
+            connector.add_done_callback(lambda task: self._connector_done(info.worker_id, task))
 
     def _forget(self, worker_id: str) -> None:
-        """A worker left discovery: drained or dead. Its connection tells which."""
+        """A worker left discovery, drained or dead. Its connection tells which."""
         info = self._infos.pop(worker_id, None)
         served = self._served.get(worker_id)
         if info is not None and served is not None:
@@ -196,52 +196,52 @@ class Cluster:
             served.link.retire()
 
     def _wanted(self, worker_id: str) -> WorkerInfo | None:
-        """The worker's entry if requests may go there."""
+        """The worker's entry if it takes requests, else None."""
         info = self._infos.get(worker_id)
         return info if info is not None and info.role.takes_requests else None
 
     def _is_for(self, model: Model, info: WorkerInfo) -> bool:
-        """Whether the worker, as its entry says now, serves this model."""
+        """Whether the worker's current entry is for this model."""
         return self._models.get(info.model) is model and model.is_of(info)
 
-    def _has_been_met(self, worker_id: str) -> None:
-        """With or without success."""
-        self._unmet.discard(worker_id)
-        if not self._unmet:
-            self._all_met.set()
+    def _attempt_ended(self, worker_id: str) -> None:
+        """The first connection attempt to the worker has ended, with or without success."""
+        self._pending.discard(worker_id)
+        if not self._pending:
+            self._none_pending.set()
 
-    def _keeper_done(self, worker_id: str, task: asyncio.Task[None]) -> None:
-        self._keepers.pop(worker_id, None)
-        self._has_been_met(worker_id)
+    def _connector_done(self, worker_id: str, task: asyncio.Task[None]) -> None:
+        self._connectors.pop(worker_id, None)
+        self._attempt_ended(worker_id)
         if task.cancelled():
             return
         if (error := task.exception()) is not None:
             _log.error("the connection to %s failed", worker_id, exc_info=error)
-            self._tasks.spawn(self._keep_again(worker_id))
+            self._tasks.spawn(self._reconnect_later(worker_id))
             return
-        # It may have come back while its connection was being closed.
-        self._keep_if_wanted(worker_id)
+        # The worker may have come back while its connection was being closed.
+        self._connect_if_wanted(worker_id)
 
-    async def _keep_again(self, worker_id: str) -> None:
-        """Behind a defect of ours, or what this machine lacks for a moment: neither is the worker's end."""
-        await asyncio.sleep(KEEPER_RETRY_S)
-        self._keep_if_wanted(worker_id)
+    async def _reconnect_later(self, worker_id: str) -> None:
+        """Retry after an internal error or a temporary shortage on this machine; the worker may be healthy."""
+        await asyncio.sleep(CONNECTOR_RETRY_S)
+        self._connect_if_wanted(worker_id)
 
-    def _keep_if_wanted(self, worker_id: str) -> None:
+    def _connect_if_wanted(self, worker_id: str) -> None:
         info = self._wanted(worker_id)
         if info is not None:
             self._learn(info)
 
-    async def _keep_worker(self, worker_id: str) -> None:
-        """One worker's connection: made, made again when it breaks, until the worker is not wanted any more."""
+    async def _stay_connected(self, worker_id: str) -> None:
+        """Connect to one worker, and reconnect when the connection breaks, while the worker takes requests."""
         num_failures = 0
         while (info := self._wanted(worker_id)) is not None:
             try:
-                served = await self._meet(info)
+                served = await self._connect_to(info)
             except KvrelayError as exc:
                 level = logging.WARNING if num_failures == 0 else logging.DEBUG
-                _log.log(level, "worker %s cannot be used yet: %s", worker_id, exc)
-                self._has_been_met(worker_id)
+                _log.log(level, "connecting to worker %s failed (%s); retrying", worker_id, exc)
+                self._attempt_ended(worker_id)
                 await asyncio.sleep(RECONNECT_BACKOFF_S[min(num_failures, len(RECONNECT_BACKOFF_S) - 1)])
                 num_failures += 1
                 continue
@@ -249,25 +249,25 @@ class Cluster:
             await self._serve(served, worker_id)
 
     async def _serve(self, served: _Served, worker_id: str) -> None:
-        """While the connection lives."""
+        """Let the worker serve requests while the connection lives."""
         model, link = served
         self._served[worker_id] = served
         try:
             info = self._wanted(worker_id)
             if info is None or not self._is_for(model, info):
-                return  # it left, or changed while it was connected: to be met again as what it is now
+                return  # the worker left, or changed during the connect: connect again with its current entry
             link.revive(info)
             model.add_worker(info, link)
             _log.info("worker %s serves %s", worker_id, model.name)
-            self._has_been_met(worker_id)
+            self._attempt_ended(worker_id)
             await link.wait_ended()
         finally:
             del self._served[worker_id]
             model.remove_worker(worker_id)
             await link.close()
 
-    async def _meet(self, info: WorkerInfo) -> _Served:
-        """Connect, then find the model, so that it cannot be replaced before the worker is added to it."""
+    async def _connect_to(self, info: WorkerInfo) -> _Served:
+        """Connect first, then find the model, so that the model cannot be replaced before the worker is added to it."""
         client = self._connect(info)
         await client.start()
         link = WorkerLink(info, client)
@@ -282,14 +282,16 @@ class Cluster:
     async def _model_of(self, info: WorkerInfo) -> Model:
         """The model that the worker serves; its tokenizer is loaded once.
 
-        Other weights under the same name replace it when its last worker has gone: a request must not be continued, nor
-        its prompt tokenized, by another model. Raises CheckpointError, and WorkerUnavailableError until then.
+        Other weights under the same name replace the model after its last worker has gone: another model must not
+        continue a request or tokenize its prompt. Until then this raises WorkerUnavailableError. Raises
+        CheckpointError, too.
         """
         async with self._loading.setdefault(info.model, asyncio.Lock()):
             model = self._models.get(info.model)
             if model is not None and model.is_of(info):
                 return model
-            # Before: the one that waits comes again and again. Behind: meanwhile an old worker may have come back.
+            # Check before loading: a waiting worker retries again and again. Check after: an old worker may have come
+            # back meanwhile.
             _check_is_free(model)
             tokenizer = await asyncio.to_thread(self._load_tokenizer, info)
             _check_is_free(model)
@@ -299,8 +301,8 @@ class Cluster:
         return model
 
     def _load_tokenizer(self, info: WorkerInfo) -> Tokenizer:
-        """This machine's copy. Raises CheckpointError, also when the worker's copy is another one: its answers would
-        become other text here."""
+        """This machine's copy. Raises CheckpointError, also if it differs from the worker's copy: the worker's tokens
+        would become other text here."""
         path = Path(info.model_path)
         tokenizer = self._tokenizer_of(path)
         if info.tokenizer_fingerprint:
@@ -312,7 +314,7 @@ class Cluster:
                 raise CheckpointError(
                     f"the tokenizer, chat template or generation config in {path} differs from the copy that "
                     f"{info.worker_id} has on {info.host or 'its machine'}: bring the same checkpoint to both, then "
-                    f"restart what was changed"
+                    f"restart the changed side"
                 )
         return tokenizer
 
@@ -321,12 +323,12 @@ class Cluster:
     def _on_events(self, subject: str, data: bytes) -> None:
         served = self._served.get(_publisher_of(subject))
         if served is None:
-            return  # the index asks for what it has missed, once the worker is connected
+            return  # the index requests missed events once the worker is connected
         try:
             batch = decode_events(unseal(served.link.publish_secret, subject, data))
             _check_sender(subject, self._keys.worker_kv_events(batch.worker_id))
         except ProtocolError as exc:
-            _log.warning("cache events on %s dropped: %s", subject, exc)
+            _log.warning("dropped cache events on %s: %s", subject, exc)
             return
         served.model.router.apply_events(batch)
 
@@ -338,7 +340,7 @@ class Cluster:
             metrics = decode_load(unseal(served.link.publish_secret, subject, data))
             _check_sender(subject, self._keys.worker_load(metrics.worker_id))
         except ProtocolError as exc:
-            _log.warning("load sample on %s dropped: %s", subject, exc)
+            _log.warning("dropped a load sample on %s: %s", subject, exc)
             return
         served.model.router.apply_metrics(metrics)
 
@@ -364,24 +366,25 @@ class Cluster:
 
 
 def _publisher_of(subject: str) -> str:
-    """The worker whose subject it is."""
+    """The worker that owns the subject."""
     return subject.rpartition(".")[2]
 
 
 def _check_sender(subject: str, own_subject: str) -> None:
-    """A worker publishes under its own name; the server's permissions are by subject. Raises ProtocolError."""
+    """Check that a worker publishes under its own name: the server's permissions are per subject. Raises
+    ProtocolError."""
     if subject != own_subject:
-        raise ProtocolError(f"its place is {own_subject}")
+        raise ProtocolError(f"this worker publishes on {own_subject}")
 
 
 def _check_is_free(old: Model | None) -> None:
-    """Raises WorkerUnavailableError while workers still serve the model that has the name."""
+    """Raises WorkerUnavailableError while workers still serve the model that holds the name."""
     if old is not None and old.is_available:
         raise WorkerUnavailableError(f"workers with other weights or another tokenizer serve the name {old.name}")
 
 
 async def _happen(timeout_s: float, *events: asyncio.Event) -> bool:
-    """Whether all of them are set within ``timeout_s``."""
+    """Whether all events are set within ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
             for event in events:

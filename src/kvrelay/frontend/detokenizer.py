@@ -1,9 +1,9 @@
 """Tokens to text, piece by piece, never half a character.
 
-Concatenated, the pieces are what decoding all tokens at once gives. Two ways lead there:
+The concatenated pieces equal the decoding of all tokens at once. There are two ways:
 
-- Byte-level vocabularies: a token is a string of bytes, so text is an incremental UTF-8 decoding. Tokens that are whole
-  characters by themselves, nearly all, are one look-up in a list.
+- Byte-level vocabularies: a token is a string of bytes, so text is an incremental UTF-8 decoding. Nearly all tokens are
+  whole characters by themselves and take one look-up in a list.
 - Any other decoder (byte fallback, metaspace, WordPiece): decode a short window twice, with and without the new
   tokens; the difference is the new text, unless it ends in an incomplete character.
 """
@@ -16,24 +16,24 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_PENDING = 16
-"""No character has so many tokens; bounds the work for a model that emits bytes which never make one."""
+"""No character has this many tokens. Bounds the work for a model whose bytes never form a character."""
 
 
 class Detokenizer(Protocol):
     """The text of one sequence."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that became certain with these tokens."""
+        """The text that these tokens complete."""
 
     def flush(self) -> str:
-        """What is left when no more tokens come: an incomplete character becomes U+FFFD."""
+        """The rest after the last token: an incomplete character becomes U+FFFD."""
 
 
 class TokenBytes:
     """The bytes of every token of a byte-level vocabulary, and the text of those that are whole characters.
 
-    ``texts[id]`` is None for a token that has to be decoded with its neighbours. Special tokens have no text at all
-    when they are to be skipped.
+    ``texts[id]`` is None for a token that must be decoded with its neighbours. Special tokens have no text if they are
+    to be skipped.
     """
 
     def __init__(self, pieces: Sequence[bytes], skipped: frozenset[int]) -> None:

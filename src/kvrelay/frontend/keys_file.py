@@ -1,8 +1,8 @@
-"""Takes a changed file of API keys over while the process runs, so that a key is revoked without a restart.
+"""Loads a changed file of API keys while the process runs, so that a key is revoked without a restart.
 
-Once a second it looks at the file's inode, size and times, which works on every file system and through the symbolic
-links that orchestrators swap. It reads only a file that has changed. One that cannot be read, or is malformed, changes
-nothing: half a file must neither lock everybody out nor let anybody in.
+Once a second it checks the file's inode, size and times, which works on every file system and through the symbolic
+links that orchestrators swap. It reads the file only after a change. A file that cannot be read, or is malformed,
+changes nothing: a half-written file must neither lock clients out nor admit new ones.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ class KeysFile:
         self._path = path
         self._keys = keys
         self._on_change = on_change
-        # Not the file's state now: it may have changed since ``keys`` were read.
+        # Not the file's current state: the file may have changed since ``keys`` were read.
         self._seen: FileState | None = NEVER_SEEN
 
     def poll(self) -> None:
-        """Take the file over if it has changed; what is wrong with it is logged once."""
+        """Load the file if it has changed; an error in it is logged once."""
         state = _state_of(self._path)
         if state == self._seen:
             return
-        # What is written between this look and the reading has a state of its own, which the next poll sees.
+        # A write between this check and the read changes the state again, which the next poll sees.
         self._seen = state
         try:
             changes = self._keys.replace_file(read_keys_file(self._path))
         except ConfigError as exc:
-            _log.error("%s; the API keys stay as they are", exc.message)
+            _log.error("%s; the API keys stay unchanged", exc.message)
             return
         if changes:
-            # Not only information: who may use the service is another one now.
-            _log.warning("API keys of %s taken over: %s", self._path, changes)
+            # A warning, because it changes who may use the service.
+            _log.warning("loaded changed API keys from %s: %s", self._path, changes)
             self._on_change()
 
 
 def _state_of(path: Path) -> FileState | None:
-    """What a change of the file changes: also the time of its last change of status, for contents that keep size and
-    time. None when there is no file."""
+    """The attributes that reveal a change of the file, including the time of its last status change, for contents that
+    keep size and time. None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -64,7 +64,8 @@ def _state_of(path: Path) -> FileState | None:
 
 @asynccontextmanager
 async def following(keys_file: str, keys: ApiKeys, on_change: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
-    """While it is open, ``keys`` are those of ``keys_file`` (none: nothing to follow); ``on_change`` hears of it."""
+    """While this context is open, ``keys`` follow ``keys_file`` (none: nothing to follow). ``on_change`` runs after
+    each change."""
     if not keys_file:
         yield
         return

@@ -1,6 +1,6 @@
 """The frontend's metrics, kept cheap: counting on the token path is a bisection and an addition.
 
-prometheus-client only renders what was counted here.
+prometheus-client only renders these counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Histogram:
         return sum(self.counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus wants them."""
+        """Cumulative counts, as Prometheus expects them."""
         running, rows = 0, []
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self.counts):
             running += count
@@ -55,7 +55,7 @@ class FrontendMetrics(Collector):
         self.migrations: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.num_in_flight_of: Callable[[], int] = lambda: 0
-        """Sequences in flight, which admission control counts."""
+        """Number of sequences in flight; admission control counts them."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -66,7 +66,7 @@ class FrontendMetrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def watch_workers(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
-        """Where the number of connected workers per model comes from."""
+        """Source of the number of connected workers per model."""
         self._workers = count_by_model
 
     # -- counting -----------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class FrontendMetrics(Collector):
         self.num_cached_tokens += num_cached_tokens
 
     def sequence_ended(self, num_output_tokens: int, duration_s: float | None) -> None:
-        """``duration_s`` is None when it failed or was cancelled."""
+        """``duration_s`` is None if the sequence failed or was cancelled."""
         self.num_output_tokens += num_output_tokens
         if duration_s is not None:
             self.duration.observe(duration_s)

@@ -15,7 +15,7 @@ from kvrelay.router import IndexState, Router, RoutingRequest, RuntimeSettings
 
 
 class WorkerState(msgspec.Struct, frozen=True):
-    """What this frontend knows of a worker and has had done by it, over the connection that it has now."""
+    """A worker as this frontend knows it, and the work that it has done over the current connection."""
 
     worker_id: str
     index: IndexState
@@ -26,9 +26,10 @@ class WorkerState(msgspec.Struct, frozen=True):
 
 
 class Model:
-    """Workers come and go; the model stays known, so that a request in the gap between two is told to try again.
+    """Workers come and go; the model stays known, so that a request without a worker is told to retry.
 
-    All its workers have the weights of ``first``, the worker that it is made for: a request may be continued on any.
+    All workers have the weights of ``first``, the worker for which the model was made: any of them may continue a
+    request.
     """
 
     def __init__(self, first: WorkerInfo, tokenizer: Tokenizer, router: Router) -> None:
@@ -49,7 +50,7 @@ class Model:
         return f"Model({self.name}, workers={sorted(self._links)}, router={self.router!r})"
 
     def is_of(self, info: WorkerInfo) -> bool:
-        """Whether the worker's weights and tokenizer are this model's: whether it may continue its requests."""
+        """Whether the worker has this model's weights and tokenizer, so that it may continue the model's requests."""
         return (self.weights_fingerprint, self.tokenizer_fingerprint) == (
             info.weights_fingerprint,
             info.tokenizer_fingerprint,
@@ -65,7 +66,7 @@ class Model:
         return list(self._links)
 
     def add_worker(self, info: WorkerInfo, link: WorkerLink) -> None:
-        """The worker takes requests, or has changed. Limits are those of the most modest worker."""
+        """The worker takes requests, or has changed. The model's limits are the smallest of all workers."""
         self._links[info.worker_id] = link
         self.router.add_worker(info)
         self._limit()
@@ -73,13 +74,13 @@ class Model:
         changed.set()
 
     def remove_worker(self, worker_id: str) -> None:
-        """No new requests go there; those that run there are not touched."""
+        """Send no new requests to the worker; its running requests continue."""
         if self._links.pop(worker_id, None) is not None:
             self.router.remove_worker(worker_id)
             self._limit()
 
     def _limit(self) -> None:
-        """To what the most modest of the present workers can do. Without workers the last limits stay."""
+        """Set each limit to the smallest of the present workers. Without workers the last limits stay."""
         infos = [link.info for link in self._links.values()]
         if infos:
             self.max_model_len = min(info.max_model_len for info in infos)
@@ -98,13 +99,13 @@ class Model:
         return link
 
     def tune(self, settings: RuntimeSettings) -> None:
-        """Route as the settings say, over those that the router was started with."""
+        """Apply the run-time settings on top of those that the router was started with."""
         config = settings.apply(self._router_config)
         if config != self.router.config:
             self.router.configure(config)
 
     def worker_states(self) -> list[WorkerState]:
-        """Of those that take requests, in order of arrival."""
+        """The workers that take requests, in order of arrival."""
         return [
             WorkerState(
                 worker_id=worker_id,
@@ -118,5 +119,5 @@ class Model:
         ]
 
     def next_change(self) -> asyncio.Event:
-        """Set when the next worker is added, or back."""
+        """An event that is set when a worker is added or comes back."""
         return self._changed

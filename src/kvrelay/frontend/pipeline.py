@@ -1,11 +1,10 @@
-"""A request's way through the frontend, on one page:
+"""A request's path through the frontend, on one page:
 
     body ──parse──> fields ──plan, admit──> prompts ──tokenize──> sequences ──route, call──> outputs ──> answer
 
-Large bodies are parsed and tokenized on the side threads, and large answers put together there, so that no other
-request waits for it. Everything after the call is driven by the workers' messages: a token goes from the connection
-through its sequence to the client's socket without a task or a queue in between. The coroutine here only waits for the
-end.
+Large bodies are parsed and tokenized on the side threads, and large answers are put together there, so that other
+requests do not wait. After the call, the workers' messages drive everything: a token goes from the connection through
+its sequence to the client's socket without a task or a queue in between. The coroutine here only waits for the end.
 """
 
 from __future__ import annotations
@@ -198,7 +197,7 @@ class Pipeline:
         num_sequences: int,
         timeout_s: float | None,
     ) -> None:
-        """Until every sequence has finished; ends all of them when one fails, the client leaves or time is up."""
+        """Wait until every sequence has finished. End all of them if one fails, the client leaves or time is up."""
         require_client(exchange)
         exchange.on_gone(answer.gone)
         try:
@@ -242,7 +241,7 @@ def _texts(request: GenerationFields, model: Model) -> TokenTexts:
 
 
 class BrokenStreamError(KvrelayError):
-    """The answer had begun and ended with an error event: nothing more can be said to the client."""
+    """The answer had begun and ended with an error event, so the client cannot be told more."""
 
 
 def _specs(request_id: str, model: Model, plan: GenerationPlan, prompts: Items[Prompt]) -> Iterator[SequenceSpec]:

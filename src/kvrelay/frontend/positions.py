@@ -1,4 +1,4 @@
-"""Whether a worker's output follows what is known of the answer: nothing may be missing, nothing may come twice."""
+"""Checks that a worker's output continues the known answer: no token may be missing or repeated."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvrelay.errors import KvrelayError
 
 
 class MissingTokensError(KvrelayError):
-    """Outputs were lost on their way: the connection that lost them is not to be trusted any more."""
+    """Outputs were lost on their way, so the connection that lost them must end."""
 
 
 def unseen_part(output: TokenOutput, num_known: int) -> TokenOutput | None:
-    """What ``output`` adds to an answer of which ``num_known`` tokens are known; None if that is nothing.
+    """The part of ``output`` that is new to an answer with ``num_known`` known tokens; None if nothing is new.
 
-    Raises MissingTokensError when the output begins further on.
+    Raises MissingTokensError if the output begins further on.
     """
     if output.position == num_known:
         return output

@@ -24,7 +24,7 @@ from kvrelay.frontend.side_threads import Pieces
 from kvrelay.frontend.tools.histories import described, template_messages
 
 PIECE_TOKENS = 2**18
-"""Token ids that are checked and copied in one piece: some milliseconds."""
+"""Token ids that are checked and copied in one piece, which takes some milliseconds."""
 
 _OPEN_END = "\ue000\ue0ffopen\ue000\ue0ff"
 """Stands at the end of a message that the answer continues, while the chat template writes it."""
@@ -34,7 +34,7 @@ PromptItem = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's tokens, and its text if it is wanted or was given."""
+    """A prompt's tokens, and its text if it was given or is needed."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -58,7 +58,7 @@ def completion_prompts(
     with_texts: bool = False,
     keep_last: int | None = None,
 ) -> Pieces[list[Prompt]]:
-    """Texts or token ids as prompts; ``with_texts`` also those given as ids. With ``keep_last`` only so many tokens of
+    """Texts or token ids as prompts; with ``with_texts``, prompts given as ids get a text, too. With ``keep_last`` only so many tokens of
     each, the last ones; -1: as many as leave room for one more. Raises InvalidInputError."""
     texts = [item for item in items if isinstance(item, str)]
     enough = model.max_model_len
@@ -128,7 +128,7 @@ def _text_of(message: ChatMessage) -> str:
 
 
 def tokenized(request: TokenizeRequest, model: Model) -> Pieces[list[int]]:
-    """For ``/tokenize``: however many tokens there are. Raises InvalidInputError."""
+    """For ``/tokenize``, without a limit on the number of tokens. Raises InvalidInputError."""
     if (request.prompt is None) == (request.messages is None):
         raise InvalidInputError("either prompt or messages must be given", param="prompt")
     text, add_special_tokens = request.prompt or "", request.add_special_tokens is not False
@@ -154,9 +154,9 @@ def render_chat(
     max_chars: int | None = None,
     tools: Sequence[dict[str, object]] = (),
 ) -> str:
-    """The messages as the chat template writes them, in ``max_chars`` at most (None: what may fit into the context).
+    """The messages as the chat template writes them, at most ``max_chars`` (None: the most that may fit the context).
 
-    Raises InvalidInputError: no chat template, one that refuses the messages, or one that writes too much.
+    Raises InvalidInputError if there is no chat template, if it refuses the messages, or if it writes too much.
     """
     template = model.tokenizer.chat_template
     if template is None:
@@ -182,7 +182,7 @@ def _split(prompt: str | list[str | int | list[int]]) -> list[PromptItem]:
 
 
 def _max_chars(model: Model) -> int:
-    """No text of more characters can fit into the context: it need not be tokenized to know."""
+    """The most characters that can fit into the context. A longer text is refused without tokenizing it."""
     return model.tokenizer.max_chars_per_token * model.max_model_len
 
 

@@ -1,7 +1,7 @@
-"""What a frontend says about its routing: the decision on a prompt, and the state behind all decisions.
+"""A frontend's report on its routing: the decision for a prompt, and the state behind all decisions.
 
-With several frontends on one port each answer tells, by ``pid``, whose view it is. For operators and tests; no request
-is placed, and nothing is changed.
+With several frontends on one port, the ``pid`` of each answer tells which process gave it. For operators and tests: no
+request is placed, and nothing changes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RouteAnswer(msgspec.Struct, frozen=True):
 
 
 class RoutedWorker(msgspec.Struct, frozen=True):
-    """A worker, and with ``blocks=1`` the sequence hashes of the blocks it is known to hold: hexadecimal, since many
-    readers of JSON round numbers of 64 bits."""
+    """A worker, and with ``blocks=1`` the sequence hashes of its known blocks, in hexadecimal because many JSON readers
+    round 64-bit numbers."""
 
     state: WorkerState
     blocks: list[str] | None = None
@@ -56,7 +56,7 @@ class RouterAnswer(msgspec.Struct, frozen=True):
 
 
 class RoutingEndpoints:
-    """Handlers, as ``FrontendApp`` wants them."""
+    """The handlers that ``FrontendApp`` expects."""
 
     def __init__(self, cluster: Cluster, threads: SideThreads) -> None:
         self._cluster = cluster
@@ -84,7 +84,7 @@ class RoutingEndpoints:
 
 
 def _flag(query: str, name: str) -> bool:
-    """The parameter ``name``, 1 or 0 (which it is when absent). Raises InvalidInputError."""
+    """The parameter ``name``, 1 or 0 (default). Raises InvalidInputError."""
     values = parse_qs(query, keep_blank_values=True).get(name, ["0"])
     if values not in (["0"], ["1"]):
         raise InvalidInputError(f"{name} must be 0 or 1", param=name)

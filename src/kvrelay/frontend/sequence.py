@@ -1,13 +1,13 @@
-"""One sequence's life: placed on a worker, its tokens turned to text, continued elsewhere when the worker is lost.
+"""One sequence's life: placed on a worker, its tokens turned to text, continued on another worker if its own is lost.
 
     PLACED ──> RUNNING ──────────────────────────> ENDED       finish reason, stop string, failure, cancelled
       │ ^         │ ^
       v │         v │
      WAITING <── (worker lost or gave up; placed again with prompt + tokens so far, at most migration_limit times)
 
-Its tokens are the only state that a worker needs to go on, and every token that was delivered is kept here; so nothing
-is repeated and nothing is missing. Text, stop strings and logprobs go on in this object, whichever worker samples.
-It does not know how answers are sent.
+A worker needs only the tokens to continue a sequence, and every delivered token is kept here. So no token is repeated
+or missing. Text, stop strings and logprobs continue in this object, whichever worker samples. It does not know how
+answers are sent.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from kvrelay.router import RoutingRequest
 _log = logging.getLogger(__name__)
 
 REPLACEMENT_WAIT_S = 10.0
-"""How long a request that has lost its worker waits for another one to appear."""
+"""How long a request without a worker waits for another one to appear."""
 
 
 class SequenceListener(Protocol):
-    """Who sends the answer. After ``failed``, or a ``deliver`` with a finish, nothing follows."""
+    """The object that sends the answer. No call follows ``failed`` or a ``deliver`` with a finish."""
 
     def deliver(
         self,
@@ -58,7 +58,7 @@ class SequenceListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """What a sequence is to generate. ``index`` is its choice's number in the answer."""
+    """The task of a sequence. ``index`` is the number of its choice in the answer."""
 
     request_id: str
     index: int
@@ -67,7 +67,7 @@ class SequenceSpec:
     priority: int = 0
     include_stop: bool = False
     grammar_param: str | None = None
-    """The request's field that asked for the grammar: a worker that cannot use it knows only the grammar."""
+    """The request's field that asked for the grammar, for errors: a worker that refuses it knows only the grammar."""
 
 
 class Sequence:
@@ -128,18 +128,18 @@ class Sequence:
             return
 
     def cancel(self) -> None:
-        """The client is gone, or another choice has failed."""
+        """The client has gone, or another choice has failed."""
         self._end(abort=True)
 
     def refused(self, refusal: RequestRefused) -> None:
-        """The worker does not take it: the next one may, until none is left."""
+        """The worker refuses the sequence: try the next worker, until none is left."""
         if self._is_ended:
             return
         self._link = None
         self._leave_router()
         self._metrics.refused(self._model.name)
         if refusal.status == OverloadedError.status:
-            # Who refuses for another reason, because it leaves for instance, does not know when somebody is free.
+            # A worker that refuses for another reason, e.g. because it leaves, does not know when a worker is free.
             self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)
         error = _refusal_error(refusal, self._retry_after_s, self.spec.grammar_param)
         if not refusal.retryable:
@@ -149,11 +149,11 @@ class Sequence:
         self._place_again(error, may_wait=bool(self.output_token_ids))
 
     def worker_lost(self, worker_id: str) -> None:
-        """The connection to its worker is gone."""
+        """The connection to the worker is lost."""
         self._migrate(f"worker {worker_id} was lost", may_wait=True)
 
     def broken(self) -> None:
-        # Whether or not it had ended by itself: whoever waits for the answer must hear of it.
+        # Even if the sequence had ended by itself: the waiting sink must be told.
         self._end(abort=True)
         self._listener.failed(self, KvrelayError("internal error"))
 
@@ -169,7 +169,7 @@ class Sequence:
             return
         self.num_migrations += 1
         self._metrics.migrated(self._model.name)
-        _log.info("%s: %s, going on elsewhere after %d tokens", self._attempt_id, reason, len(self.output_token_ids))
+        _log.info("%s: %s; migrating after %d tokens", self._attempt_id, reason, len(self.output_token_ids))
         self._place_again(error, may_wait)
 
     def _place_again(self, error: KvrelayError, may_wait: bool) -> None:
@@ -184,7 +184,7 @@ class Sequence:
                 self._fail(error)
 
     async def _wait_and_start(self, error: KvrelayError, change: asyncio.Event) -> None:
-        """No worker is left: wait for one. The lost one may come back as well."""
+        """No worker is left: wait for one. The lost worker may also come back."""
         try:
             async with asyncio.timeout(REPLACEMENT_WAIT_S):
                 while True:
@@ -233,7 +233,7 @@ class Sequence:
     # -- what it says -------------------------------------------------------------------------------------------------
 
     def deliver(self, output: TokenOutput, now_s: float) -> None:
-        """New tokens from the worker. Raises MissingTokensError; then nothing has changed."""
+        """Take new tokens from the worker. Raises MissingTokensError and then changes nothing."""
         reason = output.finish_reason
         if reason is FinishReason.ABORT or reason is FinishReason.ERROR:
             self._gave_up(output)
@@ -267,7 +267,7 @@ class Sequence:
         self._listener.deliver(self, text, token_ids, logprobs, finish)
 
     def _push_with_stops(self, stops: StopStrings, output: TokenOutput) -> tuple[str, int, Finish | None]:
-        """Text that may be shown, how many of the tokens were used, and the finish if this is the end."""
+        """The text that may be sent, the number of tokens used, and the finish if the sequence ends here."""
         reason = output.finish_reason
         hidden = len(output.token_ids) - 1 if reason is FinishReason.STOP and not self.spec.include_stop else -1
         shown: list[str] = []
@@ -291,7 +291,7 @@ class Sequence:
         return "".join((*shown, found, stops.flush())), len(output.token_ids), Finish(reason, output.stop_token)
 
     def _on_prefilled(self, output: TokenOutput, now_s: float) -> None:
-        """The first output of an attempt; of the first attempt it also says what the prompt cost."""
+        """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""
         self._is_prefilled = True
         self._model.router.first_token(self._attempt_id)
         if self._link is not None:
@@ -306,7 +306,7 @@ class Sequence:
         self._metrics.first_token(now_s - self._started_s, len(self.spec.prompt_token_ids), self.num_cached_tokens)
 
     def _gave_up(self, output: TokenOutput) -> None:
-        """The worker ended it without being asked: another one may succeed."""
+        """The worker ended the sequence on its own: another worker may succeed."""
         if self._link is not None:
             self._link.release(self._attempt_id)
         if output.is_final and not self._is_ended:
@@ -339,8 +339,8 @@ class Sequence:
 
 
 def _refusal_error(refusal: RequestRefused, retry_after_s: float, grammar_param: str | None) -> KvrelayError:
-    """What the client is told if no other worker takes it. ``retry_after_s`` is that of the overloaded worker that is
-    free first, infinite where there is none."""
+    """The error for the client if no other worker takes the sequence. ``retry_after_s`` is the shortest of the
+    overloaded workers, or infinite if there is none."""
     if refusal.status == OverloadedError.status:
         return OverloadedError(refusal.reason, retry_after_s=retry_after_s)
     if refusal.status == WorkerUnavailableError.status:

@@ -1,6 +1,6 @@
-"""The frontend put together: cluster, application and HTTP server, from start to an orderly end.
+"""The assembled frontend: cluster, application and HTTP server, from start to an orderly end.
 
-What it needs from other rooms comes by constructor; ``launch`` knows which implementations those are.
+Objects of other rooms come by constructor; ``launch`` chooses their implementations.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvrelay.frontend.metrics import FrontendMetrics
 _log = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 5.0
-MEET_TIMEOUT_S = 2.0
+CONNECT_TIMEOUT_S = 2.0
 FLUSH_TIMEOUT_S = 1.0
-"""How long the last errors may take to be read."""
+"""How long clients may take to read the last errors."""
 
 
 class Frontend:
@@ -37,7 +37,7 @@ class Frontend:
         build_router: RouterFactory,
         cluster: str = "",
     ) -> None:
-        """``cluster`` names it among all clusters: only its frontends share a port.
+        """``cluster`` identifies the cluster: only frontends of one cluster share a port.
 
         Raises AddressInUseError, ConfigError."""
         self.metrics = FrontendMetrics()
@@ -72,18 +72,18 @@ class Frontend:
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def start(self) -> None:
-        """Learn the workers, then accept requests. Raises ControlUnavailableError."""
+        """Connect to the workers, then accept requests. Raises ControlUnavailableError."""
         await self.cluster.start()
         if not await self.cluster.wait_synced(SYNC_TIMEOUT_S):
-            _log.warning("discovery did not list the workers within %g s", SYNC_TIMEOUT_S)
-        # Another frontend may share the port: whoever is sent here must not hear that there are no workers.
-        if not await self.cluster.wait_met(MEET_TIMEOUT_S):
-            _log.warning("not all workers could be reached within %g s", MEET_TIMEOUT_S)
+            _log.warning("discovery did not list the workers within %g s; serving without them", SYNC_TIMEOUT_S)
+        # Another frontend may share the port: its clients must not be told here that there are no workers.
+        if not await self.cluster.wait_connected(CONNECT_TIMEOUT_S):
+            _log.warning("could not connect to all workers within %g s; serving without them", CONNECT_TIMEOUT_S)
         await self._background.enter_async_context(self._app.following_keys())
         await self._server.start()
 
     async def close(self) -> None:
-        """Accept nothing new, let open requests end within ``shutdown_timeout_s``, end the others with an error."""
+        """Refuse new requests, let open ones finish within ``shutdown_timeout_s``, and end the rest with an error."""
         await self._server.drain(self._config.shutdown_timeout_s)
         await self._background.aclose()
         await self._app.close()

@@ -1,8 +1,8 @@
-"""Work on what clients send, beside the event loop and in pieces: parsing, chat templates, tokenization.
+"""Work on clients' input on threads beside the event loop, in pieces: parsing, chat templates, tokenization.
 
-A piece is a few milliseconds of work, or a call that lets go of the interpreter's lock. Pieces queue up in turn, so a
-large request does not keep the threads from the others. Work on small bodies is done in place: a thread would cost
-more than the work.
+A piece is a few milliseconds of work, or a call that releases the interpreter's lock. Requests take turns piece by
+piece, so a large request does not block the threads for others. Work on small bodies is done in place: a thread would
+cost more than the work.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Generic, ParamSpec, TypeVar
 
 INLINE_SIZE = 4096
-"""Bytes of a body, or tokens of an answer, that are worked on in place. 4 kB of text take 1.3 ms."""
+"""Bytes of a body, or tokens of an answer, that are processed in place. 4 kB of text take 1.3 ms."""
 NUM_THREADS = 4
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 Pieces = Generator[None, None, T]
-"""Work that can be interrupted wherever it yields; it returns its result."""
+"""Work that can be interrupted at each yield; it returns its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class SideThreads:
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="side")
 
     async def call(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """``function`` of a request of ``size``, as one piece."""
+        """Run ``function`` for a request of ``size`` as one piece."""
         if size <= INLINE_SIZE:
             return function(*args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args, **kwargs))
 
     async def run(self, size: int, work: Pieces[T], check: Callable[[], None] = lambda: None) -> T:
-        """All pieces of the work on a request of ``size``; before each, ``check`` may raise to end it."""
+        """Run all pieces of the work on a request of ``size``. Before each piece, ``check`` may raise to end it."""
         if size <= INLINE_SIZE:
             check()
             return complete(work)
@@ -54,19 +54,19 @@ class SideThreads:
                 return done.result
 
     def close(self) -> None:
-        """Drop the pieces that wait; those that run end by themselves."""
+        """Drop waiting pieces; running ones end by themselves."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def complete(work: Pieces[T]) -> T:
-    """All pieces at once, here."""
+    """Run all pieces at once, on this thread."""
     while (done := _advance(work)) is None:
         pass
     return done.result
 
 
 def _advance(work: Pieces[T]) -> _Done[T] | None:
-    """One piece; its result if it was the last one."""
+    """Run one piece; returns the work's result if it was the last one."""
     try:
         next(work)
     except StopIteration as exc:  # a future cannot carry this one

@@ -1,8 +1,8 @@
 """Finds stop strings in text that arrives in pieces. Pure.
 
-Text that may be the beginning of a stop string is held back until it is clear, so that nothing behind (or of) a stop
-string is ever sent. Where the pieces are cut does not matter: the stop string that is complete first wins, and of
-those complete at the same character the longest.
+Text that may begin a stop string is held back until that is clear, so that no part of a stop string, and nothing after
+one, is ever sent. The cuts between pieces do not matter: the stop string that is complete first wins, and the longest
+of those that are complete at the same character.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StopStrings:
         return self._held
 
     def push(self, text: str) -> str | StopMatch:
-        """Add text. Gives what can be sent now, or the match that ends everything."""
+        """Add text. Returns the text that can be sent now, or the match that ends the sequence."""
         text = self._held + text
         found = self._find(text)
         if found is not None:
@@ -46,7 +46,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """No more text comes: what was held is no stop string."""
+        """The end of the text: the held text is not a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -59,7 +59,7 @@ class StopStrings:
         return best
 
     def _num_undecided(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
+        """Length of the longest suffix of ``text`` that begins a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-size:]
             if any(stop.startswith(end) for stop in self._stops):

@@ -1,13 +1,13 @@
 """Where a long text may be cut so that its pieces have the same tokens as the whole. Pure.
 
-Byte-level BPE tokenizes each word by itself, and a regular expression says what a word is. In those that are known here
-no word holds
+Byte-level BPE tokenizes each word by itself, and a regular expression defines a word. With the known expressions, no
+word contains
 
     a letter | a space before a letter          "over| the"
     a character and a line end | a letter       "end.\\n|Then"
 
-across the bar, whatever stands further away. Letters are ASCII or Han here, which NFC leaves alone. Other tokenizers
-(SentencePiece's) look at whole texts; theirs are not cut.
+across the bar, whatever text is further away. Letters here are ASCII or Han, which NFC leaves alone. Other tokenizers
+(SentencePiece's) look at whole texts; texts for these are not cut.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen's words; those of Llama 3 and cl100k take up to three digits. GPT-2's are built into ``ByteLevel``."""
+"""Qwen's words; those of Llama 3 and cl100k hold up to three digits. GPT-2's are built into ``ByteLevel``."""
 _SEARCH_CHARS = 2**16
 NFC_SHRINKAGE = 4
-"""Composition makes one character of at most so many."""
+"""Composition merges at most this many characters into one."""
 
 
 def cut_text(text: str, num_chars: int) -> Iterator[str]:
-    """Pieces of ``num_chars`` or somewhat more; more by far where the text has no boundary."""
+    """Pieces of ``num_chars`` or slightly more; much more if the text has no boundary."""
     start, search = 0, num_chars
     while search < len(text):
-        # Not the whole text at once: a search keeps the interpreter's lock.
+        # Not the whole text at once: a search holds the interpreter's lock.
         found = _CUT.search(text, search, search + _SEARCH_CHARS)
         if found is None:
             search += _SEARCH_CHARS - 2
@@ -50,7 +50,7 @@ def cut_text(text: str, num_chars: int) -> Iterator[str]:
 def may_be_cut(rust: RustTokenizer) -> bool:
     """Whether the tokens of ``cut_text``'s pieces are those of the text, special tokens around it aside.
 
-    Then, too, every character of a text is in one of its tokens (or, normalized, ``NFC_SHRINKAGE`` of them).
+    If so, every character of a text is in one of its tokens (or, normalized, ``NFC_SHRINKAGE`` of them are).
     """
     model = rust.model
     return (
@@ -87,6 +87,6 @@ def _has_known_words(state: Any) -> bool:
 
 
 def _is_plain(token: Any) -> bool:
-    """An added token that takes no spaces from beside it, does not depend on them, and has no boundary in it."""
+    """Whether an added token takes no adjacent spaces, does not depend on them, and contains no boundary."""
     depends = token.lstrip or token.rstrip or token.single_word
     return not depends and _CUT_INSIDE.search(token.content) is None

@@ -24,7 +24,7 @@ from kvrelay.frontend.text_pieces import NFC_SHRINKAGE, cut_text, may_be_cut
 
 
 class DefaultSampling(msgspec.Struct, frozen=True):
-    """What ``generation_config.json`` recommends where a request is silent."""
+    """The defaults of ``generation_config.json`` for fields that a request does not set."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -34,15 +34,15 @@ class DefaultSampling(msgspec.Struct, frozen=True):
 
 
 PIECE_CHARS = 2**15
-"""Characters that are tokenized in one call: some 10 ms."""
+"""Characters that are tokenized in one call, which takes about 10 ms."""
 MAX_BATCH = 256
 MAX_CHARS_PER_TOKEN = 1024
-"""For tokenizers of which nothing better is known."""
+"""For tokenizers without a known better bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSettings:
-    """What the files beside ``tokenizer.json`` say; files that are missing say nothing."""
+    """The contents of the files beside ``tokenizer.json``; missing files are empty."""
 
     chat_template: ChatTemplate | None = None
     default_sampling: DefaultSampling = field(default_factory=DefaultSampling)
@@ -68,16 +68,16 @@ class Tokenizer:
         return f"Tokenizer(vocab_size={self.vocab_size}, byte_level={self._byte_level})"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises InvalidInputError for text that is no valid Unicode (lone surrogates)."""
+        """Raises InvalidInputError for text that is not valid Unicode (lone surrogates)."""
         return complete(self.encode_texts([text], add_special_tokens))[0]
 
     def encode_texts(
         self, texts: Sequence[str], add_special_tokens: bool, enough: int = sys.maxsize
     ) -> Pieces[list[list[int]]]:
-        """The tokens of each text, in pieces that do not keep the interpreter's lock.
+        """The tokens of each text, in pieces that do not hold the interpreter's lock.
 
-        It may stop when a text has more than ``enough`` tokens; the tokens that are known by then are returned.
-        Raises InvalidInputError for text that is no valid Unicode (lone surrogates).
+        It may stop once a text has more than ``enough`` tokens, and then returns the tokens known so far. Raises
+        InvalidInputError for text that is not valid Unicode (lone surrogates).
         """
         before, behind = self._frame if self._frame is not None and add_special_tokens else ([], [])
         found: list[list[int]] = [list(before) for _ in texts]
@@ -97,7 +97,7 @@ class Tokenizer:
                 yield index, piece
 
     def _encode_batch(self, pieces: list[str], add_special_tokens: bool) -> Iterator[list[int]]:
-        # Unlike ``encode`` this lets go of the interpreter's lock; "fast" leaves out the offsets.
+        # Unlike ``encode`` this releases the interpreter's lock; "fast" leaves out the offsets.
         with_special = add_special_tokens and self._frame is None
         try:
             encodings = self._rust.encode_batch_fast(pieces, add_special_tokens=with_special)
@@ -106,7 +106,7 @@ class Tokenizer:
         return (encoding.ids for encoding in encodings)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        # A batch of one, since ``decode`` keeps the interpreter's lock.
+        # A batch of one, because ``decode`` holds the interpreter's lock.
         return str(self._rust.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def token_text(self, token_id: int) -> str:
@@ -125,18 +125,19 @@ class Tokenizer:
         return str(self._rust.id_to_token(token_id) or "")
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh one, for one sequence."""
+        """A new detokenizer, for one sequence."""
         if self._tokens is not None:
             return ByteLevelDetokenizer(self._tokens[skip_special_tokens])
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens))
 
     def _token_bytes(self) -> dict[bool, TokenBytes]:
-        """Each token's bytes, by whether special tokens have none. Made here, since the first request would wait."""
+        """Each token's bytes, for skipped and for shown special tokens. Made here, so that the first request does not
+        wait."""
         pieces = [_byte_level_piece(self.token_string(token)) for token in range(self.vocab_size)]
         return {False: TokenBytes(pieces, frozenset()), True: TokenBytes(pieces, self._special)}
 
     def _max_chars_per_token(self) -> int:
-        """A text of more characters than so many per token cannot be of so few tokens."""
+        """Upper bound of the characters that this number of tokens can cover."""
         has_all_bytes = all(self._rust.token_to_id(char) is not None for char in _ALPHABET)
         if self._frame is None or self._tokens is None or not has_all_bytes:
             return MAX_CHARS_PER_TOKEN
@@ -182,7 +183,7 @@ def _chat_template(path: Path, config: dict[str, object]) -> ChatTemplate | None
     if template is None:
         return None
     if not isinstance(template, str):
-        raise CheckpointError(f"{file}: the chat template is no text")
+        raise CheckpointError(f"{file}: the chat template is not text")
     try:
         return ChatTemplate(template, _special_tokens(config))
     except CheckpointError as exc:
@@ -209,7 +210,7 @@ def _read_json(file: Path) -> dict[str, object]:
 
 
 def _special_tokens(config: dict[str, object]) -> dict[str, str]:
-    """``bos_token`` and its kin, as chat templates use them."""
+    """``bos_token`` and the like, as chat templates use them."""
     tokens: dict[str, str] = {}
     for name, value in config.items():
         if name.endswith("_token"):
@@ -234,7 +235,7 @@ def _batches(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]
 
 
 def _frame(rust: RustTokenizer) -> tuple[list[int], list[int]] | None:
-    """The special tokens before and behind a text; None if they are not simply around it."""
+    """The special tokens before and after a text; None if they are not simply around it."""
     inner = rust.encode("a", add_special_tokens=False).ids
     whole = rust.encode("a", add_special_tokens=True).ids
     for start in range(len(whole) - len(inner) + 1):
@@ -248,7 +249,7 @@ def _special_ids(rust: RustTokenizer) -> frozenset[int]:
 
 
 def _is_byte_level(rust: RustTokenizer) -> bool:
-    """Whether decoding is nothing but joining the bytes of byte-level tokens."""
+    """Whether decoding only joins the bytes of byte-level tokens."""
     decoder = json.loads(rust.decoder.__getstate__()) if rust.decoder is not None else None
     if decoder is not None and decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
         decoder = decoder["decoders"][0]
@@ -267,7 +268,7 @@ _ALPHABET = _byte_alphabet()
 
 
 def _byte_level_piece(token: str) -> bytes:
-    """A token's bytes; one with a character outside the alphabet (an added token) stands for its own text."""
+    """A token's bytes. A token with a character outside the alphabet (an added token) stands for its own text."""
     try:
         return bytes([_ALPHABET[char] for char in token])
     except KeyError:

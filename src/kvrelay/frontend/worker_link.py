@@ -1,7 +1,7 @@
 """The frontend's end of the connection to one worker: requests out, outputs in.
 
-It owns which requests run there. A connection ends once; whoever had requests on it is told and goes elsewhere. One
-that has lost a message ends here: what follows a gap is of no use, and other requests may have lost something too.
+It owns the set of requests that run there. A connection ends once; its requests are told and go to other workers. A
+connection that has lost a message is closed: outputs after a gap are of no use, and other requests may have lost some.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class OutputReceiver(Protocol):
     """A sequence that runs on a worker. Each call happens on the event loop; ``now_s`` is monotonic time."""
 
     def deliver(self, output: TokenOutput, now_s: float) -> None:
-        """Raises MissingTokensError when outputs before this one were lost."""
+        """Raises MissingTokensError if outputs before this one were lost."""
 
     def refused(self, refusal: RequestRefused) -> None: ...
 
     def worker_lost(self, worker_id: str) -> None: ...
 
     def broken(self) -> None:
-        """``deliver`` has raised: a defect here. Only this sequence may suffer from it."""
+        """``deliver`` has raised, which is a defect here. Only this sequence may fail."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Work that a worker has done over one connection: requests prefilled, their tokens, tokens generated."""
+    """A worker's work over one connection: requests prefilled, their tokens, tokens generated."""
 
     requests: int = 0
     computed_tokens: int = 0
@@ -60,7 +60,7 @@ class Tally:
 
 
 class WorkerLink:
-    """A connection that has been made."""
+    """An established connection."""
 
     def __init__(self, info: WorkerInfo, client: RpcClient) -> None:
         self.info = info
@@ -71,7 +71,7 @@ class WorkerLink:
         self._ended = asyncio.Event()
         self._introduced = asyncio.Event()
         self.publish_secret = b""
-        """Checks what the worker publishes; empty for one that seals nothing."""
+        """Checks the worker's published messages; empty for a worker that seals nothing."""
         client.on_message(self._on_message)
         client.on_disconnect(self._on_disconnect)
 
@@ -98,25 +98,25 @@ class WorkerLink:
         return not self._ended.is_set() and self._client.is_connected
 
     def submit(self, request: GenerateRequest, receiver: OutputReceiver) -> None:
-        """Raises WorkerUnavailableError when the connection is gone or full."""
+        """Raises WorkerUnavailableError if the connection is lost or full."""
         if not self.is_open:
             raise WorkerUnavailableError(f"no connection to {self.info.worker_id}")
         self._client.send(request)
         self._requests[request.request_id] = receiver
 
     def release(self, request_id: str) -> None:
-        """The request has ended; whatever still comes for it is dropped."""
+        """The request has ended; later outputs for it are dropped."""
         if self._requests.pop(request_id, None) is not None:
             self._end_if_retired()
 
     def abort(self, request_id: str) -> None:
-        """End a request that the worker is still working on."""
+        """End a request that the worker still computes."""
         if self._requests.pop(request_id, None) is None:
             return
         try:
             self._client.send(AbortRequest(request_id))
         except WorkerUnavailableError as exc:
-            # The worker would go on with it, and with whatever is aborted next.
+            # The worker would continue this request, and every request that is aborted later.
             self._break_off(f"cannot abort {request_id}: {exc}")
         self._end_if_retired()
 
@@ -126,16 +126,16 @@ class WorkerLink:
         self._end_if_retired()
 
     def revive(self, info: WorkerInfo) -> None:
-        """The worker is (still, or again) in discovery."""
+        """The worker is still, or again, in discovery."""
         self.info = info
         self._is_retiring = False
 
     async def wait_ended(self) -> None:
-        """Returns when the connection is lost, or no longer needed."""
+        """Return when the connection is lost or no longer needed."""
         await self._ended.wait()
 
     async def close(self) -> None:
-        """Close the connection. Requests that are left are told that the worker is lost."""
+        """Close the connection. Remaining requests are told that the worker is lost."""
         self._ended.set()
         await self._client.close()
         self._lose_requests()
@@ -170,9 +170,9 @@ class WorkerLink:
             receiver.broken()
 
     def _break_off(self, reason: str) -> None:
-        """Whoever keeps this connection closes it, and the worker cancels what ran over it."""
+        """End the connection. Its owner closes it, and the worker cancels the requests on it."""
         if not self._ended.is_set():
-            _log.warning("giving up the connection to %s: %s", self.info.worker_id, reason)
+            _log.warning("closing the connection to %s (%s); its requests migrate", self.info.worker_id, reason)
             self._on_disconnect()
 
     def _on_disconnect(self) -> None:

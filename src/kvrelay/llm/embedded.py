@@ -40,7 +40,7 @@ from kvrelay.transfer.loopback import LoopbackFabric
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
 from kvrelay.worker.worker import Worker
 
-MEET_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 60.0
 UNBOUNDED = 2**31 - 1
 """The caller holds all requests in memory anyway: an embedded worker lets them wait instead of refusing some."""
 
@@ -149,7 +149,7 @@ class EmbeddedCluster:
         self._stack.push_async_callback(frontend.close)
         await frontend.start()
         self._frontend = frontend
-        if not (await frontend.wait_synced(MEET_TIMEOUT_S) and await frontend.wait_met(MEET_TIMEOUT_S)):
+        if not (await frontend.wait_synced(CONNECT_TIMEOUT_S) and await frontend.wait_connected(CONNECT_TIMEOUT_S)):
             raise WorkerUnavailableError("the embedded workers did not appear in time")
 
     def _client_of(self, info: WorkerInfo) -> RpcClient:

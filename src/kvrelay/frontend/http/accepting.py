@@ -1,4 +1,4 @@
-"""Accepting connections, a few per turn of the loop, and what to do when file descriptors run out."""
+"""Accepts connections, a few per turn of the loop, and handles a shortage of file descriptors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from collections.abc import Callable
 _log = logging.getLogger(__name__)
 
 MAX_ACCEPTED_PER_TURN = 32
-"""A storm of connects must not hold up the streams: a turn of the loop accepts no more than this."""
+"""Connections accepted per turn of the loop, so that a burst of connects does not delay the streams."""
 PAUSE_S = 0.2
 WANTED_DESCRIPTORS = 65_536
 RESERVED_DESCRIPTORS = 256
-"""For everything that is no client: workers, the control plane, files."""
+"""Descriptors for everything except clients: workers, the control plane, files."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def raise_descriptor_limit() -> None:
-    """Bring the soft limit of open files up to the hard one, or to as many as are ever needed."""
+    """Raise the soft limit of open files to the hard one, or to the most that is ever needed."""
     try:
         import resource
     except ImportError:  # pragma: no cover - not a Unix
@@ -48,9 +48,9 @@ def connections_within_limit(wanted: int) -> int:
 
 
 class Acceptor:
-    """Accepts on a listening socket, which it owns, and hands each connection to ``on_accepted``.
+    """Accepts on a listening socket, which it owns, and passes each connection to ``on_accepted``.
 
-    ``refusal`` is what a client is sent when there is no descriptor for it: one is kept in reserve for that.
+    ``refusal`` is sent to a client for which there is no descriptor; one descriptor is kept in reserve for that.
     """
 
     def __init__(self, listener: socket.socket, on_accepted: Callable[[socket.socket], None], refusal: bytes) -> None:
@@ -67,7 +67,7 @@ class Acceptor:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._pause is not None:
             self._pause.cancel()
         if self._loop is not None and self._listener.fileno() >= 0:
@@ -90,7 +90,7 @@ class Acceptor:
             self._on_accepted(accepted)
 
     def _turn_away(self, shortage: OSError) -> None:
-        """Answer one client with the descriptor in reserve, and let the rest wait for a moment."""
+        """Answer one client with the reserved descriptor, and let the others wait briefly."""
         _log.warning("a client is refused: %s", shortage.strerror)
         self._close_spare()
         try:

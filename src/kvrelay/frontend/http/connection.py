@@ -3,7 +3,7 @@
     data_received ──> RequestReader ──> Exchange ──> application (one at a time)
 
 It owns keep-alive, pipelining (requests wait in order, unread beyond a few kB), deadlines for slow senders, the end of
-slow readers, and half-closed connections. It does not know routes, nor how requests are read.
+slow readers, and half-closed connections. It does not know routes, or how requests are parsed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvrelay.frontend.http.messages import HttpRequest, Response, encode_respons
 from kvrelay.frontend.http.reading import CONTINUE, RequestReader
 
 PIECE_BYTES = 8192
-"""What is parsed at once: the most that can be read ahead of a request that is being answered."""
+"""Bytes parsed at once: the most that is read ahead of a request that is being answered."""
 PROBE_REPLY_S = 0.1
 
 
@@ -35,11 +35,11 @@ class ConnectionOwner(Protocol):
 
     @property
     def buffered(self) -> ByteBudget[HttpConnection]:
-        """Request bytes, over all connections."""
+        """Budget of request bytes, over all connections."""
 
     @property
     def unsent(self) -> ByteBudget[HttpConnection]:
-        """Answers' bytes that were not taken yet, over all connections."""
+        """Budget of unsent answer bytes, over all connections."""
 
     def check_head(self, request: HttpRequest) -> Response | None:
         """Refuse a request by its head alone, or None."""
@@ -80,12 +80,12 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def num_sheddable_bytes(self) -> int:
-        """Of an upload that is under way."""
+        """Bytes of an upload in progress."""
         return self._reader.num_body_bytes + len(self._held)
 
     @property
     def num_buffered_bytes(self) -> int:
-        """Of requests that were not handed to the application yet, or not taken by it."""
+        """Bytes of requests that the application has not received, or not released yet."""
         num_bytes = self._reader.num_body_bytes + len(self._held)
         if self._exchange is not None:
             num_bytes += len(self._exchange.request.body)
@@ -105,16 +105,16 @@ class HttpConnection(asyncio.Protocol):
                 self._exchange.gone()
 
     def close_if_idle(self) -> None:
-        """For a server that shuts down: an idle connection ends now, a busy one after its answer."""
+        """The server shuts down: an idle connection ends now, a busy one after its answer."""
         if self.is_idle and self._transport is not None:
             self._close(self._transport)
 
     def turn_away(self) -> None:
-        """For a server that has too many connections: say so, and end."""
+        """The server has too many connections: tell the client, and end."""
         self._reader.refuse(self._unavailable("there are too many connections"))
 
     def shed(self) -> None:
-        """For a server whose clients upload too much at once: this one holds the most."""
+        """The server's clients upload too much at once, and this one holds the most."""
         self._held.clear()
         if self._is_busy:
             self.abort()
@@ -122,7 +122,7 @@ class HttpConnection(asyncio.Protocol):
             self._reader.refuse(self._unavailable("too many request bytes are buffered (max_buffered_bytes)"))
 
     def check_deadline(self, now_s: float) -> None:
-        """Called by the server's sweep: end a client that sends too slowly, takes nothing, or says nothing."""
+        """Called by the server's sweep: end a client that sends too slowly, reads nothing, or is idle."""
         transport = self._transport
         if transport is None:
             return
@@ -139,7 +139,7 @@ class HttpConnection(asyncio.Protocol):
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not isinstance: uvloop's transports are of no asyncio class.
+        # Not isinstance: uvloop's transports are not instances of asyncio's classes.
         self._transport = cast(asyncio.Transport, transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -166,14 +166,14 @@ class HttpConnection(asyncio.Protocol):
             self._feed(data)
 
     def eof_received(self) -> bool:
-        """The client sends nothing more. It may still read, or be gone: TCP does not tell. A request that is under way
-        is answered; a probe finds out whether anybody takes the answer. Over TLS the connection ends."""
+        """The client sends nothing more. It may still read, or be gone: TCP does not tell. A request in progress is
+        answered; a probe finds out whether the client still reads. Over TLS the connection ends."""
         transport, exchange = self._transport, self._exchange
         if transport is None or not self._is_busy or transport.get_extra_info("ssl_object") is not None:
             return False
         self._is_half_closed = True
         if exchange is not None and not exchange.is_started and exchange.request.http_minor >= 1:
-            # Any client must bear it (RFC 9110, 15.2), and a socket that is gone answers with a reset.
+            # Any client must accept an interim response (RFC 9110, 15.2); a closed socket answers with a reset.
             transport.write(CONTINUE)
             asyncio.get_running_loop().call_later(PROBE_REPLY_S, self._check_peer)
         return True
@@ -198,12 +198,12 @@ class HttpConnection(asyncio.Protocol):
             self._owner.unsent.update(self)
 
     def body_dropped(self) -> None:
-        """The application needs the request's body no longer."""
+        """The application no longer needs the request's body."""
         if self._transport is not None:
             self._owner.buffered.update(self)
 
     def exchange_done(self, keep_alive: bool) -> None:
-        """The application has answered: go on with the next request, or end."""
+        """The application has answered: continue with the next request, or end."""
         self._exchange = None
         transport = self._transport
         if transport is None:
@@ -238,7 +238,7 @@ class HttpConnection(asyncio.Protocol):
         if not self._is_busy:
             self._deadline_s = self._now() + self._limits.body_timeout_s
         if expects_continue and self._is_busy:
-            # Not amid the answer before it.
+            # Not in the middle of the answer before it.
             self._owes_continue = True
         elif expects_continue and self._transport is not None:
             self._transport.write(CONTINUE)
@@ -254,7 +254,7 @@ class HttpConnection(asyncio.Protocol):
         self._owes_continue = False
         self._owner.buffered.update(self)
         if self._is_busy:
-            # What came before is answered first.
+            # Earlier requests are answered first.
             self._refusal = response
         else:
             self._send_refusal(response)
@@ -263,7 +263,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def _is_busy(self) -> bool:
-        """A request is being answered, or will be before anything that comes now."""
+        """Whether a request is being answered, or waits ahead of any data that arrives now."""
         return self._exchange is not None or bool(self._waiting) or bool(self._held)
 
     def _feed(self, data: bytes) -> None:
@@ -278,7 +278,7 @@ class HttpConnection(asyncio.Protocol):
             self._owner.buffered.update(self)
 
     def _hold(self, data: bytes) -> None:
-        """Keep unparsed what came while a request is answered, and read no further."""
+        """Keep data unparsed that arrives while a request is answered, and pause reading."""
         self._held += data
         if self._transport is not None:
             self._transport.pause_reading()
@@ -316,12 +316,12 @@ class HttpConnection(asyncio.Protocol):
             self._close(transport)
 
     def _await_client(self) -> None:
-        """The client's turn: the rest of a request, or the next one."""
+        """It is the client's turn to send the rest of a request, or the next one."""
         is_in_message = self._reader.is_in_message
         self._deadline_s = self._now() + (self._limits.body_timeout_s if is_in_message else self._limits.idle_timeout_s)
 
     def _is_stalled(self, transport: asyncio.Transport, now_s: float) -> bool:
-        """Whether the client has stopped to take what is there for it, and that matters."""
+        """Whether the client has stopped reading, and so much is unsent that it matters."""
         num_unsent = transport.get_write_buffer_size()
         num_taken = self._num_sent_bytes - num_unsent
         if not num_unsent or num_taken != self._num_taken_bytes:
@@ -333,7 +333,7 @@ class HttpConnection(asyncio.Protocol):
         return num_unsent > self._limits.max_unsent_bytes and stalled_s >= self._limits.stall_timeout_s
 
     def _check_peer(self) -> None:
-        """Has the probe of a half-closed connection been answered with a reset?"""
+        """Whether the probe of a half-closed connection was answered with a reset."""
         if self._is_half_closed and self._transport is not None:
             sock = self._transport.get_extra_info("socket")
             if sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -347,8 +347,8 @@ class HttpConnection(asyncio.Protocol):
     def _send_refusal(self, response: Response) -> None:
         """Answer at once and read no further request.
 
-        The client may still be sending. Closing with unread data would reset the connection and take the answer with
-        it, so what comes is read and thrown away for a moment.
+        The client may still be sending. Closing with unread data would reset the connection and lose the answer, so
+        incoming data is read and discarded for a moment.
         """
         transport = self._transport
         self._refusal = None
@@ -365,6 +365,6 @@ class HttpConnection(asyncio.Protocol):
             self._close(transport)
 
     def _close(self, transport: asyncio.Transport) -> None:
-        """End it when the client has taken its answer; ``check_deadline`` sees to it that this ends."""
+        """Close the connection once the client has read its answer; ``check_deadline`` bounds the wait."""
         self._deadline_s = None
         transport.close()

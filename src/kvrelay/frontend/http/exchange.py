@@ -1,8 +1,8 @@
 """One request and its answer, as the application sees it.
 
-An exchange is answered once: by ``respond``, or by ``start_stream``, any number of ``write`` and ``finish``. Nothing
-here waits: what the client does not read yet is kept in the connection's buffer; a client that stops reading while much
-is kept is cut off and counts as gone. After the client has gone everything is a no-op.
+An exchange is answered once: by ``respond``, or by ``start_stream``, any number of ``write`` and ``finish``. No call
+waits: unread data is kept in the connection's buffer. A client that stops reading while much is buffered is cut off and
+counts as gone. After the client has gone every call is a no-op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvrelay.frontend.http.messages import (
 
 
 class Outlet(Protocol):
-    """Where the bytes go: the connection."""
+    """The destination of the bytes: the connection."""
 
     def send(self, data: bytes) -> None: ...
 
@@ -48,7 +48,7 @@ class Exchange:
         self._on_gone = callback
 
     def drop_body(self) -> None:
-        """The application has read the request's body: it is kept no longer, and does not count as buffered."""
+        """The application has read the request's body: release it, so that it no longer counts as buffered."""
         if self.request.body:
             self.request.body = b""
             self._outlet.body_dropped()
@@ -80,7 +80,7 @@ class Exchange:
         self._end(self._keep_alive and self._chunked)
 
     def gone(self) -> None:
-        """The connection tells that the client went away."""
+        """Called by the connection when the client goes away."""
         if self.is_done or self.is_gone:
             return
         self.is_gone = True

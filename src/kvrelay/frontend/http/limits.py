@@ -1,4 +1,4 @@
-"""The bounds of the HTTP server: of one connection, and of all together."""
+"""The limits of the HTTP server: per connection, and for all together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Holder = TypeVar("Holder")
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
     """Sizes in bytes, times in seconds. ``max_buffered_bytes`` and ``max_total_unsent_bytes`` are for all connections
-    together; the rest is for each.
+    together; the other limits are per connection.
 
-    A client may leave ``max_unsent_bytes`` of an answer unread for as long as it likes. Beyond that it is cut off when
-    it takes nothing for ``stall_timeout_s``.
+    A client may leave ``max_unsent_bytes`` of an answer unread without a time limit. Beyond that it is cut off if it
+    reads nothing for ``stall_timeout_s``.
     """
 
     max_body_bytes: int = 16 * 1024 * 1024
@@ -32,9 +32,9 @@ class HttpLimits:
 
 
 class ByteBudget(Generic[Holder]):
-    """Bytes that all holders together may keep. Above ``limit`` the largest one is shed, so that small ones go on.
+    """Bytes that all holders together may keep. Above ``limit`` the largest holder is shed; small ones continue.
 
-    ``size_of`` tells what a holder keeps now, ``sheddable_of`` how much of it ``shed`` would free.
+    ``size_of`` gives the bytes that a holder keeps now, ``sheddable_of`` how many of them ``shed`` would free.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ByteBudget(Generic[Holder]):
         return f"ByteBudget({self.total} of {self._limit} bytes, {len(self._held)} holders)"
 
     def update(self, holder: Holder) -> None:
-        """The holder keeps more or less than before."""
+        """The holder's size has changed."""
         num_bytes = self._size_of(holder)
         self.total += num_bytes - self._held.pop(holder, 0)
         if num_bytes:
@@ -73,7 +73,7 @@ class ByteBudget(Generic[Holder]):
         self.total -= self._held.pop(holder, 0)
 
     def _make_room(self) -> None:
-        # What has been freed meanwhile without a word does not count.
+        # Bytes that holders have freed meanwhile without a call do not count.
         for holder in list(self._held):
             self.update(holder)
         while self.total > self._limit and self._held:

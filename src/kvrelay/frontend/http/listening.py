@@ -1,14 +1,14 @@
-"""The listening socket, and who may share its port.
+"""The listening socket, and the rule for sharing its port.
 
 The kernel spreads connections over all listeners of a port (SO_REUSEPORT), whatever they serve. So only frontends of
-one cluster may share one, and each process marks the port with its cluster's name:
+one cluster may share a port, and each process marks the port with its cluster's name:
 
     listen without SO_REUSEPORT ── done ──> we are the first, the kernel refuses a second ──> mark; allow sharing
-           └── in use ──> all marks are our cluster's ──> mark, listen with SO_REUSEPORT, look at the marks again
+           └── in use ──> all marks are our cluster's ──> mark, listen with SO_REUSEPORT, check the marks again
                           any other, or none ──> AddressInUseError
 
 A mark is an abstract Unix socket: it belongs to the same network namespace as the port, and ends with its process.
-Where there are none (not Linux) a port is not shared.
+On systems without abstract sockets (other than Linux) a port is not shared.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Listener(socket.socket):
 
 
 def open_listener(host: str, port: int, cluster: str = "") -> socket.socket:
-    """A listening TCP socket; port 0 takes a free one. Listeners that name the same ``cluster`` share a port; without
-    one the port is ours alone. Raises AddressInUseError, ConfigError."""
+    """A listening TCP socket; port 0 takes a free one. Listeners with the same ``cluster`` share a port; without
+    ``cluster`` the port is not shared. Raises AddressInUseError, ConfigError."""
     try:
         infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as exc:
@@ -56,7 +56,7 @@ def open_listener(host: str, port: int, cluster: str = "") -> socket.socket:
         listener = _listen(family, kind, address, share=False)
         if digest:
             listener.mark = _mark(str(address[0]), listener.getsockname()[1], digest)
-            # Only now: until here the kernel has let nobody else in.
+            # Only now: until here the kernel has refused all other listeners.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         return listener
     except OSError as exc:
@@ -68,7 +68,7 @@ def open_listener(host: str, port: int, cluster: str = "") -> socket.socket:
 def _join(
     family: socket.AddressFamily, kind: socket.SocketKind, address: tuple[object, ...], digest: str, taken: Exception
 ) -> Listener:
-    """Share a port that is in use."""
+    """Listen on a port that another process uses."""
     host, port = str(address[0]), int(str(address[1]))
     deadline_s = time.monotonic() + MARK_TIMEOUT_S
     while not (marks := _marks(host, port)) and time.monotonic() < deadline_s:
@@ -129,7 +129,7 @@ def _mark(host: str, port: int, digest: str) -> socket.socket:
 
 
 def _marks(host: str, port: int) -> set[str]:
-    """The clusters whose marks are on the port at this address, or at one that overlaps it."""
+    """The clusters whose marks are on the port, at this address or at one that overlaps it."""
     prefix = f"@{_prefix(port)}"
     names = (line.split()[-1] for line in _UNIX_SOCKETS.read_text(errors="replace").splitlines() if prefix in line)
     marks = (name.removeprefix(prefix).split("/") for name in names if name.startswith(prefix))

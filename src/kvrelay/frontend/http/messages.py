@@ -10,7 +10,7 @@ from urllib.parse import unquote
 REASONS = {int(status): status.phrase.encode() for status in HTTPStatus}
 JSON = b"application/json"
 CONTROL_BYTES = bytes((*range(9), *range(10, 32), 127))
-"""Never in a header's value: other processes' words must not become headers of ours."""
+"""Characters that a header's value must not contain: text of other processes must not become headers of ours."""
 
 
 def parse_target(target: str) -> tuple[str, str]:
@@ -30,8 +30,8 @@ def parse_target(target: str) -> tuple[str, str]:
 class HttpRequest:
     """A request. Header names are lower case; of repeated headers the last one counts. ``body`` comes last.
 
-    The application fills in, when it checks the head: ``client``, who sent it, and ``max_body_bytes``, how large a body
-    may be that comes from there.
+    When it checks the head, the application sets ``client``, the sender's name, and ``max_body_bytes``, the largest
+    body that this client may send.
     """
 
     method: str

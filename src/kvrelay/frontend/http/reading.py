@@ -1,4 +1,4 @@
-"""From bytes to requests: what a client sends, checked while it comes.
+"""From bytes to requests, checked while they arrive.
 
     feed ──> httptools ──> head checked ──> body collected ──> listener.on_request
                                └── too large, malformed, refused ──> listener.on_refusal, and nothing more is read
@@ -22,7 +22,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class RequestListener(Protocol):
-    """Who gets what was read. Called within ``feed``."""
+    """Receives the results. Called within ``feed``."""
 
     def check_head(self, request: HttpRequest) -> Response | None:
         """Refuse a request by its head alone, or None."""
@@ -30,7 +30,7 @@ class RequestListener(Protocol):
     def error_response(self, status: int, message: str) -> Response: ...
 
     def on_begin(self) -> None:
-        """A request's first bytes are there."""
+        """A request's first bytes have arrived."""
 
     def on_head(self, expects_continue: bool) -> None:
         """A head was accepted; its body follows."""
@@ -38,7 +38,7 @@ class RequestListener(Protocol):
     def on_request(self, request: HttpRequest, keep_alive: bool) -> None: ...
 
     def on_refusal(self, response: Response) -> None:
-        """The last word to this client."""
+        """The last response to this client."""
 
 
 class RequestReader:
@@ -59,10 +59,10 @@ class RequestReader:
         self._begin()
 
     def close(self) -> None:
-        """Nothing more comes, and nothing may be called any more but ``feed`` and ``refuse``, which do nothing.
+        """No more data arrives. Afterwards only ``feed`` and ``refuse`` may be called, which then do nothing.
 
-        Parser, reader and listener hold each other: without this, only the cycle collector frees them, and with them
-        the body of an aborted upload."""
+        Parser, reader and listener hold references to each other: without this call, only the cycle collector frees
+        them and the body of an aborted upload."""
         self.is_refused = True
         self._parser = None
         self._drop()
@@ -82,7 +82,7 @@ class RequestReader:
         except httptools.HttpParserError as exc:
             self._refuse(400, f"not a valid HTTP request: {exc}")
             return
-        # One endless header, trailer or chunk extension: the parser says nothing before its end.
+        # An endless header, trailer or chunk extension: the parser reports nothing before its end.
         if not self._has_progressed:
             self._num_silent_bytes += len(data)
         elif self.is_in_message and self._request is None:
@@ -92,7 +92,7 @@ class RequestReader:
         self._count_head(0)
 
     def refuse(self, response: Response) -> None:
-        """Read nothing more; the listener says why."""
+        """Read nothing more; the listener tells the client why."""
         if not self.is_refused:
             self.is_refused = True
             self._drop()
@@ -119,7 +119,7 @@ class RequestReader:
         self._num_silent_bytes = 0
         self._count_head(len(name) + len(value) + 4)
         if self._request is not None:
-            # A trailer: counted, and ignored, since the head has been judged without it.
+            # A trailer: counted, but ignored, because the head was checked without it.
             return
         key = name.decode("latin-1").lower()
         if key == "host":
@@ -171,7 +171,7 @@ class RequestReader:
         if self.is_refused or request is None or parser is None:
             return
         if parser.should_upgrade() and self._has_body():
-            # The parser thinks that another protocol begins. It is the body: see _ignore_upgrade.
+            # The parser assumes that another protocol begins, but this is the body: see _ignore_upgrade.
             return
         request.body = bytes(self._body)
         keep_alive = bool(parser.should_keep_alive())
@@ -192,14 +192,14 @@ class RequestReader:
 
     def _drop(self) -> None:
         self._request = None
-        # One piece of memory: freed, it goes back to the operating system, as thousands of small ones would not.
+        # One piece of memory goes back to the operating system when freed; thousands of small ones would not.
         self._body = bytearray()
         self.num_body_bytes = 0
         self.is_in_message = False
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """A server may ignore Upgrade (RFC 9110, 7.8), as if the header were not there; llhttp cannot. If the request
-        has a body, a fresh parser reads it behind a head that says no more than how long it is."""
+        """A server may ignore the Upgrade header (RFC 9110, 7.8); llhttp cannot. If the request has a body, a new
+        parser reads it after a head that gives only the body's length."""
         request = self._request
         if request is not None and not self.is_refused:
             length, coding = (request.headers.get(name) for name in ("content-length", "transfer-encoding"))
@@ -216,13 +216,13 @@ class RequestReader:
         return "transfer-encoding" in self._headers or int(self._headers.get("content-length", "0")) > 0
 
     def _malformed(self, request: HttpRequest, version: str) -> Response | None:
-        """What llhttp lets pass and RFC 9112 does not."""
+        """Refuse heads that llhttp accepts and RFC 9112 forbids."""
         error = self._listener.error_response
         if version == "0.9":
-            # The parser says so if there is none.
+            # The parser itself refuses a missing one.
             return error(400, "the request line has no HTTP version")
         if version not in ("1.0", "1.1"):
-            return error(505, f"HTTP/{version} is not supported here, HTTP/1.1 is")
+            return error(505, f"HTTP/{version} is not supported; use HTTP/1.1")
         if self._num_hosts > 1 or (self._num_hosts == 0 and version == "1.1"):
             return error(400, "an HTTP/1.1 request has one Host header")
         if not HOST.fullmatch(request.headers.get("host", "")):
@@ -235,7 +235,7 @@ class RequestReader:
         if version == "1.0":
             return error(400, "HTTP/1.0 has no Transfer-Encoding")
         if coding.lower() != "chunked":
-            return error(501, "the only Transfer-Encoding that is understood is chunked")
+            return error(501, "the only supported Transfer-Encoding is chunked")
         return None
 
     def _count_head(self, num_bytes: int) -> None:
@@ -246,7 +246,7 @@ class RequestReader:
 
     def _too_large(self) -> Response:
         limit = self._max_body_bytes
-        message = f"the request body is above {limit} bytes (max_body_bytes)" if limit else "no body is taken here"
+        message = f"the request body is above {limit} bytes (max_body_bytes)" if limit else "this path takes no body"
         return self._listener.error_response(413, message)
 
     def _refuse(self, status: int, message: str) -> None:

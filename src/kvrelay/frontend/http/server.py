@@ -1,4 +1,4 @@
-"""The set of open connections over a listening socket, what they may hold together, and an orderly end."""
+"""The set of open connections over a listening socket, their common limits, and an orderly end."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 1.0
 MAX_TURNED_AWAY = 64
-"""So many connections above the limit are told why they end; more are cut off."""
+"""This many connections above the limit are told why they end; further ones are cut off."""
 TLS_HANDSHAKE_TIMEOUT_S = 10.0
 
 
 class HttpApplication(Protocol):
-    """What answers the requests."""
+    """The application that answers requests."""
 
     def check_head(self, request: HttpRequest) -> Response | None:
         """Refuse a request before its body is read, or None."""
 
     def error_response(self, status: int, message: str) -> Response:
-        """The body of an error that HTTP itself raised."""
+        """The response for an error of the HTTP layer itself."""
 
     def handle(self, exchange: Exchange) -> None:
-        """Answer, now or later. Must not block or raise."""
+        """Answer the request, now or later. Must not block or raise."""
 
 
 class HttpServer:
-    """Serves an application on a listening socket, which it owns from then on."""
+    """Serves an application on a listening socket, which it then owns."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class HttpServer:
 
     @property
     def num_busy(self) -> int:
-        """Connections with a request that is being answered."""
+        """Number of connections with a request that is being answered."""
         return sum(not connection.is_idle for connection in self._connections)
 
     async def start(self) -> None:
@@ -87,7 +87,7 @@ class HttpServer:
         self._sweep = asyncio.get_running_loop().call_later(SWEEP_INTERVAL_S, self._check_deadlines)
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept nothing new, and let open exchanges end for up to ``timeout_s``."""
+        """Accept no new connections, and wait up to ``timeout_s`` for open exchanges to end."""
         self.is_closing = True
         self._acceptor.close()
         self._accepting.cancel()
@@ -98,7 +98,7 @@ class HttpServer:
             await asyncio.sleep(0.02)
 
     async def close(self, timeout_s: float) -> None:
-        """Drain, then cut off what is left."""
+        """Drain, then cut off the remaining connections."""
         await self.drain(timeout_s)
         if self._sweep is not None:
             self._sweep.cancel()
@@ -123,7 +123,7 @@ class HttpServer:
         self._connections.add(connection)
         excess = len(self._connections) - self._max_connections
         if excess > 0:
-            _log.warning("more than %d connections: a new one is refused", self._max_connections)
+            _log.warning("refused a connection: %d are open (max_connections)", self._max_connections)
             if excess > MAX_TURNED_AWAY:
                 connection.abort()
             else:

@@ -15,7 +15,7 @@ def server_tls(certificate: str, key: str) -> ssl.SSLContext | None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
-        # An encrypted key would be asked for on the terminal, where nobody is.
+        # OpenSSL would ask for the password of an encrypted key on the terminal, and block a server without one.
         context.load_cert_chain(certificate, key, password=lambda: "")
     except (OSError, ssl.SSLError) as exc:
         raise ConfigError(f"cannot load the certificate {certificate} with the key {key}: {exc}") from exc
