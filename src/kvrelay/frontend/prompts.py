@@ -58,8 +58,8 @@ def completion_prompts(
     with_texts: bool = False,
     keep_last: int | None = None,
 ) -> Pieces[list[Prompt]]:
-    """Texts or token ids as prompts; with ``with_texts``, prompts given as ids get a text, too. With ``keep_last`` only so many tokens of
-    each, the last ones; -1: as many as leave room for one more. Raises InvalidInputError."""
+    """Texts or token ids as prompts; with ``with_texts``, prompts given as ids get a text, too. ``keep_last`` keeps
+    only that many last tokens of each; -1: as many as leave room for one more. Raises InvalidInputError."""
     texts = [item for item in items if isinstance(item, str)]
     enough = model.max_model_len
     if keep_last is not None:
