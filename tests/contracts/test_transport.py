@@ -16,10 +16,11 @@ from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer.base import TransferOp, TransferPlan, Transport
-from kvrelay.transfer.factory import build_transport
+from kvrelay.transfer.factory import build_transport, shared_memory
 from kvrelay.transfer.loopback import LoopbackFabric
 from kvrelay.transfer.nixl import MAX_NOTIFY_BYTES
 from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
+from kvrelay.transfer.shm.memory import SharedPoolMemory
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=16, dtype="float32")
 NUM_BLOCKS = 64
@@ -65,8 +66,12 @@ class Pair:
         return self.prefill.completed[handle]
 
 
-def make_end(transport: Transport, worker_id: str, seed: int) -> End:
+def make_end(transport: Transport, worker_id: str, seed: int, memory: SharedPoolMemory | None) -> End:
     pool = np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
+    if memory is not None:
+        shared = np.frombuffer(memory.allocate(pool.nbytes), dtype=np.uint8).reshape(pool.shape)
+        shared[:] = pool
+        pool = shared
     region = MemoryRegion(pool.ctypes.data, pool.nbytes)
     agent = transport.register(region)
     metadata = KvMetadata(
@@ -84,20 +89,23 @@ def make_end(transport: Transport, worker_id: str, seed: int) -> End:
     return End(worker_id, transport, pool, metadata)
 
 
-@pytest.fixture(params=["loopback", "nixl"])
+@pytest.fixture(params=["loopback", "nixl", "shm", "auto"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     if request.param == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
         pytest.skip("NIXL is not installed")
     config = TransferConfig(transport=request.param)
     fabric = LoopbackFabric()
     name = request.node.name
+    memories = [shared_memory(config), shared_memory(config)]
     ends = [
-        make_end(build_transport(config, f"{name}-{role}", fabric), f"{name}-{role}", seed)
-        for seed, role in enumerate(("p", "d"))
+        make_end(build_transport(config, f"{name}-{role}", fabric, memory), f"{name}-{role}", seed, memory)
+        for seed, (role, memory) in enumerate(zip(("p", "d"), memories, strict=True))
     ]
     yield Pair(*ends)
     for end in ends:
         end.transport.close()
+    for memory in filter(None, memories):
+        memory.close()
 
 
 def test_writes_land_where_the_plan_says_and_nowhere_else(pair: Pair) -> None:
@@ -227,6 +235,16 @@ def test_a_peer_with_an_impossible_pool_or_a_foreign_blob_is_refused(pair: Pair)
             pair.prefill.transport.add_peer(replace_struct(metadata, agent=agent))
     pair.prefill.transport.add_peer(metadata)
     assert pair.move(TransferOp.WRITE, plan_blocks(LAYOUT, [1], [2])) is None
+
+
+def test_a_worker_that_is_barred_and_admitted_again_can_write(pair: Pair) -> None:
+    plan = plan_blocks(LAYOUT, [1], [2])
+    assert pair.decode.transport.bar(pair.prefill.worker_id)
+    assert pair.decode.transport.bar(pair.prefill.worker_id)
+    pair.decode.transport.admit(pair.prefill.worker_id)
+    pair.decode.transport.admit("never-barred")
+    assert pair.move(TransferOp.WRITE, plan) is None
+    np.testing.assert_array_equal(pair.decode.pool[2], pair.prefill.pool[1])
 
 
 def test_close_is_clean_with_posts_under_way(pair: Pair) -> None:

@@ -62,6 +62,7 @@ class MockExecutor:
         max_model_len: int = 32768,
         tokenizer_file: Path = Path("tokenizer.json"),
         sleep: Callable[[float], None] = time.sleep,
+        allocate: Callable[[int], mmap.mmap] | None = None,
     ) -> None:
         if vocab_size <= len(eos_token_ids):
             raise ConfigError("the vocabulary has no token besides the end of sequence", param="vocab_size")
@@ -75,7 +76,8 @@ class MockExecutor:
         self._block_size = config.block_size
         self._num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
         self._layout = KVLayout(1, 1, config.block_size, 1, "int32")
-        self._memory = mmap.mmap(-1, self._num_blocks * self._layout.block_bytes)
+        num_bytes = self._num_blocks * self._layout.block_bytes
+        self._memory = allocate(num_bytes) if allocate is not None else mmap.mmap(-1, num_bytes)
         pool = np.frombuffer(self._memory, dtype=np.uint32)
         self._pool: Uint32Array = pool.reshape(self._num_blocks, 2, self._block_size)
         self._bytes = pool.view(np.uint8).reshape(self._num_blocks, self._layout.block_bytes)
@@ -333,6 +335,7 @@ def from_settings(settings: ExecutorSettings) -> MockExecutor:
         eos_token_ids=eos_ids,
         max_model_len=max_model_len,
         tokenizer_file=settings.model_path / "tokenizer.json",
+        allocate=settings.allocate,
     )
 
 

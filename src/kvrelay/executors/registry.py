@@ -6,6 +6,7 @@ imported before the chosen builder runs.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,12 +24,14 @@ BUILT_IN = ("torch", "mock")
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSettings:
-    """Everything that a builder may need. ``model_path`` is a checkpoint directory."""
+    """Everything that a builder may need. ``model_path`` is a checkpoint directory. ``allocate(num_bytes)`` gives the
+    zeroed memory for a KV pool of the host that other processes have to map; None: any memory will do."""
 
     model_path: Path
     engine: EngineConfig
     runner: RunnerConfig
     mock: MockConfig
+    allocate: Callable[[int], mmap.mmap] | None = None
 
 
 Builder = Callable[[ExecutorSettings], Executor]

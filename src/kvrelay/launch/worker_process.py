@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -37,7 +38,7 @@ from kvrelay.launch.signals import on_terminate
 from kvrelay.launch.stuck import ended_when_stuck
 from kvrelay.rpc import Heartbeat, ZmqRpcServer
 from kvrelay.rpc.base import RpcServer
-from kvrelay.transfer import build_transport
+from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.base import Transport
 from kvrelay.worker.peers import Connect
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
@@ -97,12 +98,13 @@ async def _run_worker(options: WorkerOptions) -> None:
         # Ranks are processes, and would keep the low priority of the thread that starts them.
         is_yielding = options.runner.yield_while_starting and options.runner.num_ranks == 1
         loading = at_low_priority if is_yielding else asyncio.to_thread
-        executor = await loading(partial(_load, options))
+        memory = shared_memory(options.transfer)
+        executor = await loading(partial(_load, options, pool_allocator(options.transfer, memory)))
         settings = _settings(options, executor, curve_keys.public.decode() if curve_keys else "")
         worker = assemble_worker(
             settings,
             executor,
-            build_transport(settings.transfer, settings.worker_id),
+            build_transport(settings.transfer, settings.worker_id, memory=memory),
             control,
             ZmqRpcServer(options.host, options.port, heartbeat=heartbeat, curve_keys=curve_keys),
             connector(heartbeat, curve_keys),
@@ -164,8 +166,8 @@ def _require_possible_role(options: WorkerOptions) -> None:
         )
 
 
-def _load(options: WorkerOptions) -> Executor:
-    settings = ExecutorSettings(options.model_path, options.engine, options.runner, options.mock)
+def _load(options: WorkerOptions, allocate: Callable[[int], mmap.mmap] | None) -> Executor:
+    settings = ExecutorSettings(options.model_path, options.engine, options.runner, options.mock, allocate)
     executor = build_executor(options.engine_kind, settings)
     executor.warm_up()
     return executor

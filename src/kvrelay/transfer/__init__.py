@@ -5,7 +5,7 @@ factory.
 """
 
 from kvrelay.transfer.base import Notification, TransferOp, TransferPlan, Transport
-from kvrelay.transfer.factory import build_transport
+from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
 from kvrelay.transfer.stats import PeerTransferStats, TransferStats
 from kvrelay.transfer.thread import TransferThread
@@ -21,4 +21,6 @@ __all__ = [
     "Transport",
     "build_transport",
     "plan_blocks",
+    "pool_allocator",
+    "shared_memory",
 ]

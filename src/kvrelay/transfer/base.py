@@ -11,6 +11,8 @@ Protocol, per worker:
   4. ``poll()`` completes posts and collects notifications. Both sides must poll while a hand-off is open.
   5. ``remove_peer(id)`` tears the connection down: after it returns, no post of the peer can touch our memory through
      this connection, and our pending posts to the peer have failed.
+  6. ``bar(id)`` when a peer's lease has ended, repeated until it returns True. Only then does the end of the lease
+     count: blocks that the peer may touch are reused after its fence. ``admit(id)`` when the peer has a lease again.
 All methods of a Transport are called from one thread, the transfer thread (``TransferThread``); on one host a post
 blocks that thread for the whole copy.
 """
@@ -94,5 +96,16 @@ class Transport(Protocol):
     @property
     def num_pending(self) -> int:
         """Number of posts that have not completed."""
+
+    def bar(self, worker_id: str) -> bool:
+        """Keep a worker whose lease has ended from our memory, whether it is connected or not.
+
+        True: it is not in the middle of a copy, and cannot begin one before ``admit``. False: it may be in the middle of
+        one, perhaps stopped; ask again. A transport that cannot know returns True; its module says what late copies it
+        leaves possible.
+        """
+
+    def admit(self, worker_id: str) -> None:
+        """Undo ``bar``."""
 
     def close(self) -> None: ...

@@ -158,6 +158,12 @@ class LoopbackTransport:
     def num_pending(self) -> int:
         return len(self._posts) + len(self._failed)
 
+    def bar(self, worker_id: str) -> bool:
+        return True
+
+    def admit(self, worker_id: str) -> None:
+        pass
+
     def close(self) -> None:
         for worker_id in list(self._peers):
             self.remove_peer(worker_id)

@@ -161,6 +161,12 @@ class NixlTransport:
     def num_pending(self) -> int:
         return len(self._in_flight) + len(self._ended)
 
+    def bar(self, worker_id: str) -> bool:
+        return True
+
+    def admit(self, worker_id: str) -> None:
+        pass
+
     def close(self) -> None:
         """Disconnect, unpin the pool, end the agent. Idempotent."""
         if self._agent is None:

@@ -148,10 +148,14 @@ class TransferQueues:
         peer = self._peers[transfer.worker_id]
         del peer.posts[completion.handle]
         transfer.in_flight -= 1
-        if completion.error is not None:
+        error = completion.error
+        if error is None and transfer.op is TransferOp.READ and self._clock.now() >= self._fence():
+            # This process may have been stopped in the middle of the copy, and the peer have reused what it read.
+            error = "the lease ran out during a read, so its bytes may be another request's"
+        if error is not None:
             if not peer.waiting or peer.waiting[0] is not transfer:
                 peer.waiting.appendleft(transfer)
-            self._disconnect(transfer.worker_id, completion.error)
+            self._disconnect(transfer.worker_id, error)
             return
         if transfer.in_flight == 0 and not transfer.parts:
             self._finish(transfer, None)

@@ -112,6 +112,14 @@ class TransferThread:
         self._leaving.add(worker_id)
         return self._post_teardown(lambda: self._forget(worker_id))
 
+    def bar(self, worker_id: str) -> Future[bool]:
+        """``Transport.bar``. Raises TransferError when the thread is closed."""
+        return self._post_call(lambda: self._transport.bar(worker_id))
+
+    def admit(self, worker_id: str) -> Future[None]:
+        """``Transport.admit``. Nothing when the thread is closed."""
+        return self._post_teardown(lambda: self._transport.admit(worker_id))
+
     def submit(
         self,
         op: TransferOp,

@@ -5,7 +5,9 @@ Torch lives here and is imported when an executor is built, not before.
 
 from __future__ import annotations
 
+import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from kvrelay.config.settings import EngineConfig, RunnerConfig
@@ -21,9 +23,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
-def build_executor(model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> Executor:
+def build_executor(
+    model_dir: Path,
+    runner: RunnerConfig,
+    engine: EngineConfig,
+    allocate: Callable[[int], mmap.mmap] | None = None,
+) -> Executor:
     """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or with ``runner.tp`` or
-    ``runner.pp`` above 1 in processes of its own.
+    ``runner.pp`` above 1 in processes of its own. ``allocate`` is that of ``ExecutorSettings``; pools of several ranks do
+    not use it.
 
     Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the culprit.
     """
@@ -33,9 +41,9 @@ def build_executor(model_dir: Path, runner: RunnerConfig, engine: EngineConfig) 
         return ParallelExecutor(model_dir, runner, engine)
     from kvrelay.executors.torch.build import build_model_runner
 
-    return build_model_runner(model_dir, runner, engine)
+    return build_model_runner(model_dir, runner, engine, allocate=allocate)
 
 
 def from_settings(settings: ExecutorSettings) -> Executor:
     """The registry's builder of engine ``torch``. Raises what ``build_executor`` raises."""
-    return build_executor(settings.model_path, settings.runner, settings.engine)
+    return build_executor(settings.model_path, settings.runner, settings.engine, settings.allocate)

@@ -5,6 +5,7 @@ Owns the choice of dtype, device and threads, and refuses what cannot be honoure
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -43,6 +44,7 @@ def build_model_runner(
     runner: RunnerConfig,
     engine: EngineConfig,
     shard: Shard | None = None,
+    allocate: Callable[[int], mmap.mmap] | None = None,
 ) -> ModelRunner:
     """Load the checkpoint and allocate the pool; with ``shard`` the part of one rank among several.
 
@@ -82,7 +84,14 @@ def build_model_runner(
         num_blocks = decide_num_blocks(
             layout, engine.num_blocks, engine.kv_cache_memory, lambda: auto_pool_bytes(device)
         )
-        pool = KvPool(layout, num_blocks, device, dtype, spare_blocks=int(use_graphs))
+        pool = KvPool(
+            layout,
+            num_blocks,
+            device,
+            dtype,
+            spare_blocks=int(use_graphs),
+            memory=None if allocate is None or device.type != "cpu" else allocate(num_blocks * layout.block_bytes),
+        )
     else:
         pool = shard.allocate(facts, layout, device, dtype)
     attention = build_attention(

@@ -2,8 +2,8 @@
 
     pool[block, layer, 0 = K | 1 = V, kv_head, position in block, head_dim]
 
-Owns the memory, which no one touches before its blocks are used: on the CPU it is an anonymous private mapping, so an
-empty pool costs no resident memory. Who owns which block is the engine's business.
+Owns the memory, which no one touches before its blocks are used: on the CPU it is an anonymous mapping, so an empty
+pool costs no resident memory. Who owns which block is the engine's business.
 """
 
 from __future__ import annotations

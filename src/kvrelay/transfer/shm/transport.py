@@ -1,0 +1,261 @@
+"""Transport between workers of one host: each maps the other's pool and copies, without a call of the kernel per piece.
+
+What it owns: the mapped pools of its peers, and the mailbox for notifications. What it does not know: how the pool was
+allocated (``memory``), threads, retries, deadlines.
+
+    P                                                  D
+    add_peer: /proc/D/fd/pool ───────────────────────> memfd       both have it mapped
+              /proc/D/fd/mailbox ────────────────────> pipe
+    post: lock of P's byte in D's pool, copy, unlock;  poll: read the mailbox
+          then the notification into the pipe
+
+A post copies within the call, so it is complete when it returns, but for a notification that does not fit into the pipe
+yet. What ``bar`` promises rests on the lock (``locks``): the kernel, not a clock, tells that a copier has stopped.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Callable
+
+import msgspec
+
+from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.workers import KvMetadata
+from kvrelay.errors import FatalError, TransferError
+from kvrelay.transfer.base import Completion, Int64Array, Notification, TransferOp, TransferPlan
+from kvrelay.transfer.compat import check_pool
+from kvrelay.transfer.plan import check_bounds
+from kvrelay.transfer.shm.host import Host, this_host
+from kvrelay.transfer.shm.locks import WorkerLock
+from kvrelay.transfer.shm.mailbox import Mailbox, Sender
+from kvrelay.transfer.shm.memory import SharedPoolMemory, address_of
+
+MAX_NOTIFY_BYTES = 1 << 20
+
+CopyPieces = Callable[[int, Int64Array, int, Int64Array, Int64Array], None]
+"""(address to write at, offsets there, address to read at, offsets there, lengths), all in bytes: ``shm.copying``."""
+
+
+class ShmAgent(msgspec.Struct, frozen=True):
+    """What a peer has to know: ``KvMetadata.agent`` as msgpack. Descriptors are those of process ``pid``."""
+
+    worker_id: str
+    host: Host
+    pid: int
+    pool_fd: int
+    pool_name: str
+    pool_bytes: int
+    offset: int
+    num_bytes: int
+    mailbox_fd: int
+    mailbox_inode: int
+
+
+class _Peer:
+    """A peer's pool and mailbox, open in this process."""
+
+    def __init__(self, agent: ShmAgent, own_id: str) -> None:
+        """Raises OSError or ValueError if they are not what ``agent`` says."""
+        opened: list[int] = []
+        try:
+            opened.append(_open(agent.pid, agent.mailbox_fd, os.O_WRONLY | os.O_NONBLOCK, "pipe:"))
+            if os.fstat(opened[0]).st_ino != agent.mailbox_inode:
+                raise ValueError("its mailbox is another one")
+            opened.append(_open(agent.pid, agent.pool_fd, os.O_RDWR, f"/memfd:{agent.pool_name} "))
+            info = os.fstat(opened[1])
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_size != agent.pool_bytes:
+                raise ValueError("its pool is another one")
+            if not 0 <= agent.offset <= agent.pool_bytes - agent.num_bytes:
+                raise ValueError("its pool does not lie within its memory")
+            self._memory = mmap.mmap(opened[1], agent.pool_bytes)
+        except BaseException:
+            for fd in opened:
+                os.close(fd)
+            raise
+        self._pool_fd = opened[1]
+        self.sender = Sender(opened[0])
+        self.lock = WorkerLock(opened[1], own_id)
+        self.address = address_of(self._memory) + agent.offset
+        self.num_bytes = agent.num_bytes
+
+    def close(self) -> list[int]:
+        """Unmap and close everything; handles of notifications that were not sent."""
+        unsent = self.sender.close()
+        self._memory.close()
+        os.close(self._pool_fd)
+        return unsent
+
+
+class ShmTransport:
+    """One worker's end. Contract: ``transfer.base.Transport``. ``copy``: for tests that stop in the middle."""
+
+    name = "shm"
+
+    def __init__(self, memory: SharedPoolMemory, worker_id: str, copy: CopyPieces | None = None) -> None:
+        self._memory = memory
+        self._worker_id = worker_id
+        self._copy = copy
+        self._host = this_host()
+        self._region: MemoryRegion | None = None
+        self._mailbox: Mailbox | None = None
+        self._peers: dict[str, _Peer] = {}
+        self._ended: list[Completion] = []
+        self._next_handle = 0
+
+    def __repr__(self) -> str:
+        return f"<ShmTransport {self._worker_id}: {len(self._peers)} peers, {self.num_pending} posts in flight>"
+
+    def register(self, region: MemoryRegion) -> bytes:
+        """Open the mailbox, compile the copy. Raises FatalError if this host or this pool cannot be shared."""
+        if self._region is not None:
+            raise FatalError(f"worker {self._worker_id} has registered its KV pool already")
+        if self._host is None:
+            raise FatalError("transport shm: the kernel does not tell which host this is (/proc)")
+        offset = self._memory.offset_of(region)
+        try:
+            lock = WorkerLock(self._memory.fd, self._worker_id)
+            if lock.take():
+                lock.release()
+            self._mailbox = Mailbox(MAX_NOTIFY_BYTES)
+        except OSError as exc:
+            raise FatalError(f"transport shm: this kernel has no locks or pipes for us: {exc}") from exc
+        if self._copy is None:
+            from kvrelay.transfer.shm.copying import copy_pieces
+
+            self._copy = copy_pieces
+        self._region = region
+        return msgspec.msgpack.encode(
+            ShmAgent(
+                worker_id=self._worker_id,
+                host=self._host,
+                pid=os.getpid(),
+                pool_fd=self._memory.fd,
+                pool_name=self._memory.name,
+                pool_bytes=self._memory.num_bytes,
+                offset=offset,
+                num_bytes=region.num_bytes,
+                mailbox_fd=self._mailbox.write_fd,
+                mailbox_inode=self._mailbox.inode,
+            )
+        )
+
+    def add_peer(self, metadata: KvMetadata) -> None:
+        check_pool(metadata)
+        worker_id = metadata.worker_id
+        self.remove_peer(worker_id)
+        agent = decode_agent(metadata.agent)
+        if agent is None or agent.worker_id != worker_id or agent.num_bytes != metadata.num_bytes:
+            raise TransferError(f"the metadata of worker {worker_id} is damaged", peer=worker_id)
+        if agent.host != self._host:
+            raise TransferError(f"worker {worker_id} is on another host ({agent.host})", peer=worker_id)
+        try:
+            self._peers[worker_id] = _Peer(agent, self._worker_id)
+        except (OSError, ValueError) as exc:
+            raise TransferError(f"cannot map the memory of worker {worker_id}: {exc}", peer=worker_id) from exc
+
+    def remove_peer(self, worker_id: str) -> None:
+        peer = self._peers.pop(worker_id, None)
+        if peer is not None:
+            self._fail(peer.close(), f"worker {worker_id} was disconnected")
+
+    def has_peer(self, worker_id: str) -> bool:
+        return worker_id in self._peers
+
+    def post(self, op: TransferOp, worker_id: str, plan: TransferPlan, notify: bytes | None = None) -> int:
+        peer, region = self._peers.get(worker_id), self._region
+        if peer is None or region is None:
+            raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
+        check_bounds(plan, region.num_bytes, peer.num_bytes, worker_id)
+        if notify is not None and len(notify) > MAX_NOTIFY_BYTES:
+            raise TransferError(f"a notification of {len(notify)} bytes is too long", peer=worker_id)
+        handle = self._next_handle
+        self._next_handle += 1
+        error = self._move(op, peer, region, plan)
+        if error is not None:
+            self._fail([handle], f"worker {worker_id} {error}")
+        elif notify is None:
+            self._ended.append(Completion(handle, None))
+        else:
+            peer.sender.send(handle, notify)
+            self._flush(worker_id, peer)
+        return handle
+
+    def poll(self) -> tuple[list[Completion], list[Notification]]:
+        for worker_id, peer in self._peers.items():
+            if peer.sender.num_pending:
+                self._flush(worker_id, peer)
+        completions, self._ended = self._ended, []
+        received = self._mailbox.receive() if self._mailbox is not None else []
+        return completions, [Notification(payload) for payload in received]
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._ended) + sum(peer.sender.num_pending for peer in self._peers.values())
+
+    def bar(self, worker_id: str) -> bool:
+        return self._region is None or WorkerLock(self._memory.fd, worker_id).take()
+
+    def admit(self, worker_id: str) -> None:
+        if self._region is not None:
+            WorkerLock(self._memory.fd, worker_id).release()
+
+    def close(self) -> None:
+        """Unmap the peers' pools, close the mailbox. The own pool stays: its memory has other owners. Idempotent."""
+        for worker_id in list(self._peers):
+            self.remove_peer(worker_id)
+        if self._mailbox is not None:
+            self._mailbox.close()
+        self._mailbox = self._region = None
+
+    def _move(self, op: TransferOp, peer: _Peer, region: MemoryRegion, plan: TransferPlan) -> str | None:
+        """Copy all pieces under the lock; why not, if not."""
+        assert self._copy is not None
+        if not peer.sender.has_reader:
+            return "is gone"
+        if not peer.lock.share():
+            return "keeps its memory from us: our lease has ended, as far as it knows"
+        try:
+            if op is TransferOp.WRITE:
+                pieces = (peer.address, plan.remote_offsets, region.address, plan.local_offsets)
+            else:
+                pieces = (region.address, plan.local_offsets, peer.address, plan.remote_offsets)
+            self._copy(*pieces, plan.lengths)
+        finally:
+            peer.lock.release()
+        return None
+
+    def _flush(self, worker_id: str, peer: _Peer) -> None:
+        try:
+            self._ended += [Completion(handle, None) for handle in peer.sender.flush()]
+        except OSError as exc:
+            self._fail(peer.sender.drop(), f"worker {worker_id} is gone: {exc}")
+
+    def _fail(self, handles: list[int], error: str) -> None:
+        self._ended += [Completion(handle, error) for handle in handles]
+
+
+def decode_agent(blob: bytes) -> ShmAgent | None:
+    """None if it is not one."""
+    try:
+        return msgspec.msgpack.decode(blob, type=ShmAgent)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _open(pid: int, fd: int, flags: int, kind: str) -> int:
+    """Another process's descriptor as an open file of our own. Raises OSError, or ValueError if it is not ``kind``.
+
+    A number may belong to another process by now; what does not look right is not even opened, and what was opened is
+    looked at again.
+    """
+    path = f"/proc/{pid}/fd/{fd}"
+    if not os.readlink(path).startswith(kind):
+        raise ValueError(f"{path} is not {kind.strip()}")
+    opened = os.open(path, flags | os.O_CLOEXEC)
+    if not os.readlink(f"/proc/self/fd/{opened}").startswith(kind):
+        os.close(opened)
+        raise ValueError(f"{path} is not {kind.strip()}")
+    return opened

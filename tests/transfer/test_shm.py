@@ -1,0 +1,333 @@
+"""The shm transport between processes: who may write when, what is left when one dies, which host counts."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from tests.transfer.shm_worker import FILL, NUM_PAGES, PAGE, Worker
+
+from kvrelay.config import TransferConfig
+from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.workers import KvMetadata
+from kvrelay.errors import ConfigError, FatalError, TransferError
+from kvrelay.transfer.auto import AutoTransport
+from kvrelay.transfer.base import TransferOp
+from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
+from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
+from kvrelay.transfer.plan import EMPTY_PLAN
+from kvrelay.transfer.shm.host import this_host
+from kvrelay.transfer.shm.mailbox import PIPE_BYTES, Mailbox, Sender
+from kvrelay.transfer.shm.memory import SharedPoolMemory
+from kvrelay.transfer.shm.transport import MAX_NOTIFY_BYTES, ShmTransport, decode_agent
+
+WAIT_S = 60.0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.002)
+
+
+class Child:
+    """``shm_worker`` as a process."""
+
+    def __init__(self, worker_id: str, process: subprocess.Popen[str]) -> None:
+        self.worker_id, self.process = worker_id, process
+        self.metadata = msgspec.json.decode(self.process.stdout.readline(), type=KvMetadata)
+
+    def order(self, **order: object) -> None:
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str | None:
+        return json.loads(self.process.stdout.readline())
+
+    def connect(self, owner: Worker) -> None:
+        self.order(do="peer", metadata=msgspec.to_builtins(owner.metadata))
+        assert self.answer() is None
+
+    @property
+    def is_stopped(self) -> bool:
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+
+@contextmanager
+def child(worker_id: str) -> Iterator[Child]:
+    command = [sys.executable, "-m", "tests.transfer.shm_worker", worker_id]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Child(worker_id, process)
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def owner() -> Iterator[Worker]:
+    worker = Worker("owner")
+    worker.pool[:] = 0
+    yield worker
+    worker.close()
+
+
+def stopped_in_a_copy(writer: Child, owner: Worker) -> None:
+    """``writer`` has written the first of three pages and is stopped."""
+    writer.connect(owner)
+    writer.order(do="write", peer="owner", pieces=3, stop=True)
+    wait_for(lambda: writer.is_stopped)
+    assert (owner.pool[0] == FILL).all()
+    assert not owner.pool[1:].any()
+
+
+def test_a_writer_stopped_in_the_middle_of_a_copy_is_barred_only_when_it_has_finished(owner: Worker) -> None:
+    with child("writer") as writer:
+        stopped_in_a_copy(writer, owner)
+        # However often it is asked: nothing but the writer's end or its word changes the answer.
+        assert not any(owner.transport.bar("writer") for _ in range(1000))
+        assert owner.transport.bar("another"), "one copier holds up no other"
+        os.kill(writer.process.pid, signal.SIGCONT)
+        assert writer.answer() is None
+        assert (owner.pool[:3] == FILL).all()
+        assert owner.transport.bar("writer")
+        owner.pool[:] = 0
+        writer.order(do="write", peer="owner", pieces=3)
+        assert "lease" in writer.answer()
+        assert not owner.pool.any(), "a barred writer has written"
+        owner.transport.admit("writer")
+        writer.order(do="write", peer="owner", pieces=3)
+        assert writer.answer() is None
+        assert (owner.pool[:3] == FILL).all()
+
+
+def test_a_writer_that_connects_while_it_is_barred_writes_nothing(owner: Worker) -> None:
+    assert owner.transport.bar("writer")
+    with child("writer") as writer:
+        writer.connect(owner)
+        writer.order(do="write", peer="owner", pieces=1)
+        assert "lease" in writer.answer()
+        assert not owner.pool.any()
+
+
+def test_a_writer_killed_in_the_middle_of_a_copy_can_be_barred(owner: Worker) -> None:
+    with child("writer") as writer:
+        stopped_in_a_copy(writer, owner)
+        assert not owner.transport.bar("writer")
+        writer.process.kill()
+        wait_for(lambda: owner.transport.bar("writer"))
+        assert not owner.pool[1:].any()
+
+
+def test_posts_to_a_process_that_was_killed_fail(owner: Worker) -> None:
+    with child("other") as other:
+        owner.transport.add_peer(other.metadata)
+        assert owner.move(TransferOp.READ, "other", [0, 5]) is None
+        assert (owner.pool[[0, 5]] == FILL).all()
+        other.process.kill()
+        other.process.wait()
+        for op, notify in ((TransferOp.WRITE, None), (TransferOp.READ, None), (TransferOp.WRITE, b"late")):
+            assert "is gone" in owner.move(op, "other", [1], notify)
+        owner.transport.remove_peer("other")
+        with pytest.raises(TransferError):
+            owner.transport.add_peer(other.metadata)
+
+
+def test_nothing_is_left_of_a_killed_process(owner: Worker) -> None:
+    files = sorted(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else []
+    descriptors = open_descriptors()
+    for _ in range(3):
+        with child("other") as other:
+            owner.transport.add_peer(other.metadata)
+            name = decode_agent(other.metadata.agent).pool_name
+            assert name in Path("/proc/self/maps").read_text()
+            other.process.kill()
+            other.process.wait()
+            owner.transport.remove_peer("other")
+            assert name not in Path("/proc/self/maps").read_text()
+    assert open_descriptors() == descriptors
+    if files:
+        assert not [file for file in set(os.listdir("/dev/shm")) - set(files) if "kvrelay" in file]
+
+
+def test_a_refused_peer_and_a_closed_transport_leave_no_descriptor_and_no_mapping(owner: Worker) -> None:
+    before = open_descriptors()
+    first, second = Worker("first"), Worker("second")
+    agent = decode_agent(second.metadata.agent)
+    for wrong in (
+        {"pool_name": "kvrelay-0000"},
+        {"pool_bytes": agent.pool_bytes + PAGE},
+        {"pool_fd": agent.mailbox_fd},
+        {"mailbox_fd": agent.pool_fd},
+        {"mailbox_inode": agent.mailbox_inode + 1},
+        {"offset": PAGE},
+        {"offset": -PAGE},
+        {"pid": 2**22 + 1},
+        {"host": msgspec.structs.replace(agent.host, boot_id="another")},
+        {"host": msgspec.structs.replace(agent.host, pid_namespace=1)},
+        {"host": msgspec.structs.replace(agent.host, uid=agent.host.uid + 1)},
+    ):
+        blob = msgspec.msgpack.encode(msgspec.structs.replace(agent, **wrong))
+        with pytest.raises(TransferError):
+            first.transport.add_peer(msgspec.structs.replace(second.metadata, agent=blob))
+    first.transport.add_peer(second.metadata)
+    assert first.move(TransferOp.WRITE, "second", [0]) is None
+    names = (first.memory.name, second.memory.name)
+    for worker in (first, second):
+        worker.close()
+    del first, second, worker
+    gc.collect()
+    assert open_descriptors() == before
+    maps = Path("/proc/self/maps").read_text()
+    assert not [name for name in names if name in maps]
+
+
+def test_notifications_that_do_not_fit_wait_until_they_are_read(owner: Worker) -> None:
+    sender = Worker("sender")
+    sender.transport.add_peer(owner.metadata)
+    payloads = [np.random.default_rng(seed).bytes(MAX_NOTIFY_BYTES) for seed in range(3)]
+    handles = [sender.transport.post(TransferOp.WRITE, "owner", EMPTY_PLAN, payload) for payload in payloads]
+    completed: list[int] = []
+    received: list[bytes] = []
+
+    def poll() -> bool:
+        completed.extend(each.handle for each in sender.transport.poll()[0])
+        received.extend(each.payload for each in owner.transport.poll()[1])
+        return len(received) == 3 and len(completed) == 3
+
+    assert sender.transport.num_pending > 0
+    wait_for(poll)
+    assert received == payloads
+    assert completed == handles
+    sender.transport.post(TransferOp.WRITE, "owner", EMPTY_PLAN, payloads[0])
+    sender.transport.post(TransferOp.WRITE, "owner", EMPTY_PLAN, payloads[0])
+    sender.transport.remove_peer("owner")
+    assert [each.error for each in sender.transport.poll()[0] if each.error is not None]
+    assert sender.transport.num_pending == 0
+    sender.close()
+
+
+def test_senders_share_a_mailbox_and_a_half_sent_message_disturbs_no_one() -> None:
+    mailbox = Mailbox(PIPE_BYTES)
+    senders = [Sender(os.open(f"/proc/self/fd/{mailbox.write_fd}", os.O_WRONLY | os.O_NONBLOCK)) for _ in range(3)]
+    long = [bytes([index]) * (PIPE_BYTES // 2) for index in range(3)]
+    senders[2].send(0, b"x" * PIPE_BYTES)
+    senders[2].flush()
+    senders[2].close()
+    received: list[bytes] = []
+    for handle in range(2):
+        for index in range(2):
+            senders[index].send(handle, long[index])
+    while len(received) < 4:
+        for index in range(2):
+            senders[index].flush()
+        received += mailbox.receive()
+    assert sorted(received) == sorted(long[:2] * 2)
+    os.write(mailbox.write_fd, b"rubbish" * 20)
+    assert mailbox.receive() == []
+    senders[0].send(9, b"after")
+    senders[0].flush()
+    assert mailbox.receive() == [b"after"]
+    mailbox.close()
+    assert not senders[0].has_reader
+    for sender in senders[:2]:
+        sender.close()
+
+
+def test_the_host_is_told_apart_by_boot_and_namespace(tmp_path: Path) -> None:
+    here = this_host()
+    assert here is not None
+    assert here == this_host()
+    assert here.uid == os.geteuid()
+    assert this_host(tmp_path) is None, "a host that cannot be told is no host"
+    (tmp_path / "proc/sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "proc/self/ns").mkdir(parents=True)
+    (tmp_path / "proc/self/ns/pid").touch()
+    boot_id = tmp_path / "proc/sys/kernel/random/boot_id"
+    boot_id.write_text("")
+    assert this_host(tmp_path) is None
+    boot_id.write_text("b\n")
+    other = this_host(tmp_path)
+    assert other is not None
+    assert (other.boot_id, other.machine_id) == ("b", "")
+    assert other != here
+
+
+def test_auto_uses_shared_memory_here_and_the_other_transport_elsewhere() -> None:
+    fabric = LoopbackFabric()
+    memories = [SharedPoolMemory() for _ in range(2)]
+    ends = [auto_end(name, memory, fabric) for name, memory in zip("ab", memories, strict=True)]
+    (first, _), (second, metadata) = ends
+    first.add_peer(metadata)
+    assert first.route("b") == "shm"
+    agents = msgspec.msgpack.decode(metadata.agent, type=dict[str, bytes])
+    there = msgspec.structs.replace(decode_agent(agents["shm"]), host=msgspec.structs.replace(this_host(), boot_id="x"))
+    agents["shm"] = msgspec.msgpack.encode(there)
+    first.add_peer(msgspec.structs.replace(metadata, agent=msgspec.msgpack.encode(agents)))
+    assert first.route("b") == "loopback"
+    with pytest.raises(TransferError):
+        first.add_peer(msgspec.structs.replace(metadata, agent=msgspec.msgpack.encode({"shm": agents["shm"]})))
+    assert not first.has_peer("b")
+    with pytest.raises(TransferError):
+        first.add_peer(msgspec.structs.replace(metadata, agent=msgspec.msgpack.encode({})))
+    for transport in (first, second):
+        transport.close()
+    for memory in memories:
+        memory.close()
+
+
+def auto_end(name: str, memory: SharedPoolMemory, fabric: LoopbackFabric) -> tuple[AutoTransport, KvMetadata]:
+    choices = {"shm": ShmTransport(memory, name), "loopback": LoopbackTransport(fabric, name)}
+    transport = AutoTransport(name, choices)
+    allocate = pool_allocator(TransferConfig(transport="auto"), memory)
+    pool = np.frombuffer(allocate(PAGE * NUM_PAGES), dtype=np.uint8)
+    region = MemoryRegion(pool.ctypes.data, pool.nbytes)
+    agent = transport.register(region)
+    # The loopback transport takes no blob but the worker's name.
+    return transport, KvMetadata(name, 0, "auto", agent, region.address, region.num_bytes, PAGE, "cpu", 0, "same")
+
+
+def test_no_shared_memory_is_refused_by_shm_and_logged_by_auto(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    before = open_descriptors()
+    config = TransferConfig(transport="shm")
+    with pytest.raises(ConfigError, match="No space left"):
+        pool_allocator(config, shared_memory(config))(PAGE)
+    memory = SharedPoolMemory()
+    transport, metadata = auto_end("a", memory, LoopbackFabric())
+    assert set(msgspec.msgpack.decode(metadata.agent)) == {"loopback"}
+    assert "No space left" in caplog.text
+    transport.close()
+    assert open_descriptors() == before
+
+
+def test_a_pool_that_is_not_in_shared_memory_is_refused() -> None:
+    memory = SharedPoolMemory()
+    pool = np.zeros(PAGE, dtype=np.uint8)
+    for region in (MemoryRegion(pool.ctypes.data, pool.nbytes), MemoryRegion(pool.ctypes.data, pool.nbytes, "cuda")):
+        with pytest.raises(FatalError, match="shared memory"):
+            ShmTransport(memory, "w").register(region)
+    for name in ("shm", "auto", "loopback"):
+        with pytest.raises(ConfigError):
+            build_transport(TransferConfig(transport=name), "w")
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
