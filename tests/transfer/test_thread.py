@@ -554,3 +554,27 @@ def test_done_never_arrives_for_a_group_that_lost_a_write(cluster: Cluster, seed
     wait_for(lambda: sure <= arrived)
     assert all(errors[name, block] is None for name in arrived for block in groups[name])
     assert cluster.prefill.thread.stats().num_unfinished == 0
+
+
+def test_a_read_that_ends_behind_the_fence_does_not_count() -> None:
+    """This process may have been stopped in the middle of it, and the peer have reused what it read."""
+    cluster = Cluster()
+    try:
+        perform = cluster.prefill.thread._transport._perform
+
+        def late(post: object) -> str | None:
+            error = perform(post)
+            cluster.fence_s = cluster.clock.now()
+            return error
+
+        cluster.prefill.thread._transport._perform = late
+        errors: list[str | None] = []
+        cluster.prefill.thread.submit(
+            TransferOp.READ, "d", plan_blocks(LAYOUT, [1], [2]), on_done=errors.append, timeout_s=20.0
+        )
+        wait_for(lambda: bool(errors))
+        assert errors[0] is not None
+        assert "lease" in errors[0]
+    finally:
+        for side in (cluster.prefill, cluster.decode):
+            side.thread.close()

@@ -31,7 +31,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient, LoopbackRpcServer
-from kvrelay.transfer import build_transport
+from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
@@ -201,7 +201,9 @@ class Cluster:
     async def join(self, role: WorkerRole, **engine: int) -> Node:
         config = EngineConfig(**{"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256, **engine})
         worker_id = new_worker_id(role)
-        executor = MockExecutor(config, self.mock, vocab_size=VOCAB_SIZE, max_model_len=4096)
+        memory = shared_memory(self.transfer)
+        allocate = pool_allocator(self.transfer, memory)
+        executor = MockExecutor(config, self.mock, vocab_size=VOCAB_SIZE, max_model_len=4096, allocate=allocate)
         core = EngineCore(
             executor,
             config,
@@ -215,7 +217,7 @@ class Cluster:
         )
         control = await connect_control(self.control)
         server = self.network.server()
-        transport = build_transport(self.transfer, worker_id, self.fabric)
+        transport = build_transport(self.transfer, worker_id, self.fabric, memory)
         if isinstance(transport, LoopbackTransport):
             self._watch_writes(transport)
         worker = Worker(settings, executor, core, transport, control, server, partial(self.connect, key))

@@ -94,8 +94,8 @@ class TransferConfig(Settings):
 
     transport: Literal["nixl", "shm", "auto", "loopback"] = setting(
         "nixl",
-        "Transport of KV; shm: shared memory, one host only; auto: shm within a host, else nixl, for all workers or none; "
-        "loopback: within one process, for tests.",
+        "Transport of KV; shm: shared memory, one host only; auto: shm within a host, else nixl, if all workers have "
+        "auto; loopback: within one process, for tests.",
     )
     ucx_tls: str = setting("auto", "UCX transports; auto: shared memory, cross-memory attach and TCP.")
     ucx_net_devices: str = setting(

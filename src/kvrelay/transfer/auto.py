@@ -22,6 +22,7 @@ class AutoTransport:
     """One worker's end. Contract: ``transfer.base.Transport``. ``choices``: by name, the best first."""
 
     name = "auto"
+    has_bar = True
 
     def __init__(self, worker_id: str, choices: dict[str, Transport]) -> None:
         self._worker_id = worker_id

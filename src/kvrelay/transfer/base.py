@@ -77,6 +77,10 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def has_bar(self) -> bool:
+        """Whether ``bar`` knows more than True. Then the end of a lease must wait for it."""
+
     def register(self, region: MemoryRegion) -> bytes: ...
 
     def add_peer(self, metadata: KvMetadata) -> None: ...
@@ -100,8 +104,8 @@ class Transport(Protocol):
     def bar(self, worker_id: str) -> bool:
         """Keep a worker whose lease has ended from our memory, whether it is connected or not.
 
-        True: it is not in the middle of a copy, and cannot begin one before ``admit``. False: it may be in the middle of
-        one, perhaps stopped; ask again. A transport that cannot know returns True; its module says what late copies it
+        True: it is not in the middle of a copy, and cannot begin one before ``admit``. False: it may be in the middle
+        of one, perhaps stopped; ask again. A transport that cannot know returns True; its module says what late copies it
         leaves possible.
         """
 

@@ -24,8 +24,8 @@ def build_transport(
     fabric: LoopbackFabric | None = None,
     memory: SharedPoolMemory | None = None,
 ) -> Transport:
-    """``fabric`` is shared by the loopback transports of one process. ``memory`` is where the pool was allocated, for shm
-    and auto. Raises ConfigError if the transport lacks it."""
+    """``fabric`` is shared by the loopback transports of one process. ``memory`` is where the pool
+    was allocated, for shm and auto. Raises ConfigError if the transport lacks it."""
     match config.transport:
         case "nixl":
             return NixlTransport(config, worker_id)

@@ -79,6 +79,7 @@ class LoopbackTransport:
     """One worker's end. Contract: ``transfer.base.Transport``."""
 
     name = "loopback"
+    has_bar = False
 
     def __init__(self, fabric: LoopbackFabric, worker_id: str) -> None:
         self._fabric = fabric

@@ -46,6 +46,7 @@ class NixlTransport:
     """One worker's end. Contract: ``transfer.base.Transport``. The agent is made by ``register``."""
 
     name = "nixl"
+    has_bar = False
 
     def __init__(self, config: TransferConfig, worker_id: str) -> None:
         self._worker_id = worker_id

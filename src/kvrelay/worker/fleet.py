@@ -19,6 +19,8 @@ from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_kv_metadata, decode_worker
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import KvMetadata, WorkerRole
+from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.barring import LeaseEnds
 
 MAX_LEASE_TTL_S = 3600.0
 """The longest that there is (``ControlConfig.lease_ttl_s``): what an unknown one may be."""
@@ -27,7 +29,8 @@ MAX_LEASE_TTL_S = 3600.0
 class Fleet:
     """Watches the workers of one model. ``on_registered(metadata)`` runs when a worker has a lease,
     ``on_ended(worker_id)`` when that has ended, ``on_fenced(worker_id)`` when the worker can no longer write,
-    ``on_no_prefill`` when the last prefill worker stops taking work."""
+    ``on_no_prefill`` when the last prefill worker stops taking work. With ``transfer``,
+    the end of a lease is told once the worker is barred (``barring.py``)."""
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Fleet:
         on_fenced: Callable[[str], None],
         on_no_prefill: Callable[[], None],
         on_registered: Callable[[KvMetadata], None],
+        transfer: TransferThread | None = None,
     ) -> None:
         self._discovery = discovery
         self._keys = keys
@@ -52,6 +56,7 @@ class Fleet:
         self._ttl_s: dict[str, float] = {}
         self._fences: dict[str, asyncio.TimerHandle] = {}
         self._tasks = TaskSet()
+        self._lease_ends = LeaseEnds(transfer, keys.kv_metadata, self._on_memory) if transfer is not None else None
 
     @property
     def num_prefill_workers(self) -> int:
@@ -64,12 +69,15 @@ class Fleet:
 
     def start(self) -> None:
         self._tasks.spawn(follow(self._discovery, self._keys.workers, self._apply))
-        self._tasks.spawn(follow(self._discovery, self._keys.kv_metadata, self._on_memory))
+        on_memory = self._on_memory if self._lease_ends is None else self._lease_ends.on_event
+        self._tasks.spawn(follow(self._discovery, self._keys.kv_metadata, on_memory))
 
     async def close(self) -> None:
         for fence in self._fences.values():
             fence.cancel()
         await self._tasks.close()
+        if self._lease_ends is not None:
+            await self._lease_ends.close()
 
     def _on_memory(self, event: WatchEvent) -> None:
         place = event.key.removeprefix(self._keys.kv_metadata)

@@ -135,6 +135,7 @@ class Worker:
             on_ended=self._on_worker_ended,
             on_fenced=self._on_worker_fenced,
             on_no_prefill=self._on_no_prefill_worker,
+            transfer=self._transfer if transport.has_bar else None,
         )
         self._peers = DecodePeers(
             connect,

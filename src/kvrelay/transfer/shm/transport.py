@@ -93,6 +93,7 @@ class ShmTransport:
     """One worker's end. Contract: ``transfer.base.Transport``. ``copy``: for tests that stop in the middle."""
 
     name = "shm"
+    has_bar = True
 
     def __init__(self, memory: SharedPoolMemory, worker_id: str, copy: CopyPieces | None = None) -> None:
         self._memory = memory

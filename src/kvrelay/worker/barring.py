@@ -1,0 +1,96 @@
+"""The end of a worker's lease counts only when the worker is not in the middle of a copy; until then it is held back.
+
+    kv_metadata/X deleted ──> transfer.bar(X), again and again ──True──> told on      (X's writes fail from here on)
+    kv_metadata/X put ──────> behind what is held back ──> transfer.admit(X) ──> told on
+
+With shared memory the copying thread is the peer's own, and a process that is stopped in the middle of a copy goes on
+with it when it wakes, whatever time has passed. So no timer may free its target: ``Transport.bar`` asks the kernel. The
+fence (``fleet.py``) runs from the moment at which the end is told on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from kvrelay.control.base import WatchEvent, WatchKind
+from kvrelay.core.tasks import TaskSet
+from kvrelay.errors import ConfigError, ProtocolError, TransferError
+from kvrelay.transfer.thread import TransferThread
+
+_log = logging.getLogger(__name__)
+
+RETRY_S = 0.05
+SAY_AFTER = 40
+"""Attempts after which the log tells of a worker that cannot be barred."""
+
+
+class LeaseEnds:
+    """Between the watch of ``prefix`` and ``on_change``. Events of one worker stay in order."""
+
+    def __init__(self, transfer: TransferThread, prefix: str, on_change: Callable[[WatchEvent], None]) -> None:
+        self._transfer = transfer
+        self._prefix = prefix
+        self._on_change = on_change
+        self._held: dict[str, deque[WatchEvent]] = {}
+        self._tasks = TaskSet()
+
+    @property
+    def num_held(self) -> int:
+        """Workers whose end is held back."""
+        return len(self._held)
+
+    def on_event(self, event: WatchEvent) -> None:
+        """From the watch. Raises what ``on_change`` raises for an entry that it refuses at once."""
+        worker_id = self._worker_of(event)
+        if worker_id in self._held:
+            self._held[worker_id].append(event)
+        elif event.kind is WatchKind.DELETE:
+            self._held[worker_id] = deque((event,))
+            self._tasks.spawn(self._work_off(worker_id))
+        else:
+            self._tell(event)
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def _work_off(self, worker_id: str) -> None:
+        held = self._held[worker_id]
+        while held:
+            if held[0].kind is WatchKind.DELETE and not await self._barred(worker_id):
+                return
+            event = held.popleft()
+            try:
+                self._tell(event)
+            except (ProtocolError, ConfigError) as exc:
+                _log.warning("discovery entry %s refused: %s", event.key, exc)
+            except Exception:  # noqa: BLE001 - one entry must not make us deaf to the rest, as in ``follow``
+                _log.exception("discovery entry %s failed", event.key)
+        del self._held[worker_id]
+
+    async def _barred(self, worker_id: str) -> bool:
+        """False: this worker is leaving."""
+        num_attempts = 0
+        try:
+            while not await asyncio.wrap_future(self._transfer.bar(worker_id)):
+                num_attempts += 1
+                if num_attempts == SAY_AFTER:
+                    _log.warning(
+                        "%s has no lease any more but is in the middle of a copy: its blocks stay quarantined until it "
+                        "goes on or ends",
+                        worker_id,
+                    )
+                await asyncio.sleep(RETRY_S)
+        except TransferError:
+            return False
+        return True
+
+    def _tell(self, event: WatchEvent) -> None:
+        if event.kind is WatchKind.PUT:
+            self._transfer.admit(self._worker_of(event))
+        self._on_change(event)
+
+    def _worker_of(self, event: WatchEvent) -> str:
+        return event.key.removeprefix(self._prefix).partition("/")[0]
