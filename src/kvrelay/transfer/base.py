@@ -105,8 +105,8 @@ class Transport(Protocol):
         """Keep a worker whose lease has ended from our memory, whether it is connected or not.
 
         True: it is not in the middle of a copy, and cannot begin one before ``admit``. False: it may be in the middle
-        of one, perhaps stopped; ask again. A transport that cannot know returns True; its module says what late copies it
-        leaves possible.
+        of one, perhaps stopped; ask again. A transport that cannot know returns True; its module says which late copies
+        remain possible.
         """
 
     def admit(self, worker_id: str) -> None:

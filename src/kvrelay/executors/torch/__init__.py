@@ -30,7 +30,7 @@ def build_executor(
     allocate: Callable[[int], mmap.mmap] | None = None,
 ) -> Executor:
     """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or with ``runner.tp`` or
-    ``runner.pp`` above 1 in processes of its own. ``allocate`` is that of ``ExecutorSettings``; pools of several ranks do
+    ``runner.pp`` above 1 in processes of its own. ``allocate`` is that of ``ExecutorSettings``; several ranks do
     not use it.
 
     Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the culprit.
