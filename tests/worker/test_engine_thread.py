@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+from tests.patience import PATIENCE_S
 
 from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.clock import MonotonicClock
@@ -39,14 +40,14 @@ async def test_calls_that_wait_when_the_thread_dies_fail():
 
     def break_down(work: object) -> object:
         entered.set()
-        leave.wait(60)
+        leave.wait(PATIENCE_S)
         raise RuntimeError("device lost")
 
     core.executor.execute = break_down
     thread = EngineThread(core, lambda step: None, dead.append)
     thread.post(lambda core: core.add_request(Request("r", [1, 2, 3], SamplingParams())))
     thread.start()
-    await asyncio.to_thread(entered.wait, 10)
+    await asyncio.to_thread(entered.wait, PATIENCE_S)
 
     # The first of them raises when the engine is found dead, the others are never run.
     def touch(core: EngineCore) -> None:
@@ -55,9 +56,11 @@ async def test_calls_that_wait_when_the_thread_dies_fail():
     calls = [asyncio.ensure_future(thread.call(touch)) for _ in range(3)]
     await asyncio.sleep(0)
     leave.set()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         results = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(result) for result in results] == [EngineDeadError] * 3
+    # Callers hear of the end before its listener does.
+    assert thread.close(PATIENCE_S)
     assert len(dead) == 1
     with pytest.raises(EngineDeadError):
         await thread.call(lambda core: core.worker_id)
