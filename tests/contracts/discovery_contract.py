@@ -201,7 +201,7 @@ class DiscoveryContract:
 
         run(open_server, scenario)
 
-    def test_a_lease_that_somebody_revokes_does_not_bring_its_keys_back(self, open_server: OpenServer) -> None:
+    def test_the_keys_of_a_revoked_lease_do_not_return(self, open_server: OpenServer) -> None:
         async def scenario(server: DiscoveryServer) -> None:
             one, two = await server.connect(), await server.connect()
             lease = await one.grant(server.ttl_s)
@@ -230,7 +230,7 @@ class DiscoveryContract:
 
         run(open_server, scenario)
 
-    def test_who_watches_its_own_keys_hears_of_a_revocation_at_once(self, open_server: OpenServer) -> None:
+    def test_a_holder_that_watches_its_keys_gets_notice_of_a_revocation_at_once(self, open_server: OpenServer) -> None:
         async def scenario(server: DiscoveryServer) -> None:
             one = await server.connect()
             lease = await one.grant(3600.0)
@@ -319,7 +319,7 @@ class DiscoveryContract:
 
         run(open_server, scenario)
 
-    def test_who_died_while_the_server_was_away_is_reported(self, open_server: OpenServer) -> None:
+    def test_a_process_that_died_during_a_server_outage_is_reported(self, open_server: OpenServer) -> None:
         async def scenario(server: DiscoveryServer) -> None:
             one, two = await server.connect(), await server.connect()
             lease = await one.grant(server.ttl_s)

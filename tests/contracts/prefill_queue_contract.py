@@ -140,7 +140,7 @@ class PrefillQueueContract:
         run(open_server, scenario)
 
     @pytest.mark.parametrize("other", ["fedcba9876543210", "", "a.b c/*>", "ü"])
-    def test_nobody_gets_what_is_of_another_kind(self, open_server: OpenServer, other: str) -> None:
+    def test_workers_of_another_partition_do_not_get_the_entry(self, open_server: OpenServer, other: str) -> None:
         async def scenario(server: QueueServer) -> None:
             decode, one = await server.connect(), await server.connect()
             await decode.push(prefill("theirs", partition=other))
@@ -171,7 +171,7 @@ class PrefillQueueContract:
 
         run(open_server, scenario)
 
-    def test_size_counts_what_nobody_has_pulled(self, open_server: OpenServer) -> None:
+    def test_size_counts_entries_not_yet_pulled(self, open_server: OpenServer) -> None:
         async def scenario(server: QueueServer) -> None:
             decode, one = await server.connect(), await server.connect()
             assert await decode.size() == 0
@@ -216,7 +216,7 @@ class PrefillQueueContract:
 
         run(open_server, scenario)
 
-    def test_what_nobody_should_compute_is_dropped(self, open_server: OpenServer) -> None:
+    def test_malformed_entries_are_dropped(self, open_server: OpenServer) -> None:
         async def scenario(server: QueueServer) -> None:
             server.ack_wait_s = SHORT_S
             decode, one = await server.connect(), await server.connect()

@@ -281,7 +281,7 @@ async def test_what_a_worker_may_write_outlives_a_lease_that_ended_before_its_ti
         hold_back(decode, HandoffAbandon)
         client.send("r", prompt(3000))
         await granted(shared, decode)
-        async with prefill.worker._membership._lease._lock:  # no beat
+        async with prefill.worker._membership._lease._lock:  # no keepalive
             await revoke_lease(prefill)
             await shared.until(lambda: decode.worker._fleet.has_ended(prefill.id))
             num_bytes = prefill.worker._transfer.stats().num_bytes

@@ -72,7 +72,7 @@ class RunnerConfig(Settings):
     tp: int = setting(1, "Tensor-parallel ranks, which share each layer.", low=1, high=64)
     pp: int = setting(1, "Pipeline stages, each with a run of layers.", low=1, high=64)
     rank_timeout_s: float = setting(
-        4.0, "Time without progress, by one layer, after which ranks count as hung; in seconds.", low=0.2
+        4.0, "Seconds without progress by one layer after which ranks count as hung.", low=0.2
     )
     yield_while_starting: bool = setting(
         False, "Loading and compiling at lower CPU priority, beside workers that serve; restarts by serve do so."
@@ -181,7 +181,7 @@ class FrontendConfig(Settings):
     request_timeout_s: float = setting(0.0, "Default deadline of a request in seconds; 0: none.", low=0)
     migration_limit: int = setting(3, "Maximum number of times that a request moves to another worker.", low=0)
     on_unknown_field: Literal["refuse", "warn", "ignore"] = setting(
-        "warn", "Treatment of request fields that nobody knows; warn: logged once each."
+        "warn", "Treatment of unknown request fields; warn: logged once each."
     )
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3"] = setting(
         "auto", "Format of the model's function calls; auto: by its chat template."
