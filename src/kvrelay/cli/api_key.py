@@ -1,4 +1,4 @@
-"""``kvrelay api-key``: a fresh API key for a client."""
+"""``kvrelay api-key``: a new API key for a client."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvrelay.config import KeyLimits
 @click.argument("name")
 @field_options(KeyLimits)
 def api_key(name: str, **limits: int | None) -> None:
-    """Print a fresh API key for NAME, and the line that admits it to put into the --api-keys-file of the frontends.
+    """Print a new API key for NAME, and the line to add to the --api-keys-file of the frontends.
 
-    The key is shown this once; the file holds only its hash, and the limits that the client has besides everybody's.
+    The key is shown only once. The file holds its hash, and the client's limits besides the general ones.
 
     Example: kvrelay api-key alice --requests-per-minute 60 --max-output-tokens 1024
     """

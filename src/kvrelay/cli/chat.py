@@ -1,4 +1,4 @@
-"""``kvrelay chat``: a conversation in the terminal, with a running server or with one that it starts."""
+"""``kvrelay chat``: a conversation in the terminal, with a running server or with one that the command starts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ChatServer:
-    """An OpenAI server, as a chat sees it."""
+    """An OpenAI server, as the chat uses it."""
 
     url: str
     api_key: str = ""
 
     def model(self) -> str:
-        """The first model that is served. Raises WorkerUnavailableError."""
+        """The first served model. Raises WorkerUnavailableError."""
         with closing(self._connection()) as connection:
             answer = self._ask(connection, "GET", "/models", None)
             models = json.loads(answer.read()).get("data", [])
@@ -37,9 +37,9 @@ class ChatServer:
         return str(models[0]["id"])
 
     def stream(self, body: dict[str, Any]) -> Iterator[str]:
-        """The answer's text as it comes; closing the iterator stops the answer.
+        """The answer's text as it arrives; closing the iterator stops the answer.
 
-        Raises InvalidInputError for a refused request, WorkerUnavailableError when the server or the stream breaks.
+        Raises InvalidInputError for a refused request, WorkerUnavailableError if the server or the stream fails.
         """
         with closing(self._connection()) as connection:
             answer = self._ask(connection, "POST", "/chat/completions", json.dumps({**body, "stream": True}))
@@ -82,11 +82,11 @@ class ChatServer:
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--url", help="A running server, e.g. http://127.0.0.1:8000; default: start one for MODEL.")
+@click.option("--url", help="Address of a running server, e.g. http://127.0.0.1:8000; default: start one for MODEL.")
 @click.option("--api-key", default="", envvar="KVRELAY_API_KEY", show_envvar=True, help="Key of that server.")
 @click.option("--system", "system_prompt", help="System prompt; default: none.")
 @click.option("--max-tokens", default=512, type=click.IntRange(1), help="Longest answer, in tokens.")
-@click.option("--temperature", type=click.FloatRange(0.0, 100.0), help="0 is greedy; default: the model's own.")
+@click.option("--temperature", type=click.FloatRange(0.0, 100.0), help="Temperature; 0: greedy; default: the model's.")
 def chat(
     model: str | None,
     url: str | None,
@@ -95,8 +95,8 @@ def chat(
     max_tokens: int,
     temperature: float | None,
 ) -> None:
-    """Talk to MODEL: a checkpoint that is served for this chat with prefill and decode apart, or with --url the name of
-    a served model. Lines that are piped in are answered one by one.
+    """Talk to MODEL: a checkpoint to serve for this chat with prefill and decode apart, or, with --url, the name of a
+    served model. Piped lines are answered one by one.
 
     Example: kvrelay chat ./SmolLM2-135M-Instruct.Q4_1.gguf
     """
@@ -125,7 +125,7 @@ def _converse(server: ChatServer, options: dict[str, Any], opening: list[dict[st
         try:
             answer = _print_answer(server.stream({**options, "messages": messages}))
         except InvalidInputError as exc:
-            # Most likely the conversation has outgrown the model's context; what was said before still fits.
+            # Most likely the conversation has outgrown the model's context; the earlier messages still fit.
             click.echo(f"kvrelay: {exc.message}", err=True)
             messages.pop()
             continue
@@ -133,7 +133,7 @@ def _converse(server: ChatServer, options: dict[str, Any], opening: list[dict[st
 
 
 def _read_line() -> str | None:
-    """None at the end of input, and for Ctrl-C when nothing is being answered."""
+    """The next line; None at the end of input, and for Ctrl-C while no answer is running."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):
@@ -141,7 +141,7 @@ def _read_line() -> str | None:
 
 
 def _print_answer(pieces: Iterator[str]) -> str:
-    """Print the pieces as they come; Ctrl-C stops the answer and keeps what was said."""
+    """Print the pieces as they arrive; Ctrl-C stops the answer and keeps the printed part."""
     said: list[str] = []
     try:
         for piece in pieces:
@@ -157,7 +157,7 @@ def _print_answer(pieces: Iterator[str]) -> str:
 
 @contextmanager
 def _server(model: str | None, url: str | None, api_key: str) -> Iterator[ChatServer]:
-    """The server at ``url``, or one that lives as long as the block."""
+    """The server at ``url``, or a new one that runs while this context is open."""
     if url:
         yield ChatServer(url, api_key)
         return

@@ -1,4 +1,4 @@
-"""Orders to a running cluster: status, drain, role, config. They find the workers in discovery."""
+"""Admin commands for a running cluster: status, drain, role, config. They find the workers in discovery."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def _settings(config_file: Path | None, flags: dict[str, object]) -> ControlConf
 
 @click.command(cls=GroupedCommand)
 @json_option
-@click.option("--watch", is_flag=True, help="Again every second, until interrupted.")
+@click.option("--watch", is_flag=True, help="Repeat every second until interrupted.")
 @click.option("--check", is_flag=True, help="Check the block pools; fail unless they are whole and idle.")
 @click.option("--explain", "prompt", help="Show where a frontend would send this prompt, and why; default: none.")
 @click.option(
-    "--explain-tokens", type=click.IntRange(1), help="The same for a made-up prompt of so many tokens; default: none."
+    "--explain-tokens", type=click.IntRange(1), help="--explain for a generated prompt of N tokens; default: none."
 )
 @click.option("--url", default="http://127.0.0.1:8000", help="--explain: the frontend.", show_default=True)
-@click.option("--model", help="--explain: the model; default: the first one.")
-@click.option("--api-key", help="--explain: the frontend's key; default: none.")
+@click.option("--model", help="Model for --explain; default: the first one.")
+@click.option("--api-key", help="API key of the frontend for --explain; default: none.")
 @_control
 def status(
     as_json: bool,
@@ -85,7 +85,7 @@ def status(
 @click.argument("worker_id")
 @_control
 def drain(worker_id: str, config_file: Path | None, **flags: object) -> None:
-    """Let WORKER_ID finish what it has, leave and exit.
+    """Let WORKER_ID finish its requests, leave the cluster and exit.
 
     Example: kvrelay drain prefill-0a1b2c3d4e --control nats://127.0.0.1:4222
     """
@@ -99,7 +99,7 @@ def drain(worker_id: str, config_file: Path | None, **flags: object) -> None:
 @click.argument("new_role", type=click.Choice(["prefill", "decode", "both"]))
 @_control
 def role(worker_id: str, new_role: str, config_file: Path | None, **flags: object) -> None:
-    """Drain WORKER_ID and let it go on as NEW_ROLE, without reloading weights.
+    """Drain WORKER_ID and let it continue as NEW_ROLE, without reloading weights.
 
     Example: kvrelay role decode-0a1b2c3d4e prefill --control nats://127.0.0.1:4222
     """
@@ -120,7 +120,7 @@ def config() -> None:
 @click.argument("key", required=False)
 @_control
 def config_get(key: str | None, config_file: Path | None, **flags: object) -> None:
-    """Show KEY, or everything that was set.
+    """Show KEY, or all keys that are set.
 
     Example: kvrelay config get --control nats://127.0.0.1:4222
     """
@@ -130,7 +130,7 @@ def config_get(key: str | None, config_file: Path | None, **flags: object) -> No
 
 
 class TakesNegativeNumbers(GroupedCommand):
-    """A command whose arguments may be negative numbers, which click would take for options."""
+    """A command whose arguments may be negative numbers, which click would parse as options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.ignore_unknown_options = any(_NEGATIVE.match(arg) for arg in args)
@@ -142,7 +142,7 @@ class TakesNegativeNumbers(GroupedCommand):
 @click.argument("value")
 @_control
 def config_set(key: str, value: str, config_file: Path | None, **flags: object) -> None:
-    """Set KEY to VALUE everywhere, at once.
+    """Set KEY to VALUE in every process at once.
 
     Example: kvrelay config set disagg.max_prefill_queue_size 4 --control nats://127.0.0.1:4222
     """
@@ -155,7 +155,7 @@ def config_set(key: str, value: str, config_file: Path | None, **flags: object) 
 @click.argument("key")
 @_control
 def config_unset(key: str, config_file: Path | None, **flags: object) -> None:
-    """Take KEY back: every process goes on with what it was started with.
+    """Unset KEY: every process returns to the value that it was started with.
 
     Example: kvrelay config unset disagg.max_prefill_queue_size --control nats://127.0.0.1:4222
     """

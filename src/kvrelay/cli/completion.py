@@ -1,4 +1,4 @@
-"""``kvrelay completion``: what a shell reads to complete commands and options."""
+"""``kvrelay completion``: the script with which a shell completes commands and options."""
 
 from __future__ import annotations
 

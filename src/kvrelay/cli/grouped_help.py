@@ -1,4 +1,4 @@
-"""Help in groups: a command's own options first, then those of each room under a heading of their own."""
+"""Help in groups: a command's own options first, then the options of each room under a heading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OWN = "Options"
 
 
 class GroupedOption(click.Option):
-    """An option that stands under ``group`` in the help of a GroupedCommand."""
+    """An option that is listed under ``group`` in the help of a GroupedCommand."""
 
     def __init__(self, *args: Any, group: str = OWN, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -20,7 +20,7 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command whose help has one section per group, in the order in which the groups first come."""
+    """A command whose help has one section per group, in the order of their first options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {OWN: []}
@@ -34,6 +34,6 @@ class GroupedCommand(click.Command):
 
 
 def heading(cls: type[Settings]) -> str:
-    """What a room's settings are about, by the first sentence of their docstring, and their section of ``--config``."""
+    """The heading of a room's settings: the first sentence of their docstring, and their section of ``--config``."""
     about = (cls.__doc__ or "").split(".\n")[0].split(". ")[0].rstrip(".").replace("``", "")
     return f"{about} [section {cls.section}]" if cls.section else about

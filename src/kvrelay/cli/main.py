@@ -1,8 +1,7 @@
 """``kvrelay``: finds the command, runs it, and turns every failure into one line on stderr and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 bad usage, 69 no control plane, 70 engine hung, 130 interrupted.
-Commands are imported only when they are called, so that
-``kvrelay --help`` does not wait for torch.
+Exit codes: 0 done, 1 failed, 2 bad usage, 69 no control plane, 70 engine hung, 130 interrupted. Commands are imported
+only when they are called, so that ``kvrelay --help`` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ COMMANDS = {
     "chat": ("kvrelay.cli.chat:chat", "Talk to a model in the terminal."),
     "status": ("kvrelay.cli.cluster:status", "Show a running cluster."),
     "drain": ("kvrelay.cli.cluster:drain", "Let a worker finish its work and leave."),
-    "role": ("kvrelay.cli.cluster:role", "Change what a worker does."),
+    "role": ("kvrelay.cli.cluster:role", "Change a worker's role."),
     "config": ("kvrelay.cli.cluster:config", "Read or change a setting of a running cluster."),
     "api-key": ("kvrelay.cli.api_key:api_key", "Make an API key for a client."),
     "bench": ("kvrelay.bench.commands:bench_group", "Measure engines, servers, routers, transfers and data sets."),
@@ -83,7 +82,7 @@ class LazyGroup(click.Group):
     type=click.Choice(["debug", "info", "warning", "error"]),
 )
 def cli(log_level: str) -> None:
-    """LLM serving with prefill and decode apart: the KV cache handed over like a baton.
+    """LLM serving with prefill and decode apart; the KV cache is handed over like a baton.
 
     Example: kvrelay serve --prefill 1 --decode 1
     """
@@ -116,7 +115,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _explained(error: click.ClickException) -> str:
-    """The message; for another server's flag with ours, instead of flags that only look alike."""
+    """The message. For a flag of another server it names ours, instead of flags that merely look similar."""
     if isinstance(error, click.NoSuchOption) and error.ctx:
         counterpart = counterpart_of(error.option_name, error.ctx.command)
         if counterpart is not None:
@@ -125,7 +124,7 @@ def _explained(error: click.ClickException) -> str:
 
 
 def _hint(error: click.ClickException) -> str:
-    """What to do about bad usage, in parentheses, or nothing."""
+    """Advice on bad usage, in parentheses, or an empty text."""
     if isinstance(error, click.NoSuchOption) and error.option_name == "--log-level":
         return " (it stands before the command: kvrelay --log-level debug serve)"
     if isinstance(error, click.UsageError) and error.ctx:

@@ -1,4 +1,4 @@
-"""``kvrelay make-model``: random checkpoints to try things on."""
+"""``kvrelay make-model``: checkpoints with random weights, for experiments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 @click.command("make-model")
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--arch", default="llama", help="llama, mistral, qwen2, qwen3, mixtral or qwen3-moe.")
+@click.option("--arch", default="llama", help="Architecture: llama, mistral, qwen2, qwen3, mixtral or qwen3-moe.")
 @click.option("--size", default="tiny", help="tiny, small or 400m.")
 @click.option("--seed", default=0, type=int, help="Seed of the weights.")
 @click.option("--shards", default=1, type=click.IntRange(1, 1000), help="Number of safetensors files.")

@@ -1,5 +1,5 @@
 """Options that commands share. The rooms' settings dataclasses become options here, so that a flag, its type, its range
-and its help are written down once, in ``kvrelay.config``."""
+and its help are written once, in ``kvrelay.config``."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 def settings_options(*classes: type[Settings], exclude: tuple[str, ...] = ()) -> Callable[[Command], Command]:
     """A decorator that adds ``--config FILE`` and one option per field of ``classes`` to a click command.
 
-    An option that is not given arrives as None, so that file and environment keep their say.
+    An option that is not given is None, so that the values of file and environment apply.
     """
 
     def decorate(command: Command) -> Command:
         for cls in reversed(classes):
             command = field_options(cls, exclude=exclude)(command)
-        help_text = "YAML file with the sections below; flags win over it. Default: none."
+        help_text = "YAML file with the sections below; flags override it. Default: none."
         path = click.Path(exists=True, dir_okay=False, path_type=Path)
         return click.option("--config", "config_file", type=path, help=help_text)(command)
 
@@ -64,7 +64,7 @@ def settings_options(*classes: type[Settings], exclude: tuple[str, ...] = ()) ->
 
 
 def field_options(cls: type[Settings], *, exclude: tuple[str, ...] = ()) -> Callable[[Command], Command]:
-    """A decorator that adds one option per field of ``cls``; one that is not given arrives as None."""
+    """A decorator that adds one option per field of ``cls``; an option that is not given is None."""
 
     def decorate(command: Command) -> Command:
         hints = typing.get_type_hints(cls)
@@ -95,19 +95,19 @@ def _option(item: dataclasses.Field[Any], hint: Any, group: str) -> Callable[[Co
 
 
 class SettingsSource:
-    """The values one command was given: a configuration file and flags. Builds each room's settings from them."""
+    """The configuration file and the flags of one command. Builds each room's settings from them."""
 
     def __init__(self, classes: tuple[type[Settings], ...], config_file: Path | None, flags: Mapping[str, Any]) -> None:
         self._file = read_config_file(config_file, list(classes)) if config_file else {}
         self._flags = {name: value for name, value in flags.items() if value is not None}
 
     def build(self, cls: type[S], **overrides: object) -> S:
-        """``cls`` from file, environment, flags and, over all, ``overrides``. Raises ConfigError."""
+        """``cls`` from file, environment, flags and ``overrides``, which win over all. Raises ConfigError."""
         return load_settings(cls, file_values=self._file.get(cls.section), flags={**self._flags, **overrides})
 
 
 def settings_to_flags(settings: Settings, *, skip: tuple[str, ...] = ()) -> list[str]:
-    """The command line that rebuilds ``settings``: only what differs from the defaults."""
+    """The command line that rebuilds ``settings``: only values that differ from the defaults."""
     words: list[str] = []
     for item in dataclasses.fields(settings):
         value = getattr(settings, item.name)

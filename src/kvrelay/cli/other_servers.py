@@ -1,4 +1,4 @@
-"""Flags of other servers, for an error message that names ours. Nothing here is accepted."""
+"""Flags of other servers, for an error message that names ours. None of these flags is accepted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 @dataclass(frozen=True, slots=True)
 class Counterpart:
-    """What stands here for another server's flag: our flag or argument, if there is one, and a remark."""
+    """Our counterpart of another server's flag: our flag or argument, if there is one, and a remark."""
 
     ours: str = ""
     remark: str = ""
@@ -103,7 +103,7 @@ COUNTERPARTS = {
 
 
 def counterpart_of(flag: str, command: click.Command) -> str | None:
-    """What to use in place of another server's ``flag``, in words; None if no server that we know has it."""
+    """The replacement for another server's ``flag``, in words; None if no known server has it."""
     known = COUNTERPARTS.get(flag)
     if known is None:
         return None

@@ -1,4 +1,4 @@
-"""``kvrelay worker`` and ``kvrelay frontend``: the processes of a cluster; ``serve`` starts the same ones."""
+"""``kvrelay worker`` and ``kvrelay frontend``: the processes of a cluster. ``serve`` starts the same processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig)
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run to the end on uvloop; gives the result."""
+    """Run to the end on uvloop and return the result."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -57,7 +57,7 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
 @engine_option
 @served_name_option
 @click.option("--worker-host", default="127.0.0.1", help="Address that frontends and peers connect to.")
-@click.option("--worker-port", default=0, type=click.IntRange(0, 65535), help="Port of it; 0: any, see discovery.")
+@click.option("--worker-port", default=0, type=click.IntRange(0, 65535), help="Request-plane port; 0: ephemeral.")
 @settings_options(*WORKER_SETTINGS)
 def worker(
     model: str | None,

@@ -59,11 +59,15 @@ SERVE_SETTINGS = (*FRONTEND_SETTINGS, *(cls for cls in WORKER_SETTINGS if cls no
 @engine_option
 @served_name_option
 @click.option(
-    "--nats-dir", type=click.Path(file_okay=False, path_type=Path), help="Data of the NATS server; default: temporary."
+    "--nats-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Data directory of the NATS server; default: temporary.",
 )
-@click.option("--start-timeout", default=300.0, type=click.FloatRange(1.0), help="Seconds until all must be ready.")
 @click.option(
-    "--drain-timeout", default=30.0, type=click.FloatRange(0.0), help="Seconds to finish requests at the end."
+    "--start-timeout", default=300.0, type=click.FloatRange(1.0), help="Seconds until all processes must be ready."
+)
+@click.option(
+    "--drain-timeout", default=30.0, type=click.FloatRange(0.0), help="Seconds to finish open requests on shutdown."
 )
 @settings_options(*SERVE_SETTINGS)
 def serve(
@@ -146,7 +150,7 @@ def _require_hand_off(num_prefill: int, prefill: RunnerConfig, decode: RunnerCon
 
 
 def _metrics_flags(metrics: MetricsConfig, num_workers: int) -> list[list[str]]:
-    """For each worker a port of its own, one behind the other. Raises ConfigError when there are not so many."""
+    """Consecutive ports, one per worker. Raises ConfigError if there are not enough."""
     if not metrics.metrics_port:
         return [[] for _ in range(num_workers)]
     ports = range(metrics.metrics_port, metrics.metrics_port + num_workers)

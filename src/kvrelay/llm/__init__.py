@@ -1,4 +1,4 @@
-"""kvrelay inside a Python program: no server, no HTTP, the same engines, router and hand-off.
+"""kvrelay inside a Python program, without a server or HTTP, but with the same engines, router and hand-off.
 
     from kvrelay import LLM, SamplingParams
     with LLM("./my-checkpoint", prefill=1, decode=1) as llm:

@@ -1,4 +1,4 @@
-"""The asynchronous face: prompts in, answers or pieces of answers out, on the caller's event loop."""
+"""The asynchronous API: prompts in, answers or pieces of answers out, on the caller's event loop."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ MAX_PROMPTS = 2**20
 class AsyncLLM:
     """A model, its engines and the hand-off between them, in this process.
 
-    ``model`` is a checkpoint directory or hub id; without one the bundled checkpoint. ``prefill`` and ``decode`` are
-    numbers of engines: with ``prefill=0`` an engine prefills its own requests. ``engine`` is an engine's name.
-    ``settings`` are the options of ``kvrelay worker`` and the router's, by field name: ``num_blocks=512``,
+    ``model`` is a checkpoint directory or hub id (default: the bundled checkpoint). ``prefill`` and ``decode`` are
+    numbers of engines; with ``prefill=0`` each engine prefills its own requests. ``engine`` is an engine's name.
+    ``settings`` are the options of ``kvrelay worker`` and of the router, by field name: ``num_blocks=512``,
     ``dtype="float32"``, ``max_local_prefill_length=0``.
 
         async with AsyncLLM("./my-checkpoint") as llm:
@@ -52,7 +52,7 @@ class AsyncLLM:
             async for delta in llm.stream("Once upon a time"):
                 print(delta.text, end="")
 
-    Raises ConfigError for settings that are wrong or unknown; ``start`` raises CheckpointError and its kin.
+    Raises ConfigError for wrong or unknown settings; ``start`` raises CheckpointError and related errors.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class AsyncLLM:
         return self
 
     async def close(self) -> None:
-        """Finish what runs, then free everything. Idempotent."""
+        """Finish running requests, then free everything. Idempotent."""
         await self._cluster.close()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -91,7 +91,7 @@ class AsyncLLM:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus answer, in tokens."""
+        """The longest prompt plus answer, in tokens."""
         return self._cluster.model.max_model_len
 
     @property
@@ -106,7 +106,7 @@ class AsyncLLM:
         return self._cluster.model.tokenizer.decode(token_ids)
 
     async def generate(self, prompt: TextOrTokens, sampling_params: SamplingParams | None = None) -> RequestOutput:
-        """All answers to one prompt, text or token ids. Cancelling the call ends its work.
+        """All answers to one prompt (text or token ids). Cancelling the call ends its work.
 
         Raises InvalidInputError, PromptTooLongError, EngineDeadError.
         """
@@ -119,7 +119,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """The answers to a conversation: ``{"role": ..., "content": ...}`` each, rendered by the chat template.
 
-        Raises InvalidInputError also when the checkpoint has no chat template.
+        Raises InvalidInputError, also if the checkpoint has no chat template.
         """
         model = self._cluster.model
         params = sampling_params or recommended(model.tokenizer.default_sampling)
@@ -144,7 +144,7 @@ class AsyncLLM:
             _cancel(sequences)
 
     async def status(self) -> list[dict[str, object]]:
-        """What ``kvrelay status --json`` says of each engine: load, requests, hand-offs, bytes moved."""
+        """The status of each engine, as in ``kvrelay status --json``: load, requests, hand-offs, bytes moved."""
         return [await worker.status() for worker in self._cluster.workers]
 
     async def clear_prefix_cache(self) -> None:
@@ -203,12 +203,12 @@ class AsyncLLM:
 
 
 async def _aside(size: int, work: Callable[[], Prompt]) -> Prompt:
-    """Long prompts are tokenized in a thread: the event loop is the caller's."""
+    """Tokenize; long prompts in a thread, because the event loop is the caller's."""
     return work() if size <= INLINE_SIZE else await asyncio.to_thread(work)
 
 
 class _NoText:
-    """A detokenizer for those who want token ids alone."""
+    """A detokenizer for callers that need only token ids."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         return ""
@@ -279,7 +279,7 @@ class _Collected:
 
 
 class _Streamed:
-    """Listens to the sequences of one prompt and hands their pieces on, in order of arrival."""
+    """Listens to the sequences of one prompt and passes their pieces on, in order of arrival."""
 
     def __init__(self, num_answers: int) -> None:
         self.num_open = num_answers
@@ -311,7 +311,7 @@ class _Streamed:
 
 @contextmanager
 def _engines_lost() -> Iterator[None]:
-    """Nothing starts an embedded engine again: when none is left to take a request, all have failed."""
+    """Embedded engines are never restarted: if none is left to take a request, all have failed."""
     try:
         yield
     except WorkerUnavailableError as exc:

@@ -1,8 +1,8 @@
 """A whole cluster inside one process and on one event loop: workers, discovery, queue, router.
 
-The workers are those of ``kvrelay worker``, each with an engine thread of its own, and the frontend's half is that of
-``kvrelay frontend`` without HTTP. The planes between them are in memory: a request takes the same way as in a real
-cluster and is handed over by the same protocol. It does not know text, prompts or answers.
+The workers are those of ``kvrelay worker``, each with its own engine thread, and the frontend half is that of
+``kvrelay frontend`` without HTTP. The planes between them are in memory. A request takes the same path as in a real
+cluster, with the same hand-off protocol. This module does not know text, prompts or answers.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from kvrelay.worker.worker import Worker
 
 CONNECT_TIMEOUT_S = 60.0
 UNBOUNDED = 2**31 - 1
-"""The caller holds all requests in memory anyway: an embedded worker lets them wait instead of refusing some."""
+"""The caller holds all requests in memory anyway, so an embedded worker queues them instead of refusing some."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedSettings:
-    """``prefill`` and ``decode`` are numbers of workers; with ``prefill`` 0 the others prefill their own requests."""
+    """``prefill`` and ``decode`` are numbers of workers; with ``prefill`` 0 each worker prefills its own requests."""
 
     model_path: Path
     prefill: int
@@ -61,7 +61,7 @@ class EmbeddedSettings:
 
 
 class EmbeddedCluster:
-    """From ``start`` to ``close``, on the event loop that ``start`` ran on."""
+    """Runs from ``start`` to ``close``, on the event loop of ``start``."""
 
     def __init__(self, settings: EmbeddedSettings) -> None:
         self._settings = settings
@@ -76,7 +76,7 @@ class EmbeddedCluster:
     async def start(self) -> None:
         """Load the model into every worker, and connect to all of them.
 
-        Raises CheckpointError, UnsupportedModelError or ConfigError; then nothing is left behind.
+        Raises CheckpointError, UnsupportedModelError or ConfigError, and then leaves nothing behind.
         """
         settings = self._settings
         roles = [WorkerRole.PREFILL] * settings.prefill
@@ -91,7 +91,7 @@ class EmbeddedCluster:
 
     @property
     def model(self) -> Model:
-        """The one that is served. Raises EngineDeadError when a worker has failed."""
+        """The served model. Raises EngineDeadError if a worker has failed."""
         if self._failure is not None:
             raise EngineDeadError(f"an embedded worker has failed: {self._failure}") from self._failure
         assert self._frontend is not None
@@ -150,7 +150,7 @@ class EmbeddedCluster:
         await frontend.start()
         self._frontend = frontend
         if not (await frontend.wait_synced(CONNECT_TIMEOUT_S) and await frontend.wait_connected(CONNECT_TIMEOUT_S)):
-            raise WorkerUnavailableError("the embedded workers did not appear in time")
+            raise WorkerUnavailableError(f"the embedded workers were not ready within {CONNECT_TIMEOUT_S:g} s")
 
     def _client_of(self, info: WorkerInfo) -> RpcClient:
         return self._network.client(info.address)
@@ -162,7 +162,7 @@ class EmbeddedCluster:
 
 
 def available_threads(num_workers: int) -> int:
-    """Compute threads of each of ``num_workers`` workers: the cores that this process may use, shared out."""
+    """Compute threads per worker: the cores that this process may use, divided by ``num_workers``."""
     return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 

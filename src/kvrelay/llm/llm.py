@@ -1,4 +1,4 @@
-"""The blocking face: AsyncLLM on an event loop in a thread of its own."""
+"""The blocking API: AsyncLLM on an event loop in its own thread."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class LLM:
-    """As AsyncLLM, for programs without an event loop; all methods may be called from any thread.
+    """Like AsyncLLM, for programs without an event loop; all methods may be called from any thread.
 
-    The model is loaded by the constructor. ``close``, the end of a ``with`` block, garbage collection or the end of the
-    program stop the engines. While it is open the interpreter switches threads more often (``sys.setswitchinterval``),
-    since engine and event loop share it.
+    The constructor loads the model. ``close``, the end of a ``with`` block, garbage collection, or the end of the
+    program stop the engines. While the LLM is open the interpreter switches threads more often (``sys.setswitchinterval``),
+    because engine and event loop share the interpreter.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt plus answer, in tokens."""
+        """The longest prompt plus answer, in tokens."""
         return self._async.max_model_len
 
     @property
@@ -79,8 +79,8 @@ class LLM:
         prompts: TextOrTokens | Sequence[TextOrTokens],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """One output per prompt, in order. A prompt is a text or a list of token ids; ``sampling_params`` is one for
-        all prompts or one each. Ctrl-C ends all of them.
+        """One output per prompt, in order. A prompt is a text or a list of token ids. ``sampling_params`` is one value
+        for all prompts, or one per prompt. Ctrl-C ends all of them.
 
         Raises InvalidInputError, PromptTooLongError, EngineDeadError.
         """
@@ -98,7 +98,7 @@ class LLM:
         return self._run(self._chat(conversations, sampling_params, template_arguments))
 
     def status(self) -> list[dict[str, object]]:
-        """What ``kvrelay status --json`` says of each engine: load, requests, hand-offs, bytes moved."""
+        """The status of each engine, as in ``kvrelay status --json``: load, requests, hand-offs, bytes moved."""
         return self._run(self._async.status())
 
     def clear_prefix_cache(self) -> None:
@@ -147,7 +147,7 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result, waited for in the calling thread. An exception here, Ctrl-C for instance, cancels it."""
+        """Wait for the result in the calling thread. An exception here, e.g. Ctrl-C, cancels the coroutine."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -163,7 +163,7 @@ class _LoopThread:
 
 
 def _close(llm: AsyncLLM, loop: _LoopThread) -> None:
-    """Not a method: the finalizer must not keep the LLM alive."""
+    """Stop the engines. Not a method, because the finalizer must not keep the LLM alive."""
     try:
         loop.run(llm.close())
     finally:

@@ -1,4 +1,4 @@
-"""What comes back: whole answers, and pieces of one as they are generated."""
+"""The results: whole answers, and pieces of an answer as they are generated."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PromptLogprobs = Sequence[PositionLogprobs | None]
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer. ``finish_reason`` is ``stop`` or ``length``; ``stop_reason`` the stop string or stop token id that
-    ended it. ``logprobs``: one per token, if they were asked for."""
+    """One answer. ``finish_reason`` is ``stop`` or ``length``; ``stop_reason`` is the stop string or stop token id that
+    ended it. ``logprobs``: one per token, if requested."""
 
     index: int
     text: str

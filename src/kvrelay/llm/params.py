@@ -1,4 +1,4 @@
-"""Sampling settings as a Python user gives them: the engine's, and those that are met where text is made."""
+"""Sampling settings of the Python API: the engine's, and those that are applied to the text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrelay.frontend.tokenizer import DefaultSampling
 
 
 class SamplingParams(core.SamplingParams, frozen=True, omit_defaults=True):
-    """``kvrelay.core.sampling.SamplingParams`` and, beside it:
+    """``kvrelay.core.sampling.SamplingParams``, and in addition:
 
     ``n`` answers per prompt. ``stop``: strings that end an answer; they are not part of it unless
     ``include_stop_str_in_output``. ``detokenize`` False leaves ``text`` empty and saves its cost; it excludes ``stop``.
@@ -31,7 +31,7 @@ class SamplingParams(core.SamplingParams, frozen=True, omit_defaults=True):
 
 
 def recommended(defaults: DefaultSampling) -> SamplingParams:
-    """What the checkpoint's ``generation_config.json`` recommends; kvrelay's defaults where that is silent."""
+    """The values of the checkpoint's ``generation_config.json``, or else kvrelay's defaults."""
     given = {name: value for name in defaults.__struct_fields__ if (value := getattr(defaults, name)) is not None}
     return SamplingParams(**given)
 

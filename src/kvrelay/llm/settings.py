@@ -22,7 +22,7 @@ S = TypeVar("S", bound=Settings)
 def embedded_settings(
     model: str | Path | None, prefill: int, decode: int, engine: str, settings: Mapping[str, object]
 ) -> EmbeddedSettings:
-    """Raises ConfigError and CheckpointError. Without ``num_threads`` the engines share out the cores."""
+    """Raises ConfigError and CheckpointError. Without ``num_threads`` the engines share the cores evenly."""
     if prefill < 0:
         raise ConfigError(f"prefill must be at least 0, got {prefill}", param="prefill")
     if decode < 1:
