@@ -24,8 +24,8 @@ class LLM:
     """Like AsyncLLM, for programs without an event loop; all methods may be called from any thread.
 
     The constructor loads the model. ``close``, the end of a ``with`` block, garbage collection, or the end of the
-    program stop the engines. While the LLM is open the interpreter switches threads more often (``sys.setswitchinterval``),
-    because engine and event loop share the interpreter.
+    program stop the engines. While the LLM is open the interpreter switches threads more often
+    (``sys.setswitchinterval``), because engine and event loop share the interpreter.
     """
 
     def __init__(
