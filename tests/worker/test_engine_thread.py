@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+from tests.contracts.waiting import eventually
 from tests.patience import PATIENCE_S
 
 from kvrelay.config import EngineConfig, MockConfig
@@ -60,6 +61,7 @@ async def test_calls_that_wait_when_the_thread_dies_fail():
         results = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(result) for result in results] == [EngineDeadError] * 3
     # Callers hear of the end before its listener does.
+    await eventually(lambda: len(dead) > 0)
     assert thread.close(PATIENCE_S)
     assert len(dead) == 1
     with pytest.raises(EngineDeadError):
