@@ -85,7 +85,7 @@ def test_a_flag_of_another_server(arguments: list[str], told: str, capsys: pytes
 
 def test_what_the_table_names_exists() -> None:
     options = {name for param in serve().params for name in (*param.opts, *param.secondary_opts)} | {"MODEL"}
-    assert {known.ours for known in COUNTERPARTS.values() if known.ours} - options <= {"--tp", "--pp"}
+    assert {known.ours for known in COUNTERPARTS.values() if known.ours} <= options
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -66,6 +66,11 @@ def test_the_image_is_built_from_what_is_there() -> None:
     assert last("FROM") == "${BASE}"
 
 
+def test_passwords_stay_out_of_the_image_and_of_the_repository() -> None:
+    assert "deploy/etc" in (ROOT / ".dockerignore").read_text().split()
+    assert {"deploy/etc/", "deploy/kubernetes/secrets.yaml"} <= set((ROOT / ".gitignore").read_text().split())
+
+
 def test_torch_comes_first_and_from_its_own_index() -> None:
     (install,) = (text for name, text in instructions() if name == "RUN" and "TORCH_INDEX" in text)
     assert install.index("^torch==") < install.index("*.whl")
