@@ -62,7 +62,7 @@ def line_of(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
             ["worker", "--worker-host", "10.0.0.1", "--request-plane-security", "none", "--control", "nats://t@h:1"],
             "without CURVE",
         ),
-        (["api-key", "a:b"], "no name of a key"),
+        (["api-key", "a:b"], "is not a key name"),
         (["api-key", "a", "--max-output-tokens", "0"], "at least 1"),
         (["sing"], "sing"),
         (["config", "set", "disagg.max_local_prefil_length", "5"], "did you mean disagg.max_local_prefill_length"),
