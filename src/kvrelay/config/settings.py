@@ -183,6 +183,10 @@ class FrontendConfig(Settings):
     on_unknown_field: Literal["refuse", "warn", "ignore"] = setting(
         "warn", "Treatment of unknown request fields; warn: logged once each."
     )
+    allowed_origins: str = setting(
+        "", "Origins whose web pages may ask (CORS), separated by commas; *: all; empty: none."
+    )
+    access_log: Literal["off", "text", "json"] = setting("off", "One log line per request.")
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3"] = setting(
         "auto", "Format of the model's function calls; auto: by its chat template."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -17,14 +18,18 @@ from kvrelay.core.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import KvrelayError, ModelNotFoundError
+from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.admission import Admission
 from kvrelay.frontend.answers import DONE_EVENT, ClientGoneError, require_client
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.cluster import Cluster
+from kvrelay.frontend.content_coding import gunzipped, is_coded
+from kvrelay.frontend.cors import AllowedOrigins
 from kvrelay.frontend.http import Exchange, HttpRequest, Response
 from kvrelay.frontend.keys_file import following
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
+from kvrelay.frontend.neighbours import REFUSED, NeighbourEndpoints
 from kvrelay.frontend.openai.errors import error_body, error_response
 from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest, parse_body
 from kvrelay.frontend.openai.schema import openapi_document
@@ -37,7 +42,7 @@ from kvrelay.version import __version__
 _log = logging.getLogger(__name__)
 
 MODEL_PATH = "/v1/models/"
-OPEN_PATHS = frozenset({"/health", "/live", "/version", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/version", "/openapi.json", "/docs"})
 """Paths that need no key, because load balancers have none. On loopback ``/metrics`` is open too."""
 MAX_REQUEST_ID_CHARS = 128
 
@@ -92,9 +97,14 @@ class FrontendApp:
         self._cluster = cluster
         self._metrics = metrics
         self._tasks = TaskSet()
-        self._openapi = msgspec.json.encode(openapi_document())
+        document = openapi_document()
+        self._openapi = msgspec.json.encode(document)
         self._threads = SideThreads()
-        pipeline = Pipeline(config, cluster, metrics, self._keys, self._admission, self._threads)
+        self._access_log = AccessLog(config.access_log)
+        self._origins = AllowedOrigins(config.allowed_origins)
+        self._max_body_bytes = config.max_body_bytes
+        pipeline = Pipeline(config, cluster, metrics, self._keys, self._admission, self._threads, self._access_log)
+        neighbours = NeighbourEndpoints(cluster, document)
         routing = RoutingEndpoints(cluster, self._threads)
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
@@ -109,6 +119,11 @@ class FrontendApp:
             "/metrics": Route("GET", self._render_metrics),
             "/version": Route("GET", self._version),
             "/openapi.json": Route("GET", self._document),
+            "/ping": Route("GET", self._health),
+            "/load": Route("GET", self._load),
+            "/tokenizer_info": Route("GET", neighbours.tokenizer_info),
+            "/docs": Route("GET", neighbours.docs),
+            **dict.fromkeys(REFUSED, Route("POST", neighbours.refuse)),
         }
         self._model_route = Route("GET", self._model)
 
@@ -123,6 +138,9 @@ class FrontendApp:
         route = self._route(request.path)
         if route is None:
             return self._refusal(request, 404, f"there is nothing at {request.path[:200]}")
+        if self._origins.preflight(request, route.method) is not None:
+            request.max_body_bytes = 0
+            return None
         method = "GET" if request.method == "HEAD" else request.method
         if method != route.method:
             allow = [(b"allow", route.method.encode())]
@@ -174,7 +192,9 @@ class FrontendApp:
         code: str | None = None,
     ) -> Response:
         self._metrics.answered("http", str(status))
-        return Response(status, error_body(status, message, code=code), headers=headers or ())
+        self._access_log.write("-", request.client, request.method, request.path, str(status), 0.0)
+        shown = (*(headers or ()), *self._origins.headers(request))
+        return Response(status, error_body(status, message, code=code), headers=shown)
 
     async def _answer(self, exchange: Exchange) -> None:
         """A request's outermost frame: the client hears of every error."""
@@ -183,10 +203,17 @@ class FrontendApp:
         assert route is not None
         endpoint = MODEL_PATH + "{id}" if route is self._model_route else path
         request_id = _request_id(exchange.request, route.id_prefix)
-        status = "200"
+        status, started_s = "200", time.monotonic()
+        request = exchange.request
+        preflight = self._origins.preflight(request, route.method)
+        if preflight is not None:
+            exchange.respond(preflight)
+            return
+        exchange.extra_headers = self._origins.headers(request)
         try:
             if route.method == "POST":
-                self._check_rate(exchange.request)
+                self._check_rate(request)
+                await self._decode_body(request)
             await route.handler(exchange, request_id)
         except ClientGoneError:
             status = "disconnected"
@@ -206,6 +233,15 @@ class FrontendApp:
             _log.exception("%s failed", request_id)
             _cut_short(exchange, 500, "internal error", request_id)
         self._metrics.answered(endpoint, status)
+        duration_s = time.monotonic() - started_s
+        self._access_log.write(request_id, request.client, request.method, path, status, duration_s)
+
+    async def _decode_body(self, request: HttpRequest) -> None:
+        """Raises RefusedError, PayloadTooLargeError, InvalidInputError."""
+        if is_coded(request.headers.get("content-encoding", "")):
+            own = request.max_body_bytes
+            limit = self._max_body_bytes if own is None else min(own, self._max_body_bytes)
+            request.body = await self._threads.call(limit, gunzipped, request.body, limit)
 
     # -- handlers -----------------------------------------------------------------------------------------------------
 
@@ -244,6 +280,10 @@ class FrontendApp:
         else:
             body = error_body(503, "no worker serves a model")
             exchange.respond(Response(503, body, headers=[(b"retry-after", b"1")]))
+
+    async def _load(self, exchange: Exchange, request_id: str) -> None:
+        """As vLLM's: how many sequences this frontend has in flight."""
+        exchange.respond(Response(200, msgspec.json.encode({"server_load": self._admission.num_in_flight})))
 
     async def _live(self, exchange: Exchange, request_id: str) -> None:
         """Alive if this process answers."""

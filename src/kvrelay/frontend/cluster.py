@@ -21,6 +21,7 @@ from kvrelay.control.base import ControlPlane, Keys, Subscription, WatchEvent, W
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.event_codec import decode_events, decode_load
+from kvrelay.core.events import LoadMetrics
 from kvrelay.core.sealing import unseal
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import WorkerInfo
@@ -120,6 +121,10 @@ class Cluster:
 
     def count_workers(self) -> dict[str, int]:
         return {name: len(model.worker_ids) for name, model in self._models.items()}
+
+    def loads(self) -> list[tuple[str, LoadMetrics]]:
+        """Each connected worker's last sample of its load, with its model's name."""
+        return [(model.name, link.load) for model, link in self._served.values() if link.load is not None]
 
     async def start(self) -> None:
         """Subscribe and watch. Raises ControlUnavailableError."""
@@ -342,6 +347,7 @@ class Cluster:
         except ProtocolError as exc:
             _log.warning("dropped a load sample on %s: %s", subject, exc)
             return
+        served.link.load = metrics
         served.model.router.apply_metrics(metrics)
 
     def _request_replay(self, worker_id: str, request: bytes) -> None:

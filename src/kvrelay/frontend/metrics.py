@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvrelay.core.events import LoadMetrics
+
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
@@ -61,6 +63,7 @@ class FrontendMetrics(Collector):
         self.num_output_tokens = 0
         self.num_disconnects = 0
         self._workers: Callable[[], Mapping[str, int]] = dict
+        self._loads: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -68,6 +71,10 @@ class FrontendMetrics(Collector):
     def watch_workers(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
         """Source of the number of connected workers per model."""
         self._workers = count_by_model
+
+    def watch_loads(self, loads: Callable[[], Sequence[tuple[str, LoadMetrics]]]) -> None:
+        """Where the workers' last samples come from, each with its model's name."""
+        self._loads = loads
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
@@ -114,6 +121,7 @@ class FrontendMetrics(Collector):
         for model, count in self._workers().items():
             workers.add_metric((model,), count)
         yield workers
+        yield from _load_gauges(self._loads())
         yield GaugeMetricFamily(
             "kvrelay_requests_in_flight", "Sequences being generated.", value=self.num_in_flight_of()
         )
@@ -126,6 +134,20 @@ class FrontendMetrics(Collector):
         yield _histogram("kvrelay_time_to_first_token_seconds", "From arrival to the first token.", self.ttft)
         yield _histogram("kvrelay_inter_token_latency_seconds", "Between two outputs of a sequence.", self.itl)
         yield _histogram("kvrelay_e2e_request_latency_seconds", "From arrival to the last token.", self.duration)
+
+
+def _load_gauges(loads: Sequence[tuple[str, LoadMetrics]]) -> Iterator[Metric]:
+    """What the workers published last, for who scales or watches by the frontend alone."""
+    shown: tuple[tuple[str, str, Callable[[LoadMetrics], float]], ...] = (
+        ("kvrelay_worker_requests_running", "Sequences that run.", lambda load: load.request_active_slots),
+        ("kvrelay_worker_requests_waiting", "Requests that wait.", lambda load: load.num_requests_waiting),
+        ("kvrelay_worker_kv_usage_ratio", "Share of the KV pool in use.", lambda load: load.gpu_cache_usage_perc),
+    )
+    for name, text, value in shown:
+        family = GaugeMetricFamily(name, text, labels=("model", "worker"))
+        for model, load in loads:
+            family.add_metric((model, load.worker_id), value(load))
+        yield family
 
 
 def _by_model(name: str, text: str, counts: Mapping[str, int]) -> CounterMetricFamily:

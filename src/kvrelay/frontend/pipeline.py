@@ -18,6 +18,7 @@ from functools import partial
 
 from kvrelay.config import FrontendConfig
 from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.admission import Admission
 from kvrelay.frontend.answers import ClientGoneError, StreamedAnswer, WholeAnswer, require_client
 from kvrelay.frontend.api_keys import ApiKeys
@@ -60,6 +61,7 @@ class Pipeline:
         keys: ApiKeys,
         admission: Admission,
         threads: SideThreads,
+        access_log: AccessLog,
     ) -> None:
         self._config = config
         self._cluster = cluster
@@ -67,6 +69,7 @@ class Pipeline:
         self._keys = keys
         self._admission = admission
         self._threads = threads
+        self._access_log = access_log
         self._unknown = UnknownFields(config.on_unknown_field)
         self._reading = Reading(config.tool_call_parser, config.reasoning_parser)
 
@@ -182,6 +185,8 @@ class Pipeline:
                 raise
             answer.finish_broken(error_event(exc))
             raise BrokenStreamError(exc.message) from exc
+        finally:
+            self._access_log.note(request_id, answer.generated())
         if isinstance(answer, StreamedAnswer):
             answer.finish()
         else:

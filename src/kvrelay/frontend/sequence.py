@@ -90,6 +90,8 @@ class Sequence:
         self.prompt_logprobs: PromptLogprobs | None = None
         self.worker_id = ""
         self.num_migrations = 0
+        self.ttft_s: float | None = None
+        """From its start to its first token."""
         self._model = model
         self._detokenizer = detokenizer
         self._stops = stops
@@ -301,6 +303,7 @@ class Sequence:
             self._metrics.inter_token(now_s - self._last_s)
             return
         self._has_output = True
+        self.ttft_s = now_s - self._started_s
         self.num_cached_tokens = output.num_cached_tokens or 0
         self.prompt_logprobs = output.prompt_logprobs
         self._metrics.first_token(now_s - self._started_s, len(self.spec.prompt_token_ids), self.num_cached_tokens)

@@ -43,6 +43,7 @@ class Frontend:
         self.metrics = FrontendMetrics()
         self.cluster = Cluster(control, keys, connect, build_router)
         self.metrics.watch_workers(self.cluster.count_workers)
+        self.metrics.watch_loads(self.cluster.loads)
         self._config = config
         self._background = AsyncExitStack()
         self._app = FrontendApp(config, self.cluster, self.metrics)

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrelay.core.events import LoadMetrics
 from kvrelay.core.messages import (
     AbortRequest,
     GenerateRequest,
@@ -64,6 +65,8 @@ class WorkerLink:
 
     def __init__(self, info: WorkerInfo, client: RpcClient) -> None:
         self.info = info
+        self.load: LoadMetrics | None = None
+        """What the worker said last of its load."""
         self.tally = Tally()
         self._client = client
         self._requests: dict[str, OutputReceiver] = {}

@@ -8,6 +8,7 @@ counts as gone. After the client has gone every call is a no-op.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from kvrelay.frontend.http.messages import (
@@ -35,6 +36,8 @@ class Exchange:
 
     def __init__(self, request: HttpRequest, outlet: Outlet, keep_alive: bool) -> None:
         self.request = request
+        self.extra_headers: Sequence[tuple[bytes, bytes]] = ()
+        """Of whatever answer there will be."""
         self.is_gone = False
         self.is_started = False
         self.is_done = False
@@ -58,6 +61,8 @@ class Exchange:
         if self.is_started or self.is_done:
             raise RuntimeError("the exchange has been answered already")
         if not self.is_gone:
+            if self.extra_headers:
+                response = replace(response, headers=(*response.headers, *self.extra_headers))
             self._outlet.send(encode_response(response, self._keep_alive, self.request.method == "HEAD"))
         self._end(self._keep_alive)
 
@@ -66,6 +71,7 @@ class Exchange:
         self.is_started = True
         if not self.is_gone:
             keep_alive = self._keep_alive and self._chunked
+            headers = (*headers, *self.extra_headers)
             self._outlet.send(encode_stream_head(content_type, headers, keep_alive, self._chunked))
 
     def write(self, data: bytes) -> None:

@@ -58,6 +58,15 @@ _GETS = (
     _Get("/health", "Whether a model can be served", ("503",)),
     _Get("/live", "200 while this process answers"),
     _Get("/metrics", "Prometheus metrics", ("401",), content_type="text/plain"),
+    _Get("/ping", "As /health", ("503",)),
+    _Get("/load", "Sequences in flight", ("401",)),
+    _Get(
+        "/tokenizer_info",
+        "A model's tokenizer and chat template",
+        ("401", "404"),
+        parameter={"name": "model", "in": "query", "schema": {"type": "string"}},
+    ),
+    _Get("/docs", "This document as a page", content_type="text/html"),
     _Get("/version", "The version of the server"),
     _Get("/openapi.json", "This document"),
 )

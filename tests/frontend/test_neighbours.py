@@ -1,0 +1,153 @@
+"""What clients, browsers and operators expect of a server beside its answers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.frontend.doubles import Script, running
+from tests.frontend.raw_http import Answer, RawClient, send
+
+from kvrelay.core.event_codec import encode_load
+from kvrelay.core.events import LoadMetrics
+from kvrelay.errors import ConfigError, InvalidInputError, PayloadTooLargeError
+from kvrelay.frontend.content_coding import gunzipped
+from kvrelay.frontend.cors import AllowedOrigins
+from kvrelay.frontend.neighbours import REFUSED
+
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": "a", "max_tokens": 3}
+
+
+async def ask(port: int, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> Answer:
+    client = await RawClient.connect(port)
+    lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    client.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+    answer = await client.read_answer()
+    await client.close()
+    return answer
+
+
+async def test_small_endpoints(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        port = cluster.frontend.port
+        assert (await send(port, "GET", "/ping")).status == 200
+        assert (await send(port, "GET", "/load")).json == {"server_load": 0}
+        info = (await send(port, "GET", "/tokenizer_info")).json
+        assert (info["model"], info["max_model_len"]) == ("tiny", 512)
+        assert "raise_exception" in str(info["chat_template"])
+        assert (await send(port, "GET", "/tokenizer_info?model=other")).status == 404
+        page = await send(port, "GET", "/docs")
+        assert page.headers["content-type"].startswith("text/html")
+        text = page.body.decode()
+        assert "response_format" in text
+        assert "//" not in text.replace("</", ""), "the page asks no other host"
+
+
+async def test_what_is_not_served_is_refused_by_name(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        for path in REFUSED:
+            answer = await send(cluster.frontend.port, "POST", path, {"input": "x"})
+            assert answer.status == 400
+            assert f"{path} is not served" in str(answer.error["message"])
+
+
+async def test_gzip_bodies(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,)), max_body_bytes=4096) as cluster:
+        port, plain = cluster.frontend.port, json.dumps(BODY).encode()
+        coded = {"content-encoding": "gzip"}
+        assert (await ask(port, "POST", COMPLETIONS, coded, gzip.compress(plain))).status == 200
+        assert (await ask(port, "POST", COMPLETIONS, {"content-encoding": "identity"}, plain)).status == 200
+        bomb = gzip.compress(b'{"prompt": "' + b" " * 10_000_000 + b'"}', 9)[:4096]
+        assert (await ask(port, "POST", COMPLETIONS, coded, bomb)).status == 413
+        assert (await ask(port, "POST", COMPLETIONS, coded, plain)).status == 400
+        assert (await ask(port, "POST", COMPLETIONS, {"content-encoding": "br"}, plain)).status == 415
+
+
+@given(st.binary(max_size=2000), st.integers(0, 2000), st.integers(1, 3))
+def test_gunzip_decodes_what_fits(data: bytes, limit: int, num_members: int) -> None:
+    coded = gzip.compress(data) * num_members
+    if len(data) * num_members > limit:
+        with pytest.raises(PayloadTooLargeError):
+            gunzipped(coded, limit)
+    else:
+        assert gunzipped(coded, limit) == data * num_members
+        with pytest.raises(InvalidInputError):
+            gunzipped(coded[:-1], limit)
+
+
+async def test_cross_origin_requests(model_dir: Path) -> None:
+    origin = "https://app.example"
+    async with running(model_dir, Script((10,)), allowed_origins=f"{origin}, http://localhost:3000") as cluster:
+        port = cluster.frontend.port
+        asking = {"origin": origin, "access-control-request-method": "POST"}
+        preflight = await ask(port, "OPTIONS", COMPLETIONS, {**asking, "access-control-request-headers": "x-a, x-b"})
+        assert preflight.status == 200
+        assert preflight.headers["access-control-allow-origin"] == origin
+        assert preflight.headers["access-control-allow-methods"] == "POST"
+        assert preflight.headers["access-control-allow-headers"] == "x-a, x-b"
+        body = json.dumps({**BODY, "stream": True}).encode()
+        stream = await ask(port, "POST", COMPLETIONS, {"origin": origin}, body)
+        assert stream.headers["access-control-allow-origin"] == origin
+        assert "x-kvrelay-worker" in stream.headers["access-control-expose-headers"]
+        failed = await ask(port, "POST", COMPLETIONS, {"origin": origin}, b"{")
+        assert (failed.status, failed.headers["access-control-allow-origin"]) == (400, origin)
+        missing = await ask(port, "GET", "/nothing", {"origin": origin})
+        assert (missing.status, missing.headers["access-control-allow-origin"]) == (404, origin)
+        other = await ask(port, "OPTIONS", COMPLETIONS, {**asking, "origin": "https://evil.example"})
+        assert other.status == 405
+        assert "access-control-allow-origin" not in other.headers
+
+
+async def test_without_the_setting_no_origin_is_allowed(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        answer = await ask(cluster.frontend.port, "GET", "/live", {"origin": "https://app.example"})
+        assert "access-control-allow-origin" not in answer.headers
+    with pytest.raises(ConfigError, match="is no origin"):
+        AllowedOrigins("example.org")
+
+
+@pytest.mark.parametrize("mode", ["text", "json", "off"])
+async def test_the_access_log(model_dir: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
+    with caplog.at_level(logging.INFO, "kvrelay.access"):
+        async with running(model_dir, Script((10,)), access_log=mode, api_key="k") as cluster:
+            port = cluster.frontend.port
+            key = {"authorization": "Bearer k"}
+            done = await ask(port, "POST", COMPLETIONS, key, json.dumps(BODY).encode())
+            await ask(port, "POST", COMPLETIONS, key, b"{")
+            await ask(port, "GET", "/no thing".replace(" ", "%20"), key)
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvrelay.access"]
+    if mode == "off":
+        assert lines == []
+        return
+    assert len(lines) == 3
+    if mode == "json":
+        first, second, third = map(json.loads, lines)
+        assert (first["id"], first["status"]) == (done.headers["x-request-id"], "200")
+        assert (first["output_tokens"], first["worker"], first["path"]) == (3, "w0", COMPLETIONS)
+        assert first["ttft_s"] >= 0
+        assert first["key"]
+        assert (second["status"], second["worker"]) == ("400", None)
+        assert third["status"] == "404"
+    else:
+        assert f"id={done.headers['x-request-id']} " in lines[0]
+        assert "output_tokens=3" in lines[0]
+        assert "path=/no\\x20thing" in lines[2]
+
+
+async def test_the_workers_load_is_on_the_metrics_page(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        load = LoadMetrics("w0", 3, 8, 40, 100, 2, 0.4, 0.0, seq=1)
+        await cluster.bus.publish(cluster.keys.worker_load("w0"), encode_load(load))
+        frontend = cluster.frontend
+        await cluster.until(lambda: bool(frontend.cluster.loads()))
+        page = (await send(frontend.port, "GET", "/metrics")).body.decode()
+        assert 'kvrelay_worker_requests_running{model="tiny",worker="w0"} 3.0' in page
+        assert 'kvrelay_worker_requests_waiting{model="tiny",worker="w0"} 2.0' in page
+        assert 'kvrelay_worker_kv_usage_ratio{model="tiny",worker="w0"} 0.4' in page
