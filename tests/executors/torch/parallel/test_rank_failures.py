@@ -87,6 +87,25 @@ def test_a_rank_that_hangs_is_named_and_ended(start_ranks: Start, checkpoint_of:
         ranks.check()
 
 
+def test_a_rank_that_hangs_between_steps_is_named_and_ended(
+    start_ranks: Start, checkpoint_of: Callable[[str], Path]
+) -> None:
+    ranks = start_ranks(checkpoint_of("llama"), 1, 2, timeout_s=2.0)
+    ranks.warm_up()
+    ranks.check()
+    os.kill(ranks.rank_pids[0], signal.SIGSTOP)
+
+    def is_noticed() -> bool:
+        try:
+            ranks.check()
+        except EngineDeadError as exc:
+            return "rank 0 (tp 0 of 1, pp 0 of 2)" in exc.message and "rank 1" not in exc.message
+        return False
+
+    wait_for(is_noticed)
+    wait_for(lambda: gone(ranks.rank_pids))
+
+
 def test_ranks_end_with_the_process_that_started_them(checkpoint_of: Callable[[str], Path]) -> None:
     program = (
         "import sys, time; from pathlib import Path\n"

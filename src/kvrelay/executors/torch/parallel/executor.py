@@ -45,6 +45,7 @@ from kvrelay.executors.torch.parallel.messages import (
     Failed,
     Loaded,
     Order,
+    Ping,
     Start,
     StepDone,
     Stop,
@@ -60,6 +61,8 @@ _log = logging.getLogger(__name__)
 LOOKS_PER_TIMEOUT = 8
 BLAME_WAIT_S = 0.5
 """After a first failure: so long for the others' own reasons, since the first to be heard may be a victim."""
+PING_INTERVAL_S = 0.4
+"""Ranks that have not been heard for so long are asked, so that a hang is noticed while nothing is computed."""
 STOP_WAIT_S = 2.0
 KILL_WAIT_S = 10.0
 PREPARE_TIMEOUT_S = 60.0
@@ -88,6 +91,7 @@ class ParallelExecutor:
         self._sampler = next(rank.index for rank in self._ranks if rank.samples)
         self._failure: KvrelayError | None = None
         self._is_warm = False
+        self._last_contact_s = 0.0
         self._drawn_slots, self._drawn_tokens = _NO_INTS, list[int]()
         self._side_lock = threading.Lock()
         self._memory = StepMemory.create(len(self._ranks))
@@ -179,11 +183,14 @@ class ParallelExecutor:
         return done.output()
 
     def check(self) -> None:
-        """Raises EngineDeadError when a rank has ended, also while there is nothing to compute."""
+        """Raises EngineDeadError when a rank has ended or does not answer, also while there is nothing to compute."""
         if self._failure is not None:
             raise self._failure
         if any(rank.ending is not None for rank in self._processes.ranks):
             self._fail({})
+        if self._is_warm and time.monotonic() - self._last_contact_s > PING_INTERVAL_S:
+            self._tell_all(Ping())
+            self._collect()
 
     def prepare(self, sampling: SamplingParams) -> None:
         """Compiled where tokens are drawn. Raises InvalidInputError, EngineDeadError."""
@@ -211,8 +218,6 @@ class ParallelExecutor:
                     rank.orders.send(Stop())
                 except ChannelClosedError:
                     pass
-        elif self._processes.wait(0.0):
-            return
         if not self._processes.wait(STOP_WAIT_S):
             self._processes.kill()
             self._processes.wait(KILL_WAIT_S)
@@ -265,7 +270,8 @@ class ParallelExecutor:
         while len(answers) < len(self._ranks):
             events = self._poller.poll(self._look_ms)
             if not events and self._is_warm and self._detector.look():
-                self._fail({}, self._detector.culprits())
+                silent = [rank.index for rank in self._ranks if rank.index not in answers]
+                self._fail({}, [i for i in self._detector.culprits() if i in silent] or silent)
             for fd, _ in events:
                 index = self._by_fd[fd]
                 try:
@@ -275,6 +281,7 @@ class ParallelExecutor:
                 if isinstance(answer, Failed):
                     self._fail({index: answer})
                 answers[index] = answer
+        self._last_contact_s = time.monotonic()
         return answers
 
     # -- failure ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ driver ──Start──> rank      which model, which part          rank ──
 driver ──Allocate──> rank   how many blocks                  rank ──Ready──> driver
 driver ──WarmUp──> rank                                      rank ──Ready──> driver
 driver ──Step──> rank       a step lies in shared memory     rank ──StepDone──> driver   the sampling rank's has tokens
+    driver ──Ping──> rank       between two steps                rank ──Ready──> driver
 driver ──Stop──> rank                                        rank ──Failed──> driver     in place of any answer
 """
 
@@ -48,11 +49,15 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     capacity: int
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Order = Start | Allocate | WarmUp | Step | Stop
+Order = Start | Allocate | WarmUp | Step | Ping | Stop
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from kvrelay.executors.torch.parallel.messages import (
     Failed,
     Loaded,
     Order,
+    Ping,
     Ready,
     Start,
     Step,
@@ -132,6 +133,8 @@ class Rank:
                     self._orders.send(self._step(order))
                 case WarmUp():
                     self._warm_up()
+                    self._orders.send(Ready())
+                case Ping():
                     self._orders.send(Ready())
                 case Stop():
                     return
