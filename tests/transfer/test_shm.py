@@ -27,6 +27,7 @@ from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.plan import EMPTY_PLAN
+from kvrelay.transfer.shm.copying import STREAM_FROM_BYTES, copy_pieces
 from kvrelay.transfer.shm.host import this_host
 from kvrelay.transfer.shm.mailbox import PIPE_BYTES, Mailbox, Sender
 from kvrelay.transfer.shm.memory import SharedPoolMemory
@@ -331,3 +332,24 @@ def test_a_pool_that_is_not_in_shared_memory_is_refused() -> None:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("total_bytes", [STREAM_FROM_BYTES // 4, STREAM_FROM_BYTES * 3])
+def test_pieces_of_any_length_and_alignment_are_copied_exactly(total_bytes: int) -> None:
+    """Small posts through the caches, large ones past them."""
+    rng = np.random.default_rng(total_bytes)
+    lengths = rng.choice([1, 63, 64, 65, 1023, 1024, 1100, 4096, 5000, 16384], 200)
+    while lengths.sum() < total_bytes:
+        lengths = np.append(lengths, rng.integers(1000, 100_000))
+    order = rng.permutation(len(lengths))
+    gaps = rng.integers(1, 100, len(lengths))
+    read_offsets = np.cumsum(lengths + gaps) - lengths
+    write_offsets = np.empty_like(read_offsets)
+    write_offsets[order] = np.cumsum((lengths + gaps)[order]) - lengths[order]
+    size = int((lengths + gaps).sum())
+    source = rng.integers(1, 256, size, dtype=np.uint8)
+    target, expected = np.zeros(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8)
+    for to, of, length in zip(write_offsets, read_offsets, lengths, strict=True):
+        expected[to : to + length] = source[of : of + length]
+    copy_pieces(target.ctypes.data, write_offsets, source.ctypes.data, read_offsets, lengths)
+    np.testing.assert_array_equal(target, expected)

@@ -6,6 +6,7 @@ with a plain copy of memory.
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -24,24 +26,32 @@ from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import TransferOp, TransferPlan
-from kvrelay.transfer.factory import build_transport
+from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
 from kvrelay.transfer.thread import TransferThread
 
 DEFAULT_PIECE_BYTES = (4096, 16384, 65536, 262144, 1048576, 8388608)
 _COMPATIBILITY = "benchmark"
+
+UInt8Array = npt.NDArray[np.uint8]
 _START_TIMEOUT_S = 60.0
 
 
 class TransferRow(msgspec.Struct, frozen=True):
-    """Medians over the rounds. Pieces are never adjacent, so that each is a descriptor of its own."""
+    """Medians over the rounds. ``placement``: "ordered" pieces lie in order with gaps between them, "scattered" ones
+    anywhere in the peer's pool; each piece is a descriptor. ``of_memcpy``: the speed over that of a plain copy of as
+    many bytes, taken in turns with the rounds.
+    """
 
     op: str
+    placement: str
     piece_bytes: int
     num_pieces: int
     total_bytes: int
     seconds: float
     bytes_per_s: float
+    us_per_piece: float
+    of_memcpy: float
 
 
 class TransferBenchmark(msgspec.Struct, frozen=True):
@@ -61,11 +71,21 @@ def transfer_text(result: TransferBenchmark) -> str:
     """The figures as a table."""
     title = f"{result.transport} ({result.ucx_tls}); memcpy {result.memcpy_bytes_per_s / 1e9:.1f} GB/s"
     rows = (
-        (row.op, f"{row.piece_bytes / 1024:g} KiB", str(row.num_pieces), f"{row.bytes_per_s / 1e9:.2f}")
+        (
+            row.op,
+            row.placement,
+            f"{row.piece_bytes / 1024:g} KiB",
+            str(row.num_pieces),
+            f"{row.bytes_per_s / 1e9:.2f}",
+            f"{row.us_per_piece:.2f}",
+            f"{row.of_memcpy:.0%}",
+        )
         for row in result.rows
     )
     notify = f"an empty notification takes {result.notify_s * 1e6:.0f} us"
-    return f"{title}\n\n{table(('op', 'piece', 'pieces', 'GB/s'), rows)}\n\n{notify}"
+    return (
+        f"{title}\n\n{table(('op', 'placement', 'piece', 'pieces', 'GB/s', 'us/piece', 'of memcpy'), rows)}\n\n{notify}"
+    )
 
 
 def run_transfer_benchmark(
@@ -77,14 +97,16 @@ def run_transfer_benchmark(
 ) -> TransferBenchmark:
     """Reads and writes of ``total_bytes`` in pieces of each size, ``num_rounds`` times. Raises TransferError.
 
-    Takes 4 * ``total_bytes`` of memory, half of it here and half in the peer process.
+    Takes 6 * ``total_bytes`` of memory, a third of it in the peer process.
     """
     config = config or TransferConfig()
     if max(piece_bytes) > total_bytes or min(piece_bytes) <= 0 or num_rounds < 1:
         raise TransferError("a benchmark needs at least one round, and pieces that fit into the total")
-    pool = _touched(2 * total_bytes)
+    memory = shared_memory(config)
+    pool = _touched(2 * total_bytes, pool_allocator(config, memory))
     region = MemoryRegion(pool.ctypes.data, pool.nbytes)
-    thread = TransferThread(build_transport(config, "benchmark-parent"), config)
+    plain = _touched(2 * total_bytes)
+    thread = TransferThread(build_transport(config, "benchmark-parent", memory=memory), config)
     thread.start()
     try:
         with _peer_process(config, region.num_bytes) as peer:
@@ -93,18 +115,21 @@ def run_transfer_benchmark(
             thread.open_handoff()
             _move(thread, TransferOp.WRITE, _plan(total_bytes, max(piece_bytes)), b"warm-up")
             rows = tuple(
-                _measure(thread, op, _plan(total_bytes, size), size, num_rounds)
+                _measure(thread, op, placement, size, total_bytes, num_rounds, plain)
                 for op in (TransferOp.WRITE, TransferOp.READ)
+                for placement in ("ordered", "scattered")
                 for size in piece_bytes
             )
             notify = statistics.median(_move(thread, TransferOp.WRITE, EMPTY_PLAN, b"x") for _ in range(20))
     finally:
         thread.close()
+        if memory is not None:
+            memory.close()
     return TransferBenchmark(
         transport=config.transport,
         ucx_tls=config.ucx_tls,
         num_rounds=num_rounds,
-        memcpy_bytes_per_s=total_bytes / _median_s(num_rounds, np.copyto, pool[total_bytes:], pool[:total_bytes]),
+        memcpy_bytes_per_s=total_bytes / _median_s(num_rounds, _memcpy, plain),
         notify_s=notify,
         plan_1000_blocks_s=_time_plan(),
         rows=rows,
@@ -112,10 +137,33 @@ def run_transfer_benchmark(
 
 
 def _measure(
-    thread: TransferThread, op: TransferOp, plan: TransferPlan, piece_bytes: int, num_rounds: int
+    thread: TransferThread,
+    op: TransferOp,
+    placement: str,
+    piece_bytes: int,
+    total_bytes: int,
+    num_rounds: int,
+    plain: UInt8Array,
 ) -> TransferRow:
-    seconds = statistics.median(_move(thread, op, plan, None) for _ in range(num_rounds))
-    return TransferRow(op.value, piece_bytes, plan.num_pieces, plan.num_bytes, seconds, plan.num_bytes / seconds)
+    plan = _plan(total_bytes, piece_bytes)
+    if placement == "scattered":
+        plan = replace(plan, remote_offsets=np.random.default_rng(0).permutation(plan.remote_offsets))
+    moved, copied = [], []
+    for _ in range(num_rounds):
+        moved.append(_move(thread, op, plan, None))
+        copied.append(_median_s(1, _memcpy, plain))
+    seconds = statistics.median(moved)
+    return TransferRow(
+        op=op.value,
+        placement=placement,
+        piece_bytes=piece_bytes,
+        num_pieces=plan.num_pieces,
+        total_bytes=plan.num_bytes,
+        seconds=seconds,
+        bytes_per_s=plan.num_bytes / seconds,
+        us_per_piece=seconds / plan.num_pieces * 1e6,
+        of_memcpy=statistics.median(copied) / seconds * plan.num_bytes / (len(plain) // 2),
+    )
 
 
 def _move(thread: TransferThread, op: TransferOp, plan: TransferPlan, notify: bytes | None) -> float:
@@ -142,9 +190,17 @@ def _plan(total_bytes: int, piece_bytes: int) -> TransferPlan:
     return TransferPlan(offsets, offsets, np.full(len(offsets), piece_bytes, dtype=np.int64))
 
 
-def _touched(num_bytes: int) -> npt.NDArray[np.uint8]:
+def _memcpy(plain: UInt8Array) -> None:
+    """Its first half onto its second."""
+    half = len(plain) // 2
+    np.copyto(plain[half:], plain[:half])
+
+
+def _touched(num_bytes: int, allocate: Callable[[int], mmap.mmap] | None = None) -> UInt8Array:
     """Memory that no round pays page faults for."""
-    return np.ones(num_bytes, dtype=np.uint8)
+    memory = np.empty(num_bytes, np.uint8) if allocate is None else np.frombuffer(allocate(num_bytes), np.uint8)
+    memory.fill(1)
+    return memory
 
 
 def _median_s(rounds: int, call: Callable[..., object], *arguments: object) -> float:
@@ -194,8 +250,9 @@ def _peer_process(config: TransferConfig, num_bytes: int) -> Iterator[KvMetadata
 
 def _peer_main(num_bytes: int, config: TransferConfig) -> None:
     """A pool that can be read and written, until stdin ends."""
-    pool = _touched(num_bytes)
-    thread = TransferThread(build_transport(config, "benchmark-peer"), config)
+    memory = shared_memory(config)
+    pool = _touched(num_bytes, pool_allocator(config, memory))
+    thread = TransferThread(build_transport(config, "benchmark-peer", memory=memory), config)
     thread.on_notification(lambda _: None)
     thread.start()
     region = MemoryRegion(pool.ctypes.data, pool.nbytes)
