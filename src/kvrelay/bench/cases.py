@@ -1,6 +1,6 @@
 """Cases: servers to measure, either running already or started and stopped by the tool.
 
-A started server is the leader of a process group of its own, so that stopping it leaves none of its children behind.
+A started server leads its own process group, so that stopping it leaves none of its children behind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class CaseTimes:
-    """Seconds that a started server has to become healthy, and to end after SIGTERM before it is killed."""
+    """Seconds within which a started server must become healthy, and must end after SIGTERM before it is killed."""
 
     start_s: float = 120.0
     stop_s: float = 20.0
@@ -55,7 +55,7 @@ def parse_case(text: str) -> Case:
         parse_target(value)
         return Case(name, url=value)
     if PORT_PLACE not in value:
-        raise InvalidInputError(f"the command of case {name} says nowhere {PORT_PLACE}", param="case")
+        raise InvalidInputError(f"the command of case {name} must contain {PORT_PLACE}", param="case")
     try:
         shlex.split(value)
     except ValueError as exc:
@@ -72,7 +72,7 @@ def check_names(cases: tuple[Case, ...]) -> None:
 
 @asynccontextmanager
 async def running(case: Case, log_dir: Path, times: CaseTimes, api_key: str | None = None) -> AsyncIterator[Target]:
-    """The case's server, healthy; one that was started here is stopped at the end, whatever happens."""
+    """The case's server, healthy; a server that was started here is always stopped at the end."""
     if case.command is None:
         yield parse_target(case.url or "", api_key)
         return
@@ -123,7 +123,7 @@ async def _stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
         while process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)
     finally:
-        # Also after a clean end: what the leader left behind must not disturb the next case.
+        # Also after a clean end: processes that the leader left behind must not disturb the next case.
         _signal_group(process, signal.SIGKILL)
         process.wait()
         gone_by = time.monotonic() + _GROUP_GONE_S
@@ -132,7 +132,7 @@ async def _stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Whether there was anyone left in the group to get it."""
+    """Whether a process in the group received the signal."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What can go wrong while measuring, beside wrong input: each is one line for the command line to print."""
+"""Errors of measuring, besides wrong input. The command line prints each as one line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ class BenchError(KvrelayError):
 
 
 class ServerDownError(BenchError):
-    """Nothing answers at the server's address, or it went away."""
+    """No server answers at the address, or the server went away."""
 
 
 class BadResponseError(BenchError):
-    """The server answered something that is not the API: no HTTP, an error status, or not JSON."""
+    """The server's answer is not the API's: not HTTP, an error status, or not JSON."""
 
 
 class MissingPackageError(BenchError):
-    """An optional package is needed for what was asked."""
+    """The command needs an optional package."""
 
     def __init__(self, package: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package {package}: pip install 'kvrelay[bench]'")

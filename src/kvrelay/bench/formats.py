@@ -1,7 +1,7 @@
 """Files of conversations and traces, read into typed values; every format that the room knows is named here.
 
-A reader is lazy where the format allows it, checks each record, and names file and line of what is wrong. It does not
-know what the records are for.
+A reader is lazy if the format allows it, checks each record, and names file and line of each error. It does not know
+the purpose of the records.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FileFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side said. ``role`` is user, assistant or system, or what the file says."""
+    """One message. ``role`` is user, assistant or system, or another value of the file."""
 
     role: str
     content: str
@@ -53,7 +53,7 @@ class Conversation:
     turns: tuple[Turn, ...]
 
     def text(self, *, first_turn_only: bool = False) -> str:
-        """The turns' contents, joined by line ends; with ``first_turn_only`` up to the first that a user said."""
+        """The turns' contents, joined by line ends; with ``first_turn_only`` up to the first user turn."""
         if not first_turn_only:
             return "\n".join(turn.content for turn in self.turns)
         first = next((at for at, turn in enumerate(self.turns) if turn.role == "user"), 0)
@@ -121,7 +121,7 @@ class _MooncakeItem(msgspec.Struct):
 
 
 def detect_format(path: Path) -> FileFormat:
-    """Tell the format from the name and the first record. Raises InvalidInputError where the file cannot be read."""
+    """Detect the format by the name and the first record. Raises InvalidInputError if the file cannot be read."""
     if path.suffix == ".parquet":
         return FileFormat.LMSYS
     with _opened(path) as lines:

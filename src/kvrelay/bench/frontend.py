@@ -1,4 +1,4 @@
-"""What the frontend alone can carry, in front of mock engines that take no time."""
+"""The frontend's own throughput, in front of mock engines that take no time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line was given, as values: data sets, bodies, and the options of a serving run."""
+"""Values made from command-line options: data sets, bodies, and the options of a serving run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run_options(
     backend: str = "openai",
     retokenize: bool = True,
 ) -> RunOptions:
-    """The options of a run. The model is asked from the server where it is not given."""
+    """The options of a run. If no model is given, the server is asked for one."""
     return RunOptions(
         target=Target(target.host, target.port, target.prefix, target.tls, given["api_key"]),
         classes=classes,

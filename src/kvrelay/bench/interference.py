@@ -1,7 +1,7 @@
-"""What a long prompt does to those who are being answered: the same mixed load on several arrangements of a server.
+"""The effect of long prompts on running answers: the same mixed load on several arrangements of a server.
 
-Cases run interleaved (A B C D A B C D), each started and stopped for its turn, so that a drift of the machine meets
-all of them alike. In a round every case gets the same requests; every round has its own.
+Cases run interleaved (A B C D A B C D), each started and stopped for its turn, so that a drift of the machine affects
+all of them alike. Within a round every case gets the same requests; every round has its own requests.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def measure_interference(given: dict[str, Any]) -> None:
     check_names(cases)
     classes = parse_mix(given["mix"], Dataset(vocab_size=given["vocab_size"]))
     if len(classes) != 2:
-        raise InvalidInputError("the mix needs two classes: those who wait, then those who disturb", param="mix")
+        raise InvalidInputError("the mix needs two classes: the chats, then the long prompts", param="mix")
     options = run_options(given, ANY_TARGET, classes, retokenize=False)
     folder: Path = given["output_dir"]
     runs: list[CaseRun] = []
@@ -134,7 +134,7 @@ def measure_interference(given: dict[str, Any]) -> None:
 
 
 def separation_cases(python: str, model: str | None, serve_args: str) -> tuple[Case, ...]:
-    """The four arrangements that show what separation does. The caller quotes ``python`` and ``model``."""
+    """The four arrangements that show the effect of separation. The caller quotes ``python`` and ``model``."""
     base = " ".join(part for part in (f"{python} -m kvrelay serve", model, serve_args, "--port {port}") if part)
     return (
         Case("aggregated x1", command=f"{base} --prefill 0 --decode 1"),
@@ -153,7 +153,7 @@ async def _run_turns(
     bar: ProgressBar,
     done: Callable[[CaseRun], None],
 ) -> None:
-    """Run all turns; a case that fails is noted and the others go on. ``done`` is told of each turn."""
+    """Run all turns; a case that fails is noted and the others continue. ``done`` is called after each turn."""
     for turn_number in range(rounds):
         for case in cases:
             try:
@@ -164,7 +164,7 @@ async def _run_turns(
                 run = CaseRun(case.name, turn_number + 1, None, exc.message)
             done(run)
             if run.report is not None and run.report.note == INTERRUPTED:
-                raise BenchError("interrupted; what was measured was kept")
+                raise BenchError("interrupted; the results so far were kept")
 
 
 def summarise(cases: Sequence[str], runs: Sequence[CaseRun], chat: str, long: str) -> tuple[CaseSummary, ...]:
@@ -192,7 +192,7 @@ def _summarise_case(case: str, runs: Sequence[CaseRun], names: dict[str, str]) -
 
 
 def interference_markdown(report: InterferenceReport) -> str:
-    """The table that belongs into a performance page."""
+    """The table for a performance page."""
     rows = []
     for summary in report.summaries:
         failed = f"{summary.failed_requests}" + (f", {summary.failed_rounds} rounds" * bool(summary.failed_rounds))

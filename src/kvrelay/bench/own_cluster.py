@@ -1,5 +1,5 @@
-"""What the benchmarks share that start a ``kvrelay serve`` of their own, several times: its command line, a run against
-it, and medians over the turns."""
+"""Shared by benchmarks that start their own ``kvrelay serve`` several times: its command line, a run against it, and
+medians over the turns."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def random_load(name: str, prompt: int, output: int, at_once: int, count: int, v
 
 
 async def measure_load(target: Target, spec: ClassSpec, **options: Any) -> LoadReport:
-    """The figures of one load. Raises BenchError when no request succeeded."""
+    """The figures of one load. Raises BenchError if no request succeeded."""
     run = await run_serve(RunOptions(target, (spec,), retokenize=False, **options), ProgressBar(None))
     require_success(run.report)
     return run.report.total
 
 
 def figures(load: LoadReport, names: Mapping[str, str]) -> dict[str, float]:
-    """The load's figures under other names; 0 for one that it does not have."""
+    """The load's figures under other names; a missing figure is 0."""
     return {name: figure(load, path) or 0.0 for name, path in names.items()}
 
 

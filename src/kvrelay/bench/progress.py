@@ -1,4 +1,4 @@
-"""A progress bar on stderr where a person looks on, and nothing where a program does."""
+"""A progress bar on stderr if that is a terminal, else no output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ProgressBar:
         self._drawn_at = 0.0
 
     def stage(self, name: str, total: float | None = None) -> None:
-        """Begin a stage; ``total`` None shows a bar that only moves."""
+        """Begin a stage; with ``total`` None the bar moves without an end."""
         if self._progress is None:
             return
         if self._task is not None:
@@ -42,7 +42,7 @@ class ProgressBar:
         self._progress.refresh()
 
     def count(self, items: Iterable[_T]) -> Iterator[_T]:
-        """Pass the items through, showing how many there were."""
+        """Pass the items through and show their number."""
         for number, item in enumerate(items, 1):
             if not number & 0xFFF:
                 self.update(number, f"{number}")
@@ -51,7 +51,7 @@ class ProgressBar:
 
 @contextmanager
 def progress_bar(enabled: bool = True) -> Iterator[ProgressBar]:
-    """A bar for the time of the block. It redraws only when told to: no thread runs beside a measurement."""
+    """A bar while this context is open. It redraws only on calls: no thread runs beside a measurement."""
     if not (enabled and sys.stderr.isatty()):
         yield ProgressBar(None)
         return

@@ -1,9 +1,9 @@
-"""What a routing policy does to a running system under prompts that share prefixes.
+"""The effect of routing policies on a running system under prompts that share prefixes.
 
-Each turn starts a cluster of its own, cold, sends one load and asks the frontend which worker did how much. The
-policies take turns with the same load, so that a disturbance of the machine meets all of them.
+Each turn starts its own cold cluster, sends one load and asks the frontend for the work of each worker. The policies
+take turns with the same load, so that a disturbance of the machine affects all of them.
 
-The bound is one infinite cache that all workers share and that is filled at once: what the load itself allows.
+The bound is one infinite cache that all workers share and that is filled at once: the best that the load allows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvrelay.router import RuntimeSettings
 
 BLOCK_SIZE = 16
 MOCK_PREFILL_TOKENS_PER_S = 10_000
-"""What an A100 does with a model of 8 billion parameters; ``--serve-args`` may say something else."""
+"""The speed of an A100 with a model of 8 billion parameters; ``--serve-args`` can override it."""
 _FIGURES = {
     "ttft_mean_s": "ttft_s.mean",
     "ttft_p50_s": "ttft_s.median",
@@ -108,7 +108,7 @@ def _serve_flags(engine: str, num_workers: int, num_blocks: int) -> str:
 
 
 def _schedule(rounds: int, pools: list[float], names: list[str]) -> Iterator[tuple[int, float, str]]:
-    """Round, pool and policy of each turn; every other round goes backwards, so that none is always first."""
+    """Round, pool and policy of each turn; every other round is reversed, so that no policy is always first."""
     for number in range(rounds):
         for pool in pools:
             for name in names[:: -1 if number % 2 else 1]:
@@ -116,7 +116,7 @@ def _schedule(rounds: int, pools: list[float], names: list[str]) -> Iterator[tup
 
 
 def _policies(text: str) -> list[str]:
-    """Raises ConfigError for a name that no policy has."""
+    """Raises ConfigError for an unknown policy."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         RuntimeSettings().put("router", name)

@@ -1,6 +1,6 @@
 """One measured run against one server, from the first look at it to the report.
 
-``bench serve``, ``sweep`` and ``interference`` are all made of these runs.
+``bench serve``, ``sweep`` and ``interference`` consist of these runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WARM_SEED_SHIFT = 7919
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What to run. ``model`` None asks the server; ``warm_up`` is a number of requests of each class."""
+    """The run's options. ``model`` None: ask the server. ``warm_up`` is a number of requests of each class."""
 
     target: Target
     classes: tuple[ClassSpec, ...]
@@ -66,7 +66,7 @@ class ServeRun:
 
 
 async def run_serve(options: RunOptions, bar: ProgressBar) -> ServeRun:
-    """Look at the server, warm it up, run the load, count tokens again. Raises BenchError where nothing can be run."""
+    """Check the server, warm it up, run the load, count tokens again. Raises BenchError if the load cannot run."""
     pool = ConnectionPool(options.target)
     try:
         body = replace(options.body, model=options.model or await first_model(pool))
@@ -102,7 +102,7 @@ async def _warm(options: RunOptions, pool: ConnectionPool, body: BodyOptions) ->
 
 
 async def _as_text(load: LoadClass, options: RunOptions, pool: ConnectionPool, model: str) -> LoadClass:
-    """Turn prompts of token ids into text for the chat endpoint, by the tokenizer given or by the server's."""
+    """Turn prompts of token ids into text for the chat endpoint, with the given tokenizer or the server's."""
     first = next(load.requests, None)
     if first is None:
         return load
@@ -130,7 +130,7 @@ def _decoded(tokenizer: LocalTokenizer, request: LoadRequest) -> str:
 async def _retokenize(
     options: RunOptions, pool: ConnectionPool, model: str, records: tuple[RequestRecord, ...]
 ) -> int | None:
-    """Tokens of all answers, counted again; None where neither a tokenizer was given nor the server has one."""
+    """Tokens of all answers, counted again; None if no tokenizer was given and the server has none."""
     texts = [record.text for record in records if record.outcome is Outcome.OK]
     if not options.retokenize or not texts:
         return None
@@ -141,9 +141,9 @@ async def _retokenize(
 
 
 def require_success(report: ServeReport) -> None:
-    """Raise BenchError for a run whose figures stand for nothing, or that ended early."""
+    """Raise BenchError for a run whose figures are meaningless, or that ended early."""
     if not report.total.successful:
         reason = report.errors[0].message if report.errors else report.note or "nothing was sent"
         raise BenchError(f"no request succeeded: {reason}")
     if not report.complete:
-        raise BenchError(f"the run is not complete: {report.note}; what it measured was kept")
+        raise BenchError(f"the run is not complete: {report.note}; the results so far were kept")

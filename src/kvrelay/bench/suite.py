@@ -1,6 +1,6 @@
-"""All benchmarks in one go: each is the command that a user would type, run as a process of its own.
+"""All benchmarks in one run: each is the command that a user would type, run in its own process.
 
-A benchmark that fails is reported and the others go on; what a process printed is kept beside its result.
+A benchmark that fails is reported and the others continue; a process's output is kept beside its result.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _REASON_CHARS = 400
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One benchmark: arguments after ``kvrelay bench``; ``server`` is a command to have running meanwhile, whose
-    address replaces ``{url}``."""
+    """One benchmark: arguments after ``kvrelay bench``. ``server`` is a command that runs meanwhile; its address
+    replaces ``{url}``."""
 
     name: str
     arguments: tuple[str, ...]
@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """How a step ended. ``error`` None: well; its JSON is in ``<name>.json``."""
+    """The result of a step. ``error`` None: it succeeded; its JSON is in ``<name>.json``."""
 
     name: str
     command: str
@@ -120,7 +120,7 @@ def all_steps(model_dir: str | None, short: bool, folder: Path) -> list[Step]:
 def run_steps(
     steps: Sequence[Step], python: str, folder: Path, times: CaseTimes, done: Callable[[StepResult], None]
 ) -> tuple[StepResult, ...]:
-    """Run step after step with results in ``folder``; ``done`` is told of each."""
+    """Run step after step with results in ``folder``; ``done`` is called after each."""
     results = []
     for step in steps:
         begin = time.monotonic()
@@ -145,7 +145,7 @@ async def _step(step: Step, command: list[str], folder: Path, times: CaseTimes) 
 
 
 def _finish(step: Step, command: list[str], folder: Path) -> tuple[tuple[str, float], ...]:
-    """Run the process to its end, keep what it printed, take the figures out of its JSON."""
+    """Run the process to its end, keep its output, and take the figures from its JSON."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     with (
         (folder / "logs" / f"{step.name}.stderr").open("wb") as errors,
@@ -180,7 +180,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def top_figures(result: Any) -> tuple[tuple[str, float], ...]:
-    """The first numbers of a JSON result, nested names joined by dots; lists are passed over."""
+    """The first numbers of a JSON result, nested names joined by dots; lists are skipped."""
     found: list[tuple[str, float]] = []
 
     def walk(value: Any, name: str) -> None:
@@ -195,7 +195,7 @@ def top_figures(result: Any) -> tuple[tuple[str, float], ...]:
 
 
 def write_suite(report: SuiteReport, folder: Path) -> None:
-    """``summary.json`` and ``summary.md``: what ran, how long, what it found."""
+    """Write ``summary.json`` and ``summary.md``: the steps, their durations and their figures."""
     rows = [(step.name, f"{step.seconds:.0f}", step.error or "ok") for step in report.steps]
     lines = [f"# Benchmark results, {report.started_at}", "", f"Machine: {report.machine}", ""]
     lines.append(table(("benchmark", "seconds", "result"), rows, markdown=True))
@@ -206,7 +206,7 @@ def write_suite(report: SuiteReport, folder: Path) -> None:
 
 
 def write_sample_conversations(path: Path, count: int, seed: int = 0) -> None:
-    """Conversations for the prefix benchmark: 300 characters, every second one behind one of many system prompts."""
+    """Conversations for the prefix benchmark: 300 characters, every second one after one of many system prompts."""
     rng = np.random.default_rng(seed)
     letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz     ", np.uint8)
     systems = [letters[rng.integers(0, len(letters), 150)].tobytes() for _ in range(max(1, count // 50))]

@@ -1,5 +1,5 @@
 """Request rate against latency and goodput for several servers, and the knee of each: the highest rate that meets the
-objectives for the asked share of requests, found by doubling and bisection.
+objectives for the required share of requests, found by doubling and bisection.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class KneeOptions:
-    """Where to search: doubling from ``first_rate`` up to ``max_rate`` (req/s), then ``steps`` bisections.
+    """The search: doubling from ``first_rate`` up to ``max_rate`` (req/s), then ``steps`` bisections.
 
-    A rate is good where at least ``share`` of its requests meet the objectives.
+    A rate is good if at least ``share`` of its requests meet the objectives.
     """
 
     first_rate: float = 1.0
@@ -62,7 +62,7 @@ class RatePoint:
 
 @dataclass(frozen=True, slots=True)
 class CaseSweep:
-    """All points of a case by rising rate; ``knee`` None: not even the lowest rate was good, or none was searched."""
+    """All points of a case by rising rate. ``knee`` None: the lowest rate was not good, or no search was requested."""
 
     name: str
     points: tuple[RatePoint, ...]
@@ -80,7 +80,7 @@ class SweepReport:
 
 
 def knee_search(options: KneeOptions) -> Generator[float, bool, float | None]:
-    """Yields the rate to try next, is sent whether it was good, returns the highest good rate (None: there is none)."""
+    """Yields the next rate to try, receives whether it was good, returns the highest good rate (None: no good rate)."""
     good: float | None = None
     rate = options.first_rate
     while (yield rate):
@@ -90,7 +90,7 @@ def knee_search(options: KneeOptions) -> Generator[float, bool, float | None]:
         rate = min(2 * rate, options.max_rate)
     bad = rate
     for _ in range(options.steps):
-        # Where not even the first rate was good, look below it.
+        # If the first rate was not good, search below it.
         rate = bad / 2 if good is None else math.sqrt(good * bad)
         if (yield rate):
             good = rate
@@ -102,7 +102,7 @@ def knee_search(options: KneeOptions) -> Generator[float, bool, float | None]:
 async def sweep_case(
     measure: Callable[[float], Awaitable[ServeReport]], name: str, rates: Sequence[float], knee: KneeOptions | None
 ) -> CaseSweep:
-    """Measure the given rates, then search for the knee where asked to; a failure keeps the points before it."""
+    """Measure the given rates, then search for the knee if requested; a failure keeps the earlier points."""
     share = (knee or KneeOptions()).share
     points: dict[float, RatePoint] = {}
 
@@ -151,7 +151,7 @@ def measure_sweep(given: dict[str, Any]) -> None:
         for case in cases:
             turn = _sweep_server(case, options, rates, knee, folder / "logs", CaseTimes(given["start_timeout"]), bar)
             sweeps.append(run_async(turn))
-            # An early end keeps what was measured.
+            # An early end keeps the results so far.
             report = SweepReport(SWEEP_KIND, options.command, tuple(sweeps))
             write_result(folder, "sweep", report, sweep_markdown(sweeps))
             if sweeps[-1].error == INTERRUPTED:
@@ -160,7 +160,7 @@ def measure_sweep(given: dict[str, Any]) -> None:
     plot_beside(plot_sweep, sweeps, folder / "sweep.png")
     for sweep in sweeps:
         if sweep.error:
-            raise BenchError(f"case {sweep.name}: {sweep.error}; what was measured was kept")
+            raise BenchError(f"case {sweep.name}: {sweep.error}; the results so far were kept")
 
 
 async def _sweep_server(
@@ -172,7 +172,7 @@ async def _sweep_server(
     times: CaseTimes,
     bar: ProgressBar,
 ) -> CaseSweep:
-    """A case that fails is noted, so that the others go on."""
+    """A case that fails is noted, so that the others continue."""
     try:
         async with running(case, log_dir, times, options.target.api_key) as target:
 
@@ -212,7 +212,7 @@ def sweep_markdown(sweeps: Sequence[CaseSweep]) -> str:
 
 
 def plot_sweep(sweeps: Sequence[CaseSweep], path: Path) -> None:
-    """Rate against TTFT, ITL and goodput, a line per case; dotted lines are the knees."""
+    """Plot TTFT, ITL and goodput over the rate, one line per case; dotted lines are the knees."""
     picture = new_figure(14, 4)
     axes = (
         ("TTFT P99 (ms)", "ttft_s.p99", 1e3),

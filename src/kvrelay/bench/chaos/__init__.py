@@ -1,4 +1,4 @@
-"""Chaos: a real cluster under steady load with known answers, while its parts are killed, stopped and moved about.
+"""Chaos: a real cluster under steady load with known answers, while its processes are killed, stopped and moved.
 
-It knows the cluster as an operator does: by pid, by signals, by ``kvrelay``'s own orders and over HTTP.
+It handles the cluster as an operator does: by pid, by signals, by ``kvrelay``'s admin commands and over HTTP.
 """

@@ -1,6 +1,6 @@
 """Prompts whose answers are known, and the verdict on an answer. Pure: no sockets, no clock.
 
-A mock engine's answers are computed; a real engine's are those that it gave several times while nobody disturbed it.
+A mock engine's answers are computed. A real engine's are those that it gave repeatedly without faults.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FIRST_PLAIN_TOKEN = 16
 
 
 class Verdict(enum.StrEnum):
-    """What became of a request."""
+    """The outcome of a request."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -29,7 +29,7 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KnownPrompt:
-    """A prompt as token ids, what to ask of it, and the tokens that the answer must have (empty: not known yet)."""
+    """A prompt as token ids, its sampling, and the tokens that the answer must have (empty: not known yet)."""
 
     token_ids: tuple[int, ...]
     max_tokens: int
@@ -64,8 +64,8 @@ def make_prompts(count: int, seed: int, *, vocab_size: int, max_len: int, with_s
 
 
 def fresh_prompt(rng: random.Random, prompts: Sequence[KnownPrompt], *, vocab_size: int) -> KnownPrompt:
-    """One of ``prompts`` with a second half that nobody has seen: half a prefix hit, half to be computed. Its answer is
-    not known yet."""
+    """One of ``prompts`` with a new second half: half a prefix hit, half to be computed. Its answer is not known
+    yet."""
     like = rng.choice(prompts)
     half = len(like.token_ids) // 2
     tokens = like.token_ids[:half] + _tokens(rng, len(like.token_ids) - half, vocab_size)
@@ -77,7 +77,7 @@ def _tokens(rng: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:
 
 
 def judge(expected: Sequence[int], got: Sequence[int]) -> Verdict:
-    """RIGHT, or how the tokens differ: some are missing, some come twice, or they are others."""
+    """RIGHT, or how the tokens differ: some are missing, some are repeated, or they are wrong."""
     if list(expected) == list(got):
         return Verdict.RIGHT
     if len(got) < len(expected) and _is_subsequence(got, expected):

@@ -1,7 +1,7 @@
-"""Clients of a chaos run: they send known prompts, compare every answer, and note when each chunk came.
+"""Clients of a chaos run: they send known prompts, compare every answer, and note the time of each chunk.
 
-Knows the OpenAI API with vLLM's token ids, and nothing of the cluster behind it. No connection is used twice, so that a
-broken one is always the failure of its own request.
+They know the OpenAI API with vLLM's token ids, and not the cluster behind it. No connection is used twice, so that a
+broken connection is always the failure of its own request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvrelay.errors import RetryElsewhereError
 DrawPrompt = Callable[[random.Random], KnownPrompt]
 """The next prompt to ask."""
 SILENCE_LIMIT_S = 30.0
-"""A request without a byte for so long is hung."""
+"""A request without a byte for this long has hung."""
 REFUSED_STATUSES = (429, 503)
 MAX_REFUSALS = 60
 RECONNECT_INTERVAL_S = 0.1
@@ -64,7 +64,7 @@ class ChaosClient:
 
     @contextmanager
     def frontend_away(self) -> Iterator[None]:
-        """Meanwhile a frontend is dead: a request that loses its connection is sent again, and has not failed."""
+        """While a frontend is dead: a request that loses its connection is sent again, and has not failed."""
         self._may_break = True
         try:
             yield
@@ -80,7 +80,7 @@ class ChaosClient:
             await self.ask(draw(rng))
 
     async def ask(self, prompt: KnownPrompt, *, patient: bool = True) -> AskedPrompt:
-        """Send it and judge the answer; a patient client that is refused comes again when it was told to."""
+        """Send it and judge the answer; a patient client that is refused retries at the time it was told."""
         for attempt in itertools.count(1):
             record = AskedPrompt(time.monotonic(), prompt.stream)
             tokens: list[int] = []
@@ -117,8 +117,8 @@ class ChaosClient:
         return tokens, record
 
     async def _collect_whole(self, prompt: KnownPrompt, tokens: list[int], record: AskedPrompt) -> None:
-        """As ``_collect``, but a request that loses its frontend is sent again. The record goes on, so the pause lasts
-        until the new answer's first token."""
+        """Like ``_collect``, but a request that loses its frontend is sent again. The record continues, so the pause
+        lasts until the new answer's first token."""
         for attempt in itertools.count():
             try:
                 return await self._collect(prompt, tokens, record)
@@ -131,7 +131,7 @@ class ChaosClient:
             await asyncio.sleep(RECONNECT_INTERVAL_S)
 
     async def _collect(self, prompt: KnownPrompt, tokens: list[int], record: AskedPrompt) -> None:
-        """Append the answer's tokens to ``tokens`` as they come."""
+        """Append the answer's tokens to ``tokens`` as they arrive."""
         finished = False
 
         def take(chunk: Chunk) -> None:
@@ -149,7 +149,7 @@ class ChaosClient:
     # -- clients that leave -------------------------------------------------------------------------------------------
 
     async def leave_after(self, prompt: KnownPrompt, num_chunks: int) -> None:
-        """Go away, cutting the connection, after so many chunks of the stream."""
+        """Leave, cutting the connection, after this many chunks of the stream."""
         left = num_chunks
 
         def take(_: Chunk) -> None:
@@ -161,7 +161,7 @@ class ChaosClient:
         await self._leave(prompt, take, SILENCE_LIMIT_S)
 
     async def leave_within(self, prompt: KnownPrompt, seconds: float) -> None:
-        """Go away after ``seconds``, whether an answer has begun or not."""
+        """Leave after ``seconds``, whether an answer has begun or not."""
         await self._leave(prompt, lambda _: None, seconds)
 
     async def _leave(self, prompt: KnownPrompt, take: Callable[[Chunk], None], seconds: float) -> None:
@@ -222,7 +222,7 @@ class ChaosClient:
 
 
 def _describe(prompt: KnownPrompt, tokens: Sequence[int]) -> str:
-    """Where an answer departs from the known one."""
+    """The place where an answer differs from the known one."""
     pairs = enumerate(zip(prompt.answer, tokens))
     first = next((i for i, (known, got) in pairs if known != got), min(len(prompt.answer), len(tokens)))
     return (

@@ -1,6 +1,6 @@
 """The cluster under test as an operator sees it: one ``kvrelay serve`` and the workers started by hand beside it.
 
-Owns these processes, and ends them. Who the workers are is asked of the cluster itself, never remembered.
+It owns these processes, and ends them. It always asks the cluster itself for its workers and never remembers them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STOP_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker that is in discovery and answered. ``is_extra``: started by hand, not by ``serve``."""
+    """A worker that is in discovery and has answered. ``is_extra``: started by hand, not by ``serve``."""
 
     worker_id: str
     role: str
@@ -69,12 +69,12 @@ class ClusterUnderTest:
         self.num_frontends = num_frontends
         self.model = self.url = ""
         self.heal_timeout_s = 0.0
-        """How long the cluster may take to be whole again: that of a start, measured at the beginning, and more."""
+        """How long the cluster may take to recover: the start's duration, measured at the beginning, and a margin."""
         self.control = ControlConfig()
         self._log_path = log_path
         self._extras: list[Child] = []
         self._joined_pids: set[int] = set()
-        """Processes that were seen at work."""
+        """Processes that were seen working."""
         self._num_prefills: dict[str, int] = {}
 
     async def __aenter__(self) -> ClusterUnderTest:
@@ -107,7 +107,7 @@ class ClusterUnderTest:
 
     @property
     def log(self) -> str:
-        """What ``serve`` and its children have written so far."""
+        """The output of ``serve`` and its children so far."""
         size = os.fstat(self._log.fileno()).st_size
         # Not seek and read: the children share this file's position.
         return os.pread(self._log.fileno(), size, 0).decode("utf-8", errors="replace")
@@ -123,13 +123,13 @@ class ClusterUnderTest:
 
     @property
     def num_remote_prefills(self) -> int:
-        """At least so many prompts were prefilled for another worker; a killed worker counts as last seen."""
+        """Lower bound of the prompts that were prefilled for another worker; a killed worker counts as last seen."""
         return sum(self._num_prefills.values())
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
     async def members(self, *, check: bool = False) -> list[Member]:
-        """The workers that answer, by id; with ``check`` their block pools are verified. Empty when the control server
+        """The workers that answer, by id; with ``check`` their block pools are verified. Empty if the control server
         does not answer."""
         try:
             report = await cluster_status(self.control, check=check)
@@ -145,8 +145,8 @@ class ClusterUnderTest:
         return members
 
     async def until_whole(self, roles: Sequence[str], num_away: int = 0) -> float | None:
-        """Wait until each role has all its workers, but for ``num_away``; gives the seconds that it took, or None when
-        it took too long."""
+        """Wait until each role has all its workers except ``num_away``. Returns the seconds that it took, or None if it
+        took too long."""
         start_s = time.monotonic()
         while time.monotonic() - start_s < self.heal_timeout_s:
             members = await self.members()
@@ -157,12 +157,12 @@ class ClusterUnderTest:
         return None
 
     def _missing(self, members: Sequence[Member], roles: Sequence[str], num_away: int = 0) -> list[str]:
-        """The roles of which more than ``num_away`` workers are not there."""
+        """The roles that miss more than ``num_away`` workers."""
         counts = {role: sum(member.role == role for member in members) for role in roles}
         return [role for role, count in counts.items() if count < self.num_workers[role] - num_away]
 
     async def until_idle(self, timeout_s: float) -> tuple[int, str]:
-        """Wait until no block is in use anywhere; gives how many still are at the end, and what was wrong besides."""
+        """Wait until no block is in use anywhere. Returns the number still in use at the end, and any other problem."""
         deadline = time.monotonic() + timeout_s
         in_use, problem = 0, "nobody could be asked"
         while time.monotonic() < deadline:
@@ -183,14 +183,14 @@ class ClusterUnderTest:
         return child
 
     def start_failed_again(self) -> None:
-        """A worker that cannot reach the control server while it starts ends with an error, and its supervisor tries
-        again."""
+        """A worker that cannot reach the control server during its start ends with an error, and its supervisor
+        retries."""
         for child in self._extras:
             if child.exit_code and child.pid not in self._joined_pids:
                 child.process = start_child(child.name, child.command, output=self._log).process
 
     async def until_exit(self, member: Member, timeout_s: float) -> int | None:
-        """Wait for the process to end; gives its exit code, 0 for a child of ``serve`` (see ``unclean_exits``).
+        """Wait for the process to end. Returns its exit code, 0 for a child of ``serve`` (see ``unclean_exits``).
 
         None when it is still there.
         """

@@ -1,7 +1,7 @@
 """Data sets from files: ShareGPT, JSON lines, Mooncake and Azure traces.
 
-Requests come out in the file's order. Traces carry no text, so their prompts are made up: for Mooncake such that two
-prompts share exactly the blocks whose hash ids they share.
+Requests come in the file's order. Traces carry no text, so their prompts are generated. For Mooncake, two prompts share
+exactly the blocks whose hash ids they share.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _JsonItem(msgspec.Struct):
 def sharegpt_requests(
     path: Path, counter: TokenCounter, output: Length | None, rng: np.random.Generator
 ) -> Iterator[LoadRequest]:
-    """Each conversation's first user turn; as many output tokens as the answer had, or as ``output`` says."""
+    """Each conversation's first user turn, with the answer's number of output tokens, or the number of ``output``."""
     for conversation in read_conversations(path, FileFormat.SHAREGPT):
         turns = conversation.turns
         first = next((at for at, turn in enumerate(turns) if turn.role == "user"), None)
@@ -94,7 +94,7 @@ def mooncake_requests(
 def trace_requests(
     records: Iterable[TraceRecord], rng: np.random.Generator, tokens: TokenRange
 ) -> Iterator[LoadRequest]:
-    """Random prompts with the lengths and times of a trace that knows no content."""
+    """Random prompts with the lengths and times of a trace without content."""
     for record in records:
         prompt = tokens.draw(rng, record.input_len)
         yield LoadRequest(prompt, record.output_len, record.input_len, arrival_s=record.timestamp_s)

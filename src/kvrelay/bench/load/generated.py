@@ -1,7 +1,7 @@
 """Generated data sets: random prompts, and groups of prompts with a shared prefix, as token ids or as readable text.
 
-Ids are drawn from a range that every vocabulary has, so they need no tokenizer. Readable text is for people who debug a
-run: plain sentences from small word lists, to lengths as the given counter counts them. Equal seeds give equal streams.
+Ids are drawn from a range that every vocabulary has, so they need no tokenizer. Readable text is for debugging a run:
+plain sentences from small word lists, with lengths by the given counter. Equal seeds give equal streams.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Classes of requests as a person describes them, and the streams made of the descriptions.
+"""Classes of requests as a user describes them, and the streams made from these descriptions.
 
 A mix is written ``chat=64/128:closed=8,long=1024/8:rate=3``: per class the lengths of prompt and answer, then options.
 """
@@ -60,7 +60,7 @@ _TIMED = {DatasetKind.MOONCAKE, DatasetKind.TRACE}
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """A data set and its parameters, lengths in tokens. ``output`` None: as the file says (generated sets: 64)."""
+    """A data set and its parameters, lengths in tokens. ``output`` None: the file's length (generated sets: 64)."""
 
     kind: DatasetKind = DatasetKind.RANDOM
     path: Path | None = None
@@ -76,8 +76,8 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class ClassSpec:
-    """A class of requests. Without ``rate`` and with ``max_concurrency`` it is a closed loop; with neither, the trace's
-    times where it has some, else everything at once."""
+    """A class of requests. With ``max_concurrency`` and without ``rate`` it is a closed loop. With neither, it uses the
+    trace's times if there are any, or else sends everything at once."""
 
     name: str = "requests"
     dataset: Dataset = Dataset()
@@ -103,7 +103,7 @@ class ClassSpec:
 
     @property
     def finite_rate(self) -> float | None:
-        """The offered rate for reports; None where there is none."""
+        """The offered rate for reports, or None."""
         return self.rate if self.rate is not None and math.isfinite(self.rate) else None
 
 
@@ -158,7 +158,7 @@ def _counter(dataset: Dataset) -> TokenCounter:
 
 
 def parse_mix(text: str, base: Dataset) -> tuple[ClassSpec, ...]:
-    """Read a mix; ``base`` gives what a class does not say. Raises InvalidInputError naming the class."""
+    """Read a mix; ``base`` gives the defaults of each class. Raises InvalidInputError naming the class."""
     specs = tuple(_parse_class(part.strip(), base) for part in text.split(","))
     names = [spec.name for spec in specs]
     if len(set(names)) != len(names):

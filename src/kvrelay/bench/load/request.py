@@ -19,8 +19,8 @@ Prompt = str | tuple[int, ...]
 class LoadRequest:
     """A request to send.
 
-    ``prompt`` is text or token ids; where ``messages`` is not empty, the request is a conversation and ``prompt`` its
-    text. ``output_len`` is in tokens. ``prompt_len`` is the number of prompt tokens where known beforehand.
+    ``prompt`` is text or token ids; if ``messages`` is not empty, the request is a conversation and ``prompt`` its
+    text. ``output_len`` is in tokens. ``prompt_len`` is the number of prompt tokens, if known beforehand.
     ``arrival_s`` is the time since the trace's start, for data sets that have one.
     """
 
@@ -70,7 +70,7 @@ class Length:
         return min(MAX_LENGTH, max(1, round(float(rng.normal(self.low, self.high)))))
 
     def mean(self) -> float:
-        """The mean before cutting off."""
+        """The mean before the cut-off."""
         return (self.low + self.high) / 2 if self.kind == "uniform" else self.low
 
 

@@ -42,7 +42,7 @@ class EngineRun:
 def run_engine_benchmark(
     model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: BatchLoad, num_runs: int
 ) -> dict[str, float]:
-    """Load the model, warm up, run the batch ``num_runs`` times; gives medians and spread."""
+    """Load the model, warm up, run the batch ``num_runs`` times; returns medians and spread."""
     from kvrelay.executors.torch import build_executor
 
     executor = build_executor(model_path, runner, engine)
@@ -56,7 +56,7 @@ def run_engine_benchmark(
 
 
 def _run_once(executor: Executor, engine: EngineConfig, load: BatchLoad) -> EngineRun:
-    """A fresh scheduler and block pool over the same executor, so that no run sees another's prefix cache."""
+    """A new scheduler and block pool over the same executor, so that no run sees another run's prefix cache."""
     core = EngineCore(executor, engine, MonotonicClock(), worker_id="bench")
     draw = random.Random(load.seed)
     sampling = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True)
@@ -80,7 +80,7 @@ def _run_once(executor: Executor, engine: EngineConfig, load: BatchLoad) -> Engi
     duration = time.perf_counter() - start
     core.check_integrity()
     if num_tokens != load.num_prompts * load.output_len:
-        raise FatalError(f"{num_tokens} tokens came out, {load.num_prompts * load.output_len} were asked for")
+        raise FatalError(f"the engine returned {num_tokens} of {load.num_prompts * load.output_len} tokens")
     return EngineRun(duration, list(first.values()), list(finish.values()), num_tokens, num_steps)
 
 

@@ -1,7 +1,7 @@
 """Measures NVIDIA Dynamo's Python binding of its prefix index, for a comparison in the same run.
 
-Runs as a script under an interpreter that has ``ai-dynamo-runtime`` installed, which need not have kvrelay: it reads a
-task as JSON from standard input and writes the figures as JSON. Only the standard library is imported at the top.
+It runs as a script under an interpreter with ``ai-dynamo-runtime``, which need not have kvrelay. It reads a task as
+JSON from standard input and writes the figures as JSON. Only the standard library is imported at the top.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(task: PeerTask) -> dict[str, object]:
     prompt = tokens[: task.matched_blocks * task.block_size]
     tree, _ = _filled(peer, local, own, 512)
     if len(tree.find_matches(query).scores) != task.num_workers:
-        raise SystemExit("the peer's index does not hold what was stored")
+        raise SystemExit("the peer's index does not hold the stored blocks")
     return {
         "name": "Dynamo RadixTree (Python binding)",
         "version": importlib.metadata.version("ai-dynamo-runtime"),

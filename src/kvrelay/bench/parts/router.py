@@ -1,4 +1,4 @@
-"""``kvrelay bench router``: the speed of the router's parts, a peer's beside it, and the policies over request traces.
+"""``kvrelay bench router``: the speed of the router's parts and of a peer's, and the policies over request traces.
 
 The scenario is fixed so that figures can be compared between machines and with a peer: ``num_workers`` workers hold
 ``blocks_per_worker`` blocks each, the first half of which is one prefix shared by all.
@@ -74,7 +74,7 @@ class EventRates(msgspec.Struct, frozen=True):
 
 
 class SpeedReport(msgspec.Struct, frozen=True):
-    """The scenario's figures. ``find_stairs``: the worst case, every worker's prefix ends at a depth of its own."""
+    """The scenario's figures. ``find_stairs``: the worst case, every worker's prefix ends at a different depth."""
 
     num_workers: int
     blocks_per_worker: int
@@ -115,7 +115,7 @@ class PolicyReplay(msgspec.Struct, frozen=True):
 
 
 class PeerSpeed(msgspec.Struct, frozen=True):
-    """What ``peer_dynamo`` measured; names and meaning as in SpeedReport, medians in microseconds."""
+    """The figures of ``peer_dynamo``; names and meaning as in SpeedReport, medians in microseconds."""
 
     name: str
     version: str
@@ -127,8 +127,8 @@ class PeerSpeed(msgspec.Struct, frozen=True):
 
 
 class RouterBenchmark(msgspec.Struct, frozen=True):
-    """All figures, and what they depend on: the machine, the versions of what the hot path is made of, and how many
-    calls each p50 and p99 is of."""
+    """All figures and their conditions: the machine, the versions of the packages on the hot path, and the number of
+    calls behind each p50 and p99."""
 
     machine: str
     versions: dict[str, str]
@@ -140,7 +140,7 @@ class RouterBenchmark(msgspec.Struct, frozen=True):
 
 
 def measure_router(given: dict[str, Any]) -> RouterBenchmark:
-    """Everything that was asked for, in turn. Raises InvalidInputError for a trace or a peer that is none."""
+    """All requested measurements, in turn. Raises InvalidInputError for an invalid trace or peer."""
     if not 0 < given["time_scale"] < float("inf"):
         raise InvalidInputError(f"--time-scale must be above 0, got {given['time_scale']:g}", param="time_scale")
     traces = [(path.stem, read_trace(path, given["trace_limit"])) for path in given["traces"]]
@@ -263,7 +263,7 @@ def measure_speed(num_workers: int, blocks_per_worker: int, repeats: int) -> Spe
 
 
 def _decisions(router: Router, tokens: list[int], repeats: int) -> Latency:
-    """Place a prompt; it finishes outside of the measured time."""
+    """Place a prompt; it finishes outside the measured time."""
     for name in router.worker_ids:
         router.apply_metrics(simulated_load(name))
     samples = []
@@ -389,7 +389,7 @@ def _index(router: Router) -> PrefixIndex:
 
 
 def _random_blocks(rng: np.random.Generator, count: int) -> tuple[int, ...]:
-    """Stand-ins for sequence hashes."""
+    """Random numbers in place of sequence hashes."""
     return tuple(rng.integers(0, 2**64, count, dtype=np.uint64).tolist())
 
 

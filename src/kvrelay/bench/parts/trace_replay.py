@@ -1,10 +1,10 @@
 """Replays a request trace through the real router over simulated workers, in virtual time.
 
-What it owns: a simulated worker (an LRU prefix cache, one prefill at a time, decodes beside it), the event loop. What
-it does not know: HTTP, engines, real time: a replay of an hour takes seconds, and the same trace gives the same figures
-every time.
+It owns a simulated worker (an LRU prefix cache, one prefill at a time, decodes beside it) and the event loop. It does
+not know HTTP, engines or real time: a replay of one hour takes seconds, and the same trace always gives the same
+figures.
 
-The router works in blocks here: a block of the trace is one token to it, so a prompt is its list of hash ids.
+The router works in blocks here: a block of the trace is one token to the router, so a prompt is its list of hash ids.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class WorkerModel(msgspec.Struct, frozen=True):
 class ReplayResult(msgspec.Struct, frozen=True):
     """One policy over one trace. Ratios of blocks; imbalance is max over mean of the workers' sums.
 
-    ``work_imbalance`` counts what had to be computed (uncached prefill and output tokens), ``token_imbalance`` all
-    tokens of prompts and answers. Times in seconds, of the simulated workers.
+    ``work_imbalance`` counts computed tokens (uncached prefill and output), ``token_imbalance`` all tokens of prompts
+    and answers. Times in seconds, of the simulated workers.
     """
 
     policy: str
@@ -71,7 +71,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRecord]:
 
 
 def infinite_hit_ratio(requests: Sequence[TraceRecord]) -> float:
-    """The share of prefix blocks that one cache without bounds would have found."""
+    """The share of prefix blocks that one unbounded cache would have found."""
     return hit_ratios([request.hash_ids for request in requests], ())[0].hit_ratio
 
 
@@ -92,8 +92,8 @@ class _SimulatedWorker:
     def accept(self, request: TraceRecord, sequence: tuple[int, ...], now: float) -> tuple[int, float, list[KvEvent]]:
         """Queue the prefill: (blocks found in the cache, when the first token comes, cache events).
 
-        The cache is looked up and filled at once: what is queued before it will have been computed when its turn
-        comes. The events are to be published with the first token.
+        The cache is looked up and filled at once, because earlier prefills in the queue will have been computed when
+        this one starts. The caller publishes the events with the first token.
         """
         hits = leading_hits(sequence, self._cache)
         for block in reversed(sequence):  # so that the end of a prefix is evicted before its beginning
@@ -125,7 +125,7 @@ class _SimulatedWorker:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Due:
-    """A first token (with the cache events behind it), or an end (``num_released`` blocks are active no more)."""
+    """A first token (with its cache events), or an end (``num_released`` blocks are no longer active)."""
 
     at_s: float
     number: int
@@ -183,7 +183,7 @@ class _Replay:
         heapq.heappush(self._due, _Due(end_s, number, worker, num_released=len(sequence)))
 
     def _advance(self, now: float) -> None:
-        """Let everything happen that is due by ``now``, load samples included."""
+        """Process everything that is due by ``now``, including load samples."""
         while self._due and self._due[0].at_s <= now:
             due = heapq.heappop(self._due)
             self._sample(due.at_s)
@@ -206,7 +206,7 @@ class _Replay:
 
 
 def simulated_worker_info(name: str, block_size: int) -> WorkerInfo:
-    """A worker that exists only here, as discovery would announce it."""
+    """The discovery entry of a simulated worker."""
     return WorkerInfo(
         worker_id=name,
         epoch=0,
@@ -223,7 +223,7 @@ def simulated_worker_info(name: str, block_size: int) -> WorkerInfo:
 
 
 def simulated_load(name: str, active_blocks: int = 0, total_blocks: int = 1, num_waiting: int = 0) -> LoadMetrics:
-    """A load sample of such a worker."""
+    """A load sample of a simulated worker."""
     return LoadMetrics(
         worker_id=name,
         request_active_slots=0,

@@ -1,7 +1,7 @@
-"""How fast KV moves between two processes on this machine, through the same thread and transport that workers use.
+"""The speed of KV between two processes on this machine, through the same thread and transport that workers use.
 
 It owns a peer process with an empty pool (``python -m kvrelay.bench.parts.transfer``), timed rounds, and the comparison
-with a plain copy of memory.
+with a plain memory copy.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _memcpy(plain: UInt8Array) -> None:
 
 
 def _touched(num_bytes: int, allocate: Callable[[int], mmap.mmap] | None = None) -> UInt8Array:
-    """Memory that no round pays page faults for."""
+    """Memory that is touched already, so that no round pays for page faults."""
     memory = np.empty(num_bytes, np.uint8) if allocate is None else np.frombuffer(allocate(num_bytes), np.uint8)
     memory.fill(1)
     return memory
@@ -230,7 +230,7 @@ def _peer_process(config: TransferConfig, num_bytes: int) -> Iterator[KvMetadata
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        # A peer that hangs in its start is killed, which ends readline.
+        # A peer that hangs during its start is killed, which ends readline.
         guard = threading.Timer(_START_TIMEOUT_S, process.kill)
         guard.start()
         try:

@@ -1,4 +1,4 @@
-"""What a prefix cache of blocks would hit: one of unlimited size, and LRU caches of given sizes.
+"""The hit ratios of prefix caches of blocks: one of unlimited size, and LRU caches of given sizes.
 
 A request is the sequence of its blocks' ids, chained so that equal ids mean equal prefixes. Requests are replayed in
 order. Only leading blocks hit: after the first miss all blocks are computed and enter the cache. The ratio is hits
@@ -34,18 +34,18 @@ def chained_blocks(content: bytes, block_bytes: int) -> tuple[int, ...]:
 
 
 def hit_ratios(requests: Sequence[Sequence[int]], cache_blocks: Iterable[int]) -> tuple[CacheHits, ...]:
-    """The unlimited cache first, then LRU caches of the sizes given (in blocks, above zero)."""
+    """The unlimited cache first, then LRU caches of the given sizes (in blocks, above zero)."""
     return tuple(CacheHits(size, _hit_ratio(requests, size)) for size in (None, *cache_blocks))
 
 
 def leading_hits(blocks: Sequence[int], cache: Container[int]) -> int:
-    """How many of the first blocks the cache holds, up to the first that it does not."""
+    """The number of leading blocks that the cache holds."""
     return next((at for at, block in enumerate(blocks) if block not in cache), len(blocks))
 
 
 def _hit_ratio(requests: Sequence[Sequence[int]], size: int | None) -> float:
     if size is not None and size < 1:
-        raise InvalidInputError(f"a cache of {size} blocks is no cache", param="cache_blocks")
+        raise InvalidInputError(f"a cache needs at least 1 block, not {size}", param="cache_blocks")
     known: set[int] = set()
     cache: OrderedDict[int, None] = OrderedDict()
     hits = total = 0

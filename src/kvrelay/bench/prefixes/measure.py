@@ -1,7 +1,7 @@
 """The repetition measure over files: read, pack, find, summarise.
 
-It reports the ratio ``shared prefixes / conversations``, and beside it the share of conversations that begin with one
-of these prefixes, which is what a cache sees.
+It reports the ratio ``shared prefixes / conversations``, and the share of conversations that begin with one of these
+prefixes, which is the share that a cache can hit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHOWN_CHARS = 160
 
 
 class Unit(StrEnum):
-    """What lengths count. ``BLOCKS`` is for traces, whose hash ids stand for blocks of 512 tokens."""
+    """The unit of lengths. ``BLOCKS`` is for traces, whose hash ids stand for blocks of 512 tokens."""
 
     CHARS = "chars"
     TOKENS = "tokens"
@@ -38,7 +38,7 @@ _ITEM_BYTES = {Unit.CHARS: 0, Unit.TOKENS: 4, Unit.BLOCKS: 8}
 
 @dataclass(frozen=True, slots=True)
 class PrefixOptions:
-    """How to measure. ``min_length`` and ``block_size`` are in units; None takes what suits the unit."""
+    """The options. ``min_length`` and ``block_size`` are in units; None takes the unit's default."""
 
     min_count: int = 10
     min_length: int | None = None
@@ -90,7 +90,7 @@ class PrefixMeasurement:
 
 
 def measure_prefixes(files: tuple[Path, ...], options: PrefixOptions, bar: ProgressBar) -> PrefixMeasurement:
-    """Measure all files as one set. Raises InvalidInputError for files that are not what they claim."""
+    """Measure all files as one set. Raises InvalidInputError for malformed files."""
     is_trace = _all_traces(files, options.fmt)
     unit = Unit.BLOCKS if is_trace else options.unit
     default_length, default_block = _DEFAULTS[unit]
