@@ -1,11 +1,11 @@
 """Constrained decoding: which tokens a grammar allows next, for the rows of a step.
 
 Grammars are compiled and walked by llguidance (Rust): a derivative-based lexer and an Earley parser over the
-vocabulary's trie. Its state is a function of the output tokens alone, so preemption, hand-off and migration need
-nothing but those. Masks are computed beside the forward pass, in a thread that holds no interpreter lock.
+vocabulary's trie. Its state is a function of the output tokens alone, so preemption, hand-off and migration need only
+those tokens. Masks are computed beside the forward pass, in a thread that holds no interpreter lock.
 
-Everything is bounded by fuel, not by time: a grammar that explodes fails with a reason, on any machine at the same
-token. It knows no logits and no torch.
+All work is bounded by fuel, not by time: a grammar that grows too large fails with a reason, at the same token on any
+machine. This module knows no logits and no torch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Int32Array = npt.NDArray[np.int32]
 
 MAX_COMPILED = 256
 INITIAL_LEXER_FUEL, STEP_LEXER_FUEL, MAX_LEXER_STATES = 500_000, 20_000, 20_000
-"""About 10 ms to compile and 2 ms a mask at the most, by llguidance's own figures for an idle core."""
+"""At most about 10 ms to compile and 2 ms per mask, by llguidance's own figures for an idle core."""
 
 _BITS = 32
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"(\n[ \t]{0,16}|[ ])?"}
-"""Room for indented documents, but not for a model that goes on writing spaces."""
+"""Enough for indented documents, but not for a model that writes spaces without end."""
 
 
 class GrammarCompiler:
@@ -77,7 +77,7 @@ class GrammarCompiler:
             tokenizer = self._vocabulary()
         matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=self._limits)
         if not matcher.is_error():
-            # The first mask builds the lexer's first states: what explodes at once is refused, not tried.
+            # The first mask builds the lexer's first states: a grammar that fails there is refused before it runs.
             matcher.compute_bitmask()
         if matcher.is_error():
             raise InvalidInputError(f"{grammar.kind} cannot be used: {_one_line(matcher.get_error())}")
@@ -106,7 +106,7 @@ class GrammarMasks:
         self._vocab_size = vocab_size
         self._matchers: dict[int, LLMatcher] = {}
         self._broken: dict[int, str] = {}
-        """Slots whose grammar did not compile, and why: the step that samples for them reports it."""
+        """Slots whose grammar did not compile, with the reason: the step that samples for them reports it."""
         self._executor: LLExecutor | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -115,7 +115,7 @@ class GrammarMasks:
         return bool(self._matchers or self._broken)
 
     def enter(self, slot: int, grammar: Grammar | None, output_token_ids: Sequence[int]) -> None:
-        """A sequence begins in ``slot``, or goes on behind these tokens of its answer."""
+        """A sequence begins in ``slot``, or continues after these tokens of its answer."""
         self.release(slot)
         if grammar is None:
             return
@@ -133,7 +133,7 @@ class GrammarMasks:
         self._broken.pop(slot, None)
 
     def begin(self, slots: Sequence[int]) -> Future[StepMasks] | None:
-        """Start computing the masks of those rows of ``slots`` that are constrained; None if none is."""
+        """Start to compute the masks of the constrained rows of ``slots``; None if no row is constrained."""
         rows = [row for row, slot in enumerate(slots) if slot in self._matchers]
         broken = {row: self._broken[slot] for row, slot in enumerate(slots) if slot in self._broken}
         if not rows and not broken:
@@ -171,7 +171,7 @@ class GrammarMasks:
 class StepMasks:
     """The masks of one step: ``rows`` [R] that are constrained, and for each which tokens it may take.
 
-    ``failures``: rows whose grammar cannot go on, and why; such a row may be in ``rows`` or not.
+    ``failures``: rows whose grammar cannot continue, with the reason; such a row may be in ``rows`` or not.
     """
 
     def __init__(self, rows: list[int], words: Int32Array, vocab_size: int, failures: dict[int, str]) -> None:
@@ -181,7 +181,7 @@ class StepMasks:
         self._vocab_size = vocab_size
 
     def forbidden(self) -> npt.NDArray[np.bool_]:
-        """[R, vocab_size]: tokens that may not be taken. Rows that failed forbid nothing."""
+        """[R, vocab_size]: forbidden tokens. Rows that failed forbid nothing."""
         bits = np.unpackbits(self._words.view(np.uint8), axis=1, bitorder="little", count=self._vocab_size)
         result: npt.NDArray[np.bool_] = bits == 0
         for number, row in enumerate(self.rows):
@@ -191,7 +191,7 @@ class StepMasks:
 
 
 def _source(grammar: Grammar) -> str:
-    """llguidance's form of the grammar. Raises InvalidInputError for a schema that is no JSON."""
+    """llguidance's form of the grammar. Raises InvalidInputError for a schema that is not JSON."""
     if grammar.kind is GrammarKind.REGEX:
         return str(LLMatcher.grammar_from_regex(grammar.source))
     if grammar.kind is GrammarKind.LARK:

@@ -1,13 +1,13 @@
 """An executor without a model: a timing model, and a KV pool that notices when a block is lost, late or misplaced.
 
-It owns a real pool of memory, so transports move its blocks like any other's. Position p of a sequence stores
+It owns a real memory pool, so transports move its blocks like those of any executor. Position p of a sequence stores
 
     K[p] = token p        V[p] = h[p],   h[p] = h[p-1] * A + spread(token p)   (mod 2**32),   h[-1] = SEED
 
 and the token after p is a function of h[p], read from the pool through the block table. So the answer depends on every
-token before it, and ``mock_generate`` gives it without any pool. What a sequence finds computed when it enters (prefix
-hits, transferred blocks) is verified whole, and each decode verifies one more block, in turn; a sequence whose blocks
-do not hold what they should answers with tokens that are wrong from there on.
+token before it, and ``mock_generate`` computes it without a pool. The blocks that are already computed when a sequence
+enters (prefix hits, transferred blocks) are all verified, and each decode verifies one more block, in turn. A sequence
+with a damaged block answers with wrong tokens from then on.
 
 No torch is needed in the process.
 """
@@ -47,9 +47,9 @@ _MIX = np.uint32(0xC2B2AE35)
 
 
 class MockExecutor:
-    """Answers with ``mock_generate``'s tokens, in the time that ``MockConfig`` says. See the module's text.
+    """Answers with ``mock_generate``'s tokens, in the time of ``MockConfig``. See the module's text.
 
-    ``sleep`` is what passes the time. End-of-sequence tokens are never generated, so answers run to ``max_tokens``.
+    ``sleep`` passes the time. End-of-sequence tokens are never generated, so answers run to ``max_tokens``.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class MockExecutor:
         self._bytes = pool.view(np.uint8).reshape(self._num_blocks, self._layout.block_bytes)
         self._address = pool.ctypes.data
         max_blocks = -(-self._max_model_len // self._block_size) + 1
-        # Memory that is never touched is never bought: long contexts cost nothing until they are used.
+        # The system does not provide memory before it is touched: long contexts cost nothing until they are used.
         self._tokens = np.zeros((config.max_num_seqs, self._max_model_len + 1), dtype=np.uint32)
         self._block_table = np.zeros((config.max_num_seqs, max_blocks), dtype=np.int32)
         self._num_computed = np.zeros(config.max_num_seqs, dtype=np.int64)
@@ -129,11 +129,11 @@ class MockExecutor:
         return f"mock-{self._vocab_size}"
 
     def warm_up(self) -> None:
-        """Nothing is compiled; touch the pool, so that the first requests do not pay for its pages."""
+        """Touch the pool, so that the first requests do not pay for its pages. Nothing is compiled."""
         self._pool.fill(0)
 
     def shutdown(self) -> None:
-        """The pool's memory goes with the last reference, since a transport may still point at it."""
+        """The pool's memory is freed with its last reference, because a transport may still use it."""
         self._grammars.close()
 
     def check(self) -> None:
@@ -178,7 +178,7 @@ class MockExecutor:
         self._sleep(seconds / mock.speedup_ratio)
 
     def _num_decodes(self, work: SchedulerOutput) -> int:
-        """Leading rows of one token that go on behind the prompt."""
+        """Leading rows of one token that continue after the prompt."""
         longer = np.flatnonzero(work.num_tokens != 1)
         return int(longer[0]) if len(longer) else work.num_seqs
 
@@ -289,7 +289,7 @@ class MockExecutor:
         self._pool[blocks, 1, positions % size] = hashes
         return np.uint32(hashes[-1])
 
-    # -- made-up logprobs ---------------------------------------------------------------------------------------------
+    # -- invented logprobs ---------------------------------------------------------------------------------------------
 
     def _add_logprobs(self, result: ModelOutput, rows: list[int], slots: npt.NDArray[np.int32]) -> None:
         for row, token_id in zip(rows, result.token_ids, strict=True):
@@ -342,7 +342,7 @@ def from_settings(settings: ExecutorSettings) -> MockExecutor:
 def mock_generate(
     prompt: Sequence[int], num_tokens: int, *, vocab_size: int, eos_token_ids: tuple[int, ...] = ()
 ) -> list[int]:
-    """The tokens that a mock engine answers ``prompt`` with, computed without any pool."""
+    """The tokens of a mock engine's answer to ``prompt``, computed without a pool."""
     last = _hash_chain(np.asarray(prompt, dtype=np.uint32), _SEED)[-1:]
     undamaged = np.zeros(1, dtype=np.uint32)
     answer = []
@@ -356,7 +356,7 @@ def mock_generate(
 def next_tokens(
     hashes: Uint32Array, vocab_size: int, eos_token_ids: tuple[int, ...], damaged: Uint32Array
 ) -> Uint32Array:
-    """The token behind each hash; another one where ``damaged`` is not 0, and never one of ``eos_token_ids``."""
+    """The token after each hash; a wrong one if ``damaged`` is not 0, and never one of ``eos_token_ids``."""
     mixed = hashes ^ (hashes >> np.uint32(15)) ^ damaged
     mixed = mixed * _MIX
     mixed = mixed ^ (mixed >> np.uint32(13))
@@ -367,7 +367,7 @@ def next_tokens(
 
 
 def mock_logprobs(token_id: int, num_top: int, vocab_size: int) -> PositionLogprobs:
-    """The chosen token as the likeliest, its neighbours in the vocabulary behind it."""
+    """The chosen token as the likeliest, followed by its neighbours in the vocabulary."""
     top = tuple(
         TokenLogprob((token_id + rank) % vocab_size, -0.5 - rank, rank + 1) for rank in range(min(num_top, vocab_size))
     )

@@ -1,4 +1,4 @@
-"""Which executor an engine's name means. Installed packages add names by the entry point group ``kvrelay.engines``.
+"""Maps an engine's name to its executor. Installed packages add names by the entry point group ``kvrelay.engines``.
 
 An entry point loads to a builder: a function from ExecutorSettings to an ``engine.base.Executor``. Nothing heavy is
 imported before the chosen builder runs.
@@ -24,8 +24,8 @@ BUILT_IN = ("torch", "mock")
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSettings:
-    """Everything that a builder may need. ``model_path`` is a checkpoint directory. ``allocate(num_bytes)`` gives the
-    zeroed memory for a KV pool of the host that other processes have to map; None: any memory will do."""
+    """Everything that a builder may need. ``model_path`` is a checkpoint directory. ``allocate(num_bytes)`` returns
+    zeroed host memory for a KV pool that other processes must map; None: any memory will do."""
 
     model_path: Path
     engine: EngineConfig

@@ -1,6 +1,6 @@
-"""What changes logits before a token is drawn: penalties, logit bias, and the mask of a minimum length.
+"""Changes logits before a token is drawn: penalties, logit bias, and the mask of a minimum length.
 
-Each works on the one row that asked for it; most rows ask for nothing and are not touched. Repetition penalty as in
+Each works only on rows that request it; most rows request nothing and are not touched. Repetition penalty as in
 CTRL (Keskar et al. 2019), over prompt and output; presence and frequency as OpenAI defines them, over the output.
 """
 

@@ -62,9 +62,9 @@ class Sampler:
 
 
 def _forbid(scores: torch.Tensor, masks: StepMasks) -> None:
-    """Put what the masks forbid out of reach, in place.
+    """Exclude the tokens that the masks forbid, in place.
 
-    If nothing else is left, because ``min_tokens`` forbids the end that the grammar demands, the grammar wins.
+    If no token is left, because ``min_tokens`` forbids the end that the grammar demands, the grammar wins.
     """
     rows = torch.tensor(masks.rows, dtype=torch.int64, device=scores.device)
     forbidden = torch.from_numpy(masks.forbidden()).to(scores.device)
