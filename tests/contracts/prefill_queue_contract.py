@@ -12,7 +12,7 @@ import pytest
 from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import PrefillDelivery, PrefillQueue
-from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import ControlUnavailableError
 
@@ -48,11 +48,11 @@ def prefill(
     name: str, timeout_s: float = 0.0, partition: str = PARTITION, num_output_tokens: int = 0
 ) -> RemotePrefillRequest:
     return RemotePrefillRequest(
-        handoff_id=name,
+        handoff_id=HandoffId("decode-1", 1),
         decode_worker_id="decode-1",
         decode_address="tcp://127.0.0.1:1",
         model="m",
-        request_id=f"request of {name}",
+        request_id=name,
         token_ids=tuple(range(100)),
         num_output_tokens=num_output_tokens,
         sampling=SamplingParams(),
@@ -99,7 +99,7 @@ class PrefillQueueContract:
             await decode.push(prefill("c"))
             assert (await decode.size(PARTITION), await decode.size()) == (5, 5)
             deliveries = [await pulled(queue) for queue in (one, two, one, two, one)]
-            assert [item.request.handoff_id for item in deliveries] == ["x", "y", "a", "b", "c"]
+            assert [item.request.request_id for item in deliveries] == ["x", "y", "a", "b", "c"]
             assert [item.num_deliveries for item in deliveries] == [1] * 5
             for delivery in deliveries:
                 await delivery.ack()
@@ -108,7 +108,7 @@ class PrefillQueueContract:
             await decode.push(prefill("z", num_output_tokens=1))
             delivery = await waiting
             assert delivery is not None
-            assert delivery.request.handoff_id == "z"
+            assert delivery.request.request_id == "z"
             await delivery.ack()
             assert await one.pull(PARTITION, 0.0) is None
 
@@ -127,7 +127,7 @@ class PrefillQueueContract:
                     delivery = await queue.pull(PARTITION, 0.2)
                     if delivery is not None:
                         await delivery.ack()
-                        got.append(delivery.request.handoff_id)
+                        got.append(delivery.request.request_id)
 
             consuming = [asyncio.create_task(consume(queue)) for queue in consumers]
             for number in range(20):
@@ -147,7 +147,7 @@ class PrefillQueueContract:
             await decode.push(prefill("ours"))
             assert (await decode.size(other), await decode.size(PARTITION), await decode.size()) == (1, 1, 2)
             delivery = await pulled(one)
-            assert delivery.request.handoff_id == "ours"
+            assert delivery.request.request_id == "ours"
             await delivery.ack()
             assert await one.pull(PARTITION, 0.0) is None
             delivery = await one.pull(other, PATIENCE_S)
@@ -193,7 +193,7 @@ class PrefillQueueContract:
             await (await pulled(one)).nak(1.5)
             assert await two.pull(PARTITION, 0.1) is None
             again = await pulled(two)
-            assert (again.request.handoff_id, again.num_deliveries) == ("a", 2)
+            assert (again.request.request_id, again.num_deliveries) == ("a", 2)
             await again.ack()
 
         run(open_server, scenario)
@@ -211,7 +211,7 @@ class PrefillQueueContract:
                 await kept.in_progress()
             assert await two.pull(PARTITION, 0.0) is None
             again = await pulled(two)
-            assert (again.request.handoff_id, again.num_deliveries) == ("a", 2)
+            assert (again.request.request_id, again.num_deliveries) == ("a", 2)
             await again.ack()
 
         run(open_server, scenario)
@@ -224,7 +224,7 @@ class PrefillQueueContract:
                 await server.push_raw(garbage)
             await decode.push(prefill("in time", timeout_s=60.0))
             delivery = await pulled(one)
-            assert delivery.request.handoff_id == "in time"
+            assert delivery.request.request_id == "in time"
             await delivery.ack()
             assert await one.pull(PARTITION, 2 * server.ack_wait_s) is None
 
@@ -240,7 +240,7 @@ class PrefillQueueContract:
             await asyncio.sleep(0.2)
             await decode.push(prefill("in time", timeout_s=60.0))
             found = [await pulled(one), await pulled(one)]
-            assert [(item.request.handoff_id, item.is_expired) for item in found] == [
+            assert [(item.request.request_id, item.is_expired) for item in found] == [
                 ("late", True),
                 ("in time", False),
             ]
@@ -293,7 +293,7 @@ class PrefillQueueContract:
                     assert delivery is not None
                 else:
                     delivery = await pulled(two, server.ack_wait_s / 2)
-                assert delivery.request.handoff_id == f"after {delay_s}"
+                assert delivery.request.request_id == f"after {delay_s}"
                 await delivery.ack()
 
         run(open_server, scenario)
@@ -309,7 +309,7 @@ class PrefillQueueContract:
                     await asyncio.wait_for(call, PATIENCE_S)
             await server.come_back(is_wiped=False)
             delivery = await eventually_pulled(one)
-            assert delivery.request.handoff_id == "a"
+            assert delivery.request.request_id == "a"
             await delivery.ack()
 
         run(open_server, scenario)
@@ -324,7 +324,7 @@ class PrefillQueueContract:
                 while not await pushed(decode, prefill("new")):
                     await asyncio.sleep(0.05)
             delivery = await eventually_pulled(one)
-            assert delivery.request.handoff_id == "new"
+            assert delivery.request.request_id == "new"
             await delivery.ack()
             assert await decode.size() == 0
 

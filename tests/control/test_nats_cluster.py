@@ -83,7 +83,7 @@ def test_the_server_that_leads_everything_dies(cluster: Cluster) -> None:
             assert listed == {"kvrelay/test/x": b"1", "kvrelay/test/y": b"2"}
             await _until_it_succeeds(lambda: control.prefill_queue.push(prefill("after")))
             delivery = await _until_it_succeeds(lambda: _pull(control))
-            assert delivery.request.handoff_id == "before"
+            assert delivery.request.request_id == "before"
             assert not lost
         finally:
             await control.close()

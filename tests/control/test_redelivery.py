@@ -36,7 +36,7 @@ async def test_a_worker_with_a_short_lease_takes_nothing_from_one_that_works_on(
         assert await hasty.prefill_queue.pull(PARTITION, 0.0) is None
         # It has fallen silent.
         again = await pulled(hasty.prefill_queue, MAX_ACK_WAIT_S - MIN_ACK_WAIT_S)
-        assert (again.request.handoff_id, again.num_deliveries) == ("a", 2)
+        assert (again.request.request_id, again.num_deliveries) == ("a", 2)
         await again.ack()
     finally:
         await patient.close()

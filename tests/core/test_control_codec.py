@@ -8,14 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.core.control_codec import decode_kv_metadata, decode_prefill, decode_setting, decode_worker
-from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
 from kvrelay.errors import ProtocolError
 
 WORKER = WorkerInfo("w-1", 0, WorkerRole.DECODE, "m", "/m", "tcp://127.0.0.1:1", 4096, 16, 100, 1000, "hash")
 METADATA = KvMetadata("w-1", 0, "nixl", b"agent", 4096, 1600, 16, "cpu", 0, "hash")
-PREFILL = RemotePrefillRequest("h", "w-1", "tcp://h:1", "m", "r", (1, 2, 3), 0, SamplingParams(), (0,), 0, "hash")
+PREFILL = RemotePrefillRequest(
+    HandoffId("w-1", 1), "w-1", "tcp://h:1", "m", "r", (1, 2, 3), 0, SamplingParams(), (0,), 0, "hash"
+)
 NESTED = b"[" * 100_000
 GARBAGE = [b"", b"{", NESTED, b'{"x":' + NESTED, b'"\xff"', b"null", b"[]", b"{}", b'{"worker_id": 1}']
 

@@ -11,6 +11,7 @@ from kvrelay.core.handoff import (
     HandoffClaim,
     HandoffDone,
     HandoffGrant,
+    HandoffId,
     HandoffRefused,
     HandoffReleased,
     PositionLogprobs,
@@ -34,6 +35,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.errors import ProtocolError
 
+HANDOFF = HandoffId("d", 1)
 LOGPROBS = PositionLogprobs(TokenLogprob(5, -0.25, 1), (TokenLogprob(5, -0.25, 1), TokenLogprob(7, -2.0, 2)))
 MESSAGES = [
     GenerateRequest("r1", "w1", (1, 2, 3), SamplingParams(logit_bias={3: 1.5}, stop_token_ids=(2,)), (9,), 1),
@@ -45,14 +47,14 @@ MESSAGES = [
         )
     ),
     RequestRefused("r1", "full", 429, True),
-    HandoffClaim("h", "p", "abc"),
-    HandoffClaim("h", "p", "abc", wants_checksums=True),
-    HandoffGrant("h", 1, (4, 5), 16),
-    HandoffGrant("h", 1, (4, 5), 16, checksums=(2**64 - 1,)),
-    HandoffRefused("h", "gone"),
-    HandoffAbandon("h", 2),
-    HandoffReleased("h", 2, "failed"),
-    HandoffDone("h", 1, 7, LOGPROBS, 1024, 0.5),
+    HandoffClaim(HANDOFF, "p", "abc"),
+    HandoffClaim(HANDOFF, "p", "abc", wants_checksums=True),
+    HandoffGrant(HANDOFF, 1, (4, 5), 16),
+    HandoffGrant(HANDOFF, 1, (4, 5), 16, checksums=(2**64 - 1,)),
+    HandoffRefused(HANDOFF, "gone"),
+    HandoffAbandon(HANDOFF, 2),
+    HandoffReleased(HANDOFF, "p", "failed"),
+    HandoffDone(HANDOFF, 1, 7, LOGPROBS, 1024, 0.5),
     Ping(1),
     Pong(1, "w"),
     AdminRequest(1, "status"),

@@ -28,7 +28,6 @@ def build_engine(
     exclusive_prefill: bool = False,
     worker_id: str = "d",
     clock: ManualClock | None = None,
-    max_handoff_attempts: int = 2,
 ) -> EngineCore:
     config = EngineConfig(
         num_blocks=num_blocks,
@@ -49,7 +48,6 @@ def build_engine(
         clock or ManualClock(),
         worker_id=worker_id,
         exclusive_prefill=exclusive_prefill,
-        max_handoff_attempts=max_handoff_attempts,
     )
 
 

@@ -9,7 +9,6 @@ import pytest
 from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import AllBlocksCleared, BlockStored
-from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffGrant, HandoffRefused, HandoffReleased
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus
@@ -355,12 +354,6 @@ def start_remote(engine: EngineCore, prompt: list[int] = PROMPT, max_tokens: int
     return start
 
 
-def claim(engine: EngineCore, start: RemotePrefillStart, worker_id: str = "p") -> HandoffGrant:
-    answer = engine.grant(HandoffClaim(start.handoff_id, worker_id, "same"))
-    assert isinstance(answer, HandoffGrant)
-    return answer
-
-
 def fill(engine: EngineCore, tokens: list[int], block_ids: tuple[int, ...]) -> int:
     """Write the KV of ``tokens`` as a prefill worker would; returns the first token."""
     assert isinstance(engine.executor, MockExecutor)
@@ -374,15 +367,20 @@ def fill(engine: EngineCore, tokens: list[int], block_ids: tuple[int, ...]) -> i
     return chunk.token_id
 
 
-def finish_remote(engine: EngineCore, start: RemotePrefillStart, grant: HandoffGrant) -> bool:
-    token = fill(engine, list(start.token_ids), grant.block_ids)
-    return engine.remote_prefill_done(HandoffDone(grant.handoff_id, grant.generation, token, None, 0, 0.0))
+def finish_remote(engine: EngineCore, start: RemotePrefillStart, loan: int = 1) -> bool:
+    """As the ledger does when everything has arrived in the blocks of ``loan``."""
+    lent = engine.loans.find(start.handoff_id, loan)
+    assert lent is not None
+    token = fill(engine, list(start.token_ids), lent.block_ids)
+    is_resumed = engine.resume_handoff(start.handoff_id, loan, token, None)
+    engine.end_loan(start.handoff_id, loan)
+    return is_resumed
 
 
 def test_what_need_not_wait_for_the_forward_pass_is_announced_before_it(make_engine: MakeEngine) -> None:
     engine = make_engine()
     start = start_remote(engine)
-    finish_remote(engine, start, claim(engine, start))
+    finish_remote(engine, start)
     engine.add_request(Request("b", PROMPT[::-1], SamplingParams(max_tokens=5), mode=PrefillMode.REMOTE))
     announced: list[StepOutput] = []
     after = engine.step(announce=announced.append)
@@ -403,9 +401,8 @@ def test_a_remote_prefill_joins_with_its_first_token(make_engine: MakeEngine) ->
     start = start_remote(engine)
     assert (start.token_ids, start.num_cached_tokens, len(start.block_ids)) == (tuple(PROMPT), 0, 5)
     assert not engine.has_work()
-    grant = claim(engine, start)
     assert engine.pool.num_quarantined == 5
-    assert finish_remote(engine, start, grant)
+    assert finish_remote(engine, start)
     outputs = drain(engine)
     assert tokens_of(outputs) == reference(PROMPT, 5)
     assert [output.remote_prefill for output in outputs] == [True, False, False, False, False]
@@ -416,14 +413,14 @@ def test_a_remote_prefill_joins_with_its_first_token(make_engine: MakeEngine) ->
 def test_a_prompt_that_ends_at_a_block_gets_the_next_block(make_engine: MakeEngine) -> None:
     engine = make_engine()
     start = start_remote(engine, PROMPT[:16])
-    assert finish_remote(engine, start, claim(engine, start))
+    assert finish_remote(engine, start)
     assert tokens_of(drain(engine)) == reference(PROMPT[:16], 5)
 
 
 def test_an_answer_of_one_token_ends_with_the_hand_off(make_engine: MakeEngine) -> None:
     engine = make_engine()
     start = start_remote(engine, max_tokens=1)
-    assert finish_remote(engine, start, claim(engine, start))
+    assert finish_remote(engine, start)
     (output,) = drain(engine)
     assert (output.finish_reason, output.remote_prefill) == (FinishReason.LENGTH, True)
     assert engine.pool.num_in_use == 0
@@ -435,24 +432,12 @@ def test_prefix_hits_are_named_and_stay_readable(make_engine: MakeEngine) -> Non
     drain(engine)
     start = start_remote(engine, [*PROMPT, 7, 8, 9])
     assert start.num_cached_tokens == 16
-    grant = claim(engine, start)
-    assert grant.num_cached_tokens == 16
     assert engine.pool.num_quarantined == 2
     engine.abort("a")
     engine.check_integrity()
     assert engine.pool.num_in_use == 4, "the prefill worker may be reading the hit"
-    engine.handoff_released(HandoffReleased(grant.handoff_id, grant.generation, None, "p"))
+    engine.end_loan(start.handoff_id, 1)
     assert engine.pool.num_free == 64
-
-
-def test_the_connection_of_an_earlier_grant_does_not_matter(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    start = start_remote(engine)
-    claim(engine, start)
-    second = engine.grant(HandoffClaim(start.handoff_id, "q", "same"))
-    assert isinstance(second, HandoffGrant)
-    engine.claimant_lost(start.handoff_id, 1)
-    assert engine.remote_prefill_done(HandoffDone(start.handoff_id, 2, 7, None, 0, 0.0))
 
 
 def test_without_prefill_workers_requests_that_wait_for_blocks_are_kept(make_engine: MakeEngine) -> None:
@@ -462,98 +447,77 @@ def test_without_prefill_workers_requests_that_wait_for_blocks_are_kept(make_eng
     engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=5), mode=PrefillMode.REMOTE))
     assert not engine.step().remote_prefills
     assert engine.scheduler.num_waiting == 1
-    engine.take_back_unclaimed()
+    engine.keep_prefills_here()
     outputs = drain(engine)
     assert tokens_of([output for output in outputs if output.request_id == "a"]) == reference(PROMPT, 5)
-    assert engine.ledger.counters.num_opened == 0
+    assert len(engine.loans) == 0
 
 
-def test_abort_before_the_claim_frees_at_once(make_engine: MakeEngine) -> None:
+def test_what_is_lent_is_not_free_when_its_request_ends(make_engine: MakeEngine) -> None:
     engine = make_engine()
     start = start_remote(engine)
     engine.abort("a")
-    assert engine.pool.num_free == 64
-    assert isinstance(engine.grant(HandoffClaim(start.handoff_id, "p", "same")), HandoffRefused)
-
-
-def test_abort_after_the_claim_waits_for_the_writer(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    grant = claim(engine, start_remote(engine))
-    engine.abort("a")
-    ((worker_id, abandon),) = engine.drain_abandons()
-    assert (worker_id, abandon.generation) == ("p", 1)
+    assert engine.step().closed_handoffs == [start.handoff_id]
     assert engine.pool.num_quarantined == 5
     assert engine.has_unfinished()
-    assert not engine.remote_prefill_done(HandoffDone(grant.handoff_id, 1, 7, None, 0, 0.0))
+    assert not engine.resume_handoff(start.handoff_id, 1, 7, None)
+    engine.compute_handoff_here(start.handoff_id)
+    engine.end_loan(start.handoff_id, 1)
     assert engine.pool.num_free == 64
     assert drain(engine) == []
 
 
-@pytest.mark.parametrize("claimed", [False, True])
-@pytest.mark.parametrize(
-    "by", ["handoff", "request", "expiry", "release", "given up", "peer", "connection", "token", "damage"]
-)
-def test_whatever_is_lost_is_computed_here(make_engine: MakeEngine, claimed: bool, by: str) -> None:
-    clock = ManualClock()
-    engine = make_engine(clock=clock)
+@pytest.mark.parametrize("by", ["loss", "token"])
+def test_whatever_is_lost_is_computed_here(make_engine: MakeEngine, by: str) -> None:
+    engine = make_engine()
     start = start_remote(engine)
-    grant = claim(engine, start) if claimed or by in ("release", "peer", "connection", "token", "damage") else None
-    match by:
-        case "handoff":
-            assert engine.remote_prefill_failed(start.handoff_id, "lost")
-        case "request":
-            assert engine.remote_prefill_failed("a", "lost")
-        case "expiry":
-            clock.advance(29.0)
-            assert engine.expire_handoffs() == 0
-            clock.advance(100.0)
-            assert engine.expire_handoffs() == 1
-        case "release":
-            engine.handoff_released(HandoffReleased(start.handoff_id, 1, "failed", "p"))
-        case "given up":
-            engine.handoff_released(HandoffReleased(start.handoff_id, 0, "no answer", "p"))
-        case "peer":
-            engine.peer_gone("p")
-        case "connection":
-            engine.claimant_lost(start.handoff_id, 1)
-        case "token":
-            assert not engine.remote_prefill_done(HandoffDone(start.handoff_id, 1, VOCAB_SIZE, None, 0, 0.0))
-        case "damage":
-            damaged = HandoffDone(start.handoff_id, 1, 7, None, 0, 0.0)
-            assert engine.remote_prefill_damaged(damaged)
-            assert not engine.remote_prefill_damaged(damaged), "stale"
-            assert engine.ledger.counters.num_stale == 1
-    assert not engine.remote_prefill_failed(start.handoff_id, "twice")
-    if grant is not None and by not in ("release", "given up", "peer", "token", "damage"):
-        # The writer is not known to have stopped, and writes what it likes.
-        assert engine.pool.num_quarantined == 5
-        assert isinstance(engine.executor, MockExecutor)
-        engine.executor.pool[list(grant.block_ids)] = 0
+    if by == "loss":
+        engine.compute_handoff_here(start.handoff_id)
+    else:
+        assert not engine.resume_handoff(start.handoff_id, 1, VOCAB_SIZE, None)
+    # The writer is not known to have stopped, and writes what it likes.
+    assert engine.pool.num_quarantined == 5
+    assert isinstance(engine.executor, MockExecutor)
+    engine.executor.pool[list(start.block_ids)] = 0
     assert tokens_of(drain(engine)) == reference(PROMPT, 5)
-    engine.peer_gone("p")
+    engine.end_loan(start.handoff_id, 1)
     assert engine.pool.num_free == 64
 
 
 def test_a_second_claimant_computes_into_other_blocks(make_engine: MakeEngine) -> None:
     engine = make_engine()
     start = start_remote(engine)
-    first, second = claim(engine, start, "p1"), claim(engine, start, "p2")
-    assert not set(first.block_ids) & set(second.block_ids)
+    fresh = engine.lend_fresh(start.handoff_id, 2)
+    assert fresh is not None
+    assert not set(start.block_ids) & set(fresh)
     engine.check_integrity()
-    assert not finish_remote(engine, start, first)
-    assert engine.num_requests == 1
     assert isinstance(engine.executor, MockExecutor)
-    assert finish_remote(engine, start, second)
-    engine.executor.pool[list(first.block_ids)] = 0
+    assert finish_remote(engine, start, loan=2)
+    engine.executor.pool[list(start.block_ids)] = 0
     assert tokens_of(drain(engine)) == reference(PROMPT, 5)
+    engine.check_integrity()
+    engine.end_loan(start.handoff_id, 1)
+    assert engine.pool.num_free == 64
 
 
-def test_too_many_claims_end_in_a_local_prefill(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_handoff_attempts=1)
+def test_the_first_blocks_serve_if_the_second_claimant_leaves(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     start = start_remote(engine)
-    claim(engine, start, "p1")
-    assert isinstance(engine.grant(HandoffClaim(start.handoff_id, "p2", "same")), HandoffRefused)
+    engine.lend_fresh(start.handoff_id, 2)
+    engine.end_loan(start.handoff_id, 2)
+    assert finish_remote(engine, start)
     assert tokens_of(drain(engine)) == reference(PROMPT, 5)
+    assert engine.pool.num_free == 64
+
+
+def test_there_are_no_other_blocks_without_room_or_without_need(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=8)
+    start = start_remote(engine)
+    assert engine.lend_fresh(start.handoff_id, 2) is None
+    engine.abort("a")
+    assert engine.lend_fresh(start.handoff_id, 2) is None
+    engine.end_loan(start.handoff_id, 1)
+    assert engine.pool.num_free == 8
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=0), SamplingParams(max_tokens=2, prompt_logprobs=0)])

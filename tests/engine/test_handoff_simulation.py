@@ -1,8 +1,9 @@
 """Hand-offs between engines whose peers are slow, repeat themselves, write late and die.
 
-The test plays the workers and the network: queue entries may be delivered twice, messages and block copies happen in
-random order, and a dead prefill worker's last writes still land until it is fenced. Whatever happens, the answers are
-those of ``mock_generate``, which they are not if one write ever lands in a block that belongs to somebody else.
+The ledgers of ``kvrelay/handoff`` decide, engines with a mock KV pool compute; the test plays drivers and network:
+queue entries may be delivered twice, messages and block copies happen in random order, and a dead prefill worker's last
+writes still land until it is fenced. Whatever happens, the answers are those of ``mock_generate``, which they are not
+if one write ever lands in a block that belongs to somebody else.
 """
 
 from __future__ import annotations
@@ -11,21 +12,29 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffDone, HandoffGrant, HandoffReleased
+from kvrelay.core.handoff import HandoffAbandon, HandoffDone, HandoffGrant, HandoffId, HandoffRefused
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
-from kvrelay.engine.base import HandoffChunk, KvLoad, RemotePrefillStart
+from kvrelay.engine.base import RemotePrefillStart
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import OverloadedError
 from kvrelay.executors.mock import MockExecutor, mock_generate
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.decode import DecodeRules
+from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.prefill import PrefillRules
+from kvrelay.handoff.prefill_ledger import PrefillLedger
 
 MakeEngine = Callable[..., EngineCore]
 VOCAB_SIZE, EOS = 500, (2,)
+TTL_S = 3.0
 
 
 def copy_blocks(
@@ -38,16 +47,16 @@ def copy_blocks(
 
 
 @dataclass
-class Outgoing:
-    """A granted hand-off as its prefill worker sees it."""
+class Prefill:
+    """A prefill worker."""
 
-    start: RemotePrefillStart
-    grant: HandoffGrant
     name: str
-    in_flight: int = 0
-    last: HandoffChunk | None = None
-    stopped: bool = False
-    ended: bool = False
+    engine: EngineCore
+    ledger: PrefillLedger
+    copies: list[Callable[[], None]] = field(default_factory=list)
+    """In the order in which they were submitted."""
+    by_name: dict[str, HandoffId] = field(default_factory=dict)
+    is_dead: bool = False
 
 
 @dataclass
@@ -57,10 +66,10 @@ class World:
     rng: random.Random
     clock: ManualClock
     decode: EngineCore
-    prefill: dict[str, EngineCore]
-    queue: list[RemotePrefillStart] = field(default_factory=list)
-    outgoing: defaultdict[str, dict[str, Outgoing]] = field(default_factory=lambda: defaultdict(dict))
-    copies: defaultdict[str, list[Callable[[], None]]] = field(default_factory=lambda: defaultdict(list))
+    ledger: DecodeLedger
+    prefill: dict[str, Prefill]
+    queue: list[HandoffId] = field(default_factory=list)
+    starts: dict[HandoffId, RemotePrefillStart] = field(default_factory=dict)
     messages: list[Callable[[], None]] = field(default_factory=list)
     answers: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     ended: dict[str, FinishReason] = field(default_factory=dict)
@@ -77,136 +86,153 @@ class World:
             self.num_remote += output.remote_prefill
             if output.finish_reason is not None:
                 self.ended[output.request_id] = output.finish_reason
-        self.queue += step.remote_prefills
-        for worker_id, abandon in self.decode.drain_abandons():
-            self.messages.append(lambda worker_id=worker_id, abandon=abandon: self.on_abandon(worker_id, abandon))
+        for start in step.remote_prefills:
+            self.starts[start.handoff_id] = start
+            num_hit_blocks = start.num_cached_tokens // self.decode.pool.block_size
+            self.tell_decode(de.Opened(start.handoff_id, start.request_id, start.block_ids, num_hit_blocks))
+        for handoff_id in step.closed_handoffs:
+            self.tell_decode(de.Closed(handoff_id))
+
+    def tell_decode(self, event: de.DecodeEvent) -> None:
+        for action in self.ledger.handle(event, self.clock.now()):
+            self.carry_out(action)
+
+    def carry_out(self, action: de.DecodeAction) -> None:
+        decode = self.decode
+        match action:
+            case de.Push():
+                self.queue.append(action.handoff_id)
+            case de.Allocate():
+                block_ids = decode.lend_fresh(action.handoff_id, action.loan)
+                self.later(lambda: self.tell_decode(de.Allocated(action.handoff_id, action.loan, block_ids)))
+            case de.SendGrant() | de.Send():
+                self.to_prefill(str(action.connection), action.message)
+            case de.EndLoan():
+                decode.end_loan(action.handoff_id, action.loan)
+            case de.Resume():
+                decode.resume_handoff(action.handoff_id, action.loan, action.message.token_id, None)
+            case de.ComputeHere():
+                decode.compute_handoff_here(action.handoff_id)
+            case _:
+                raise TypeError(action)
+
+    def later(self, what: Callable[[], None]) -> None:
+        self.messages.append(what)
+
+    def to_prefill(self, name: str, message: Any) -> None:
+        def deliver() -> None:
+            worker = self.prefill.get(name)
+            if worker is None:
+                return
+            match message:
+                case HandoffGrant():
+                    self.tell_prefill(worker, pe.Granted("d", message))
+                case HandoffRefused():
+                    self.tell_prefill(worker, pe.Refused(message))
+                case HandoffAbandon():
+                    self.tell_prefill(worker, pe.Abandoned("d", message))
+
+        self.later(deliver)
 
     # -- prefill workers ----------------------------------------------------------------------------------------------
 
-    def pull(self, worker_id: str) -> None:
+    def pull(self, worker: Prefill) -> None:
         if not self.queue:
             return
-        start = self.queue.pop(self.rng.randrange(len(self.queue)))
+        handoff_id = self.queue.pop(self.rng.randrange(len(self.queue)))
         if self.rng.random() < 0.2:
-            self.queue.append(start)
-        answer = self.decode.grant(HandoffClaim(start.handoff_id, worker_id, "same"))
-        if not isinstance(answer, HandoffGrant):
-            return
-        name = f"{answer.handoff_id}/{answer.generation}"
+            self.queue.append(handoff_id)
+        start = self.starts[handoff_id]
+        worker.by_name[str(handoff_id)] = handoff_id
+        self.tell_prefill(worker, pe.Pulled(handoff_id, "d", len(start.block_ids), start.num_cached_tokens, 1))
+
+    def step_prefill(self, worker: Prefill) -> None:
+        step = worker.engine.step()
+        assert not step.outputs
+        for load in step.kv_loads:
+            wanted = pe.LoadWanted(worker.by_name[load.request_id], pe.Blocks(load.first_block, load.block_ids))
+            self.tell_prefill(worker, wanted)
+        for chunk in step.handoff_chunks:
+            token = None if chunk.token_id is None else pe.FirstToken(chunk.token_id)
+            blocks = pe.Blocks(chunk.first_block, chunk.block_ids)
+            self.tell_prefill(worker, pe.ChunkComputed(worker.by_name[chunk.request_id], blocks, token))
+
+    def tell_prefill(self, worker: Prefill, event: pe.PrefillEvent) -> None:
+        if not worker.is_dead:
+            for action in worker.ledger.handle(event, self.clock.now()):
+                self.carry_out_prefill(worker, action)
+
+    def carry_out_prefill(self, worker: Prefill, action: pe.PrefillAction) -> None:
+        engine = worker.engine
+        match action:
+            case pe.Compute():
+                self.compute(worker, action.handoff_id)
+            case pe.SendClaim():
+                self.later(lambda: self.tell_decode(de.Claimed(action.message, worker.name)))
+            case pe.Read():
+                self.read(worker, action)
+            case pe.Write():
+                worker.copies.append(lambda: self.write(worker, action))
+            case pe.TellLoaded():
+                engine.kv_loaded(str(action.handoff_id), action.ok)
+            case pe.StopComputing():
+                engine.abort(str(action.handoff_id))
+            case pe.FreeBlocks():
+                engine.sending_finished(str(action.handoff_id))
+            case pe.SayReleased():
+                self.later(lambda: self.hear_release(worker, action))
+            case pe.Computed() | pe.Settle():
+                pass
+            case _:
+                raise TypeError(action)
+
+    def compute(self, worker: Prefill, handoff_id: HandoffId) -> None:
+        start = self.starts[handoff_id]
         num_prompt = len(start.token_ids) - start.num_output_tokens
-        self.outgoing[worker_id][name] = Outgoing(start, answer, name)
-        self.prefill[worker_id].add_request(
+        worker.engine.add_request(
             Request(
-                name,
+                str(handoff_id),
                 start.token_ids[:num_prompt],
                 start.sampling,
                 output_token_ids=start.token_ids[num_prompt:],
                 mode=PrefillMode.HANDOFF,
-                num_load_tokens=answer.num_cached_tokens,
+                num_load_tokens=start.num_cached_tokens,
                 priority=start.priority,
             )
         )
 
-    def step_prefill(self, worker_id: str) -> None:
-        step = self.prefill[worker_id].step()
-        assert not step.outputs
-        for load in step.kv_loads:
-            self.load(worker_id, self.outgoing[worker_id].get(load.request_id), load)
-        for chunk in step.handoff_chunks:
-            out = self.outgoing[worker_id].get(chunk.request_id)
-            if out is None or out.stopped:
-                continue
-            if chunk.last and out.in_flight:
-                out.last = chunk
-            else:
-                self.send(worker_id, out, chunk)
-
-    def load(self, worker_id: str, out: Outgoing | None, load: KvLoad) -> None:
-        engine = self.prefill[worker_id]
-        if out is None or out.stopped:
-            engine.kv_loaded(load.request_id, False)
-            return
-        theirs = out.grant.block_ids[load.first_block : load.first_block + len(load.block_ids)]
+    def read(self, worker: Prefill, action: pe.Read) -> None:
         ok = self.rng.random() >= self.failing_reads
-        out.in_flight += 1
 
         def read() -> None:
             if ok:
-                copy_blocks(self.decode, theirs, engine, load.block_ids)
-            out.in_flight -= 1
-            engine.kv_loaded(out.name, ok)
-            self.end_if_stopped(worker_id, out)
+                copy_blocks(self.decode, action.remote_block_ids, worker.engine, action.blocks.block_ids)
+            self.tell_prefill(worker, pe.ReadEnded(action.handoff_id, ok))
 
-        self.copies[worker_id].append(read)
+        worker.copies.append(read)
 
-    def send(self, worker_id: str, out: Outgoing, chunk: HandoffChunk) -> None:
-        engine = self.prefill[worker_id]
-        theirs = out.grant.block_ids[chunk.first_block : chunk.first_block + len(chunk.block_ids)]
-        assert chunk.first_block >= out.grant.num_cached_tokens // engine.pool.block_size
-        out.in_flight += 1
+    def write(self, worker: Prefill, action: pe.Write) -> None:
+        copy_blocks(worker.engine, action.blocks.block_ids, self.decode, action.remote_block_ids)
+        done: HandoffDone | None = action.done
+        if done is not None and not worker.is_dead:
+            self.later(lambda: self.tell_decode(de.Done(done)))
+        self.tell_prefill(worker, pe.Written(action.handoff_id, True))
 
-        def write() -> None:
-            copy_blocks(engine, chunk.block_ids, self.decode, theirs)
-            out.in_flight -= 1
-            if chunk.last:
-                assert chunk.token_id is not None
-                done = HandoffDone(out.grant.handoff_id, out.grant.generation, chunk.token_id, None, 0, 0.0)
-                self.messages.append(lambda: self.on_done(done))
-                self.end(worker_id, out)
-            elif not self.end_if_stopped(worker_id, out) and not out.in_flight and out.last is not None:
-                self.send(worker_id, out, out.last)
+    def hear_release(self, worker: Prefill, action: pe.SayReleased) -> None:
+        self.tell_decode(de.Released(action.message))
+        self.tell_prefill(worker, pe.ReleaseHeard(action.message.handoff_id))
 
-        self.copies[worker_id].append(write)
-
-    def on_abandon(self, worker_id: str, abandon: HandoffAbandon) -> None:
-        out = self.outgoing[worker_id].get(f"{abandon.handoff_id}/{abandon.generation}")
-        if out is not None and not out.stopped:
-            self.stop(worker_id, out)
-
-    def stop(self, worker_id: str, out: Outgoing) -> None:
-        out.stopped = True
-        self.prefill[worker_id].abort(out.name)
-        self.end_if_stopped(worker_id, out)
-
-    def end_if_stopped(self, worker_id: str, out: Outgoing) -> bool:
-        if not out.stopped or out.in_flight:
-            return False
-        if not out.ended:
-            self.end(worker_id, out)
-            released = HandoffReleased(out.grant.handoff_id, out.grant.generation, "stopped", worker_id)
-            self.messages.append(lambda: self.decode.handoff_released(released))
-        return True
-
-    def end(self, worker_id: str, out: Outgoing) -> None:
-        out.ended = True
-        self.prefill[worker_id].sending_finished(out.name)
-        self.outgoing[worker_id].pop(out.name, None)
-
-    def on_done(self, done: HandoffDone) -> None:
-        self.decode.remote_prefill_done(done)
-
-    def kill(self, worker_id: str) -> None:
+    def kill(self, name: str) -> None:
         """Dead, but what it had posted still lands for a while, before the decode worker fences it."""
-        late = self.copies.pop(worker_id, [])
-        del self.prefill[worker_id]
+        worker = self.prefill.pop(name)
+        worker.is_dead = True
         if self.rng.random() < 0.5:
-            for out in self.outgoing[worker_id].values():
-                self.decode.claimant_lost(out.grant.handoff_id, out.grant.generation)
+            self.tell_decode(de.ConnectionLost(name))
+        self.tell_decode(de.LeaseEnded(name))
         for _ in range(self.rng.randrange(20)):
             self.step_decode()
-            if late and self.rng.random() < 0.5:
-                self.land(late.pop())
-        self.outgoing.pop(worker_id, None)
-        self.decode.peer_gone(worker_id)
-
-    def land(self, write: Callable[[], None]) -> None:
-        """Only the memory effect of a dead worker's copy: its engine is gone, its messages stay unsaid."""
-        num_messages = len(self.messages)
-        try:
-            write()
-        except KeyError:
-            pass
-        del self.messages[num_messages:]
+            if worker.copies and self.rng.random() < 0.5:
+                worker.copies.pop(0)()
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -214,43 +240,66 @@ class World:
         rng = self.rng
         if rng.random() < 0.9:
             self.step_decode()
-        for worker_id in list(self.prefill):
-            if rng.random() < 0.3 and len(self.outgoing[worker_id]) < 3:
-                self.pull(worker_id)
+        for worker in list(self.prefill.values()):
+            if rng.random() < 0.3 and worker.ledger.num_active < 3:
+                self.pull(worker)
             if rng.random() < 0.8:
-                self.step_prefill(worker_id)
-            copies = self.copies[worker_id]
-            if copies and rng.random() < 0.6:
-                copies.pop(rng.randrange(len(copies)))()
-            if rng.random() < 0.01 and self.outgoing[worker_id]:
-                out = rng.choice(list(self.outgoing[worker_id].values()))
-                if not out.stopped:
-                    self.stop(worker_id, out)
-        if self.messages and rng.random() < 0.6:
+                self.step_prefill(worker)
+            if worker.copies and rng.random() < 0.6:
+                worker.copies.pop(0)()
+            if rng.random() < 0.005:
+                self.tell_prefill(worker, pe.LeaseLost())
+            if rng.random() < 0.2:
+                self.tell_prefill(worker, pe.Tick())
+        if self.messages and rng.random() < 0.8:
             self.messages.pop(rng.randrange(len(self.messages)))()
         self.clock.advance(0.1)
         if rng.random() < 0.2:
-            self.decode.expire_handoffs()
+            self.tell_decode(de.Tick())
+
+    @property
+    def is_idle(self) -> bool:
+        workers = self.prefill.values()
+        return not (
+            self.messages
+            or self.queue
+            or self.ledger.handoffs
+            or any(worker.ledger.handoffs or worker.copies or worker.engine.has_unfinished() for worker in workers)
+        )
 
     def check(self) -> None:
-        for engine in (self.decode, *self.prefill.values()):
+        for engine in (self.decode, *(worker.engine for worker in self.prefill.values())):
             engine.check_integrity()
 
 
 def make_world(make_engine: MakeEngine, rng: random.Random, num_prefill: int) -> World:
     clock = ManualClock()
-    prefill = {
-        f"p{i}": make_engine(
-            worker_id=f"p{i}",
+    decode = make_engine(worker_id="d", clock=clock, num_blocks=72, max_num_seqs=8)
+    block_size = decode.pool.block_size
+    ledger = DecodeLedger(DecodeRules(block_size, "same", max_attempts=3))
+    prefill = {}
+    for number in range(num_prefill):
+        name = f"p{number}"
+        engine = make_engine(
+            worker_id=name,
             clock=clock,
             num_blocks=48,
             max_num_batched_tokens=16,
             exclusive_prefill=rng.random() < 0.7,
         )
-        for i in range(num_prefill)
-    }
-    decode = make_engine(worker_id="d", clock=clock, num_blocks=72, max_num_seqs=8, max_handoff_attempts=3)
-    return World(rng, clock, decode, prefill, failing_reads=0.2)
+        prefill[name] = Prefill(name, engine, PrefillLedger(PrefillRules(name, block_size, "same")))
+        ledger.handle(de.Registered(name, TTL_S, 1), 0.0)
+    return World(rng, clock, decode, ledger, prefill, failing_reads=0.2)
+
+
+def settle(world: World) -> None:
+    """Until nothing is under way any more."""
+    for _ in range(5000):
+        if world.is_idle:
+            break
+        world.tick()
+    assert world.is_idle
+    world.check()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -292,9 +341,7 @@ def test_hand_offs_survive_disorder(make_engine: MakeEngine, seed: int) -> None:
         expected = mock_generate(prompts[name], wanted[name], vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
         assert world.answers[name] == expected, name
     assert world.num_remote > 0
-    while any(world.copies.values()) or any(engine.has_unfinished() for engine in world.prefill.values()):
-        world.tick()
-    world.check()
-    for engine in (world.decode, *world.prefill.values()):
+    settle(world)
+    for engine in (world.decode, *(worker.engine for worker in world.prefill.values())):
         assert engine.pool.num_free == engine.pool.num_blocks
         assert engine.num_requests == 0

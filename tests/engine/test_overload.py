@@ -92,9 +92,10 @@ def test_the_count_follows_requests_that_go_and_come_back(make_engine: MakeEngin
     """Preempted and taken back from remote prefill, requests wait for their blocks again."""
     engine = make_engine(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, kv_watermark=4, max_num_seqs=4)
     engine.add_request(request(0, 4, mode=PrefillMode.REMOTE))
-    engine.step()
+    (start,) = engine.step().remote_prefills
     assert (engine.scheduler.admission.num_waiting_blocks, demand(engine)) == (0, 0.25)
-    engine.take_back_unclaimed()
+    engine.end_loan(start.handoff_id, 1)
+    engine.compute_handoff_here(start.handoff_id)
     assert (engine.scheduler.admission.num_waiting_blocks, demand(engine)) == (4, 0.25)
     for name in range(1, 4):
         engine.add_request(Request(str(name), prompt(name, 4), SamplingParams(max_tokens=12, ignore_eos=True)))

@@ -184,11 +184,12 @@ def test_a_blocked_queue_is_no_work(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=10)
     engine.add_request(request("away", 24, mode=PrefillMode.REMOTE, first=10))
     engine.add_request(request("waits", 20, first=60))
-    engine.step()
+    (away,) = engine.step().remote_prefills
     assert engine.scheduler.num_waiting == 1
     assert not engine.has_work(), "nothing can happen until a block comes back"
     assert engine.has_unfinished()
     engine.abort("away")
+    engine.end_loan(away.handoff_id, 1)
     assert engine.has_work()
     assert len(drain(engine)["waits"]) == 4
 

@@ -179,10 +179,10 @@ MUTANTS = [
         replacing(PeerLeases, "ended", fenced_when_the_lease_ends),
     ),
     Mutant(
-        "a claim under a lease that nobody knows yet is granted",
+        "a claim in a term that nobody knows yet is granted",
         2,
         scenario("revoke prefill"),
-        replacing(PeerLeases, "is_live", lambda original: lambda self, worker_id, lease_id: True),
+        replacing(PeerLeases, "is_live", lambda original: lambda self, worker_id, term: True),
     ),
     Mutant(
         "a release is said once",

@@ -89,12 +89,7 @@ class Lease:
     has_ended: bool = False
     is_lost: bool = False
     """The holder knows."""
-    number: int = 1
-
-    @property
-    def lease_id(self) -> str:
-        """What the holder takes for its lease."""
-        return "" if self.is_lost else f"L{self.number}"
+    term: int = 1
 
     def may_touch(self, now: int) -> bool:
         return self.alive_until is None or now < self.alive_until
@@ -104,7 +99,7 @@ class Lease:
             None if self.alive_until is None else max(self.alive_until - now, 0),
             self.has_ended,
             self.is_lost,
-            self.number,
+            self.term,
         )
 
 
@@ -251,7 +246,7 @@ def clone_ledger(ledger: Any) -> Any:
 def leases_key(leases: PeerLeases, now: int) -> tuple[Any, ...]:
     """How long ago a lease ended matters up to ``gone_for_s`` only."""
     return (
-        tuple(sorted((worker, lease_id) for worker, (lease_id, _) in leases._live.items())),
+        tuple(sorted((worker, term) for worker, (term, _) in leases._live.items())),
         tuple(sorted((worker, id_, max(ended - now, -TTL - 1)) for worker, (id_, ended) in leases._ended.items())),
         tuple(sorted((worker, max(fence - now, 0)) for worker, fence in leases._fences_s.items())),
     )

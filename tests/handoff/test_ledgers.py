@@ -31,16 +31,16 @@ BLOCKS = (0, 1, 2, 3, 4)
 
 
 def decode_ledger(**rules: object) -> DecodeLedger:
-    """With one open hand-off, "h" of request "r", and a prefill worker "p" under lease "L"."""
+    """With one open hand-off, "h" of request "r", and a prefill worker "p" in term 1."""
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same", **rules))
-    ledger.handle(de.Registered("p", 10.0, "L"), 0.0)
+    ledger.handle(de.Registered("p", 10.0, 1), 0.0)
     opened = ledger.handle(de.Opened("h", "r", BLOCKS, 2), 0.0)
     assert opened == [de.Push("h")]
     return ledger
 
 
-def claim(worker_id: str = "p", lease_id: str = "L", **fields: object) -> de.Claimed:
-    return de.Claimed(HandoffClaim("h", worker_id, "same", lease_id=lease_id, **fields), f"to {worker_id}")
+def claim(worker_id: str = "p", term: int = 1, **fields: object) -> de.Claimed:
+    return de.Claimed(HandoffClaim("h", worker_id, "same", term=term, **fields), f"to {worker_id}")
 
 
 def grant_of(actions: list[de.DecodeAction]) -> HandoffGrant:
@@ -81,7 +81,7 @@ def test_messages_for_an_earlier_incarnation_are_stale() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
     assert ledger.handle(done("h of another start"), 2.0) == []
-    assert ledger.handle(de.Released(HandoffReleased("h of another start", 0, None, "p")), 2.0) == []
+    assert ledger.handle(de.Released(HandoffReleased("h of another start", "p")), 2.0) == []
     assert ledger.counters.num_stale == 2
     assert ledger.num_grants == 1
 
@@ -98,8 +98,8 @@ def test_what_was_granted_stays_lent_until_the_claimant_has_stopped() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
     assert ledger.handle(de.Closed("h"), 2.0) == [de.Send("to p", HandoffAbandon("h", 1))]
-    assert ledger.handle(de.Released(HandoffReleased("h", 0, None, "q")), 3.0) == [], "that was another's"
-    assert ledger.handle(de.Released(HandoffReleased("h", 0, None, "p")), 3.0) == [de.EndLoan("h", 1)]
+    assert ledger.handle(de.Released(HandoffReleased("h", "q")), 3.0) == [], "that was another's"
+    assert ledger.handle(de.Released(HandoffReleased("h", "p")), 3.0) == [de.EndLoan("h", 1)]
 
 
 def test_before_a_grant_the_blocks_are_free_at_once() -> None:
@@ -108,9 +108,9 @@ def test_before_a_grant_the_blocks_are_free_at_once() -> None:
 
 def test_a_second_claimant_gets_other_blocks() -> None:
     ledger = decode_ledger()
-    ledger.handle(de.Registered("q", 10.0, "M"), 0.0)
+    ledger.handle(de.Registered("q", 10.0, 2), 0.0)
     ledger.handle(claim(), 1.0)
-    assert ledger.handle(claim("q", "M"), 2.0) == [de.Allocate("h", 2)]
+    assert ledger.handle(claim("q", 2), 2.0) == [de.Allocate("h", 2)]
     actions = ledger.handle(de.Allocated("h", 2, (0, 1, 7, 8, 9)), 3.0)
     assert actions[0] == de.Send("to p", HandoffAbandon("h", 1))
     assert (grant_of(actions).generation, grant_of(actions).block_ids) == (2, (0, 1, 7, 8, 9))
@@ -121,33 +121,33 @@ def test_a_second_claimant_gets_other_blocks() -> None:
 
 def test_without_other_blocks_a_second_claimant_is_refused() -> None:
     ledger = decode_ledger()
-    ledger.handle(de.Registered("q", 10.0, "M"), 0.0)
+    ledger.handle(de.Registered("q", 10.0, 2), 0.0)
     ledger.handle(claim(), 1.0)
-    ledger.handle(claim("q", "M"), 2.0)
+    ledger.handle(claim("q", 2), 2.0)
     assert refusal_of(ledger.handle(de.Allocated("h", 2, None), 3.0)) == RefusalReason.NO_BLOCKS
     assert isinstance(ledger.handle(done(), 4.0)[0], de.Resume)
 
 
 def test_claims_are_bounded() -> None:
     ledger = decode_ledger(max_attempts=1)
-    ledger.handle(de.Registered("q", 10.0, "M"), 0.0)
+    ledger.handle(de.Registered("q", 10.0, 2), 0.0)
     ledger.handle(claim(), 1.0)
-    actions = ledger.handle(claim("q", "M"), 2.0)
+    actions = ledger.handle(claim("q", 2), 2.0)
     assert refusal_of(actions) == RefusalReason.EXHAUSTED
     assert actions[-1] == de.ComputeHere("h", "r", EndReason.CLAIMS_EXHAUSTED)
 
 
 def test_a_claim_under_a_lease_that_is_not_known_yet_waits_for_it() -> None:
     ledger = decode_ledger()
-    assert ledger.handle(claim("q", "M"), 1.0) == []
-    assert grant_of(ledger.handle(de.Registered("q", 10.0, "M"), 2.0)).generation == 1
+    assert ledger.handle(claim("q", 2), 1.0) == []
+    assert grant_of(ledger.handle(de.Registered("q", 10.0, 2), 2.0)).generation == 1
 
 
 def test_a_claim_under_a_lease_that_never_becomes_known_is_computed_here() -> None:
     ledger = decode_ledger()
-    ledger.handle(claim("q", "M"), 1.0)
-    actions = ledger.handle(de.Tick(), 7.0)
-    assert refusal_of(actions) == RefusalReason.LEASE_UNKNOWN
+    ledger.handle(claim("q", 2), 1.0)
+    actions = ledger.handle(de.Tick(), 2.0)
+    assert refusal_of(actions) == RefusalReason.TERM_UNKNOWN
     assert actions[-1] == de.ComputeHere("h", "r", EndReason.CLAIMANT_REFUSED)
 
 
@@ -173,7 +173,7 @@ def test_an_abandon_is_said_again_over_the_claimants_next_connection() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
     ledger.handle(de.ConnectionLost("to p"), 2.0)
-    again = de.Claimed(HandoffClaim("another", "p", "same", lease_id="L"), "again to p")
+    again = de.Claimed(HandoffClaim("another", "p", "same", term=1), "again to p")
     assert de.Send("again to p", HandoffAbandon("h", 1)) in ledger.handle(again, 2.5)
 
 
@@ -193,7 +193,7 @@ def test_hits_are_checksummed_before_a_grant_whose_claimant_wants_that() -> None
 def test_a_claimant_that_gives_up_meanwhile_gets_no_grant() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(wants_checksums=True), 1.0)
-    actions = ledger.handle(de.Released(HandoffReleased("h", 0, None, "p")), 2.0)
+    actions = ledger.handle(de.Released(HandoffReleased("h", "p")), 2.0)
     assert actions == [de.ComputeHere("h", "r", EndReason.RELEASED)], "the hits are being read still"
     assert ledger.handle(de.HitsChecksummed("h", 1, (5, 6)), 3.0) == [de.EndLoan("h", 1)]
 
@@ -202,13 +202,13 @@ def test_an_engine_that_cannot_replace_blocks_computes_only_when_the_claimant_ha
     ledger = decode_ledger(can_replace_blocks=False)
     ledger.handle(claim(), 1.0)
     assert not [a for a in ledger.handle(de.LeaseEnded("p"), 2.0) if isinstance(a, de.ComputeHere)]
-    actions = ledger.handle(de.Released(HandoffReleased("h", 0, None, "p")), 3.0)
+    actions = ledger.handle(de.Released(HandoffReleased("h", "p")), 3.0)
     assert actions == [de.EndLoan("h", 1), de.ComputeHere("h", "r", EndReason.CLAIMANT_LEASE_ENDED)]
 
 
 def test_pull_without_room_waits_for_it() -> None:
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"))
-    ledger.handle(de.Registered("p", 10.0, "L"), 0.0)
+    ledger.handle(de.Registered("p", 10.0, 1), 0.0)
     ledger.handle(de.Opened("h", "r", (), 0, direction=KvDirection.PULL), 0.0)
     ledger.handle(claim(), 1.0)
     ready = de.Ready(HandoffReady("h", 1, (8, 9), 7, None, 0.0), "to p")
@@ -224,8 +224,8 @@ def test_pull_without_room_waits_for_it() -> None:
 def prefill_ledger(**rules: object) -> PrefillLedger:
     """With one hand-off, of 5 blocks of which D holds 2, that is being claimed."""
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same", **rules))
-    actions = ledger.handle(pe.Pulled("h", "d", 5, 8, "L"), 0.0)
-    sent = HandoffClaim("h", "p", "same", ledger.rules.checksums, lease_id="L")
+    actions = ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 0.0)
+    sent = HandoffClaim("h", "p", "same", ledger.rules.checksums, term=1)
     assert actions == [pe.Compute("h"), pe.SendClaim("d", sent)]
     return ledger
 
@@ -275,7 +275,7 @@ def test_a_refused_claim_costs_a_prefill_and_needs_no_release() -> None:
 def test_a_grant_that_does_not_fit_is_given_up(grant: HandoffGrant) -> None:
     ledger = prefill_ledger()
     released = ledger.handle(pe.Granted("d", grant), 1.0)[-1]
-    assert released == pe.SayReleased("d", HandoffReleased("h", 0, EndReason.BAD_GRANT, "p"))
+    assert released == pe.SayReleased("d", HandoffReleased("h", "p", EndReason.BAD_GRANT))
 
 
 def test_a_release_is_said_until_it_is_heard() -> None:
@@ -315,7 +315,7 @@ def test_an_abandon_of_something_unknown_is_answered() -> None:
 
 def test_an_entry_that_is_delivered_again_is_settled_only() -> None:
     ledger = prefill_ledger()
-    assert [type(a) for a in ledger.handle(pe.Pulled("h", "d", 5, 8, "L"), 1.0)] == [pe.Settle]
+    assert [type(a) for a in ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 1.0)] == [pe.Settle]
 
 
 def test_what_could_not_be_read_is_computed() -> None:
@@ -345,11 +345,42 @@ def test_an_unknown_time_to_live_is_the_longest() -> None:
     assert leases.take_fenced(5.0 + MAX_LEASE_TTL_S) == ["p"]
 
 
-def test_registering_again_under_the_same_lease_fences_nothing() -> None:
+def test_registering_again_in_the_same_term_fences_nothing() -> None:
     leases = PeerLeases()
-    leases.registered("p", 10.0, "L")
-    assert not leases.registered("p", 10.0, "L")
-    assert leases.registered("p", 10.0, "M")
+    leases.registered("p", 10.0, 1)
+    assert not leases.registered("p", 10.0, 1)
+    assert leases.registered("p", 10.0, 2)
+
+
+def test_an_entry_overwritten_with_a_shorter_time_does_not_fence_sooner() -> None:
+    leases = PeerLeases()
+    leases.registered("p", 100.0, 1)
+    leases.registered("p", 0.1, 1)
+    leases.ended("p", 0.0)
+    assert leases.take_fenced(99.0) == []
+    leases.ended("p", 50.0)
+    assert leases.take_fenced(100.0) == ["p"], "the second end is no news"
+
+
+def test_a_worker_that_registers_in_a_later_term_is_fenced_at_once() -> None:
+    leases = PeerLeases()
+    leases.registered("p", 100.0, 1)
+    leases.ended("p", 0.0)
+    assert not leases.registered("p", 100.0, 1), "its lease has put back what it had"
+    assert leases.registered("p", 100.0, 2)
+    assert leases.next_fence_s() is None
+    assert leases.is_over("p", 1)
+    assert leases.is_live("p", 2)
+
+
+def test_a_claimant_that_reconnects_before_its_old_connection_is_known_as_lost_leaves_nobody_waiting() -> None:
+    ledger = decode_ledger()
+    ledger.handle(claim(), 1.0)
+    ledger.handle(de.Opened("h2", "r2", (5, 6), 0), 1.5)
+    ledger.handle(de.Claimed(HandoffClaim("h2", "p", "same", term=1), "again to p"), 2.0)
+    actions = ledger.handle(de.ConnectionLost("to p"), 3.0)
+    assert [a.handoff_id for a in actions if isinstance(a, de.ComputeHere)] == ["h"]
+    assert ledger.num_grants == 2
 
 
 def test_a_move_that_the_table_does_not_have_raises() -> None:

@@ -74,8 +74,8 @@ class World(Hazards, Memory):
         ]
         world = cls(scenario, decode, prefill)
         for number, node in enumerate(prefill):
-            decode.ledger.handle(de.Registered(name(number), TTL, "L1"), 0)
-            node.ledger.handle(pe.Registered("d", TTL, "L1"), 0)
+            decode.ledger.handle(de.Registered(name(number), TTL, 1), 0)
+            node.ledger.handle(pe.Registered("d", TTL, 1), 0)
         for number in range(scenario.num_requests):
             handoff_id = f"h{number}"
             world.entries[handoff_id] = pe.Pulled(
@@ -83,7 +83,7 @@ class World(Hazards, Memory):
                 "d",
                 scenario.num_hit_blocks + scenario.num_chunks,
                 scenario.num_hit_blocks,
-                "",
+                0,
                 scenario.order,
             )
             decode.status[handoff_id] = "new"
@@ -227,15 +227,17 @@ class World(Hazards, Memory):
         """The holder hears of it: what it has submitted is withdrawn."""
         node = self.node(number)
         node.lease.is_lost = True
+        node.lease.term += 1
         self._handle(number, de.LeaseLost() if number == D else pe.LeaseLost())
         node.ended_ops += tuple((op, False) for op in node.ops)
         node.ops = ()
 
     def do_register(self, number: int) -> None:
         node = self.node(number)
-        node.lease = Lease(number=node.lease.number + 1)
+        node.lease = Lease(term=node.lease.term)
         for other in self.ps if number == D else [self.d]:
-            other.watch = (*other.watch, (number, node.lease.lease_id))
+            # The lease puts back what it had, then the worker says that this is another term.
+            other.watch = (*other.watch, (number, node.lease.term - 1), (number, node.lease.term))
 
     def do_arrive(self, handoff_id: str) -> None:
         """A request comes to the decode worker, whose engine lends its blocks."""
@@ -260,7 +262,7 @@ class World(Hazards, Memory):
                 scenario.order,
                 scenario.direction,
                 None,
-                d.lease.lease_id,
+                d.lease.term,
             ),
         )
 
@@ -278,7 +280,7 @@ class World(Hazards, Memory):
 
     def do_pull(self, number: int, handoff_id: str) -> None:
         self.queue[handoff_id] = number
-        self._handle(number, replace(self.entries[handoff_id], lease_id=self.ps[number].lease.lease_id))
+        self._handle(number, replace(self.entries[handoff_id], term=self.ps[number].lease.term))
 
     def do_compute(self, number: int, handoff_id: str) -> None:
         p, scenario = self.ps[number], self.scenario

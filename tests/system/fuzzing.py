@@ -24,7 +24,14 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.core.event_codec import ReplayRequest, encode_events, encode_load, encode_replay_request
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, LoadMetrics
-from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffGrant, HandoffReleased, RemotePrefillRequest
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffGrant,
+    HandoffId,
+    HandoffReleased,
+    RemotePrefillRequest,
+)
 from kvrelay.core.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
@@ -110,10 +117,10 @@ class Corpus:
                 GenerateRequest("fuzz", name, tokens, sampling, (7, 8)),
                 GenerateRequest("fuzz-2", name, tokens * 8, msgspec.structs.replace(sampling, logprobs=3, seed=1)),
                 AbortRequest("fuzz"),
-                HandoffClaim("fuzz", FUZZING_WORKER, worker.kv_compatibility),
-                HandoffReleased("fuzz", 1, "gone", FUZZING_WORKER),
-                HandoffGrant("fuzz", 1, (1, 2, 3), 16),
-                HandoffAbandon("fuzz", 1),
+                HandoffClaim(HandoffId(name, 1), FUZZING_WORKER, worker.kv_compatibility),
+                HandoffReleased(HandoffId(name, 1), FUZZING_WORKER, "gone"),
+                HandoffGrant(HandoffId(name, 1), 1, (1, 2, 3), 16),
+                HandoffAbandon(HandoffId(name, 1), 1),
                 OutputBatch((TokenOutput("fuzz", (1, 2)),)),
                 Ping(1),
                 AdminRequest(1, "status"),
@@ -131,7 +138,7 @@ class Corpus:
         self.prefills = [
             msgspec.msgpack.encode(
                 RemotePrefillRequest(
-                    "fuzz", name, worker.address, worker.model, "fuzz", tokens, 0, sampling, (1, 2, 3), 0,
+                    HandoffId(name, 1), name, worker.address, worker.model, "fuzz", tokens, 0, sampling, (1, 2, 3), 0,
                     worker.kv_compatibility, timeout_s=60,
                 )
             )

@@ -29,6 +29,8 @@ from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import CallerInfo, WorkerRole
 from kvrelay.engine.core import EngineCore
 from kvrelay.executors.mock import MockExecutor, mock_generate
+from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient, LoopbackRpcServer
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
@@ -66,6 +68,25 @@ class Node:
     def id(self) -> str:
         return self.worker.settings.worker_id
 
+    @property
+    def ledger(self) -> DecodeLedger:
+        """Of the hand-offs that bring KV here."""
+        return self.worker._decode.handoffs.ledger
+
+    @property
+    def outgoing(self) -> PrefillLedger:
+        """Of the hand-offs that take KV elsewhere."""
+        return self.worker._prefill.handoffs.ledger
+
+    def granted_blocks(self) -> set[int]:
+        """Blocks that some prefill worker may write now."""
+        lent = [
+            self.core.loans.find(handoff.handoff_id, grant.loan)
+            for handoff in list(self.ledger.handoffs.values())
+            for grant in handoff.grants
+        ]
+        return {block for loan in lent if loan is not None for block in loan.quarantined}
+
     async def status(self) -> dict:
         return await self.worker.status()
 
@@ -81,9 +102,11 @@ class Node:
         await worker._publisher.close()
         await worker._decode.close()
         pulling = [worker._prefill._pulling] if worker._prefill._pulling else []
-        for task in (*worker._tasks, *worker._prefill._serving, *pulling, self.running):
+        for task in (*worker._tasks, *pulling, self.running):
             task.cancel()
-        await worker._prefill._releases.close()
+        await worker._prefill._settling.close()
+        await worker._prefill._tasks.close()
+        await worker._prefill.handoffs.close()
         worker._watchdog.stop()
         worker._engine.close()
         worker._transfer.close()
@@ -209,7 +232,6 @@ class Cluster:
             config,
             MonotonicClock(),
             worker_id=worker_id,
-            remote_prefill_timeout_s=self.disagg.remote_prefill_timeout_s,
         )
         key = f"key of {worker_id}"
         settings = WorkerSettings(
@@ -237,7 +259,7 @@ class Cluster:
                 blocks = {
                     block for at, size in pieces for block in range(at // block_bytes, (at + size) // block_bytes)
                 }
-                granted = {block for grant in owner.core.ledger.grants() for block in grant.quarantined}
+                granted = owner.granted_blocks()
                 if not blocks <= granted:
                     self.late_writes.append(f"{transport!r} wrote {blocks - granted} of {owner.id}")
             return perform(post)
@@ -278,9 +300,13 @@ class Cluster:
     async def check_idle(self) -> None:
         """Every pool is whole and nothing is in use, once what is in flight has ended."""
         for node in self.nodes:
-            await self.until(lambda node=node: not node.core.has_unfinished())
+            # Entries that nobody waits for any more may still be pulled: those are computed until they are refused.
+            await self.until(
+                lambda node=node: (
+                    not node.core.has_unfinished() and node.core.pool.num_free == node.core.pool.num_blocks
+                )
+            )
             await node.worker._engine.call(lambda core: core.check_integrity())
-            assert node.core.metrics().kv_active_blocks == 0
 
     async def gone(self, node: Node) -> BaseException | None:
         """Wait until the worker has left by itself; what it ended with."""

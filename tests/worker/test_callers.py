@@ -13,7 +13,7 @@ from tests.worker.cluster import FRONTEND_KEY, WAIT_S, Cluster, Node, cluster, e
 
 from kvrelay.control.base import Discovery, Keys
 from kvrelay.control.memory import MemoryBroker
-from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffDone, HandoffGrant, HandoffReleased
+from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffDone, HandoffGrant, HandoffId, HandoffReleased
 from kvrelay.core.messages import (
     AbortRequest,
     AdminReply,
@@ -33,17 +33,17 @@ from kvrelay.worker.callers import MAY_SAY, Caller, CallerKind, Callers
 
 KEYS = Keys("default")
 GENERATE = GenerateRequest("r", "w", (1, 2, 3), SamplingParams())
+HANDOFF = HandoffId("d", 1)
 MESSAGES: list[Message] = [
     GENERATE,
     AbortRequest("r"),
     Ping(1),
     AdminRequest(1, "drain"),
-    HandoffClaim("h", "p", "same"),
-    HandoffReleased("h", 1, None, "p"),
-    HandoffReleased("h", 0, None, "p"),
-    HandoffDone("h", 1, 7, None, 0, 0.0),
-    HandoffAbandon("h", 1),
-    HandoffGrant("h", 1, (1,), 0),
+    HandoffClaim(HANDOFF, "p", "same"),
+    HandoffReleased(HANDOFF, "p"),
+    HandoffDone(HANDOFF, 1, 7, None, 0, 0.0),
+    HandoffAbandon(HANDOFF, 1),
+    HandoffGrant(HANDOFF, 1, (1,), 0),
     OutputBatch(()),
     RequestRefused("r", "no", 503, retryable=True),
     Pong(1, "w"),
@@ -148,7 +148,7 @@ async def test_an_open_request_plane_asks_nobody() -> None:
         assert all(callers.refusal("", message) is None for message in MESSAGES)
 
 
-@pytest.mark.parametrize("message", [HandoffClaim("h", "p", "same"), HandoffReleased("h", 1, None, "p")])
+@pytest.mark.parametrize("message", [HandoffClaim(HANDOFF, "p", "same"), HandoffReleased(HANDOFF, "p")])
 async def test_a_worker_speaks_for_itself_only(message: Message) -> None:
     async with watching() as (callers, _):
         assert callers.refusal(identity(CallerKind.WORKER, "q"), message) == "q speaks in the name of p"
@@ -188,7 +188,7 @@ class Rogue:
         if isinstance(message, HandoffGrant):
             self.grants.append(message)
 
-    def claim(self, handoff_id: str, name: str | None = None) -> None:
+    def claim(self, handoff_id: HandoffId, name: str | None = None) -> None:
         compatibility = self._node.worker._membership.kv_compatibility
         self.client.send(HandoffClaim(handoff_id, name or self.worker_id, compatibility))
 
@@ -214,7 +214,7 @@ async def test_a_frontend_gives_no_orders_and_claims_nothing() -> None:
         rogue = Rogue(shared, decode)
         await rogue.connect(FRONTEND_KEY)
         rogue.client.send(AdminRequest(1, "drain"))
-        rogue.claim("h", decode.id)
+        rogue.claim(HANDOFF, decode.id)
         rogue.client.send(Ping(1))
         await shared.until(lambda: bool(rogue.heard))
         assert rogue.heard == [Pong(1, decode.id, decode.worker._secret)]
@@ -232,18 +232,17 @@ async def test_a_worker_takes_no_hand_off_in_anothers_name() -> None:
         prefill.slow_down(0.05)
         client.send("r", prompt(1500))
         await shared.until(lambda: decode.worker._decode.num_open_grants == 1)
-        ((handoff_id, generation),) = decode.worker._decode._open_grants
+        (handoff_id,) = decode.ledger.handoffs
         rogue.claim(handoff_id, prefill.id)
         for message in (
-            HandoffReleased(handoff_id, generation, None, prefill.id),
-            HandoffReleased(handoff_id, 0, None, prefill.id),
-            HandoffReleased(handoff_id, generation, None, rogue.worker_id),
+            HandoffReleased(handoff_id, prefill.id),
+            HandoffReleased(handoff_id, rogue.worker_id),
             Ping(1),
         ):
             rogue.client.send(message)
         await shared.until(lambda: bool(rogue.heard))
         assert rogue.heard == [Pong(1, decode.id)]
-        assert (decode.core.ledger.num_grants, decode.worker._decode.num_open_grants) == (1, 1)
+        assert (decode.ledger.num_grants, decode.worker._decode.num_open_grants) == (1, 1)
         assert await client.answer("r") == expected(prompt(1500), 8)
         assert prefill.worker._prefill.stats.num_prefills == 1
         await rogue.lease.revoke()
@@ -259,9 +258,9 @@ async def test_blocks_return_from_a_claimant_that_is_gone() -> None:
         hold_claims(prefill)
         for number in range(6):
             client.send(f"r{number}", prompt(600, number))
-        ledger = decode.core.ledger
+        ledger = decode.ledger
         await shared.until(lambda: ledger.counters.num_opened == 6)
-        for handoff_id in [handoff.handoff_id for handoff in ledger.unclaimed()]:
+        for handoff_id in list(ledger.handoffs):
             rogue.claim(handoff_id)
         await shared.until(lambda: len(rogue.grants) == 6)
         await rogue.lease.revoke()
@@ -286,9 +285,9 @@ async def test_a_claimant_that_never_registered_gets_nothing() -> None:
         decode.worker._callers.learn(Caller(CallerKind.WORKER, rogue.worker_id), "key of the rogue")
         await rogue.connect()
         client.send("r", prompt(600))
-        ledger = decode.core.ledger
+        ledger = decode.ledger
         await shared.until(lambda: ledger.counters.num_opened == 1)
-        rogue.claim(ledger.unclaimed()[0].handoff_id)
+        rogue.claim(next(iter(ledger.handoffs)))
         assert await client.answer("r") == expected(prompt(600), 8)
         assert rogue.grants == []
         assert ledger.counters.num_granted == 0
@@ -305,9 +304,9 @@ async def test_a_change_of_role_gives_up_on_a_claimant_that_lives_and_says_nothi
         await rogue.register(prefill)
         await rogue.connect()
         client.send("r", prompt(600))
-        ledger = decode.core.ledger
+        ledger = decode.ledger
         await shared.until(lambda: ledger.counters.num_opened == 1)
-        rogue.claim(ledger.unclaimed()[0].handoff_id)
+        rogue.claim(next(iter(ledger.handoffs)))
         await shared.until(lambda: len(rogue.grants) == 1)
         client.abort("r")
         await shared.until(lambda: any(isinstance(message, HandoffAbandon) for message in rogue.heard))
@@ -317,8 +316,8 @@ async def test_a_change_of_role_gives_up_on_a_claimant_that_lives_and_says_nothi
         assert f"{rogue.grants[0].handoff_id} (rogue)" in caplog.text
         assert (ledger.num_grants, decode.core.pool.num_quarantined) == (1, len(rogue.grants[0].block_ids))
         await rogue.lease.revoke()
-        await shared.until(lambda: ledger.num_grants == 0)
-        assert decode.core.pool.num_quarantined == 0
+        await shared.until(lambda: decode.core.pool.num_quarantined == 0)
+        assert ledger.num_grants == 0
 
 
 async def test_a_decode_worker_takes_back_its_own_hand_offs_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,15 +325,14 @@ async def test_a_decode_worker_takes_back_its_own_hand_offs_only(monkeypatch: py
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         rogue = await shared.join(WorkerRole.DECODE)
-        await prefill.worker._peers.get(rogue.id, rogue.server.address)
+        prefill.worker._peers.remember(rogue.id, rogue.server.address)
+        await prefill.worker._peers.get(rogue.id)
         prefill.slow_down(0.05)
         client.send("r", prompt(1500))
-        await shared.until(
-            lambda: prefill.worker._prefill.num_handoffs == 1 and bool(prefill.worker._prefill._outgoing)
-        )
-        ((handoff_id, generation),) = decode.worker._decode._open_grants
+        await shared.until(lambda: prefill.worker._prefill.num_handoffs == decode.ledger.num_grants == 1)
+        (handoff_id,) = decode.ledger.handoffs
         (peer,) = [peer for peer in prefill.worker._peers._peers.values() if peer.worker_id == rogue.id]
-        prefill.worker._on_abandon(peer, HandoffAbandon(handoff_id, generation))
+        prefill.worker._prefill.handoffs.on_message(peer, HandoffAbandon(handoff_id, 1))
         assert await client.answer("r") == expected(prompt(1500), 8)
         assert prefill.worker._prefill.stats.num_prefills == 1
         assert prefill.worker._prefill.stats.num_abandoned == 0

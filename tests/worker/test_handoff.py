@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tests.worker.cluster import cluster, expected, prompt
 
-from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffGrant, HandoffRefused
+from kvrelay.core.handoff import HandoffDone, HandoffGrant, HandoffId
 from kvrelay.core.messages import encode_message
 from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ConfigError
@@ -55,19 +55,19 @@ async def test_hit_blocks_are_read_from_the_decode_worker():
 async def test_a_grant_of_blocks_that_cannot_be_is_given_up(forge):
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
-        grant = decode.worker._core.grant
+        send = decode.server.send
 
-        def forged(claim: HandoffClaim) -> HandoffGrant | HandoffRefused:
-            answer = grant(claim)
-            assert isinstance(answer, HandoffGrant)
-            return msgspec.structs.replace(answer, block_ids=forge(answer.block_ids))
+        def forging(peer, message):
+            if isinstance(message, HandoffGrant):
+                message = msgspec.structs.replace(message, block_ids=forge(message.block_ids))
+            return send(peer, message)
 
-        decode.worker._core.grant = forged
+        decode.server.send = forging
         client.send("forged", prompt(300))
         assert await client.answer("forged") == expected(prompt(300), 8)
         assert prefill.worker._prefill.stats.num_failed == 1
 
-        decode.worker._core.grant = grant
+        decode.server.send = send
         client.send("next", prompt(300, 5))
         assert await client.answer("next") == expected(prompt(300, 5), 8)
         assert prefill.worker._prefill.stats.num_prefills == 1
@@ -128,7 +128,7 @@ async def test_a_killed_prefill_worker_costs_time_only():
         shared.fabric.faults.delay_polls = 200
         for number in range(6):
             client.send(f"r{number}", prompt(600, number))
-        await shared.until(lambda: decode.core.ledger.num_grants > 0)
+        await shared.until(lambda: decode.ledger.num_grants > 0)
         await prefill.kill(shared)
         for number in range(6):
             assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
@@ -227,9 +227,9 @@ async def test_a_worker_of_several_ranks_prefills_itself_and_keeps_its_role():
 async def test_stale_and_forged_notifications_are_dropped():
     async with cluster() as shared:
         _, decode, client = await shared.pair()
-        decode.worker._decode.arrivals.notified(encode_message(HandoffDone("nobody", 1, 5, None, 0, 0.0)))
-        decode.worker._decode.arrivals.notified(b"garbage")
-        decode.worker._decode.arrivals.notified(b"")
+        decode.worker._decode.handoffs.notified(encode_message(HandoffDone(HandoffId("nobody", 1), 1, 5, None, 0, 0.0)))
+        decode.worker._decode.handoffs.notified(b"garbage")
+        decode.worker._decode.handoffs.notified(b"")
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
         assert decode.worker._decode.stats.num_stale == 1

@@ -15,6 +15,8 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.handoff import HandoffDone, HandoffGrant
 from kvrelay.core.messages import decode_message, encode_message
 from kvrelay.core.workers import WorkerRole
+from kvrelay.handoff.decode import DecodeState
+from kvrelay.handoff.prefill import PrefillState
 from kvrelay.transfer.base import TransferOp
 from kvrelay.worker import prefill_side
 
@@ -140,14 +142,14 @@ async def test_much_damage_among_many_requests():
 
 def tamper(node: Node, checksums: Callable[[HandoffDone], tuple[int, ...] | None]) -> None:
     """HandoffDone reaches ``node`` with other checksums than were sent."""
-    arrivals = node.worker._decode.arrivals
-    notified = arrivals.notified
+    handoffs = node.worker._decode.handoffs
+    notified = handoffs.notified
 
     def tampered(payload: bytes) -> None:
         message = decode_message(payload)
         notified(encode_message(msgspec.structs.replace(message, checksums=checksums(message))))
 
-    arrivals.notified = tampered
+    handoffs.notified = tampered
 
 
 @pytest.mark.parametrize(
@@ -191,14 +193,16 @@ async def test_hit_blocks_that_come_without_checksums_are_not_trusted_where_they
 
 
 async def test_abort_while_what_arrived_is_verified():
-    """The blocks may change hands then; what is found in them is of no interest."""
+    """The blocks stay lent until they have been read; what is found in them is of no interest."""
     async with cluster(transfer=CHECKED) as shared:
         prefill, decode, client = await shared.pair()
         waiting, go_on = decode.hold_checksums()
         client.send("r", prompt(320), max_tokens=3000)
         await asyncio.to_thread(waiting.wait)
+        (handoff,) = decode.ledger.handoffs.values()
         client.abort("r")
-        await shared.until(lambda: decode.core.ledger.num_grants == 0)
+        await shared.until(lambda: handoff.state is DecodeState.CLOSED)
+        assert decode.core.pool.num_quarantined == 20, "they are being read"
         decode.core.executor.pool.fill(0)
         go_on.set()
         await shared.until(lambda: decode.worker._decode.stats.num_stale == 1)
@@ -214,13 +218,13 @@ async def test_abort_before_what_was_computed_is_written():
         await asyncio.to_thread(waiting.wait)
         client.abort("r")
         await shared.until(lambda: prefill.core.has_unfinished() and not decode.core.num_requests)
-        (outgoing,) = prefill.worker._prefill._outgoing.values()
-        await shared.until(lambda: outgoing._error is not None)
+        (outgoing,) = prefill.outgoing.handoffs.values()
+        await shared.until(lambda: outgoing.state is PrefillState.STOPPING)
         assert prefill.core.metrics().kv_active_blocks > 0, "they are being read"
         go_on.set()
         await shared.until(lambda: prefill.worker._prefill.num_handoffs == 0)
         assert prefill.worker._prefill.stats.num_sent_bytes == 0
-        await shared.until(lambda: decode.core.ledger.num_grants == 0)
+        await shared.until(lambda: decode.ledger.num_grants == 0)
 
 
 async def test_a_claim_that_was_given_up_while_hits_were_checksummed(monkeypatch):
@@ -232,8 +236,8 @@ async def test_a_claim_that_was_given_up_while_hits_were_checksummed(monkeypatch
         await answers_are_right(client, r=BASE + prompt(320, 5))
         await shared.until(lambda: prefill.worker._prefill.num_handoffs == 0)
         go_on.set()
-        await shared.until(lambda: not decode.worker._decode._claims)
-        assert (decode.core.ledger.num_grants, decode.worker._decode.num_open_grants) == (0, 0)
+        await shared.until(lambda: not decode.ledger.handoffs)
+        assert (decode.ledger.num_grants, decode.worker._decode.num_open_grants) == (0, 0)
 
 
 @pytest.mark.parametrize("device_of", ["prefill", "decode"])
@@ -268,12 +272,12 @@ async def test_over_nixl():
 
 def damage_last_block(decode: Node) -> None:
     """Once a write has arrived, as if its last block had changed under way."""
-    arrivals, pool = decode.worker._decode.arrivals, decode.core.executor.pool
-    notified = arrivals.notified
+    handoffs, pool = decode.worker._decode.handoffs, decode.core.executor.pool
+    notified = handoffs.notified
 
     def damaged(payload: bytes) -> None:
         message = decode_message(payload)
-        pool[decode.core.ledger.find_grant(message.handoff_id, message.generation).quarantined[-1], 1, 0] ^= 1
+        pool[decode.ledger.handoffs[message.handoff_id].block_ids[-1], 1, 0] ^= 1
         notified(payload)
 
-    arrivals.notified = damaged
+    handoffs.notified = damaged

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.worker.cluster import Node, cluster, expected, prompt
 
 from kvrelay.core.workers import WorkerRole
-from kvrelay.engine.handoffs import HandoffCounters
+from kvrelay.handoff.decode import DecodeCounters
 from kvrelay.worker.metrics import PREFIX, WorkerMetrics
 from kvrelay.worker.worker import Worker
 
@@ -127,12 +127,12 @@ async def test_it_is_not_ready_while_it_finishes_for_another_role():
 
 async def test_a_new_count_becomes_a_metric_by_itself():
     @dataclasses.dataclass
-    class More(HandoffCounters):
+    class More(DecodeCounters):
         num_new_kind: int = 0
 
     async with cluster() as shared:
         node = await shared.join(WorkerRole.DECODE)
-        node.core.ledger.counters = More(num_new_kind=3)
+        node.ledger.counters = More(num_new_kind=3)
         assert samples(node.worker)["handoffs_new_kind_total"] == 3
 
 

@@ -1,26 +1,14 @@
-"""The hand-off of a prefill, decode-first: what the two workers say to each other.
+"""What workers say to each other about a hand-off, and what decode workers push to the prefill queue.
 
-    decode worker D                        queue                    prefill worker P
-      allocate blocks, REMOTE_PREFILLING
-      RemotePrefillRequest ──────push───────> │
-                                              │ ──pull──>  may I? HandoffClaim ──rpc──> D
-      generation += 1, note the claimant  <─────────────────────────────────────────────┘
-      HandoffGrant(generation, block ids) ──rpc──────────> read hit blocks from D's pool
-                                                           compute a chunk, write its blocks into D's pool, ...
-      <───── HandoffDone(generation, first token): the notification of the last write, or an rpc behind it
-      RUNNING
+The protocol, the order of these messages, and who owns which blocks meanwhile: ``kvrelay/handoff/base.py``. These are
+the values only; they live here since the request plane and the prefill queue carry them.
 
-    When it does not end like that, P says HandoffReleased(generation) as soon as it has stopped, and says it again over
-    a new connection if the old one breaks; with generation 0 if it does not know whether its claim was granted.
+    P to D    HandoffClaim, HandoffDone (or HandoffReady, pull), HandoffReleased
+    D to P    HandoffGrant or HandoffRefused, HandoffAbandon, HandoffFetched (pull)
 
 Checksums. A hand-off is checksummed in both directions when either end asks for it: P by ``wants_checksums`` in its
 claim, D by the checksums in its grant. P then sends those of the blocks that it writes, and verifies the hit blocks
-that it reads; D verifies what was written before it takes HandoffDone for done.
-
-Ownership (design, section 4). Before a claim is granted nobody may write, so D frees the blocks at once when the
-request ends. After a grant, P may write until D has heard HandoffDone or HandoffReleased of that generation from P,
-or P's lease has ended and its connection is torn down; until then the blocks are quarantined, whatever becomes of the
-request. A claim, a notification or a release of another generation than the current one is refused and counted.
+that it reads; D verifies what has arrived before its request goes on.
 """
 
 from __future__ import annotations
@@ -50,6 +38,19 @@ class KvDirection(enum.StrEnum):
     """P keeps its blocks until D has read them (GET)."""
 
 
+class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One hand-off of one incarnation of a decode worker: its id is new at every start, ``number`` counts from 1.
+
+    Worth something only if ``decode_worker_id`` is the one that says it.
+    """
+
+    decode_worker_id: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.decode_worker_id}#{self.number}"
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of one token; ``rank`` is 1 for the likeliest."""
 
@@ -75,7 +76,7 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     locally by then (0: never). A duration, because no two machines' clocks are ever compared.
     """
 
-    handoff_id: str
+    handoff_id: HandoffId
     decode_worker_id: str
     decode_address: str
     model: str
@@ -98,57 +99,59 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
 
 
 class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
-    """P to D: I hold the queue entry; may I compute it? ``wants_checksums``: P will not trust hit blocks without."""
+    """P to D: I have the request and compute it; may I touch your blocks?
 
-    handoff_id: str
+    ``wants_checksums``: P will not trust hit blocks without. ``term`` is P's (``KvMetadata.term``).
+    """
+
+    handoff_id: HandoffId
     prefill_worker_id: str
     kv_compatibility: str
     wants_checksums: bool = False
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
-    lease_id: str = ""
+    term: int = 0
 
 
 class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
     """D to P: yes. From here on D's ``block_ids`` are quarantined until this generation is done or released.
 
     The ids override those of the queue entry: a second claimant gets fresh blocks. ``checksums``: one per hit block
-    (those of the first ``num_cached_tokens``), in order; that they are there, be it for no block, asks P for its own.
+    (those of the first ``num_cached_tokens``), in order. If not None (even empty), P must checksum what it
+    writes. ``term`` is D's.
     """
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int
     block_ids: tuple[int, ...]
     num_cached_tokens: int
     checksums: tuple[int, ...] | None = None
     direction: KvDirection = KvDirection.PUSH
-    lease_id: str = ""
+    term: int = 0
 
 
 class HandoffRefused(msgspec.Struct, frozen=True, tag=True):
     """D to P: no (the request is gone, prefilled locally, claimed by a live peer, or the pools do not match)."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     reason: str
 
 
 class HandoffAbandon(msgspec.Struct, frozen=True, tag=True):
-    """D to P: nobody waits for it any more; stop writing and answer HandoffReleased."""
+    """D to P: nobody waits for it any more, and nobody reads from you; stop writing and answer HandoffReleased."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int
 
 
 class HandoffReleased(msgspec.Struct, frozen=True, tag=True):
-    """P to D: I have stopped, no write of this generation will follow. ``error`` says why when P gave up itself.
+    """P to D: I touch nothing of this hand-off any more, whatever I was or will be granted, and never claim it again.
 
-    Generation 0: of no generation that was or will be granted to ``prefill_worker_id``; it never claims this hand-off
-    again.
+    ``error`` says why, for the log.
     """
 
-    handoff_id: str
-    generation: int
+    handoff_id: HandoffId
+    prefill_worker_id: str
     error: str | None = None
-    prefill_worker_id: str = ""
 
 
 class HandoffDone(msgspec.Struct, frozen=True, tag=True):
@@ -158,7 +161,7 @@ class HandoffDone(msgspec.Struct, frozen=True, tag=True):
     order of the request's blocks; computed from P's memory before the block was sent.
     """
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int
     token_id: int
     logprobs: PositionLogprobs | None
@@ -173,7 +176,7 @@ class HandoffReady(msgspec.Struct, frozen=True, tag=True):
     P keeps them until it hears HandoffFetched or HandoffAbandon, or D is fenced, and repeats this until then.
     """
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int
     block_ids: tuple[int, ...]
     token_id: int
@@ -185,5 +188,5 @@ class HandoffReady(msgspec.Struct, frozen=True, tag=True):
 class HandoffFetched(msgspec.Struct, frozen=True, tag=True):
     """D to P, pull only: D has read everything and reads no more."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int

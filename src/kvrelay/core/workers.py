@@ -84,6 +84,7 @@ class KvMetadata(msgspec.Struct, frozen=True):
     worker's memory; block b lies at ``address + b * block_bytes``. ``public_key`` is the one of ``WorkerInfo``: a
     worker that drains has left the list of workers, but its hand-offs go on. The worker calls others with the same key,
     and is known by it. ``lease_ttl_s``: it may write for so long after its last sign of life.
+    ``term`` rises when it has withdrawn everything that it had begun (``handoff/leases.py``).
     """
 
     worker_id: WorkerId
@@ -98,6 +99,7 @@ class KvMetadata(msgspec.Struct, frozen=True):
     kv_compatibility: Name
     public_key: Name = ""
     lease_ttl_s: LeaseTime = 10.0
+    term: Count = 0
     version: int = 1
 
 

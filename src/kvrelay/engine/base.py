@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.events import KvEvent
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
@@ -148,12 +148,12 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefillStart:
-    """Decode side: blocks are allocated, the request is REMOTE_PREFILLING; push it to the prefill queue.
+    """Decode side: the request is REMOTE_PREFILLING, and its blocks are lent to a hand-off as loan 1.
 
     ``block_ids`` cover all ``token_ids``; the first ``num_cached_tokens`` (full blocks) are computed already.
     """
 
-    handoff_id: str
+    handoff_id: HandoffId
     request_id: str
     token_ids: tuple[int, ...]
     num_output_tokens: int
@@ -198,6 +198,8 @@ class StepOutput:
 
     outputs: list[TokenOutput] = field(default_factory=list)
     remote_prefills: list[RemotePrefillStart] = field(default_factory=list)
+    closed_handoffs: list[HandoffId] = field(default_factory=list)
+    """Decode side: their requests have ended by themselves."""
     kv_loads: list[KvLoad] = field(default_factory=list)
     handoff_chunks: list[HandoffChunk] = field(default_factory=list)
     kv_events: list[KvEvent] = field(default_factory=list)

@@ -1,11 +1,11 @@
 """The engine: schedule, execute, update; and the orders that a worker gives between two steps.
 
-It owns the scheduler, the block pool, the hand-off ledger and the executor, and is driven by one thread. It does not
+It owns the scheduler, the block pool, the loans to hand-offs and the executor, and is driven by one thread. It does not
 know sockets, queues or transports. A worker calls ``step()`` while ``has_work()`` and carries out what the StepOutput
 says; everything that peers answer comes back through the methods below, between steps.
 
-Who frees what. Blocks of a finished request are free at once, except: those granted to a prefill worker (the ledger
-quarantines them until it has stopped), and those of a hand-off in sending (until ``sending_finished``).
+Who frees what. Blocks of a finished request are free at once, except: those lent to a hand-off (``loans.py``; the
+hand-off ledger says when a loan ends), and those of a hand-off in sending (until ``sending_finished``).
 """
 
 from __future__ import annotations
@@ -17,20 +17,13 @@ from collections.abc import Callable, Sequence
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEvent, LoadMetrics
-from kvrelay.core.handoff import (
-    HandoffAbandon,
-    HandoffClaim,
-    HandoffDone,
-    HandoffGrant,
-    HandoffRefused,
-    HandoffReleased,
-)
+from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.base import Executor, RemotePrefillStart, StepOutput
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.handoffs import HandoffLedger
+from kvrelay.engine.loans import Loans
 from kvrelay.engine.overload import Overload
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
 from kvrelay.engine.scheduler import Scheduler
@@ -47,9 +40,7 @@ from kvrelay.errors import (
 class EngineCore:
     """One engine. Not thread-safe: all calls come from the thread that steps it.
 
-    ``seed`` is what requests without a seed draw theirs from. ``remote_prefill_timeout_s``: a remote prefill that
-    nobody has claimed by then is computed here; ``handoff_timeout_s``: the same for one that was claimed and is not
-    done; ``max_handoff_attempts``: how many claims one hand-off may see.
+    ``seed`` is what requests without a seed draw theirs from.
     """
 
     def __init__(
@@ -61,15 +52,11 @@ class EngineCore:
         worker_id: str,
         exclusive_prefill: bool = False,
         seed: int = 0,
-        remote_prefill_timeout_s: float = 30.0,
-        handoff_timeout_s: float = 120.0,
-        max_handoff_attempts: int = 2,
     ) -> None:
         self.executor = executor
         self.config = config
         self.worker_id = worker_id
         self._clock = clock
-        self._remote_prefill_timeout_s = remote_prefill_timeout_s
         self._random = random.Random(seed)
         self._num_arrived = 0
         self._num_metrics = 0
@@ -79,9 +66,10 @@ class EngineCore:
             executor.kv_layout.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self.ledger = HandoffLedger(
-            self.pool, worker_id, grant_timeout_s=handoff_timeout_s, max_attempts=max_handoff_attempts
-        )
+        self.loans = Loans(self.pool)
+        self._remote: dict[HandoffId, Request] = {}
+        """Requests that wait for a hand-off."""
+        self._num_handoffs = 0
         self.scheduler = Scheduler(
             self.pool,
             clock,
@@ -98,7 +86,7 @@ class EngineCore:
         """Longest prompt plus answer, in tokens: the model's limit, the configured one, and the whole pool."""
 
     def __repr__(self) -> str:
-        return f"EngineCore({self.worker_id}, {self.scheduler!r}, {self.ledger!r})"
+        return f"EngineCore({self.worker_id}, {self.scheduler!r}, {len(self.loans)} loans)"
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -112,7 +100,8 @@ class EngineCore:
         self._raise_if_dead()
         work = self.scheduler.schedule()
         news = self.scheduler.output
-        if work is not None and announce is not None and (news.outputs or news.remote_prefills or news.kv_loads):
+        is_news = news.outputs or news.remote_prefills or news.closed_handoffs or news.kv_loads
+        if work is not None and announce is not None and is_news:
             announce(self._take_output())
         try:
             if work is None:
@@ -132,7 +121,7 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         """Whether requests or hand-offs are in progress, those that wait for a transfer included."""
-        return bool(self.scheduler.requests) or self.ledger.num_grants > 0
+        return bool(self.scheduler.requests) or len(self.loans) > 0
 
     @property
     def num_requests(self) -> int:
@@ -147,7 +136,12 @@ class EngineCore:
     def _has_news(self) -> bool:
         output = self.scheduler.output
         return bool(
-            output.outputs or output.remote_prefills or output.kv_loads or output.handoff_chunks or self.pool.has_events
+            output.outputs
+            or output.remote_prefills
+            or output.closed_handoffs
+            or output.kv_loads
+            or output.handoff_chunks
+            or self.pool.has_events
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -226,118 +220,71 @@ class EngineCore:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.REMOTE_PREFILLING and request.handoff_id is not None:
-            self.ledger.close(request.handoff_id)
+            del self._remote[request.handoff_id]
+            self.scheduler.output.closed_handoffs.append(request.handoff_id)
         self.scheduler.abort(request, reason)
 
     # -- remote prefills: this is the decode side ---------------------------------------------------------------------
 
-    def grant(self, claim: HandoffClaim) -> HandoffGrant | HandoffRefused:
-        """A prefill worker asks for a hand-off. The KV compatibility is the worker's to check."""
-        answer = self.ledger.grant(claim, self._clock.now())
-        handoff = self.ledger.find(claim.handoff_id)
-        if handoff is None:
-            return answer
-        if isinstance(answer, HandoffGrant):
-            self.scheduler.requests[handoff.request_id].block_ids = list(answer.block_ids)
-        elif self.ledger.is_exhausted(handoff):
-            self._compute_here(handoff.request_id)
-        return answer
+    def resume_handoff(
+        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+    ) -> bool:
+        """The blocks of ``loan`` hold the KV of the request that waits for this hand-off, and here is its first token.
 
-    def drain_abandons(self) -> list[tuple[str, HandoffAbandon]]:
-        """Claimant's worker id and message, for each grant that was withdrawn since the last call.
-
-        To be called after each step and after each order; ``has_work`` does not look at these.
+        False: nobody waits for it any more, or the token cannot be one; then it is computed here.
         """
-        return self.ledger.drain_abandons()
-
-    def remote_prefill_done(self, message: HandoffDone) -> bool:
-        """The KV and the first token have arrived. False: stale, dropped and counted, or of no use."""
-        handoff = self.ledger.done(message)
-        if handoff is None:
+        request = self._remote.pop(handoff_id, None)
+        lent = self.loans.find(handoff_id, loan)
+        if request is None or lent is None:
             return False
-        request = self.scheduler.requests[handoff.request_id]
-        if not 0 <= message.token_id < self.executor.vocab_size:
+        if not 0 <= token_id < self.executor.vocab_size:
             self.scheduler.remote_lost(request)
             return False
+        if tuple(request.block_ids) != lent.block_ids:
+            self.pool.acquire(lent.block_ids)
+            self.pool.release(request.block_ids)
+            request.block_ids = list(lent.block_ids)
         request.handoff_id = None
-        self.scheduler.remote_done(request, message.token_id, message.logprobs)
+        self.scheduler.remote_done(request, token_id, logprobs)
         return True
 
-    def remote_prefill_damaged(self, message: HandoffDone) -> bool:
-        """The claimant is done, but its blocks do not hold what it sent: the grant ends, the request is computed here.
+    def compute_handoff_here(self, handoff_id: HandoffId) -> None:
+        """No KV will come of it: its request, if it still waits, is computed here in other blocks."""
+        request = self._remote.pop(handoff_id, None)
+        if request is not None:
+            self.scheduler.remote_lost(request)
 
-        False: stale, dropped and counted.
-        """
-        handoff = self.ledger.done(message)
-        if handoff is None:
-            return False
-        self.scheduler.remote_lost(self.scheduler.requests[handoff.request_id])
-        return True
+    def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
+        """Blocks for a later claimant, lent as ``loan``; None if nobody waits or there are none."""
+        if handoff_id not in self._remote:
+            return None
+        before = self.loans.find(handoff_id, loan - 1)
+        lent = None if before is None else self.loans.lend_fresh(handoff_id, loan, before)
+        return None if lent is None else lent.block_ids
 
-    def handoff_released(self, message: HandoffReleased) -> None:
-        """The claimant has stopped writing: its blocks come back, and a request that still waits is computed here."""
-        request_id = self.ledger.released(message)
-        if request_id is not None:
-            self.scheduler.remote_lost(self.scheduler.requests[request_id])
+    def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
+        """No peer touches its blocks any more."""
+        self.loans.end(handoff_id, loan)
 
-    def remote_prefill_failed(self, name: str, reason: str) -> bool:
-        """The hand-off or request of this name will not be prefilled elsewhere: compute it here.
-
-        Granted blocks stay quarantined. False: nobody waits for it. ``reason`` is for the log of who calls.
-        """
-        handoff = self.ledger.find(name)
-        return self._compute_here(handoff.request_id if handoff is not None else name)
-
-    def claimant_lost(self, handoff_id: str, generation: int) -> None:
-        """The connection that this grant went over broke, or the claimant's lease has ended, but its writes may go on:
-        a request that waits for it is computed here in other blocks; the grant stays until it is released or fenced."""
-        handoff = self.ledger.find(handoff_id)
-        if handoff is not None and handoff.generation == generation:
-            self._compute_here(handoff.request_id)
-
-    def peer_gone(self, worker_id: str) -> None:
-        """A prefill worker is fenced (lease ended, connection torn down): its grants end here."""
-        for request_id in self.ledger.peer_gone(worker_id):
-            self.scheduler.remote_lost(self.scheduler.requests[request_id])
-
-    def expire_handoffs(self, now_s: float | None = None) -> int:
-        """Compute here what has waited for a remote prefill past its deadline. Returns how many."""
-        late = self.ledger.expired(self._clock.now() if now_s is None else now_s)
-        for handoff in late:
-            self._compute_here(handoff.request_id)
-        return len(late)
-
-    def take_back_unclaimed(self) -> None:
-        """There is no prefill worker left: compute here what none of them has claimed, and what was to be sent away."""
+    def keep_prefills_here(self) -> None:
+        """There is no prefill worker left: compute here what was to be sent away."""
         self.scheduler.admission.keep_here()
-        for handoff in self.ledger.unclaimed():
-            self._compute_here(handoff.request_id)
-
-    def _compute_here(self, request_id: str) -> bool:
-        request = self.scheduler.requests.get(request_id)
-        if request is None or request.status is not RequestStatus.REMOTE_PREFILLING or request.handoff_id is None:
-            return False
-        self.ledger.close(request.handoff_id)
-        self.scheduler.remote_lost(request)
-        return True
 
     def _start_remote(self, request: Request) -> None:
-        handoff = self.ledger.open(
-            request.request_id,
-            tuple(request.block_ids),
-            request.num_cached_blocks,
-            self._clock.now() + self._remote_prefill_timeout_s,
-        )
-        request.handoff_id = handoff.handoff_id
+        self._num_handoffs += 1
+        handoff_id = HandoffId(self.worker_id, self._num_handoffs)
+        request.handoff_id = handoff_id
+        self._remote[handoff_id] = request
+        lent = self.loans.lend(handoff_id, request.block_ids, request.num_cached_blocks)
         self.scheduler.output.remote_prefills.append(
             RemotePrefillStart(
-                handoff_id=handoff.handoff_id,
+                handoff_id=handoff_id,
                 request_id=request.request_id,
                 token_ids=tuple(request.token_ids),
                 num_output_tokens=request.num_output_tokens,
                 sampling=request.sampling,
                 seed=request.seed,
-                block_ids=handoff.block_ids,
+                block_ids=lent.block_ids,
                 num_cached_tokens=request.num_computed_tokens,
                 priority=request.priority,
             )
@@ -390,15 +337,15 @@ class EngineCore:
         self.pool.clear_cache()
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless each block is where the requests and grants say it is, and counts are true."""
+        """Raise IntegrityError unless each block is where the requests and loans say it is, and counts are true."""
         self.pool.check_integrity()
         owners: Counter[int] = Counter()
         for request in self.scheduler.requests.values():
             owners.update(request.block_ids)
         quarantined: Counter[int] = Counter()
-        for grant in self.ledger.grants():
-            owners.update(grant.pinned)
-            quarantined.update(grant.quarantined)
+        for loan in self.loans:
+            owners.update(loan.block_ids)
+            quarantined.update(loan.quarantined)
         for block_id in range(self.pool.num_blocks):
             if self.pool.num_refs(block_id) != owners[block_id]:
                 raise IntegrityError(f"block {block_id} has {owners[block_id]} owners: {self.pool.describe(block_id)}")
@@ -407,7 +354,7 @@ class EngineCore:
         if num_waiting_blocks != self.scheduler.admission.num_waiting_blocks:
             raise IntegrityError(f"requests wait for {num_waiting_blocks} blocks: {self.scheduler.admission!r}")
         if quarantined.total() != self.pool.num_quarantined or set(quarantined.values()) - {1}:
-            raise IntegrityError(f"grants cover {quarantined.total()} blocks, {self.pool.num_quarantined} quarantined")
+            raise IntegrityError(f"loans cover {quarantined.total()} blocks, {self.pool.num_quarantined} quarantined")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -416,7 +363,7 @@ class EngineCore:
             raise self._dead
 
     def _die(self, cause: Exception) -> StepOutput:
-        """Fail every request. Nothing is computed any more, but ledger and pool stay true."""
+        """Fail every request. Nothing is computed any more, but loans and pool stay true."""
         reason = cause.message if isinstance(cause, KvrelayError) else repr(cause)
         self._dead = EngineDeadError(f"the executor failed: {reason}")
         self._dead.__cause__ = cause

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus, check_transition
@@ -108,7 +108,7 @@ class Request:
         """Prefix hit at first admission; what clients are told."""
         self.first_output_sent = False
         self.prompt_logprobs: list[PositionLogprobs | None] = []
-        self.handoff_id: str | None = None
+        self.handoff_id: HandoffId | None = None
         self.num_sent_blocks = 0
         """HANDOFF: leading blocks that the decode worker holds or that were given to the sender."""
         self.ending: FinishReason | None = None

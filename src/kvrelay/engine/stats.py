@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.handoffs import HandoffCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +23,16 @@ class EngineStats:
     num_blocks_in_use: int
     num_blocks_quarantined: int
     num_blocks_demanded: int
-    num_open_handoffs: int
-    num_grants: int
     num_queried_tokens: int
     num_hit_tokens: int
     num_prefill_tokens: int
     num_generated_tokens: int
     num_preemptions: int
-    handoffs: HandoffCounters
 
 
 def engine_stats(core: EngineCore) -> EngineStats:
     """May be called from any thread."""
-    scheduler, pool, ledger = core.scheduler, core.pool, core.ledger
+    scheduler, pool = core.scheduler, core.pool
     return EngineStats(
         num_running=scheduler.num_admitted,
         num_waiting=scheduler.num_waiting,
@@ -44,12 +40,9 @@ def engine_stats(core: EngineCore) -> EngineStats:
         num_blocks_in_use=pool.num_blocks - pool.num_free,
         num_blocks_quarantined=pool.num_quarantined,
         num_blocks_demanded=scheduler.num_demanded_blocks,
-        num_open_handoffs=ledger.num_open,
-        num_grants=ledger.num_grants,
         num_queried_tokens=scheduler.admission.num_queried_tokens,
         num_hit_tokens=scheduler.admission.num_hit_tokens,
         num_prefill_tokens=scheduler.num_prefill_tokens,
         num_generated_tokens=scheduler.num_generated_tokens,
         num_preemptions=scheduler.num_preemptions,
-        handoffs=ledger.counters,
     )

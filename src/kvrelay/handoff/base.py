@@ -64,13 +64,12 @@ What fences stale work, in one place. Each number answers one question; none is 
     generation     whose grant of this hand-off is current?      raised by each grant; it also counts attempts, which
                                                                  ``max_attempts`` bounds
     hand-off id    which hand-off of which incarnation of D?     names D's worker id, which is new at every start
-    lease id       was it begun under the lease that we know?    claim and grant carry their sender's. A ledger acts
-                                                                 only for a lease that it has seen in discovery, so
-                                                                 what it sees end fences all that was begun before
+    term           was it begun under the registration that we   each worker counts its own: how often it has lost its
+                   know?                                         lease, or withdrawn everything, and registered anew.
+                                                                 Claim and grant carry it; a ledger acts only in terms
+                                                                 that it has seen in discovery, so what it sees end
+                                                                 fences everything that was begun before
     loan           which blocks of this hand-off?                between D's ledger and D's engine, never sent
-    transfer term  was it submitted under our lease of now?      in the transfer thread; a lost lease raises it. The
-                                                                 ledger needs none: LeaseLost stops each hand-off, and a
-                                                                 stopped one submits nothing
     epoch          which role does this worker advertise?        in discovery and KV events; no part of this room
 
 Failures are told apart by type (``EndReason``), never by their text.
@@ -112,6 +111,8 @@ class EndReason(enum.StrEnum):
     LEASE_LOST = "this worker's lease was lost"
     LEAVING = "this worker leaves"
     TRANSFER_FAILED = "a transfer failed"
+    EXPIRED = "it waited in the queue for too long"
+    WRONG_MODEL = "it is for another model"
     CHECKSUM_FAILED = "computed KV could not be checksummed"
 
 
@@ -120,7 +121,7 @@ class RefusalReason(enum.StrEnum):
 
     INCOMPATIBLE = "KV is not compatible"
     LEASE_ENDED = "the claimant's lease has ended"
-    LEASE_UNKNOWN = "the claimant's lease is unknown"
+    TERM_UNKNOWN = "the claimant is not registered in this term"
     UNKNOWN = "nobody waits for this hand-off"
     GIVEN_UP = "the claimant has given it up"
     ANOTHER_CLAIMANT = "it is meant for another worker"

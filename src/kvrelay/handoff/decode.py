@@ -25,6 +25,7 @@ from kvrelay.core.handoff import (
     HandoffDone,
     HandoffFetched,
     HandoffGrant,
+    HandoffId,
     HandoffReady,
     HandoffRefused,
     KvDirection,
@@ -117,8 +118,8 @@ class DecodeRules:
     """Claimed and not done by then, it is computed here."""
     max_attempts: int = 2
     """Claims that are granted before the request is computed here."""
-    early_claim_timeout_s: float = 5.0
-    """How long a prefill-first claim waits for its request."""
+    early_claim_timeout_s: float = 1.0
+    """How long a claim waits for its request (prefill-first), or for its claimant's term to be known."""
     abandon_repeat_s: float = 2.0
     can_replace_blocks: bool = True
     """Whether the engine can give a waiting request other blocks. If not, a later claimant is refused, and the request
@@ -139,8 +140,6 @@ class DecodeCounters:
     num_abandoned: int = 0
     num_expired: int = 0
     num_fenced: int = 0
-    num_damaged: int = 0
-    num_verified_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -158,15 +157,15 @@ class Turn:
 class DecodeHandoff:
     """The state machine. Every field holds an immutable value. Methods are events; ``settle`` follows each of them."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     request_id: str
     direction: KvDirection
     claimant: str | None
     block_ids: tuple[int, ...]
     num_hit_blocks: int
     deadline_s: float
-    lease_id: str = ""
-    """Our own lease when it was opened."""
+    term: int = 0
+    """Our own when it was opened."""
     loans: tuple[int, ...] = ()
     """Loans that the engine has not got back."""
     loan: int = 0
@@ -281,7 +280,7 @@ class DecodeHandoff:
             num_cached_tokens=self.num_hit_blocks * turn.rules.block_size,
             checksums=checksums,
             direction=self.direction,
-            lease_id=self.lease_id,
+            term=self.term,
         )
         turn.out.append(SendGrant(grant.worker_id, grant.connection, message))
 
@@ -375,10 +374,8 @@ class DecodeHandoff:
         if self.state is not DecodeState.VERIFYING:
             turn.counters.num_stale += 1
         elif ok:
-            turn.counters.num_verified_blocks += len(self.block_ids) - self.num_hit_blocks
             self._resume(turn)
         else:
-            turn.counters.num_damaged += 1
             self.compute_here(EndReason.KV_DAMAGED, turn)
 
     def _resume(self, turn: Turn) -> None:

@@ -14,6 +14,7 @@ from kvrelay.core.handoff import (
     HandoffDone,
     HandoffFetched,
     HandoffGrant,
+    HandoffId,
     HandoffOrder,
     HandoffReady,
     HandoffRefused,
@@ -31,31 +32,31 @@ class Opened:
 
     The first ``num_hit_blocks`` are computed already. Pull may open without blocks: they are asked for when P is ready.
     ``claimant``: the one prefill worker that may claim it (prefill-first); None: any (decode-first).
-    ``lease_id`` is our own lease of now; pull needs it.
+    ``term`` is our own; pull needs it.
     """
 
-    handoff_id: str
+    handoff_id: HandoffId
     request_id: str
     block_ids: tuple[int, ...]
     num_hit_blocks: int
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     direction: KvDirection = KvDirection.PUSH
     claimant: str | None = None
-    lease_id: str = ""
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
     """The request has ended by itself (cancelled, failed)."""
 
-    handoff_id: str
+    handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class PushFailed:
     """The queue did not take the entry."""
 
-    handoff_id: str
+    handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Claimed:
 class Allocated:
     """The engine's answer to Allocate: blocks for the whole request, fresh beyond its hits; None: it has none."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     loan: int
     block_ids: tuple[int, ...] | None
 
@@ -79,7 +80,7 @@ class Allocated:
 class HitsChecksummed:
     """The answer to ChecksumHits; None if the blocks could not be read."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int
     checksums: tuple[int, ...] | None
 
@@ -88,7 +89,7 @@ class HitsChecksummed:
 class GrantNotSent:
     """SendGrant found no connection: its claimant will never know of the grant."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int
 
 
@@ -111,7 +112,7 @@ class Ready:
 class ReadEnded:
     """Pull: the answer to Read. No read of ours touches either side's blocks any more."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int
     ok: bool
 
@@ -120,7 +121,7 @@ class ReadEnded:
 class Verified:
     """The answer to Verify: whether the blocks hold what was sent."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int
     ok: bool
 
@@ -141,11 +142,11 @@ class ConnectionLost:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A worker has a lease of ``ttl_s`` seconds."""
+    """A worker has a lease of ``ttl_s`` seconds, and is in this term."""
 
     worker_id: str
     ttl_s: float
-    lease_id: str
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ DecodeEvent = (
 class Push:
     """Put the entry of a hand-off into the prefill queue. PushFailed if that is impossible."""
 
-    handoff_id: str
+    handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ class Allocate:
     The request keeps those that it has until Resume names a loan.
     """
 
-    handoff_id: str
+    handoff_id: HandoffId
     loan: int
 
 
@@ -216,7 +217,7 @@ class Allocate:
 class ChecksumHits:
     """Checksum these hit blocks. Answered by HitsChecksummed."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int
     block_ids: tuple[int, ...]
 
@@ -242,7 +243,7 @@ class Send:
 class Read:
     """Pull: read P's blocks into ours. Answered by ReadEnded, when nothing of it moves any more."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int
     worker_id: str
     remote_block_ids: tuple[int, ...]
@@ -253,7 +254,7 @@ class Read:
 class Verify:
     """Compare what has arrived in ``block_ids`` with ``checksums`` (None: none were sent). Answered by Verified."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int
     worker_id: str
     block_ids: tuple[int, ...]
@@ -264,7 +265,7 @@ class Verify:
 class EndLoan:
     """No peer touches the blocks of this loan any more: they are the engine's."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     loan: int
 
 
@@ -275,7 +276,7 @@ class Resume:
     Comes at most once for a hand-off, before the loan's end.
     """
 
-    handoff_id: str
+    handoff_id: HandoffId
     request_id: str
     loan: int
     message: HandoffDone | HandoffReady
@@ -285,7 +286,7 @@ class Resume:
 class ComputeHere:
     """No KV will come. A loan that is still out keeps its blocks: use others."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     request_id: str
     reason: EndReason
 

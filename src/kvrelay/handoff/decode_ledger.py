@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffOrder, KvDirection
+from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffId, HandoffOrder, KvDirection
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason
 from kvrelay.handoff.decode import (
     DecodeCounters,
@@ -52,23 +52,23 @@ MAX_EARLY = 1024
 
 @dataclass(frozen=True, slots=True)
 class EarlyClaim:
-    """A claim whose request has not come yet (prefill-first), or whose claimant's lease is not known yet."""
+    """A claim whose request has not come yet (prefill-first), or whose claimant's term is not known yet."""
 
     event: Claimed
     until_s: float
 
 
 class DecodeLedger:
-    """One per decode worker. ``handle`` is the only way in; calls must not overlap. ``worker_id`` is D's own."""
+    """One per decode worker. ``handle`` is the only way in; its calls must not overlap."""
 
     def __init__(self, rules: DecodeRules) -> None:
         self.rules = rules
         self.counters = DecodeCounters()
-        self.handoffs: dict[str, DecodeHandoff] = {}
+        self.handoffs: dict[HandoffId, DecodeHandoff] = {}
         self.leases = PeerLeases()
         self.connections: dict[str, Connection] = {}
         """By claimant: the connection that it was heard on last."""
-        self.early: dict[tuple[str, str], EarlyClaim] = {}
+        self.early: dict[tuple[HandoffId, str], EarlyClaim] = {}
 
     def __repr__(self) -> str:
         return f"DecodeLedger({self.num_open} open, {self.num_grants} grants, {self.counters})"
@@ -76,12 +76,12 @@ class DecodeLedger:
     @property
     def num_open(self) -> int:
         """Hand-offs whose requests wait for them."""
-        return sum(handoff.state is not DecodeState.CLOSED for handoff in self.handoffs.values())
+        return sum(handoff.state is not DecodeState.CLOSED for handoff in list(self.handoffs.values()))
 
     @property
     def num_grants(self) -> int:
         """Permissions that are out: until these are zero, peers may touch our memory."""
-        return sum(len(handoff.grants) for handoff in self.handoffs.values())
+        return sum(len(handoff.grants) for handoff in list(self.handoffs.values()))
 
     def handle(self, event: DecodeEvent, now_s: float) -> list[DecodeAction]:
         """Take in what has happened at ``now_s`` (monotonic); what is to be done, in order."""
@@ -113,7 +113,7 @@ class DecodeLedger:
             claimant=event.claimant,
             block_ids=event.block_ids,
             num_hit_blocks=event.num_hit_blocks,
-            lease_id=event.lease_id,
+            term=event.term,
             deadline_s=turn.now_s + self.rules.remote_prefill_timeout_s,
             loans=(1,) if has_blocks else (),
             loan=1 if has_blocks else 0,
@@ -153,16 +153,16 @@ class DecodeLedger:
         if claim.kv_compatibility != self.rules.kv_compatibility:
             refuse(event, RefusalReason.INCOMPATIBLE, turn)
             handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_REFUSED, turn)
-        elif self.leases.has_ended(claim.prefill_worker_id, claim.lease_id):
+        elif self.leases.is_over(claim.prefill_worker_id, claim.term):
             refuse(event, RefusalReason.LEASE_ENDED, turn)
             handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_LEASE_ENDED, turn)
-        elif self.leases.is_live(claim.prefill_worker_id, claim.lease_id):
+        elif self.leases.is_live(claim.prefill_worker_id, claim.term):
             handoff.claimed(event, turn)
         else:
             self._park(event, turn)
 
     def _park(self, event: Claimed, turn: Turn) -> None:
-        """Until its request has come, or its claimant's lease is known."""
+        """Until its request has come, or its claimant's term is known."""
         key = (event.claim.handoff_id, event.claim.prefill_worker_id)
         if len(self.early) < MAX_EARLY or key in self.early:
             self.early[key] = EarlyClaim(event, turn.now_s + self.rules.early_claim_timeout_s)
@@ -241,7 +241,7 @@ class DecodeLedger:
         return self._all(lambda handoff: handoff.connection_lost(event.connection, turn))
 
     def _registered(self, event: Registered, turn: Turn) -> Iterable[DecodeHandoff]:
-        if self.leases.registered(event.worker_id, event.ttl_s, event.lease_id):
+        if self.leases.registered(event.worker_id, event.ttl_s, event.term):
             # It has withdrawn what it had begun under its old lease before it came back.
             for handoff in self.handoffs.values():
                 handoff.fenced(event.worker_id, turn)
@@ -284,13 +284,13 @@ class DecodeLedger:
 
     def _expire(self, event: Claimed, turn: Turn) -> None:
         handoff = self.handoffs.get(event.claim.handoff_id)
-        refuse(event, RefusalReason.UNKNOWN if handoff is None else RefusalReason.LEASE_UNKNOWN, turn)
+        refuse(event, RefusalReason.UNKNOWN if handoff is None else RefusalReason.TERM_UNKNOWN, turn)
         if handoff is not None:
             handoff.declined(event.claim.prefill_worker_id, EndReason.CLAIMANT_REFUSED, turn)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _one(self, handoff_id: str, apply: Callable[[DecodeHandoff], None]) -> Iterable[DecodeHandoff]:
+    def _one(self, handoff_id: HandoffId, apply: Callable[[DecodeHandoff], None]) -> Iterable[DecodeHandoff]:
         handoff = self.handoffs.get(handoff_id)
         if handoff is None:
             return ()

@@ -1,16 +1,17 @@
 """What a ledger knows of its peers' leases: who may still touch memory.
 
     registered ──> alive ──lease ended──> ended ──time to live later──> fenced
-                     ^                      └──registered again──> fenced, and alive again
+                     ^                      └──registered in a later term──> fenced, and alive again
 
 An ended lease does not stop its holder: a revoked one ends before its time, and the holder may not have heard of it.
-Its own fence is at most a time to live after its last refresh, so after that long it writes nothing. A worker that
-registers again, under another lease, has stopped everything that it had begun under the old one. It knows no clock:
-time is an argument.
+Its own fence is at most a time to live after its last refresh, so after that long it writes nothing.
 
-Discovery tells late. A worker may have lost a lease, got another one and claimed under it before we hear of any of
-that; what we hear then must not fence the new claim. So claims name their lease, and wait until it is the one that we
-know.
+A worker counts its *terms*. It begins another one when it has lost its lease, or has withdrawn everything for another
+reason; it registers in the new term when nothing that it had begun before moves any more. Discovery tells late: a
+worker may have lost a lease and claimed in its next term before we hear of any of that, and what we hear then must not
+fence the new claim. So claims name their term, and wait until it is the one that we know.
+
+It knows no clock: time is an argument.
 """
 
 from __future__ import annotations
@@ -26,33 +27,40 @@ class PeerLeases:
     """Leases of other workers, in the order in which discovery tells of them."""
 
     def __init__(self) -> None:
-        self._live: dict[str, tuple[str, float]] = {}
-        """Lease id and time to live."""
-        self._ended: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        """Lease id and when."""
+        self._live: dict[str, tuple[int, float]] = {}
+        """Term and time to live."""
+        self._ended: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        """Term and when."""
         self._fences_s: dict[str, float] = {}
 
-    def is_live(self, worker_id: str, lease_id: str) -> bool:
-        """Whether the worker has just this lease, as far as we have heard."""
+    def is_live(self, worker_id: str, term: int) -> bool:
+        """Whether the worker has a lease and is in this term, as far as we have heard."""
         live = self._live.get(worker_id)
-        return live is not None and live[0] == lease_id
+        return live is not None and live[0] == term
 
-    def has_ended(self, worker_id: str, lease_id: str | None = None) -> bool:
-        """Whether its lease (this one, if given) has ended, and it has not registered again."""
+    def is_over(self, worker_id: str, term: int) -> bool:
+        """Whether we have heard that this term has ended."""
+        known = self._live.get(worker_id)
+        if known is not None:
+            return term < known[0]
         ended = self._ended.get(worker_id)
-        return ended is not None and lease_id in (None, ended[0])
+        return ended is not None and term <= ended[0]
 
     def ended_s(self, worker_id: str) -> float | None:
         """When its lease has ended; None while it lives, or is unknown."""
         ended = self._ended.get(worker_id)
         return None if ended is None else ended[1]
 
-    def registered(self, worker_id: str, ttl_s: float, lease_id: str) -> bool:
-        """It has this lease. True if that fences what was begun under an earlier one."""
-        before = self._live.get(worker_id) or self._ended.get(worker_id)
+    def registered(self, worker_id: str, ttl_s: float, term: int) -> bool:
+        """It has a lease and is in this term. True if that fences what was begun in an earlier one."""
+        live = self._live.get(worker_id)
+        before = live or self._ended.get(worker_id)
         self._ended.pop(worker_id, None)
-        self._live[worker_id] = (lease_id, ttl_s)
-        if before is None or before[0] == lease_id:
+        if live is not None:
+            # An entry that was overwritten with a shorter time says nothing of what its owner goes by.
+            ttl_s = max(ttl_s, live[1])
+        self._live[worker_id] = (term, ttl_s)
+        if before is None or before[0] >= term:
             return False
         self._fences_s.pop(worker_id, None)
         return True
@@ -61,8 +69,8 @@ class PeerLeases:
         """Its lease has ended; it is fenced a time to live from now."""
         if worker_id in self._ended:
             return
-        lease_id, ttl_s = self._live.pop(worker_id, ("", MAX_LEASE_TTL_S))
-        self._ended[worker_id] = (lease_id, now_s)
+        term, ttl_s = self._live.pop(worker_id, (0, MAX_LEASE_TTL_S))
+        self._ended[worker_id] = (term, now_s)
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         self._fences_s[worker_id] = now_s + ttl_s

@@ -20,6 +20,7 @@ from kvrelay.core.handoff import (
     HandoffClaim,
     HandoffDone,
     HandoffGrant,
+    HandoffId,
     HandoffReady,
     HandoffReleased,
     KvDirection,
@@ -120,7 +121,7 @@ class Turn:
 class PrefillHandoff:
     """The state machine. Every field holds an immutable value. Methods are events."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     decode_worker_id: str
     num_blocks: int
     num_cached_tokens: int
@@ -153,14 +154,24 @@ class PrefillHandoff:
         """Compute and claim at once."""
         rules = turn.rules
         claim = HandoffClaim(
-            self.handoff_id, rules.worker_id, rules.kv_compatibility, rules.checksums, event.order, event.lease_id
+            self.handoff_id, rules.worker_id, rules.kv_compatibility, rules.checksums, event.order, event.term
         )
         turn.out += [Compute(self.handoff_id), SendClaim(self.decode_worker_id, claim)]
+
+    def decline(self, reason: EndReason, turn: Turn) -> None:
+        """Compute nothing; only its owner has to hear of it."""
+        self.has_blocks = False
+        self._computed(turn)
+        turn.out.append(Settle(self.handoff_id, reason))
+        self._move(PrefillState.STOPPING)
+        self.reason = reason
+        self._count(reason, turn)
+        self.settle(turn)
 
     def granted(self, grant: HandoffGrant, is_known: bool, turn: Turn) -> None:
         """D's blocks may be touched from here on. A grant that comes after we gave up is answered by the release.
 
-        ``is_known``: D's lease is the one that we know. Pull needs that: its end tells when D reads no more.
+        ``is_known``: D is in the term that we know. Pull needs that: its end tells when D reads no more.
         """
         if self.state is not PrefillState.CLAIMING:
             return
@@ -417,7 +428,7 @@ class PrefillHandoff:
         self.due_s = turn.now_s + min(rules.release_repeat_s * 2.0**self.num_said, rules.max_release_repeat_s)
         self.num_said = min(self.num_said + 1, MAX_DOUBLINGS)
         error = None if self.reason is None else self.reason.value
-        release = HandoffReleased(self.handoff_id, 0, error, rules.worker_id)
+        release = HandoffReleased(self.handoff_id, rules.worker_id, error)
         turn.out.append(SayReleased(self.decode_worker_id, release))
 
     @staticmethod

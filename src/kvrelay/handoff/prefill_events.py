@@ -14,6 +14,7 @@ from kvrelay.core.handoff import (
     HandoffDone,
     HandoffFetched,
     HandoffGrant,
+    HandoffId,
     HandoffOrder,
     HandoffReady,
     HandoffRefused,
@@ -47,22 +48,31 @@ class Pulled:
     """A prefill to compute, from the queue (decode-first) or from the router (prefill-first).
 
     ``num_blocks`` are the request's; the decode worker holds the first ``num_cached_tokens`` tokens already.
-    ``lease_id`` is our own lease of now.
+    ``term`` is our own.
     """
 
-    handoff_id: str
+    handoff_id: HandoffId
     decode_worker_id: str
     num_blocks: int
     num_cached_tokens: int
-    lease_id: str
+    term: int
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """An entry that is not computed here: nobody will, except its owner, who hears a release."""
+
+    handoff_id: HandoffId
+    decode_worker_id: str
+    reason: EndReason
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimFailed:
     """The claim could not be sent, or the peer's memory cannot be reached."""
 
-    handoff_id: str
+    handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +94,14 @@ class Refused:
 class EngineRefused:
     """The engine did not take the request (or has died)."""
 
-    handoff_id: str
+    handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWanted:
     """The engine waits for hit blocks that the decode worker holds and we do not."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     blocks: Blocks
 
 
@@ -99,7 +109,7 @@ class LoadWanted:
 class ChunkComputed:
     """These blocks are computed. The last chunk brings the first token."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     blocks: Blocks
     first_token: FirstToken | None = None
 
@@ -108,7 +118,7 @@ class ChunkComputed:
 class ReadEnded:
     """The answer to Read."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     ok: bool
 
 
@@ -116,7 +126,7 @@ class ReadEnded:
 class HitsVerified:
     """The answer to VerifyHits: whether what was read is what the decode worker has."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     ok: bool
 
 
@@ -124,7 +134,7 @@ class HitsVerified:
 class ChunkChecksummed:
     """The answer to ChecksumChunk; None if the blocks could not be read."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     checksums: tuple[int, ...] | None
 
 
@@ -132,7 +142,7 @@ class ChunkChecksummed:
 class Written:
     """The answer to Write."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     ok: bool
 
 
@@ -155,7 +165,7 @@ class Fetched:
 class ReleaseHeard:
     """The decode worker has heard every release of this hand-off that was said before now."""
 
-    handoff_id: str
+    handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +177,11 @@ class ConnectionLost:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A worker has a lease of ``ttl_s`` seconds."""
+    """A worker has a lease of ``ttl_s`` seconds, and is in this term."""
 
     worker_id: str
     ttl_s: float
-    lease_id: str
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +205,7 @@ class Tick:
 
 PrefillEvent = (
     Pulled
+    | Declined
     | ClaimFailed
     | Granted
     | Refused
@@ -222,7 +233,7 @@ PrefillEvent = (
 class Compute:
     """Give the request to the engine. Of the tokens that D holds, it asks for those that we lack (LoadWanted)."""
 
-    handoff_id: str
+    handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +248,7 @@ class SendClaim:
 class Read:
     """Read hit blocks of D into ours. Answered by ReadEnded."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     blocks: Blocks
     remote_block_ids: tuple[int, ...]
 
@@ -246,7 +257,7 @@ class Read:
 class VerifyHits:
     """Compare what was read with ``checksums`` (None: none were sent). Answered by HitsVerified."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     blocks: Blocks
     checksums: tuple[int, ...] | None
 
@@ -255,7 +266,7 @@ class VerifyHits:
 class TellLoaded:
     """The engine's load has ended; without success it computes what it wanted to read."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     ok: bool
 
 
@@ -263,7 +274,7 @@ class TellLoaded:
 class ChecksumChunk:
     """Checksum our blocks, in the order of these actions. Answered by ChunkChecksummed."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     block_ids: tuple[int, ...]
 
 
@@ -274,7 +285,7 @@ class Write:
     Never posted past our fence, nor after an earlier Write of this hand-off has failed. Answered by Written.
     """
 
-    handoff_id: str
+    handoff_id: HandoffId
     generation: int
     blocks: Blocks
     remote_block_ids: tuple[int, ...]
@@ -293,28 +304,28 @@ class SendReady:
 class StopComputing:
     """Compute no more of it. Its blocks stay in use until FreeBlocks."""
 
-    handoff_id: str
+    handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class FreeBlocks:
     """No transfer touches its blocks any more. Comes once for each Compute."""
 
-    handoff_id: str
+    handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Nothing is left to compute: another prefill may be pulled. Comes once for each Compute."""
+    """Nothing is left to compute: another prefill may be pulled. Comes once for each hand-off, before Settle."""
 
-    handoff_id: str
+    handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Acknowledge the queue entry: nothing of it is left to do here. Comes once for each Pulled."""
+    """Acknowledge the queue entry: nothing of it is left to do here. Comes once for each Pulled and each Declined."""
 
-    handoff_id: str
+    handoff_id: HandoffId
     reason: EndReason | None
 
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from kvrelay.core.handoff import HandoffReleased
+from kvrelay.core.handoff import HandoffId, HandoffReleased
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.leases import PeerLeases
 from kvrelay.handoff.prefill import PrefillCounters, PrefillHandoff, PrefillRules, PrefillState, Turn
@@ -21,6 +21,7 @@ from kvrelay.handoff.prefill_events import (
     ChunkComputed,
     ClaimFailed,
     ConnectionLost,
+    Declined,
     EngineRefused,
     Fetched,
     Granted,
@@ -51,9 +52,9 @@ class PrefillLedger:
     def __init__(self, rules: PrefillRules) -> None:
         self.rules = rules
         self.counters = PrefillCounters()
-        self.handoffs: dict[str, PrefillHandoff] = {}
+        self.handoffs: dict[HandoffId, PrefillHandoff] = {}
         self.leases = PeerLeases()
-        self.seen: OrderedDict[str, None] = OrderedDict()
+        self.seen: OrderedDict[HandoffId, None] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"PrefillLedger({self.num_active} active, {len(self.handoffs)} in all, {self.counters})"
@@ -61,12 +62,12 @@ class PrefillLedger:
     @property
     def num_active(self) -> int:
         """Hand-offs that hold blocks."""
-        return sum(handoff.has_blocks for handoff in self.handoffs.values())
+        return sum(handoff.has_blocks for handoff in list(self.handoffs.values()))
 
     @property
     def num_unheard(self) -> int:
         """Hand-offs that ended without their decode worker knowing it yet."""
-        return sum(handoff.state is PrefillState.RELEASING for handoff in self.handoffs.values())
+        return sum(handoff.state is PrefillState.RELEASING for handoff in list(self.handoffs.values()))
 
     def handle(self, event: PrefillEvent, now_s: float) -> list[PrefillAction]:
         """Take in what has happened at ``now_s`` (monotonic); what is to be done, in order."""
@@ -88,9 +89,7 @@ class PrefillLedger:
         if event.handoff_id in self.seen:
             turn.out.append(Settle(event.handoff_id, EndReason.REQUEST_ENDED))
             return
-        self.seen[event.handoff_id] = None
-        if len(self.seen) > MAX_REMEMBERED:
-            self.seen.popitem(last=False)
+        self._remember(event.handoff_id)
         handoff = PrefillHandoff(
             handoff_id=event.handoff_id,
             decode_worker_id=event.decode_worker_id,
@@ -102,8 +101,22 @@ class PrefillLedger:
         self.handoffs[event.handoff_id] = handoff
         handoff.begin(event, turn)
 
+    def _declined(self, event: Declined, turn: Turn) -> None:
+        if event.handoff_id in self.seen:
+            turn.out.append(Settle(event.handoff_id, EndReason.REQUEST_ENDED))
+            return
+        self._remember(event.handoff_id)
+        handoff = PrefillHandoff(event.handoff_id, event.decode_worker_id, 0, 0, turn.now_s, turn.now_s)
+        self.handoffs[event.handoff_id] = handoff
+        handoff.decline(event.reason, turn)
+
+    def _remember(self, handoff_id: HandoffId) -> None:
+        self.seen[handoff_id] = None
+        if len(self.seen) > MAX_REMEMBERED:
+            self.seen.popitem(last=False)
+
     def _granted(self, event: Granted, turn: Turn) -> None:
-        is_known = self.leases.is_live(event.worker_id, event.message.lease_id)
+        is_known = self.leases.is_live(event.worker_id, event.message.term)
         if event.message.handoff_id in self.handoffs:
             self._one(event.message.handoff_id, lambda handoff: handoff.granted(event.message, is_known, turn))
         else:
@@ -151,20 +164,20 @@ class PrefillLedger:
         else:
             self._release_unknown(event.worker_id, event.message.handoff_id, turn)
 
-    def _release_unknown(self, worker_id: str, handoff_id: str, turn: Turn) -> None:
+    def _release_unknown(self, worker_id: str, handoff_id: HandoffId, turn: Turn) -> None:
         """Once: the decode worker asks again if it does not hear it."""
-        self.seen[handoff_id] = None
-        released = HandoffReleased(handoff_id, 0, EndReason.ABANDONED.value, self.rules.worker_id)
+        self._remember(handoff_id)
+        released = HandoffReleased(handoff_id, self.rules.worker_id, EndReason.ABANDONED.value)
         turn.out.append(SayReleased(worker_id, released))
 
-    def _one(self, handoff_id: str, apply: Callable[[PrefillHandoff], None]) -> None:
+    def _one(self, handoff_id: HandoffId, apply: Callable[[PrefillHandoff], None]) -> None:
         handoff = self.handoffs.get(handoff_id)
         if handoff is None:
             return
         apply(handoff)
         self._drop_if_ended(handoff_id)
 
-    def _drop_if_ended(self, handoff_id: str) -> None:
+    def _drop_if_ended(self, handoff_id: HandoffId) -> None:
         if self.handoffs[handoff_id].state is PrefillState.ENDED:
             del self.handoffs[handoff_id]
 
@@ -179,7 +192,7 @@ class PrefillLedger:
         self._of(event.worker_id, lambda handoff: handoff.lost(EndReason.DECODE_WORKER_LOST, turn))
 
     def _registered(self, event: Registered, turn: Turn) -> None:
-        if self.leases.registered(event.worker_id, event.ttl_s, event.lease_id):
+        if self.leases.registered(event.worker_id, event.ttl_s, event.term):
             self._of(event.worker_id, lambda handoff: handoff.fenced(turn))
 
     def _lease_ended(self, event: LeaseEnded, turn: Turn) -> None:
@@ -200,6 +213,7 @@ class PrefillLedger:
 
 _HANDLERS: dict[type, Callable[[PrefillLedger, Any, Turn], None]] = {
     Pulled: PrefillLedger._pulled,
+    Declined: PrefillLedger._declined,
     ClaimFailed: PrefillLedger._claim_failed,
     Granted: PrefillLedger._granted,
     Refused: PrefillLedger._refused,

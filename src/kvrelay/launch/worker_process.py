@@ -149,8 +149,6 @@ def assemble_worker(
         MonotonicClock(),
         worker_id=settings.worker_id,
         seed=seed,
-        remote_prefill_timeout_s=settings.disagg.remote_prefill_timeout_s,
-        max_handoff_attempts=settings.disagg.max_handoff_attempts,
     )
     return Worker(settings, executor, core, transport, control, server, connect)
 

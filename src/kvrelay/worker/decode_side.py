@@ -1,14 +1,10 @@
-"""A worker's decode side: requests of frontends, and the hand-offs that bring their KV from elsewhere.
+"""A worker's decode side: requests of frontends, where their prefills run, their tokens.
 
     GenerateRequest ──> admit (engine thread): prefix hit, remote or local? ──> engine
-    RemotePrefillStart ──> push to the prefill queue
-    HandoffClaim ──> grant ──> HandoffGrant            (the connection that it went over is remembered with it)
-    HandoffDone (notification of the last write) ──> arrivals ──> engine: RUNNING
-    HandoffReleased, lease ended ──> engine: quarantined blocks return, the request goes on locally
-    connection lost ──> engine: the request goes on locally, in other blocks
+    RemotePrefillStart ──> the hand-off ledger ──> push to the prefill queue
+    TokenOutput ──> the frontend that asked
 
-It owns who asked for what (peer of each request, connection of each grant and of each claimant). It does not own
-blocks: the engine's hand-off ledger does, and every rule about them is there.
+It owns who asked for what (peer of each request). The hand-offs that bring KV from elsewhere are ``incoming.py``'s.
 """
 
 from __future__ import annotations
@@ -18,20 +14,12 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
 from kvrelay.control.base import PrefillQueue
-from kvrelay.core.handoff import (
-    HandoffAbandon,
-    HandoffClaim,
-    HandoffGrant,
-    HandoffRefused,
-    HandoffReleased,
-    RemotePrefillRequest,
-)
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.core.messages import (
     AbortRequest,
     GenerateRequest,
@@ -39,7 +27,7 @@ from kvrelay.core.messages import (
     TokenOutput,
 )
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.base import RemotePrefillStart, StepOutput
+from kvrelay.engine.base import RemotePrefillStart
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import (
@@ -50,38 +38,22 @@ from kvrelay.errors import (
     OverloadedError,
     RetryElsewhereError,
 )
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.decode import DecodeRules
 from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.worker.arrivals import Arrivals
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.gate import Gate
+from kvrelay.worker.incoming import IncomingHandoffs
 from kvrelay.worker.outputs import send_outputs
 from kvrelay.worker.stats import DecodeStats
 
 _log = logging.getLogger(__name__)
 
 QUEUE_SIZE_INTERVAL_S = 0.02
-EXPIRY_INTERVAL_S = 0.25
 DRAIN_INTERVAL_S = 0.02
-
-
-@dataclass(eq=False, slots=True)
-class _Claim:
-    """A claim that was not answered yet. ``is_void``: meanwhile the claimant's lease has ended, or it has given up."""
-
-    worker_id: str
-    handoff_id: str
-    is_void: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenGrant:
-    """Who holds a grant, and over which connection it went."""
-
-    worker_id: str
-    peer: Peer
 
 
 class DecodeSide:
@@ -93,8 +65,7 @@ class DecodeSide:
         worker_id: str,
         model: str,
         address: Callable[[], str],
-        kv_compatibility: str,
-        block_size: int,
+        rules: DecodeRules,
         engine: EngineThread,
         transfer: TransferThread,
         checksums: BlockChecksums,
@@ -102,7 +73,6 @@ class DecodeSide:
         server: RpcServer,
         policy: DisaggPolicy,
         num_prefill_workers: Callable[[], int],
-        has_ended: Callable[[str], bool],
         give_up_after_s: float,
     ) -> None:
         self.stats = DecodeStats()
@@ -110,31 +80,32 @@ class DecodeSide:
         self._worker_id = worker_id
         self._model = model
         self._address = address
-        self._kv_compatibility = kv_compatibility
-        self._block_size = block_size
+        self._kv_compatibility = rules.kv_compatibility
         self._engine = engine
         self._gate = Gate(engine)
-        self._transfer = transfer
-        self._checksums = checksums
         self._queue = queue
         self._server = server
         self._policy = policy
         self._num_prefill_workers = num_prefill_workers
-        self._has_ended = has_ended
         self._give_up_after_s = give_up_after_s
         self._queue_size = 0
         self._loop = asyncio.get_running_loop()
-        self.arrivals = Arrivals(engine, checksums, self.stats, self._handoff_ended)
+        self.handoffs = IncomingHandoffs(
+            rules,
+            clock=MonotonicClock(),
+            engine=engine,
+            transfer=transfer,
+            checksums=checksums,
+            server=server,
+            stats=self.stats,
+            push=self._begin_push,
+        )
         self._peer_of: dict[str, Peer] = {}
         self._requests_of: defaultdict[Peer, set[str]] = defaultdict(set)
-        self._claimants: dict[str, Peer] = {}
-        self._unsent_abandons: defaultdict[str, list[HandoffAbandon]] = defaultdict(list)
-        self._claims: set[_Claim] = set()
-        self._open_grants: dict[tuple[str, int], _OpenGrant] = {}
         self._tasks = TaskSet()
         self._last_request_s = 0.0
         self._queue_watch: asyncio.Task[None] | None = None
-        self._tasks.spawn(self._expire_forever())
+        self._tasks.spawn(self.handoffs.tick_forever())
 
     @property
     def num_requests(self) -> int:
@@ -142,7 +113,7 @@ class DecodeSide:
 
     @property
     def num_open_grants(self) -> int:
-        return len(self._open_grants)
+        return self.handoffs.ledger.num_grants
 
     # -- frontends ----------------------------------------------------------------------------------------------------
 
@@ -179,16 +150,7 @@ class DecodeSide:
         for request_id in list(self._requests_of.get(peer, ())):
             self._forget(request_id)
             self._abort(request_id)
-        for worker_id, claimant in list(self._claimants.items()):
-            if claimant == peer:
-                del self._claimants[worker_id]
-        for key, grant in self._open_grants.items():
-            if grant.peer == peer:
-                self._compute_here(*key)
-
-    def _compute_here(self, handoff_id: str, generation: int) -> None:
-        """The claimant may live on, and so may its writes: the request goes on, the blocks stay quarantined."""
-        self._engine.post(partial(EngineCore.claimant_lost, handoff_id=handoff_id, generation=generation))
+        self.handoffs.handle(de.ConnectionLost(peer))
 
     def _abort(self, request_id: str) -> None:
         self.stats.num_aborted += 1
@@ -253,20 +215,9 @@ class DecodeSide:
 
     # -- what a step produced -----------------------------------------------------------------------------------------
 
-    def deliver(self, step: StepOutput, abandons: list[tuple[str, HandoffAbandon]]) -> None:
-        """On the event loop, once per step: tokens to frontends, prefills to the queue, abandons to claimants."""
-        if step.outputs:
-            self._send_outputs(step.outputs)
-        for start in step.remote_prefills:
-            self._tasks.spawn(self._push(start))
-        for claimant, abandon in abandons:
-            self._send_abandon(claimant, abandon)
-
-    def _send_abandon(self, claimant: str, abandon: HandoffAbandon) -> None:
-        """Tell the claimant, or keep it until that one connects again."""
-        peer = self._claimants.get(claimant)
-        if peer is None or not self._server.send(peer, abandon):
-            self._unsent_abandons[claimant].append(abandon)
+    def deliver(self, outputs: list[TokenOutput]) -> None:
+        """On the event loop, once per step: tokens to frontends."""
+        self._send_outputs(outputs)
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         by_peer: defaultdict[Peer, list[TokenOutput]] = defaultdict(list)
@@ -282,6 +233,9 @@ class DecodeSide:
                 self._forget(output.request_id)
                 self._abort(output.request_id)
                 self._refuse(peer, output.request_id, "the logprobs of one output are too large", 413, retryable=False)
+
+    def _begin_push(self, start: RemotePrefillStart) -> None:
+        self._tasks.spawn(self._push(start))
 
     async def _push(self, start: RemotePrefillStart) -> None:
         request = RemotePrefillRequest(
@@ -303,99 +257,7 @@ class DecodeSide:
             await self._queue.push(request)
         except KvrelayError as exc:
             _log.warning("cannot queue prefill %s, computing it here: %s", start.handoff_id, exc)
-            self._engine.post(lambda core: core.remote_prefill_failed(start.handoff_id, "it could not be queued"))
-
-    # -- prefill workers ----------------------------------------------------------------------------------------------
-
-    def claim(self, peer: Peer, message: HandoffClaim) -> None:
-        """A prefill worker asks for a hand-off."""
-        claimant = message.prefill_worker_id
-        if message.kv_compatibility != self._kv_compatibility:
-            self._turn_down(peer, message, f"KV is not compatible with {self._kv_compatibility}")
-            return
-        if self._has_ended(claimant):
-            self._turn_down(peer, message, f"the lease of {claimant} has ended")
-            return
-        self._claimants[claimant] = peer
-        for abandon in self._unsent_abandons.pop(claimant, ()):
-            self._send_abandon(claimant, abandon)
-        claim = _Claim(claimant, message.handoff_id)
-        self._claims.add(claim)
-        self._tasks.spawn(self._grant(peer, message, claim))
-
-    def _turn_down(self, peer: Peer, message: HandoffClaim, reason: str) -> None:
-        """This claimant cannot have it, and has taken it from the queue: unless another one computes it we do."""
-        self._server.send(peer, HandoffRefused(message.handoff_id, reason))
-        given_up = HandoffReleased(message.handoff_id, 0, reason, message.prefill_worker_id)
-        self._engine.post(lambda core: core.handoff_released(given_up))
-
-    async def _grant(self, peer: Peer, message: HandoffClaim, claim: _Claim) -> None:
-        try:
-            answer = await self._engine.call(lambda core: core.grant(message))
-            if isinstance(answer, HandoffGrant) and (message.wants_checksums or self._checksums.required):
-                answer = await self._with_checksums(answer)
-        except EngineDeadError as exc:
-            answer = HandoffRefused(message.handoff_id, exc.message)
-        finally:
-            self._claims.discard(claim)
-        if isinstance(answer, HandoffRefused):
-            self._server.send(peer, answer)
-        elif not claim.is_void and self._server.send(peer, answer):
-            self._open_grants[(answer.handoff_id, answer.generation)] = _OpenGrant(claim.worker_id, peer)
-            self._transfer.open_handoff()
-        else:
-            # Nobody knows of this grant, so nobody writes.
-            error = "the grant was not sent"
-            unheard = HandoffReleased(answer.handoff_id, answer.generation, error, claim.worker_id)
-            self._engine.post(lambda core: core.handoff_released(unheard))
-            self._server.send(peer, HandoffRefused(message.handoff_id, f"{claim.worker_id} has left or given it up"))
-
-    async def _with_checksums(self, grant: HandoffGrant) -> HandoffGrant:
-        """The hit blocks do not change: the grant pins them, in case the claimant reads them."""
-        num_hit_blocks = grant.num_cached_tokens // self._block_size
-        checksums = await self._checksums.of(grant.block_ids[:num_hit_blocks])
-        return msgspec.structs.replace(grant, checksums=checksums)
-
-    def released(self, message: HandoffReleased) -> None:
-        """The claimant has stopped writing."""
-        self._engine.post(lambda core: core.handoff_released(message))
-        if message.generation:
-            key = (message.handoff_id, message.generation)
-            grant = self._open_grants.get(key)
-            if grant is not None and grant.worker_id == message.prefill_worker_id:
-                self._close(*key)
-            return
-        for claim in self._claims:
-            claim.is_void |= (claim.worker_id, claim.handoff_id) == (message.prefill_worker_id, message.handoff_id)
-        for key, grant in list(self._open_grants.items()):
-            if key[0] == message.handoff_id and grant.worker_id == message.prefill_worker_id:
-                self._close(*key)
-
-    def worker_ended(self, worker_id: str) -> None:
-        """A prefill worker's lease has ended: it gets nothing more, and nobody waits for what it has. It may still
-        write, until it is fenced."""
-        for claim in self._claims:
-            claim.is_void |= claim.worker_id == worker_id
-        for key, grant in self._open_grants.items():
-            if grant.worker_id == worker_id:
-                self._compute_here(*key)
-
-    def worker_fenced(self, worker_id: str) -> None:
-        """Nothing of a prefill worker whose lease has ended can write any more."""
-        self._claimants.pop(worker_id, None)
-        self._unsent_abandons.pop(worker_id, None)
-        self._engine.post(lambda core: core.peer_gone(worker_id))
-        for key, grant in list(self._open_grants.items()):
-            if grant.worker_id == worker_id:
-                self._close(*key)
-
-    def _handoff_ended(self, handoff_id: str, generation: int) -> None:
-        """On the engine thread."""
-        self._loop.call_soon_threadsafe(self._close, handoff_id, generation)
-
-    def _close(self, handoff_id: str, generation: int) -> None:
-        if self._open_grants.pop((handoff_id, generation), None) is not None:
-            self._transfer.close_handoff()
+            self.handoffs.handle(de.PushFailed(start.handoff_id))
 
     # -- background ---------------------------------------------------------------------------------------------------
 
@@ -414,12 +276,6 @@ class DecodeSide:
             await asyncio.sleep(QUEUE_SIZE_INTERVAL_S)
         self._queue_size = 0
 
-    async def _expire_forever(self) -> None:
-        while True:
-            await asyncio.sleep(EXPIRY_INTERVAL_S)
-            if self._peer_of:
-                self._engine.post(lambda core: core.expire_handoffs())
-
     async def drain(self) -> None:
         """Take nothing new; return when every request and every hand-off has ended. A claimant that lives and does not
         answer ``HandoffAbandon`` is waited for ``give_up_after_s``: its blocks stay quarantined, we go on."""
@@ -427,13 +283,18 @@ class DecodeSide:
         while self._peer_of:
             await asyncio.sleep(DRAIN_INTERVAL_S)
         deadline_s = time.monotonic() + self._give_up_after_s
-        while self._claims or self._open_grants:
+        ledger = self.handoffs.ledger
+        while ledger.handoffs:
             if time.monotonic() > deadline_s:
                 _log.error(
                     "gave up waiting for hand-offs whose claimants have not released them for %g s: %s; their blocks "
                     "stay quarantined until the claimants release them or lose their leases",
                     self._give_up_after_s,
-                    ", ".join(f"{name} ({grant.worker_id})" for (name, _), grant in self._open_grants.items())
+                    ", ".join(
+                        f"{handoff.handoff_id} ({grant.worker_id})"
+                        for handoff in list(ledger.handoffs.values())
+                        for grant in handoff.grants
+                    )
                     or "none",
                 )
                 return

@@ -1,17 +1,15 @@
-"""What a worker knows of the other workers: who is there, and who can no longer touch memory.
+"""What a worker knows of the other workers: who is there, and whose lease has ended.
 
-Three different ends, since a draining worker leaves ``workers/`` first and goes on writing KV until it is done:
+Two different ends, since a draining worker leaves ``workers/`` first and goes on writing KV until it is done:
   - its entry under ``workers/`` disappears: it takes no more work;
   - its entry under ``kv_metadata/`` disappears: its lease has ended, until it registers again. A lease that was revoked
-    ends before its time, and its holder, who may not have heard of it, still writes;
-  - the lease's time to live later, or when it registers again, it is fenced: by then it knows that its lease has ended.
+    ends before its time, and its holder, who may not have heard of it, still writes (``handoff/leases.py``).
 When the control plane is away the last known workers stay. A worker that never registered counts as ended: whatever it
 were given, nothing would ever tell that it is gone.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
@@ -22,15 +20,11 @@ from kvrelay.core.workers import KvMetadata, WorkerRole
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.barring import LeaseEnds
 
-MAX_LEASE_TTL_S = 3600.0
-"""The longest that there is (``ControlConfig.lease_ttl_s``): what an unknown one may be."""
-
 
 class Fleet:
     """Watches the workers of one model. ``on_registered(metadata)`` runs when a worker has a lease,
-    ``on_ended(worker_id)`` when that has ended, ``on_fenced(worker_id)`` when the worker can no longer write,
-    ``on_no_prefill`` when the last prefill worker stops taking work. With ``transfer``,
-    the end of a lease is told once the worker is barred (``barring.py``)."""
+    ``on_ended(worker_id)`` when that has ended (perhaps again), ``on_no_prefill`` when the last prefill worker stops
+    taking work. With ``transfer``, the end of a lease is told once the worker is barred (``barring.py``)."""
 
     def __init__(
         self,
@@ -38,7 +32,6 @@ class Fleet:
         keys: Keys,
         model: str,
         on_ended: Callable[[str], None],
-        on_fenced: Callable[[str], None],
         on_no_prefill: Callable[[], None],
         on_registered: Callable[[KvMetadata], None],
         transfer: TransferThread | None = None,
@@ -48,13 +41,10 @@ class Fleet:
         self._model = model
         self._on_registered = on_registered
         self._on_ended = on_ended
-        self._on_fenced = on_fenced
         self._on_no_prefill = on_no_prefill
         self._prefill_workers: set[str] = set()
         self._ranks: dict[str, set[str]] = {}
         """Those of each worker that are registered."""
-        self._ttl_s: dict[str, float] = {}
-        self._fences: dict[str, asyncio.TimerHandle] = {}
         self._tasks = TaskSet()
         self._lease_ends = LeaseEnds(transfer, keys.kv_metadata, self._on_memory) if transfer is not None else None
 
@@ -73,8 +63,6 @@ class Fleet:
         self._tasks.spawn(follow(self._discovery, self._keys.kv_metadata, on_memory))
 
     async def close(self) -> None:
-        for fence in self._fences.values():
-            fence.cancel()
         await self._tasks.close()
         if self._lease_ends is not None:
             await self._lease_ends.close()
@@ -89,27 +77,15 @@ class Fleet:
 
     def _registered(self, worker_id: str, rank: str, metadata: KvMetadata) -> None:
         self._ranks.setdefault(worker_id, set()).add(rank)
-        # An entry that was overwritten with a shorter time says nothing of what its owner goes by.
-        self._ttl_s[worker_id] = max(metadata.lease_ttl_s, self._ttl_s.get(worker_id, 0.0))
-        if worker_id in self._fences:
-            # It has withdrawn what it had begun under its old lease before it came back.
-            self._fences[worker_id].cancel()
-            self._fence(worker_id)
         self._on_registered(metadata)
 
     def _unregistered(self, worker_id: str, rank: str) -> None:
         ranks = self._ranks.get(worker_id, set())
         ranks.discard(rank)
-        if ranks or worker_id in self._fences:
-            return  # its lease lives by its other entries, or is known to have ended and is timed already
+        if ranks:
+            return  # its lease lives by its other entries
         self._ranks.pop(worker_id, None)
-        ttl_s = self._ttl_s.pop(worker_id, MAX_LEASE_TTL_S)
-        self._fences[worker_id] = asyncio.get_running_loop().call_later(ttl_s, self._fence, worker_id)
         self._on_ended(worker_id)
-
-    def _fence(self, worker_id: str) -> None:
-        del self._fences[worker_id]
-        self._on_fenced(worker_id)
 
     def _apply(self, event: WatchEvent) -> None:
         worker_id = event.key.removeprefix(self._keys.workers)

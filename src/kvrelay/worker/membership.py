@@ -35,6 +35,7 @@ from kvrelay.worker.settings import WorkerSettings
 _log = logging.getLogger(__name__)
 
 RETRY_INTERVAL_S = 0.5
+TERM_RETRY_INTERVAL_S = 0.05
 RESTORE_DELAY_S = 1.0
 FENCE_MARGIN_SHARE = 0.1
 """Of a lease's time to live: so much before its end the last byte is to be posted. Covers a post that blocks for its
@@ -73,6 +74,9 @@ class Membership:
         self._entries: dict[str, bytes] = {}
         """What stands in discovery by our will."""
         self._disturbed = asyncio.Event()
+        self.term = 0
+        """Raised when everything that was begun before is withdrawn: peers may take back what we were given then."""
+        self._term_raised = asyncio.Event()
         self.kv_compatibility = Compatibility(
             model=settings.model,
             weights_fingerprint=executor.weights_fingerprint,
@@ -104,19 +108,34 @@ class Membership:
         """Begin the lease and say where the KV memory lies. ``agent`` is the transport's connection blob."""
         self._agent = agent
         self._lease = await self._discovery.grant(self._settings.control.lease_ttl_s)
-        self._lease.on_lost(self._on_lost)
+        self._lease.on_lost(self._lose)
         self._lease.on_revoked(self._entries.clear)
         self._lease.on_revoked(self._on_revoked)
         await self._publish_memory(self._lease)
 
-    async def publish_memory_again(self) -> None:
-        """After a revocation: until it succeeds."""
-        while self._lease is not None:
-            try:
-                return await self._publish_memory(self._lease)
-            except (ControlUnavailableError, LeaseLostError) as exc:
-                _log.debug("cannot publish the KV metadata: %s", exc)
-            await asyncio.sleep(RETRY_INTERVAL_S)
+    def _lose(self) -> None:
+        """What is begun from now on belongs to another term, which begins in discovery when the old one has stopped."""
+        self.term += 1
+        self._on_lost()
+        self._term_raised.set()
+
+    async def keep_term(self) -> None:
+        """Without end: after each loss of the lease, withdraw what was begun before, then register in the new term.
+
+        When peers find our memory in another term they take back what we were allowed to write: none of that may still
+        move.
+        """
+        while True:
+            await self._term_raised.wait()
+            self._term_raised.clear()
+            await self._withdraw()
+            while not self._term_raised.is_set() and self._lease is not None:
+                try:
+                    await self._publish_memory(self._lease)
+                    break
+                except (ControlUnavailableError, LeaseLostError) as exc:
+                    _log.debug("cannot publish the KV metadata: %s", exc)
+                await asyncio.sleep(TERM_RETRY_INTERVAL_S)
 
     async def register(self, role: WorkerRole, epoch: int) -> None:
         """Enter the list of workers, or change the entry."""
@@ -181,8 +200,10 @@ class Membership:
                     continue
                 _log.warning("somebody has changed or deleted our discovery entry %s: putting it back", key)
                 if found is None and key.startswith(self._keys.kv_metadata):
-                    await self._withdraw()
-                if self._entries.get(key) is wanted:
+                    # Peers saw it go, as if our lease had ended.
+                    self.term += 1
+                    self._term_raised.set()
+                elif self._entries.get(key) is wanted:
                     await self._put(key, wanted)
             except (ControlUnavailableError, LeaseLostError) as exc:
                 _log.debug("cannot restore %s: %s", key, exc)
@@ -232,4 +253,5 @@ class Membership:
             kv_compatibility=self.kv_compatibility,
             public_key=self._settings.public_key,
             lease_ttl_s=lease_ttl_s,
+            term=self.term,
         )

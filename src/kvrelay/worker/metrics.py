@@ -15,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from kvrelay.core.workers import WorkerRole
-from kvrelay.engine.handoffs import HandoffCounters
 from kvrelay.engine.stats import EngineStats
+from kvrelay.handoff.decode import DecodeCounters
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.stats import TransferStats
 from kvrelay.worker.stats import DecodeStats, PrefillStats
@@ -35,6 +35,9 @@ class WorkerStats:
     epoch: int
     is_ready: bool
     engine: EngineStats
+    num_open_handoffs: int
+    num_grants: int
+    handoffs: DecodeCounters
     decode: DecodeStats
     prefill: PrefillStats
     transfer: TransferStats
@@ -58,13 +61,15 @@ class WorkerMetrics(Collector):
         yield _info(stats)
         yield _gauge("ready", "1 while the worker is in discovery and not leaving.", stats.is_ready)
         yield from _engine_gauges(stats.engine)
+        yield _gauge("handoffs_waiting", "Requests that wait for a remote prefill.", stats.num_open_handoffs)
+        yield _gauge("grants_open", "Permissions to touch our blocks that peers hold.", stats.num_grants)
         yield from _engine_counters(stats.engine)
         yield from _transfers(stats.transfer)
         placements = CounterMetricFamily(PREFIX + "placements", "Where prefills ran, and why.", labels=("place",))
         for place, count in stats.decode.places.copy().items():
             placements.add_metric((place,), count)
         yield placements
-        yield from _counts("handoffs", "Hand-offs of this decode worker", stats.engine.handoffs)
+        yield from _counts("handoffs", "Hand-offs of this decode worker", stats.handoffs)
         yield from _counts("decode", "Decode side", stats.decode)
         yield from _counts("prefill", "Prefill side", stats.prefill)
 
@@ -85,15 +90,15 @@ def _engine_gauges(engine: EngineStats) -> Iterator[Metric]:
     yield _gauge("requests_waiting", "Requests that wait to be let in.", engine.num_waiting)
     yield _gauge("kv_blocks", "Blocks of the KV pool.", engine.num_blocks)
     yield _gauge("kv_blocks_in_use", "Blocks held or quarantined, not only cached.", engine.num_blocks_in_use)
-    yield _gauge("kv_blocks_quarantined", "Blocks that a peer may still write to.", engine.num_blocks_quarantined)
+    yield _gauge(
+        "kv_blocks_quarantined", "Blocks lent to hand-offs: a peer may write to them.", engine.num_blocks_quarantined
+    )
     yield _gauge("kv_usage_ratio", "Share of the KV pool in use.", engine.num_blocks_in_use / engine.num_blocks)
     yield _gauge(
         "kv_demand_ratio",
         "What requests hold or wait for, over the pool.",
         engine.num_blocks_demanded / engine.num_blocks,
     )
-    yield _gauge("handoffs_waiting", "Requests that wait for a remote prefill.", engine.num_open_handoffs)
-    yield _gauge("grants_open", "Permissions to touch our blocks that peers hold.", engine.num_grants)
 
 
 def _engine_counters(engine: EngineStats) -> Iterator[Metric]:
@@ -123,7 +128,7 @@ def _transfers(transfer: TransferStats) -> Iterator[Metric]:
         yield family
 
 
-def _counts(group: str, title: str, counts: DecodeStats | PrefillStats | HandoffCounters) -> Iterator[Metric]:
+def _counts(group: str, title: str, counts: DecodeStats | PrefillStats | DecodeCounters) -> Iterator[Metric]:
     """A counter per number that a dataclass of counts holds."""
     for field in dataclasses.fields(counts):
         value = getattr(counts, field.name)

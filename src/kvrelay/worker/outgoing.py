@@ -1,210 +1,305 @@
-"""One granted hand-off, seen from the prefill worker: read the hit blocks, write each finished chunk, say done.
+"""The prefill side's hand-offs at work: drives a ``PrefillLedger``.
 
-                engine thread            transfer thread               event loop
-    KvLoad ───────> load() ──submit──>  READ ──> engine.kv_loaded
-    HandoffChunk ─> send() ──submit──>  WRITE ──> _written()
-    last chunk ───> send() ──submit──>  WRITE + HandoffDone ──> _written() ──> _end(None)
-                                                                        abandon() <── HandoffAbandon, connection lost
+    event loop        entries, answers, connections, leases ──> Pulled, Granted, ...  <──  SendClaim, SayReleased,
+                                                                                           Computed, Settle
+    engine thread     loads and chunks of a step ──> LoadWanted, ChunkComputed        <──  Compute, TellLoaded,
+                                                                                           StopComputing, FreeBlocks
+    transfer thread                                  ReadEnded, Written               <──  Read, Write
+    checksum thread                                  HitsVerified, ChunkChecksummed   <──  VerifyHits, ChecksumChunk
 
-With checksums the checksum thread comes in between: before each submit of a WRITE, and after each READ. It takes chunks
-in their order, and our blocks do not change between the step that computed them and ``sending_finished``.
-
-The transfer thread keeps a peer's transfers in order and lets HandoffDone go only behind the writes before it, and
-never after one of them has failed (they share a group).
-
-Our blocks stay in use until every transfer and checksum of them has completed, whatever happens in between; only then
-is the engine told ``sending_finished``. ``on_end`` runs exactly once, after that point.
+It owns no rule of the protocol: ``kvrelay/handoff`` does. The transfer thread keeps a peer's transfers in order and
+lets HandoffDone go only behind the writes before it, and never after one of them has failed (they share a group).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import threading
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-from kvrelay.core.handoff import HandoffDone, HandoffGrant, RemotePrefillRequest
+import msgspec
+
+from kvrelay.core.clock import Clock
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffFetched,
+    HandoffGrant,
+    HandoffId,
+    HandoffRefused,
+    RemotePrefillRequest,
+)
 from kvrelay.core.layout import KVLayout
-from kvrelay.core.messages import encode_message
-from kvrelay.engine.base import HandoffChunk, KvLoad
+from kvrelay.core.messages import Message, encode_message
+from kvrelay.core.tasks import TaskSet
+from kvrelay.engine.base import HandoffChunk, KvLoad, StepOutput
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.errors import KvrelayError
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.prefill import PrefillRules
+from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.plan import plan_blocks
-from kvrelay.transfer.queues import OnDone
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
+from kvrelay.worker.driver import LedgerDriver
 from kvrelay.worker.engine_thread import EngineThread
+from kvrelay.worker.locks import KeyedLocks
+from kvrelay.worker.peers import DecodePeer, DecodePeers
+from kvrelay.worker.releases import Releases
+from kvrelay.worker.stats import PrefillStats
 
 _log = logging.getLogger(__name__)
 
 
-class OutgoingHandoff:
-    """Drives the transfers of one hand-off. Methods may be called from the threads named in the module's figure."""
+@dataclass(slots=True)
+class Job:
+    """A prefill that was taken on. ``on_computed`` and ``on_settled`` run on the event loop, once each."""
+
+    request: RemotePrefillRequest
+    on_computed: Callable[[], None]
+    on_settled: Callable[[], None]
+    num_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """The engine's name for it."""
+        return str(self.request.handoff_id)
+
+
+class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
+    """All prefills that this worker computes for decode workers."""
 
     def __init__(
         self,
-        request: RemotePrefillRequest,
-        grant: HandoffGrant,
+        rules: PrefillRules,
         *,
-        engine_request_id: str,
+        clock: Clock,
         layout: KVLayout,
         engine: EngineThread,
         transfer: TransferThread,
         checksums: BlockChecksums,
-        on_computed: Callable[[], None],
-        on_end: Callable[[str | None], None],
+        peers: DecodePeers,
+        stats: PrefillStats,
     ) -> None:
-        self.request = request
-        self.grant = grant
-        self.engine_request_id = engine_request_id
-        self.num_bytes = 0
-        self.num_verified_blocks = 0
-        self.num_checksum_mismatches = 0
+        self.ledger = PrefillLedger(rules)
+        self.jobs: dict[HandoffId, Job] = {}
+        self._by_name: dict[str, HandoffId] = {}
         self._layout = layout
         self._engine = engine
         self._transfer = transfer
         self._checksums = checksums
-        self._with_checksums = checksums.required or grant.checksums is not None
-        self._sent_checksums: list[int] = []
-        self._on_computed = on_computed
-        self._on_end = on_end
-        self._lock = threading.Lock()
-        self._num_in_flight = 0
-        self._all_sent = False
-        self._error: str | None = None
-        self._ended = False
-        self._started_s = time.monotonic()
+        self._peers = peers
+        self._stats = stats
+        self._tasks = TaskSet()
+        self._connecting = KeyedLocks()
+        self._releases = Releases(peers, lambda handoff_id: self.handle(pe.ReleaseHeard(handoff_id)))
+        super().__init__(
+            self.ledger,
+            pe.Tick(),
+            clock,
+            {
+                pe.Compute: self._compute,
+                pe.SendClaim: lambda action: self.on_loop(self._begin_claim, action),
+                pe.Read: self._read,
+                pe.VerifyHits: self._verify_hits,
+                pe.TellLoaded: self._tell_loaded,
+                pe.ChecksumChunk: self._checksum_chunk,
+                pe.Write: self._write,
+                pe.StopComputing: self._stop_computing,
+                pe.FreeBlocks: self._free_blocks,
+                pe.Computed: lambda action: self.on_loop(self.jobs[action.handoff_id].on_computed),
+                pe.Settle: lambda action: self.on_loop(self._settle, action),
+                pe.SayReleased: lambda action: self.on_loop(self._releases.say, action.worker_id, action.message),
+            },
+        )
 
-    # -- engine thread ------------------------------------------------------------------------------------------------
+    def handled(self, event: pe.PrefillEvent) -> None:
+        """The counts that others see."""
+        counters, stats = self.ledger.counters, self._stats
+        stats.num_prefills, stats.num_refused = counters.num_prefills, counters.num_refused
+        stats.num_failed, stats.num_abandoned = counters.num_failed, counters.num_abandoned
+        stats.num_verified_blocks = counters.num_verified_blocks
+        stats.num_kv_checksum_mismatches = counters.num_damaged
 
-    def load(self, load: KvLoad) -> None:
-        """Read the decode worker's hit blocks into ours; the engine hears ``kv_loaded`` in any case."""
-        with self._lock:
-            if self._error is None:
-                self._num_in_flight += 1
-                self._submit(TransferOp.READ, load.first_block, load.block_ids, None, partial(self._read, load))
-                return
-        self._tell_loaded(ok=False)
-
-    def send(self, chunk: HandoffChunk) -> None:
-        """Write a computed chunk; the last one carries HandoffDone."""
-        if chunk.last:
-            self._on_computed()
-        with self._lock:
-            if self._error is not None:
-                return
-            self._all_sent = chunk.last
-            self._num_in_flight += 1
-            if self._with_checksums:
-                self._checksums.compute(chunk.block_ids, partial(self._checksummed, chunk))
-            else:
-                self._write(chunk)
+    async def close(self) -> None:
+        """Claim and release nothing more: the end of our lease will say the same."""
+        await self._tasks.close()
+        await self._releases.close()
 
     # -- event loop ---------------------------------------------------------------------------------------------------
 
-    def abandon(self, reason: str) -> None:
-        """Stop: compute and write nothing more. ``on_end(reason)`` follows when no transfer is in flight."""
-        with self._lock:
-            if self._ended:
-                return
-            self._error = self._error or reason
-            ends = self._close_if_idle()
-        self._engine.post(lambda core: core.abort(self.engine_request_id))
-        if ends:
-            self._end()
+    def take(self, job: Job, term: int) -> None:
+        """Compute it, and claim it meanwhile."""
+        request = job.request
+        self._peers.remember(request.decode_worker_id, request.decode_address)
+        self.jobs[request.handoff_id] = job
+        self._by_name[job.name] = request.handoff_id
+        num_blocks = -(-len(request.token_ids) // self._layout.block_size)
+        num_cached_tokens = request.num_cached_tokens
+        pulled = pe.Pulled(request.handoff_id, request.decode_worker_id, num_blocks, num_cached_tokens, term)
+        self.handle(pulled)
 
-    # -- transfer thread ----------------------------------------------------------------------------------------------
+    def decline(self, job: Job, reason: EndReason) -> None:
+        """It is not computed here, and its owner hears so."""
+        request = job.request
+        self._peers.remember(request.decode_worker_id, request.decode_address)
+        self.jobs[request.handoff_id] = job
+        self.handle(pe.Declined(request.handoff_id, request.decode_worker_id, reason))
 
-    def _read(self, load: KvLoad, error: str | None) -> None:
-        if error is not None or not self._with_checksums:
-            self._loaded(error)
-            return
-        known = self.grant.checksums
-        sent = None if known is None else known[load.first_block : load.first_block + len(load.block_ids)]
-        self._checksums.verify(load.block_ids, sent, partial(self._verified, load))
-
-    def _loaded(self, error: str | None) -> None:
-        """The read has ended. A failed one is no reason to give up: what was to be read can be computed."""
-        self._tell_loaded(ok=error is None)
-        with self._lock:
-            self._num_in_flight -= 1
-            ends = self._close_if_idle()
-        if ends:
-            self._end()
-
-    def _written(self, error: str | None) -> None:
-        with self._lock:
-            self._num_in_flight -= 1
-            newly_failed = error is not None and self._error is None
-            self._error = self._error or error
-            ends = self._close_if_idle()
-        if newly_failed:
-            self._engine.post(lambda core: core.abort(self.engine_request_id))
-        if ends:
-            self._end()
-
-    # -- checksum thread ----------------------------------------------------------------------------------------------
-
-    def _checksummed(self, chunk: HandoffChunk, checksums: tuple[int, ...] | None) -> None:
-        with self._lock:
-            if self._error is None and checksums is not None:
-                self._sent_checksums += checksums
-                self._write(chunk)
-                return
-        self._written("computed KV could not be checksummed" if checksums is None else None)
-
-    def _verified(self, load: KvLoad, damage: str | None) -> None:
-        if damage is None:
-            self.num_verified_blocks += len(load.block_ids)
+    def on_message(self, peer: DecodePeer, message: Message) -> None:
+        """What a decode worker says. A hand-off's id is worth something only from the worker that it names."""
+        worker_id = peer.worker_id
+        if not isinstance(message, HandoffGrant | HandoffRefused | HandoffAbandon | HandoffFetched):
+            _log.warning("%s sent an unexpected %s", worker_id, type(message).__name__)
+        elif message.handoff_id.decode_worker_id != worker_id:
+            _log.warning("%s speaks of hand-off %s of another worker", worker_id, message.handoff_id)
+        elif isinstance(message, HandoffGrant):
+            self.handle(pe.Granted(worker_id, message))
+        elif isinstance(message, HandoffRefused):
+            self.handle(pe.Refused(message))
+        elif isinstance(message, HandoffAbandon):
+            self.handle(pe.Abandoned(worker_id, message))
         else:
-            self.num_checksum_mismatches += 1
-            peer = self.request.decode_worker_id
-            _log.warning(
-                "KV that hand-off %s read from %s is computed instead: %s", self.grant.handoff_id, peer, damage
+            self.handle(pe.Fetched(message))
+
+    def _begin_claim(self, action: pe.SendClaim) -> None:
+        self._tasks.spawn(self._claim(action))
+
+    async def _claim(self, action: pe.SendClaim) -> None:
+        handoff_id = action.message.handoff_id
+        try:
+            peer = await self._peers.get(action.worker_id)
+            await self._connect_memory(action.worker_id)
+            peer.client.send(action.message)
+        except KvrelayError as exc:
+            _log.warning("hand-off %s cannot be claimed: %s", handoff_id, exc)
+            self.handle(pe.ClaimFailed(handoff_id))
+        except Exception:  # noqa: BLE001 - the outermost frame of a claim: somebody waits for its end
+            _log.exception("claiming hand-off %s failed", handoff_id)
+            self.handle(pe.ClaimFailed(handoff_id))
+
+    async def _connect_memory(self, worker_id: str) -> None:
+        """Load and cache the peer's memory metadata, at first use."""
+        async with self._connecting.hold(worker_id):
+            if not self._transfer.has_peer(worker_id):
+                metadata = await self._peers.kv_metadata(worker_id, 0, self.ledger.rules.kv_compatibility)
+                await asyncio.wrap_future(self._transfer.add_peer(metadata))
+
+    def _settle(self, action: pe.Settle) -> None:
+        job = self.jobs.pop(action.handoff_id)
+        self._by_name.pop(job.name, None)
+        if action.reason is not None:
+            _log.warning("hand-off %s: %s", action.handoff_id, action.reason)
+        job.on_settled()
+
+    # -- engine thread ------------------------------------------------------------------------------------------------
+
+    def on_step(self, step: StepOutput) -> None:
+        """What a step has computed, and what it wants to read."""
+        for load in step.kv_loads:
+            self._load(load)
+        for chunk in step.handoff_chunks:
+            self._chunk(chunk)
+
+    def _load(self, load: KvLoad) -> None:
+        handoff_id = self._by_name.get(load.request_id)
+        if handoff_id is not None:
+            self.handle(pe.LoadWanted(handoff_id, pe.Blocks(load.first_block, load.block_ids)))
+
+    def _chunk(self, chunk: HandoffChunk) -> None:
+        handoff_id = self._by_name.get(chunk.request_id)
+        if handoff_id is None:
+            return
+        token = pe.FirstToken(chunk.token_id, chunk.logprobs) if chunk.token_id is not None else None
+        self.handle(pe.ChunkComputed(handoff_id, pe.Blocks(chunk.first_block, chunk.block_ids), token))
+
+    def _compute(self, action: pe.Compute) -> None:
+        job = self.jobs[action.handoff_id]
+        self._transfer.open_handoff()
+        self._engine.post(partial(self._add_request, job))
+
+    def _add_request(self, job: Job, core: EngineCore) -> None:
+        request = job.request
+        num_prompt = len(request.token_ids) - request.num_output_tokens
+        try:
+            core.add_request(
+                Request(
+                    request_id=job.name,
+                    prompt_token_ids=request.token_ids[:num_prompt],
+                    output_token_ids=request.token_ids[num_prompt:],
+                    sampling=request.sampling,
+                    mode=PrefillMode.HANDOFF,
+                    num_load_tokens=request.num_cached_tokens,
+                    priority=request.priority,
+                )
             )
-        self._loaded(damage)
+        except KvrelayError as exc:
+            _log.warning("hand-off %s is not computed: %s", request.handoff_id, exc)
+            self.handle(pe.EngineRefused(request.handoff_id))
 
-    # -- any thread, under the lock -----------------------------------------------------------------------------------
+    def _tell_loaded(self, action: pe.TellLoaded) -> None:
+        name = str(action.handoff_id)
+        self._engine.post(lambda core: core.kv_loaded(name, action.ok))
 
-    def _write(self, chunk: HandoffChunk) -> None:
-        notify = self._done_message(chunk) if chunk.last else None
-        self._submit(TransferOp.WRITE, chunk.first_block, chunk.block_ids, notify, self._written)
+    def _stop_computing(self, action: pe.StopComputing) -> None:
+        name = str(action.handoff_id)
+        self._engine.post(lambda core: core.abort(name))
 
-    def _submit(
-        self, op: TransferOp, first_block: int, block_ids: tuple[int, ...], notify: bytes | None, on_done: OnDone
-    ) -> None:
-        remote = self.grant.block_ids[first_block : first_block + len(block_ids)]
-        plan = plan_blocks(self._layout, block_ids, remote)
-        self.num_bytes += plan.num_bytes
-        group = None if op is TransferOp.READ else self.engine_request_id
-        self._transfer.submit(op, self.request.decode_worker_id, plan, notify, on_done=on_done, group=group)
+    def _free_blocks(self, action: pe.FreeBlocks) -> None:
+        name = str(action.handoff_id)
+        self._engine.post(lambda core: core.sending_finished(name))
+        self._transfer.close_handoff()
 
-    def _done_message(self, chunk: HandoffChunk) -> bytes:
-        assert chunk.token_id is not None, "the last chunk carries the first token"
-        return encode_message(
-            HandoffDone(
-                handoff_id=self.grant.handoff_id,
-                generation=self.grant.generation,
-                token_id=chunk.token_id,
-                logprobs=chunk.logprobs,
-                num_transferred_bytes=self.num_bytes + len(chunk.block_ids) * self._layout.block_bytes,
-                prefill_s=time.monotonic() - self._started_s,
-                checksums=tuple(self._sent_checksums) if self._with_checksums else None,
-            )
-        )
+    # -- transfers and checksums --------------------------------------------------------------------------------------
 
-    def _close_if_idle(self) -> bool:
-        """Whether this call is the one that ends the hand-off: nothing moves, and nothing more will be submitted."""
-        if self._ended or self._num_in_flight > 0 or (self._error is None and not self._all_sent):
-            return False
-        self._ended = True
-        return True
+    def _read(self, action: pe.Read) -> None:
+        job = self.jobs[action.handoff_id]
+        plan = plan_blocks(self._layout, action.blocks.block_ids, action.remote_block_ids)
+        self._count(job, plan.num_bytes)
 
-    # -- outside the lock ---------------------------------------------------------------------------------------------
+        def ended(error: str | None) -> None:
+            self.handle(pe.ReadEnded(action.handoff_id, error is None))
 
-    def _tell_loaded(self, *, ok: bool) -> None:
-        self._engine.post(lambda core: core.kv_loaded(self.engine_request_id, ok))
+        self._transfer.submit(TransferOp.READ, job.request.decode_worker_id, plan, on_done=ended)
 
-    def _end(self) -> None:
-        self._engine.post(lambda core: core.sending_finished(self.engine_request_id))
-        self._on_end(self._error)
+    def _write(self, action: pe.Write) -> None:
+        job = self.jobs[action.handoff_id]
+        plan = plan_blocks(self._layout, action.blocks.block_ids, action.remote_block_ids)
+        self._count(job, plan.num_bytes)
+        notify = None
+        if action.done is not None:
+            notify = encode_message(msgspec.structs.replace(action.done, num_transferred_bytes=job.num_bytes))
+
+        def ended(error: str | None) -> None:
+            if error is not None:
+                _log.warning("a write of hand-off %s failed: %s", action.handoff_id, error)
+            self.handle(pe.Written(action.handoff_id, error is None))
+
+        worker_id, group = job.request.decode_worker_id, job.name
+        self._transfer.submit(TransferOp.WRITE, worker_id, plan, notify, on_done=ended, group=group)
+
+    def _count(self, job: Job, num_bytes: int) -> None:
+        job.num_bytes += num_bytes
+        self._stats.num_sent_bytes += num_bytes
+
+    def _verify_hits(self, action: pe.VerifyHits) -> None:
+        worker_id = self.jobs[action.handoff_id].request.decode_worker_id
+
+        def verified(damage: str | None) -> None:
+            if damage is not None:
+                _log.warning(
+                    "KV that hand-off %s read from %s is computed instead: %s", action.handoff_id, worker_id, damage
+                )
+            self.handle(pe.HitsVerified(action.handoff_id, damage is None))
+
+        self._checksums.verify(action.blocks.block_ids, action.checksums, verified)
+
+    def _checksum_chunk(self, action: pe.ChecksumChunk) -> None:
+        def checksummed(checksums: tuple[int, ...] | None) -> None:
+            self.handle(pe.ChunkChecksummed(action.handoff_id, checksums))
+
+        self._checksums.compute(action.block_ids, checksummed)

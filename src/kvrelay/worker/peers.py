@@ -1,7 +1,7 @@
 """Connections of a prefill worker to the decode workers whose prefills it computes, made at first use and kept.
 
-It owns the RPC clients and what waits for an answer over them: claims, and pings behind releases. What was said over a
-connection that ends may or may not have been heard; whoever said it decides what follows.
+It owns the RPC clients, and the pings behind releases that wait for an answer. What was said over a connection that
+ends may or may not have been heard; whoever said it decides what follows.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvrelay.control.base import Discovery, Keys
 from kvrelay.core.control_codec import decode_kv_metadata
-from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffGrant, HandoffRefused, HandoffReleased
+from kvrelay.core.handoff import HandoffReleased
 from kvrelay.core.messages import Message, Ping, Pong
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import ControlUnavailableError, IncompatiblePeerError, ProtocolError, WorkerUnavailableError
+from kvrelay.errors import IncompatiblePeerError, ProtocolError, WorkerUnavailableError
 from kvrelay.rpc.base import RpcClient
 from kvrelay.worker.locks import KeyedLocks
 
 _log = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 4096
 
 Connect = Callable[[str, str], Awaitable[RpcClient]]
 """Opens a connection to an address by its public key (empty: none); raises WorkerUnavailableError."""
@@ -30,28 +33,14 @@ Connect = Callable[[str, str], Awaitable[RpcClient]]
 class DecodePeer:
     """One decode worker, as a prefill worker sees it."""
 
-    def __init__(self, worker_id: str, address: str, client: RpcClient, on_abandon: OnAbandon) -> None:
+    def __init__(self, worker_id: str, address: str, client: RpcClient, on_message: OnMessage) -> None:
         self.worker_id = worker_id
         self.address = address
         self.client = client
-        self._on_abandon = on_abandon
-        self._claims: dict[str, asyncio.Future[HandoffGrant | HandoffRefused]] = {}
+        self._on_message = on_message
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._nonces = itertools.count(1)
         client.on_message(self._receive)
-
-    async def claim(self, claim: HandoffClaim, timeout_s: float) -> HandoffGrant | HandoffRefused:
-        """Ask for the hand-off. Raises WorkerUnavailableError when the connection ends or no answer comes in time."""
-        future: asyncio.Future[HandoffGrant | HandoffRefused] = asyncio.get_running_loop().create_future()
-        self._claims[claim.handoff_id] = future
-        try:
-            self.client.send(claim)
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError as exc:
-            raise WorkerUnavailableError(f"{self.worker_id} did not answer a claim in {timeout_s:g} s") from exc
-        finally:
-            self._claims.pop(claim.handoff_id, None)
 
     async def tell(self, messages: Sequence[HandoffReleased], timeout_s: float) -> None:
         """Return when all of them have been heard. Raises WorkerUnavailableError when that is not known in time."""
@@ -71,35 +60,20 @@ class DecodePeer:
 
     def lost(self) -> None:
         """The connection has ended: nobody will answer."""
-        futures: list[asyncio.Future[HandoffGrant | HandoffRefused] | asyncio.Future[None]]
-        futures = [*self._claims.values(), *self._pings.values()]
-        for future in futures:
+        for future in self._pings.values():
             if not future.done():
                 future.set_exception(WorkerUnavailableError(f"connection to {self.worker_id} lost"))
 
     def _receive(self, message: Message) -> None:
-        match message:
-            case HandoffGrant() | HandoffRefused():
-                self._answer(message)
-            case HandoffAbandon():
-                self._on_abandon(self, message)
-            case Pong():
-                ping = self._pings.get(message.nonce)
-                if ping is not None and not ping.done():
-                    ping.set_result(None)
-            case _:
-                _log.warning("%s sent an unexpected %s", self.worker_id, type(message).__name__)
-
-    def _answer(self, message: HandoffGrant | HandoffRefused) -> None:
-        future = self._claims.get(message.handoff_id)
-        if future is not None and not future.done():
-            future.set_result(message)
-        else:
-            # Whoever gave up waiting says so to the decode worker, with generation 0.
-            _log.debug("%s answered a claim that was given up", self.worker_id)
+        if not isinstance(message, Pong):
+            self._on_message(self, message)
+            return
+        ping = self._pings.get(message.nonce)
+        if ping is not None and not ping.done():
+            ping.set_result(None)
 
 
-OnAbandon = Callable[[DecodePeer, HandoffAbandon], None]
+OnMessage = Callable[[DecodePeer, Message], None]
 
 
 class DecodePeers:
@@ -111,20 +85,31 @@ class DecodePeers:
         discovery: Discovery,
         keys: Keys,
         *,
-        on_abandon: OnAbandon,
+        on_message: OnMessage,
         on_lost: Callable[[str], None],
     ) -> None:
         self._connect = connect
         self._discovery = discovery
         self._keys = keys
-        self._on_abandon = on_abandon
+        self._on_message = on_message
         self._on_lost = on_lost
         self._peers: dict[str, DecodePeer] = {}
+        self._addresses: OrderedDict[str, str] = OrderedDict()
         self._opening = KeyedLocks()
         self._closing = TaskSet()
 
-    async def get(self, worker_id: str, address: str) -> DecodePeer:
+    def remember(self, worker_id: str, address: str) -> None:
+        """Where the worker listens, as its queue entries say."""
+        self._addresses[worker_id] = address
+        self._addresses.move_to_end(worker_id)
+        if len(self._addresses) > MAX_REMEMBERED:
+            self._addresses.popitem(last=False)
+
+    async def get(self, worker_id: str) -> DecodePeer:
         """The connection to ``worker_id``. Raises WorkerUnavailableError or IncompatiblePeerError."""
+        address = self._addresses.get(worker_id)
+        if address is None:
+            raise WorkerUnavailableError(f"where {worker_id} listens is not known")
         async with self._opening.hold(worker_id):
             old = self._peers.get(worker_id)
             if old is not None:
@@ -133,17 +118,10 @@ class DecodePeers:
                 # What hangs on the old connection ends before anything begins on a new one.
                 self._lost(old)
             key = (await self._load(worker_id, 0)).public_key
-            peer = DecodePeer(worker_id, address, await self._connect(address, key), self._on_abandon)
+            peer = DecodePeer(worker_id, address, await self._connect(address, key), self._on_message)
             peer.client.on_disconnect(lambda: self._lost(peer))
             self._peers[worker_id] = peer
             return peer
-
-    async def is_gone(self, worker_id: str) -> bool:
-        """Whether its lease has ended. False while discovery cannot be asked."""
-        try:
-            return await self._discovery.get(self._keys.worker_kv_metadata(worker_id, 0)) is None
-        except ControlUnavailableError:
-            return False
 
     async def kv_metadata(self, worker_id: str, rank: int, compatibility: str) -> KvMetadata:
         """The worker's memory, from discovery. Raises WorkerUnavailableError or IncompatiblePeerError."""

@@ -20,7 +20,7 @@ import msgspec
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffReleased
+from kvrelay.core.handoff import HandoffClaim, HandoffReleased
 from kvrelay.core.messages import AbortRequest, AdminReply, AdminRequest, GenerateRequest, Message, Ping, Pong
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet
@@ -37,6 +37,10 @@ from kvrelay.errors import (
     PayloadTooLargeError,
     WorkerUnavailableError,
 )
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.decode import DecodeRules
 from kvrelay.handoff.disagg import DisaggPolicy
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.rpc.heartbeat import Heartbeat
@@ -133,7 +137,6 @@ class Worker:
             settings.model,
             on_registered=self._on_worker_registered,
             on_ended=self._on_worker_ended,
-            on_fenced=self._on_worker_fenced,
             on_no_prefill=self._on_no_prefill_worker,
             transfer=self._transfer if transport.has_bar else None,
         )
@@ -141,7 +144,7 @@ class Worker:
             connect,
             control.discovery,
             self._keys,
-            on_abandon=self._on_abandon,
+            on_message=self._on_decode_peer_message,
             on_lost=self._on_decode_peer_lost,
         )
         self._prefill = PrefillSide(
@@ -154,14 +157,20 @@ class Worker:
             checksums=self._checksums,
             queue=control.prefill_queue,
             peers=self._peers,
+            term=lambda: self._membership.term,
             detection_s=Heartbeat.for_lease(settings.control.lease_ttl_s).detection_s,
         )
         self._decode = DecodeSide(
             worker_id=settings.worker_id,
             model=settings.model,
             address=lambda: server.address,
-            kv_compatibility=self._membership.kv_compatibility,
-            block_size=executor.kv_layout.block_size,
+            rules=DecodeRules(
+                block_size=executor.kv_layout.block_size,
+                kv_compatibility=self._membership.kv_compatibility,
+                remote_prefill_timeout_s=settings.disagg.remote_prefill_timeout_s,
+                max_attempts=settings.disagg.max_handoff_attempts,
+                checksums=settings.transfer.kv_checksums,
+            ),
             engine=self._engine,
             transfer=self._transfer,
             checksums=self._checksums,
@@ -169,11 +178,10 @@ class Worker:
             server=server,
             policy=self._policy,
             num_prefill_workers=self._num_prefill_workers,
-            has_ended=self._fleet.has_ended,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
         self._preparation = Preparation(executor.prepare, self._decode.generate, server.send, self._tasks)
-        self._transfer.on_notification(lambda notification: self._decode.arrivals.notified(notification.payload))
+        self._transfer.on_notification(lambda notification: self._decode.handoffs.notified(notification.payload))
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -199,6 +207,7 @@ class Worker:
         self._callers.start()
         self._tasks.spawn(follow_thresholds(self._control.discovery, self._keys, self._policy))
         self._tasks.spawn(self._membership.keep_entries())
+        self._tasks.spawn(self._membership.keep_term())
         await self._enter_role(self.role)
 
     async def run(self) -> None:
@@ -340,9 +349,9 @@ class Worker:
                 self._preparation.drop(peer, message.request_id)
                 self._decode.abort(peer, message)
             case HandoffClaim():
-                self._decode.claim(peer, message)
+                self._decode.handoffs.handle(de.Claimed(message, peer))
             case HandoffReleased():
-                self._decode.released(message)
+                self._decode.handoffs.handle(de.Released(message))
             case Ping():
                 secret = self._secret if self._callers.is_frontend(self._server.identity(peer)) else b""
                 self._server.send(peer, Pong(message.nonce, self.settings.worker_id, secret))
@@ -368,33 +377,35 @@ class Worker:
 
     def _on_step(self, step: StepOutput) -> None:
         """On the engine thread, after every step."""
-        self._prefill.on_step(step)
-        abandons = self._core.drain_abandons()
-        if step.outputs or step.remote_prefills or abandons:
-            self._loop.call_soon_threadsafe(self._decode.deliver, step, abandons)
+        if step.outputs:
+            self._loop.call_soon_threadsafe(self._decode.deliver, step.outputs)
+        self._decode.handoffs.on_step(step)
+        self._prefill.handoffs.on_step(step)
         load = self._load.sample()
         if step.kv_events or load is not None:
             self._loop.call_soon_threadsafe(self._publisher.update, step.kv_events, load)
 
-    def _on_abandon(self, peer: DecodePeer, message: HandoffAbandon) -> None:
-        self._prefill.on_abandon(peer, message)
-
     def _on_worker_registered(self, metadata: KvMetadata) -> None:
-        self._callers.learn(Caller(CallerKind.WORKER, metadata.worker_id), metadata.public_key)
+        worker_id, ttl_s, term = metadata.worker_id, metadata.lease_ttl_s, metadata.term
+        self._callers.learn(Caller(CallerKind.WORKER, worker_id), metadata.public_key)
+        self._decode.handoffs.handle(de.Registered(worker_id, ttl_s, term))
+        self._prefill.handoffs.handle(pe.Registered(worker_id, ttl_s, term))
 
     def _on_worker_ended(self, worker_id: str) -> None:
         self._callers.forget(Caller(CallerKind.WORKER, worker_id))
-        self._decode.worker_ended(worker_id)
-        self._on_decode_peer_lost(worker_id)
-
-    def _on_worker_fenced(self, worker_id: str) -> None:
-        self._decode.worker_fenced(worker_id)
+        self._decode.handoffs.handle(de.LeaseEnded(worker_id))
+        self._prefill.handoffs.handle(pe.LeaseEnded(worker_id))
+        self._transfer.remove_peer(worker_id)
 
     def _on_no_prefill_worker(self) -> None:
-        self._engine.post(lambda core: core.take_back_unclaimed())
+        self._engine.post(lambda core: core.keep_prefills_here())
+        self._decode.handoffs.handle(de.NoPrefillWorker())
+
+    def _on_decode_peer_message(self, peer: DecodePeer, message: Message) -> None:
+        self._prefill.handoffs.on_message(peer, message)
 
     def _on_decode_peer_lost(self, worker_id: str) -> None:
-        self._prefill.on_peer_lost(worker_id)
+        self._prefill.handoffs.handle(pe.ConnectionLost(worker_id))
         self._transfer.remove_peer(worker_id)
 
     def _on_lease_lost(self) -> None:
@@ -404,25 +415,18 @@ class Worker:
         nothing goes on under the next one."""
         _log.warning("lease lost: abandoning hand-offs in progress")
         # In this order: the first submits nothing more, the second withdraws what was submitted.
-        self._prefill.abandon_all("lease lost")
+        self._prefill.give_up_all(EndReason.LEASE_LOST)
         self._transfer.fail_all("lease lost")
 
     def _on_lease_revoked(self) -> None:
         """Somebody wants us to leave. What had gone with the lease is known as lost by now."""
         _log.warning("lease revoked: draining")
         self.request_drain()
-        self._tasks.spawn(self._come_back())
 
     async def _withdraw(self) -> None:
         """Return when nothing that we were allowed to write still moves. The lease may live on."""
-        self._prefill.abandon_all("peers lost sight of this worker")
+        self._prefill.give_up_all(EndReason.LEASE_LOST)
         await asyncio.wrap_future(self._transfer.fail_all("peers lost sight of this worker"))
-
-    async def _come_back(self) -> None:
-        """Until we have finished, peers find our memory as they do in any other drain. When they find it again they
-        take back what we were allowed to write: none of that may still move."""
-        await asyncio.wrap_future(self._transfer.fail_all("lease revoked"))
-        await self._membership.publish_memory_again()
 
     def _on_transfer_failed(self, error: Exception) -> None:
         failure = FatalError(f"the KV transfer failed: {error!r}")
@@ -482,6 +486,9 @@ class Worker:
             epoch=self.epoch,
             is_ready=self.is_ready,
             engine=engine_stats(self._core),
+            num_open_handoffs=self._decode.handoffs.ledger.num_open,
+            num_grants=self._decode.handoffs.ledger.num_grants,
+            handoffs=self._decode.handoffs.ledger.counters,
             decode=self._decode.stats,
             prefill=self._prefill.stats,
             transfer=self._transfer.stats(),

@@ -1,0 +1,68 @@
+"""Blocks that the engine has lent to hand-offs: peers may read or write them, so they are neither freed nor reused.
+
+The ledger in ``kvrelay/handoff`` decides when a loan ends; this is what it means for the pool. A loan has a reference
+of its own to each of its blocks, whatever becomes of the request. Those that a peer may write are quarantined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvrelay.core.handoff import HandoffId
+from kvrelay.engine.block_pool import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Blocks for a whole request: ``pinned`` are its prefix hits, ``quarantined`` may be written by a peer."""
+
+    pinned: tuple[int, ...]
+    quarantined: tuple[int, ...]
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return self.pinned + self.quarantined
+
+
+class Loans:
+    """All loans of one engine. A hand-off may have several: each later claimant gets blocks of its own."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._loans: dict[tuple[HandoffId, int], Loan] = {}
+
+    def __len__(self) -> int:
+        return len(self._loans)
+
+    def __iter__(self) -> Iterator[Loan]:
+        return iter(list(self._loans.values()))
+
+    def find(self, handoff_id: HandoffId, number: int) -> Loan | None:
+        return self._loans.get((handoff_id, number))
+
+    def lend(self, handoff_id: HandoffId, block_ids: list[int], num_hit_blocks: int) -> Loan:
+        """The first loan: a waiting request's own blocks, which it goes on holding."""
+        loan = Loan(tuple(block_ids[:num_hit_blocks]), tuple(block_ids[num_hit_blocks:]))
+        self._pool.acquire(loan.block_ids)
+        self._pool.quarantine(loan.quarantined)
+        self._loans[handoff_id, 1] = loan
+        return loan
+
+    def lend_fresh(self, handoff_id: HandoffId, number: int, before: Loan) -> Loan | None:
+        """A later loan: the hits of the one before, fresh blocks for the rest. None if the pool has not as many."""
+        pinned = before.pinned
+        fresh = self._pool.allocate(len(before.quarantined), after=pinned[-1] if pinned else None)
+        if fresh is None:
+            return None
+        loan = Loan(pinned, tuple(fresh))
+        self._pool.acquire(pinned)
+        self._pool.quarantine(loan.quarantined)
+        self._loans[handoff_id, number] = loan
+        return loan
+
+    def end(self, handoff_id: HandoffId, number: int) -> None:
+        """No peer touches its blocks any more. Raises KeyError if it has ended."""
+        loan = self._loans.pop((handoff_id, number))
+        self._pool.lift_quarantine(loan.quarantined)
+        self._pool.release(loan.block_ids)

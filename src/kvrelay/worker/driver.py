@@ -1,0 +1,77 @@
+"""What both drivers of hand-offs share: a ledger that any thread may tell, its ticks, a way onto the event loop.
+
+    any thread ── handle(event) ──> ledger ──> actions, carried out at once, in order, under one lock
+
+Carrying out an action only hands it on (an inbox, a queue, the event loop), so the lock is held for microseconds. What
+an action asks for comes back as an event of its own, never within the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvrelay.core.clock import Clock
+
+_log = logging.getLogger(__name__)
+
+TICK_INTERVAL_S = 0.02
+"""Precision of the ledgers' timers while they have something to wait for."""
+IDLE_INTERVAL_S = 0.25
+
+E = TypeVar("E")
+E_contra = TypeVar("E_contra", contravariant=True)
+
+
+class Ledger(Protocol[E_contra]):
+    """One of ``kvrelay.handoff``'s."""
+
+    def handle(self, event: E_contra, now_s: float) -> list[Any]: ...
+
+    def next_tick_s(self) -> float | None: ...
+
+
+class LedgerDriver(Generic[E]):
+    """``carriers``: what carries out an action, by its type."""
+
+    def __init__(self, ledger: Ledger[E], tick: E, clock: Clock, carriers: dict[type, Callable[[Any], None]]) -> None:
+        self._ledger = ledger
+        self._tick_event = tick
+        self._clock = clock
+        self._carriers = carriers
+        self._lock = threading.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+
+    def handle(self, event: E) -> None:
+        """Tell the ledger, from any thread, and carry out what follows."""
+        with self._lock:
+            for action in self._ledger.handle(event, self._clock.now()):
+                self._carriers[type(action)](action)
+            self.handled(event)
+
+    def handled(self, event: E) -> None:
+        """For subclasses: under the lock, after an event and its actions."""
+
+    async def tick_forever(self) -> None:
+        """Tell the ledger of time when it asks for that."""
+        while True:
+            with self._lock:
+                due_s = self._ledger.next_tick_s()
+            if due_s is not None and due_s <= self._clock.now():
+                self.handle(self._tick_event)
+            await asyncio.sleep(IDLE_INTERVAL_S if due_s is None else TICK_INTERVAL_S)
+
+    def on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run it on the event loop: at once if this is its thread. Once the loop is closed nobody waits for it."""
+        if threading.get_ident() == self._loop_thread:
+            function(*arguments)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def soon(self, event: E) -> None:
+        """``handle`` from within an action, on the event loop."""
+        self._loop.call_soon(self.handle, event)

@@ -1,0 +1,176 @@
+"""The decode side's hand-offs at work: drives a ``DecodeLedger``.
+
+    engine thread     remote prefills, closed hand-offs ──> Opened, Closed          Allocate, EndLoan, Resume,
+                                                            Allocated          <──  ComputeHere
+    event loop        claims, releases, connections, leases ──> Claimed, ...   <──  Push, SendGrant, Send
+    transfer thread   notification behind the last write ──> Done
+    checksum thread                                 HitsChecksummed, Verified  <──  ChecksumHits, Verify
+
+It owns no rule of the protocol: ``kvrelay/handoff`` does. It does not know frontends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from kvrelay.core.clock import Clock
+from kvrelay.core.handoff import HandoffDone, HandoffId
+from kvrelay.core.messages import decode_message
+from kvrelay.engine.base import RemotePrefillStart, StepOutput
+from kvrelay.engine.core import EngineCore
+from kvrelay.errors import PayloadTooLargeError, ProtocolError
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.decode import DecodeRules
+from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.rpc.base import RpcServer
+from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.checksums import BlockChecksums
+from kvrelay.worker.driver import LedgerDriver
+from kvrelay.worker.engine_thread import EngineThread
+from kvrelay.worker.stats import DecodeStats
+
+_log = logging.getLogger(__name__)
+
+
+class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
+    """``push(start)`` runs on the event loop for each prefill that is to be queued; ``PushFailed`` if that fails."""
+
+    def __init__(
+        self,
+        rules: DecodeRules,
+        *,
+        clock: Clock,
+        engine: EngineThread,
+        transfer: TransferThread,
+        checksums: BlockChecksums,
+        server: RpcServer,
+        stats: DecodeStats,
+        push: Callable[[RemotePrefillStart], None],
+    ) -> None:
+        self.ledger = DecodeLedger(rules)
+        self._engine = engine
+        self._transfer = transfer
+        self._checksums = checksums
+        self._server = server
+        self._stats = stats
+        self._push = push
+        self._starts: dict[HandoffId, RemotePrefillStart] = {}
+        self._num_polled_for = 0
+        self._num_stale = 0
+        super().__init__(
+            self.ledger,
+            de.Tick(),
+            clock,
+            {
+                de.Push: self._queue,
+                de.Allocate: self._allocate,
+                de.ChecksumHits: self._checksum_hits,
+                de.SendGrant: lambda action: self.on_loop(self._send_grant, action),
+                de.Send: lambda action: self.on_loop(self._send, action),
+                de.Verify: self._verify,
+                de.EndLoan: self._end_loan,
+                de.Resume: lambda action: self._engine.post(partial(self._resume, action)),
+                de.ComputeHere: self._compute_here,
+            },
+        )
+
+    def handled(self, event: de.DecodeEvent) -> None:
+        """Peers need our polling while grants are out."""
+        num_grants = self.ledger.num_grants
+        for _ in range(self._num_polled_for, num_grants):
+            self._transfer.open_handoff()
+        for _ in range(num_grants, self._num_polled_for):
+            self._transfer.close_handoff()
+        self._num_polled_for = num_grants
+        num_stale = self.ledger.counters.num_stale
+        if isinstance(event, de.Done | de.Verified):
+            self._stats.num_stale += num_stale - self._num_stale
+        self._num_stale = num_stale
+
+    # -- engine thread ------------------------------------------------------------------------------------------------
+
+    def on_step(self, step: StepOutput) -> None:
+        """What a step has opened and closed."""
+        for start in step.remote_prefills:
+            num_hit_blocks = start.num_cached_tokens // self.ledger.rules.block_size
+            self._starts[start.handoff_id] = start
+            self.handle(de.Opened(start.handoff_id, start.request_id, start.block_ids, num_hit_blocks))
+        for handoff_id in step.closed_handoffs:
+            self.handle(de.Closed(handoff_id))
+
+    def _resume(self, action: de.Resume, core: EngineCore) -> None:
+        message = action.message
+        if core.resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs):
+            self._stats.num_remote_done += 1
+            if isinstance(message, HandoffDone):
+                self._stats.num_received_bytes += message.num_transferred_bytes
+        else:
+            self._stats.num_stale += 1
+
+    # -- transfer thread ----------------------------------------------------------------------------------------------
+
+    def notified(self, payload: bytes) -> None:
+        """The last write's notification has arrived. Whatever else ``payload`` may be is refused."""
+        try:
+            message = decode_message(payload)
+        except ProtocolError as exc:
+            _log.warning("notification refused: %s", exc)
+            return
+        if not isinstance(message, HandoffDone):
+            _log.warning("notification refused: %s is not HandoffDone", type(message).__name__)
+            return
+        self.handle(de.Done(message))
+
+    # -- actions ------------------------------------------------------------------------------------------------------
+
+    def _queue(self, action: de.Push) -> None:
+        self.on_loop(self._push, self._starts.pop(action.handoff_id))
+
+    def _allocate(self, action: de.Allocate) -> None:
+        def allocate(core: EngineCore) -> None:
+            block_ids = core.lend_fresh(action.handoff_id, action.loan)
+            self.handle(de.Allocated(action.handoff_id, action.loan, block_ids))
+
+        self._engine.post(allocate)
+
+    def _checksum_hits(self, action: de.ChecksumHits) -> None:
+        def checksummed(checksums: tuple[int, ...] | None) -> None:
+            self.handle(de.HitsChecksummed(action.handoff_id, action.generation, checksums))
+
+        self._checksums.compute(action.block_ids, checksummed)
+
+    def _verify(self, action: de.Verify) -> None:
+        def verified(damage: str | None) -> None:
+            num_stale = self._stats.num_stale
+            self.handle(de.Verified(action.handoff_id, action.generation, damage is None))
+            if self._stats.num_stale > num_stale:
+                return
+            if damage is None:
+                self._stats.num_verified_blocks += len(action.block_ids)
+            else:
+                self._stats.num_kv_checksum_mismatches += 1
+                _log.warning("KV of hand-off %s from %s is refused: %s", action.handoff_id, action.worker_id, damage)
+
+        self._checksums.verify(action.block_ids, action.checksums, verified)
+
+    def _end_loan(self, action: de.EndLoan) -> None:
+        self._engine.post(lambda core: core.end_loan(action.handoff_id, action.loan))
+
+    def _compute_here(self, action: de.ComputeHere) -> None:
+        _log.info("hand-off %s of request %s ended: %s", action.handoff_id, action.request_id, action.reason)
+        self._engine.post(lambda core: core.compute_handoff_here(action.handoff_id))
+
+    def _send_grant(self, action: de.SendGrant) -> None:
+        message = action.message
+        try:
+            is_sent = self._server.send(action.connection, message)  # type: ignore[arg-type]
+        except PayloadTooLargeError as exc:
+            _log.error("hand-off %s cannot be granted: %s", message.handoff_id, exc)
+            is_sent = False
+        if not is_sent:
+            self.soon(de.GrantNotSent(message.handoff_id, message.generation))
+
+    def _send(self, action: de.Send) -> None:
+        self._server.send(action.connection, action.message)  # type: ignore[arg-type]
