@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 import yaml
+from kvrelay.engine.handoffs import HandoffCounters
 from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.command_lines import checked
 
 from kvrelay.core.workers import WorkerRole
-from kvrelay.engine.handoffs import HandoffCounters
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.metrics import FrontendMetrics

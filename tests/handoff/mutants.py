@@ -1,7 +1,7 @@
 """Protocols that are wrong in one place each.
 
 A mutant lacks one rule of docs/architecture.md, "What may never happen", and names the scenario in which the explorer
-has to find it out. Rule 8, ``check_integrity``, is what the explorer's own invariants are.
+has to find it out. Rule 9 is the kernel's; rule 10, ``check_integrity``, is what the explorer's own invariants are.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ MUTANTS = [
     ),
     Mutant(
         "a claim in a term that nobody knows yet is granted",
-        2,
+        8,
         scenario("revoke prefill"),
         replacing(PeerLeases, "is_live", lambda original: lambda self, worker_id, term: True),
     ),

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from kvrelay.engine.handoffs import HandoffCounters
 from tests.frontend.raw_http import Answer, send
 
 from kvrelay.config import MetricsConfig
 from kvrelay.core.workers import WorkerRole
-from kvrelay.engine.handoffs import HandoffCounters
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import AddressInUseError, ConfigError
 from kvrelay.frontend import keys_file

@@ -244,7 +244,7 @@ async def test_a_worker_takes_no_hand_off_in_anothers_name() -> None:
         assert rogue.heard == [Pong(1, decode.id)]
         assert (decode.ledger.num_grants, decode.worker._decode.num_open_grants) == (1, 1)
         assert await client.answer("r") == expected(prompt(1500), 8)
-        assert prefill.worker._prefill.stats.num_prefills == 1
+        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
         await rogue.lease.revoke()
 
 
@@ -334,5 +334,5 @@ async def test_a_decode_worker_takes_back_its_own_hand_offs_only(monkeypatch: py
         (peer,) = [peer for peer in prefill.worker._peers._peers.values() if peer.worker_id == rogue.id]
         prefill.worker._prefill.handoffs.on_message(peer, HandoffAbandon(handoff_id, 1))
         assert await client.answer("r") == expected(prompt(1500), 8)
-        assert prefill.worker._prefill.stats.num_prefills == 1
+        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
         assert prefill.worker._prefill.stats.num_abandoned == 0

@@ -65,7 +65,7 @@ async def test_a_worker_puts_its_own_entries_back(key: str) -> None:
         await shared.until(lambda: not decode.worker._fleet.has_ended(prefill.id))
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
-        assert prefill.worker._prefill.stats.num_prefills == 1
+        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
 
 
 async def test_an_entry_that_leaves_for_good_is_not_put_back() -> None:
@@ -88,5 +88,5 @@ async def test_an_entry_of_the_queue_that_is_out_of_range_ends_no_prefill_worker
         await queue._jetstream.publish(f"kvrelay.default.prefill.queue.{line}", msgspec.msgpack.encode(evil))
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
-        assert prefill.worker._prefill.stats.num_prefills == 1
+        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
         assert prefill.control.prefill_queue.num_malformed == 1

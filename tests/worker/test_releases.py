@@ -30,7 +30,7 @@ async def test_a_broken_connection_costs_no_blocks_and_no_drain():
         shared.fabric.faults.delay_polls = 0
         client.send("after", prompt(700, 3))
         assert await client.answer("after") == expected(prompt(700, 3), 8)
-        assert prefill.worker._prefill.stats.num_prefills == 1
+        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
         decode.worker.request_drain()
         assert await shared.gone(decode) is None
 
@@ -106,7 +106,7 @@ async def test_an_entry_that_is_delivered_twice_is_served_once():
             client.send(f"r{number}", prompt(600, number))
             assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
         assert decode.ledger.counters.num_granted == 5
-        assert prefill.worker._prefill.stats.num_prefills == 5
+        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 5)
 
 
 @pytest.mark.parametrize("error", [ControlUnavailableError("away"), PayloadTooLargeError("too large")])
@@ -154,7 +154,7 @@ async def test_a_worker_of_another_kind_leaves_our_entries_alone():
             client.send(f"r{number}", prompt(600, number))
         for number in range(6):
             assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
-        assert prefill.worker._prefill.stats.num_prefills == 6
+        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 6)
 
 
 async def test_two_first_hand_offs_meet_their_decode_worker_once():
@@ -168,7 +168,7 @@ async def test_two_first_hand_offs_meet_their_decode_worker_once():
         assert await client.answer("r1") == expected(prompt(1000), 8)
         assert await client.answer("r2") == expected(prompt(1000, 5), 8)
         assert added == [decode.id]
-        assert prefill.worker._prefill.stats.num_prefills == 2
+        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 2)
 
 
 async def test_the_load_goes_down_without_a_step():

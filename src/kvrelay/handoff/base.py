@@ -58,6 +58,7 @@ The rules, and the place that keeps each (docs/architecture.md, "What may never 
     5  who cannot exchange KV with D is refused                                DecodeLedger
     6  a message to an earlier incarnation names a hand-off that is unknown    both ledgers
     7  KV that was damaged is computed again; its blocks stay lent meanwhile   DecodeHandoff.verified
+    8  only a claimant whose term discovery has told of gets a grant           DecodeLedger._claim
 
 What fences stale work, in one place. Each number answers one question; none is used for another.
 

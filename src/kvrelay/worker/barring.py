@@ -5,7 +5,7 @@
 
 With shared memory the copying thread is the peer's own, and a process that is stopped in the middle of a copy goes on
 with it when it wakes, whatever time has passed. So no timer may free its target: ``Transport.bar`` asks the kernel. The
-fence (``fleet.py``) runs from the moment at which the end is told on.
+fence (``handoff/leases.py``) runs from the moment at which the end is told on.
 """
 
 from __future__ import annotations
