@@ -268,9 +268,10 @@ def test_a_refused_claim_costs_a_prefill_and_needs_no_release() -> None:
         HandoffGrant("h", 1, (*BLOCKS, 5), 8),
         HandoffGrant("h", 1, (-1, *BLOCKS[1:]), 8),
         HandoffGrant("h", 1, (0, 0, 2, 3, 4), 8),
+        HandoffGrant("h", 1, (2**80, 1, 2, 3, 4), 8),
         HandoffGrant("h", 1, BLOCKS, 4),
     ],
-    ids=["few", "many", "negative", "twice", "other hits"],
+    ids=["few", "many", "negative", "twice", "huge", "other hits"],
 )
 def test_a_grant_that_does_not_fit_is_given_up(grant: HandoffGrant) -> None:
     ledger = prefill_ledger()

@@ -48,6 +48,7 @@ from kvrelay.handoff.prefill_events import (
 )
 
 MAX_DOUBLINGS = 16
+MAX_BLOCK_ID = 2**31 - 1
 
 
 class PrefillState(enum.Enum):
@@ -201,6 +202,7 @@ class PrefillHandoff:
             and len(grant.block_ids) == num_granted
             and len(set(grant.block_ids)) == num_granted
             and min(grant.block_ids, default=0) >= 0
+            and max(grant.block_ids, default=0) <= MAX_BLOCK_ID
         )
 
     # -- the engine ---------------------------------------------------------------------------------------------------

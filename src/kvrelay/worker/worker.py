@@ -416,6 +416,7 @@ class Worker:
         _log.warning("lease lost: abandoning hand-offs in progress")
         # In this order: the first submits nothing more, the second withdraws what was submitted.
         self._prefill.give_up_all(EndReason.LEASE_LOST)
+        self._decode.handoffs.handle(de.LeaseLost())
         self._transfer.fail_all("lease lost")
 
     def _on_lease_revoked(self) -> None:
