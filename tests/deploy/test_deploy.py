@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import yaml
-from kvrelay.engine.handoffs import HandoffCounters
 from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.command_lines import checked
 
@@ -297,10 +296,10 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 
 def exported() -> set[str]:
     """The names of all samples that frontends and workers export."""
-    counts = {field.name: 1 for field in dataclasses.fields(EngineStats) if field.name != "handoffs"}
+    counts = {field.name: 1 for field in dataclasses.fields(EngineStats)}
     stats = WorkerStats(
         "w", "m", "mock", WorkerRole.BOTH, 0, True,
-        EngineStats(**counts, handoffs=HandoffCounters()), DecodeStats(places={"remote": 1}), PrefillStats(),
+        EngineStats(**counts), DecodeStats(places={"remote": 1}), PrefillStats(),
         TransferStats((), 0, 0, 0),
     )  # fmt: skip
     frontend = FrontendMetrics()

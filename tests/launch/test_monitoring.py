@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from kvrelay.engine.handoffs import HandoffCounters
 from tests.frontend.raw_http import Answer, send
 
 from kvrelay.config import MetricsConfig
@@ -34,7 +33,7 @@ class IdleWorker:
         self.is_stalled = is_stalled
 
     def stats(self) -> WorkerStats:
-        engine = EngineStats(1, 2, 100, 25, *[0] * 9, HandoffCounters())
+        engine = EngineStats(1, 2, 100, 25, *[0] * 7)
         transfer = TransferStats((), 0, 0, 0)
         return WorkerStats(
             "w", "m", "mock", WorkerRole.DECODE, 0, self.is_ready, engine, DecodeStats(), PrefillStats(), transfer

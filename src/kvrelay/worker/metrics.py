@@ -35,12 +35,12 @@ class WorkerStats:
     epoch: int
     is_ready: bool
     engine: EngineStats
-    num_open_handoffs: int
-    num_grants: int
-    handoffs: DecodeCounters
     decode: DecodeStats
     prefill: PrefillStats
     transfer: TransferStats
+    num_open_handoffs: int = 0
+    num_grants: int = 0
+    handoffs: DecodeCounters = dataclasses.field(default_factory=DecodeCounters)
 
 
 class WorkerMetrics(Collector):
