@@ -79,7 +79,7 @@ def test_a_protocol_without_the_rule_is_found_out(mutant: Mutant, monkeypatch: p
 
 
 def test_each_rule_has_a_mutant() -> None:
-    """Rule 6 needs two incarnations (``test_ledgers``); 9 is the kernel's, 10 what the explorer checks in every state."""
+    """Rule 6 needs two incarnations (``test_ledgers``), 9 is the kernel's, 10 what the explorer always checks."""
     assert {mutant.rule for mutant in MUTANTS} == {1, 2, 3, 4, 5, 7, 8}
     assert len(MUTANTS) >= 10
 
