@@ -123,7 +123,7 @@ def test_prompt_logprobs_need_every_position(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request(Request("a", PROMPT, SamplingParams(max_tokens=1)))
     drain(engine)
-    assert engine.num_cached_tokens(PROMPT) == 16
+    assert engine.num_cached_tokens(Request("?", PROMPT, SamplingParams())) == 16
     engine.add_request(Request("b", PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0)))
     (output,) = drain(engine)
     assert output.num_cached_tokens == 0
@@ -135,7 +135,7 @@ def test_only_equal_cache_salts_share_a_prefix(make_engine: MakeEngine) -> None:
     engine = make_engine()
     answers = []
     for number, (salt, hit) in enumerate([("a", 0), ("a", 16), ("b", 0), (None, 0), (None, 16), ("b", 16)]):
-        assert engine.num_cached_tokens(PROMPT, salt) == hit
+        assert engine.num_cached_tokens(Request("?", PROMPT, SamplingParams(cache_salt=salt))) == hit
         engine.add_request(Request(f"r{number}", PROMPT, SamplingParams(max_tokens=3, cache_salt=salt)))
         outputs = drain(engine)
         assert outputs[0].num_cached_tokens == hit
@@ -333,7 +333,7 @@ def test_events_come_with_the_step_that_made_them(make_engine: MakeEngine) -> No
     engine.clear_cache()
     assert engine.has_work()
     assert engine.drain_events() == [AllBlocksCleared()]
-    assert engine.num_cached_tokens(PROMPT) == 0
+    assert engine.num_cached_tokens(Request("?", PROMPT, SamplingParams())) == 0
 
 
 def test_repr_gives_the_numbers(make_engine: MakeEngine) -> None:
@@ -407,7 +407,9 @@ def test_a_remote_prefill_joins_with_its_first_token(make_engine: MakeEngine) ->
     assert tokens_of(outputs) == reference(PROMPT, 5)
     assert [output.remote_prefill for output in outputs] == [True, False, False, False, False]
     assert outputs[0].num_cached_tokens == 0
-    assert engine.num_cached_tokens(PROMPT) == 16, "transferred blocks join the prefix cache"
+    assert engine.num_cached_tokens(Request("?", PROMPT, SamplingParams())) == 16, (
+        "transferred blocks join the prefix cache"
+    )
 
 
 def test_a_prompt_that_ends_at_a_block_gets_the_next_block(make_engine: MakeEngine) -> None:
@@ -553,7 +555,7 @@ def test_chunks_leave_as_their_blocks_fill(make_engine: MakeEngine) -> None:
     assert engine.has_unfinished()
     engine.sending_finished("h")
     assert engine.pool.num_free == 64
-    assert engine.num_cached_tokens(prompt) == 44
+    assert engine.num_cached_tokens(Request("?", prompt, SamplingParams())) == 44
     engine.check_integrity()
 
 
@@ -582,7 +584,7 @@ def test_blocks_that_the_decode_worker_holds_are_read_not_computed(make_engine: 
     assert step.num_scheduled_tokens == 2
     (chunk,) = step.handoff_chunks
     assert (chunk.first_block, len(chunk.block_ids), chunk.token_id) == (4, 1, reference(PROMPT, 1)[0])
-    assert engine.num_cached_tokens(PROMPT) == 16
+    assert engine.num_cached_tokens(Request("?", PROMPT, SamplingParams())) == 16
 
 
 def test_a_failed_read_is_computed(make_engine: MakeEngine) -> None:
@@ -613,7 +615,7 @@ def test_an_aborted_read_keeps_its_blocks_until_it_has_ended(make_engine: MakeEn
     assert not engine.has_work()
     engine.kv_loaded("h", True)
     assert engine.pool.num_free == 64
-    assert engine.num_cached_tokens(PROMPT) == 0
+    assert engine.num_cached_tokens(Request("?", PROMPT, SamplingParams())) == 0
     engine.sending_finished("h")
     engine.check_integrity()
 

@@ -55,7 +55,7 @@ def test_one_damaged_value_in_a_cached_block_gives_a_wrong_answer(
     good = run(engine, Request("a", PROMPT, SamplingParams(max_tokens=5)))["a"]
     assert isinstance(engine.executor, MockExecutor)
     engine.executor.pool[3, kind, position] ^= np.uint32(1)
-    assert engine.num_cached_tokens(PROMPT) == 28
+    assert engine.num_cached_tokens(Request("?", PROMPT, SamplingParams())) == 28
     assert run(engine, Request("b", PROMPT, SamplingParams(max_tokens=5)))["b"] != good
 
 

@@ -33,7 +33,7 @@ def test_two_ranks_answer_as_one_and_a_lost_rank_ends_the_idle_engine() -> None:
     with LLM(tp=2, rank_timeout_s=60.0, **SETTINGS) as two:
         assert [output.token_ids for output in two.generate(PROMPTS, GREEDY)] == expected
         (worker,) = two._async.cluster.workers
-        os.kill(worker._executor.rank_pids[1], signal.SIGKILL)
+        os.kill(worker._engine._core.executor.rank_pids[1], signal.SIGKILL)
         deadline = time.monotonic() + PATIENCE_S
         # Nothing asks the ranks for a step. The worker is unlisted first, and says why when it has ended.
         while not re.search("rank 1 .* was killed by SIGKILL", lost(two)):

@@ -36,6 +36,7 @@ from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient, LoopbackRpc
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
+from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
 from kvrelay.worker.worker import Worker
 
@@ -133,17 +134,17 @@ class Node:
 
     def slow_down(self, step_s: float) -> None:
         """Every step takes so long."""
-        execute = self.worker._executor.execute
+        execute = self.core.executor.execute
 
         def slow(work: object) -> object:
             time.sleep(step_s)
             return execute(work)
 
-        self.worker._executor.execute = slow
+        self.core.executor.execute = slow
 
     def hold_checksums(self) -> tuple[threading.Event, threading.Event]:
         """Checksums wait: the first event tells that one does, the second lets them all go on."""
-        checksum = self.worker._executor.checksum_blocks
+        checksum = self.core.executor.checksum_blocks
         waiting, go_on = threading.Event(), threading.Event()
 
         def held(block_ids: Sequence[int]) -> tuple[int, ...]:
@@ -151,12 +152,12 @@ class Node:
             assert go_on.wait(PATIENCE_S)
             return checksum(block_ids)
 
-        self.worker._executor.checksum_blocks = held
+        self.core.executor.checksum_blocks = held
         return waiting, go_on
 
     def fail_at_step(self, number: int) -> None:
         """The device breaks."""
-        execute = self.worker._executor.execute
+        execute = self.core.executor.execute
         steps = itertools.count(1)
 
         def failing(work: object) -> object:
@@ -164,7 +165,7 @@ class Node:
                 raise RuntimeError("device lost")
             return execute(work)
 
-        self.worker._executor.execute = failing
+        self.core.executor.execute = failing
 
 
 @dataclass
@@ -242,7 +243,7 @@ class Cluster:
         transport = build_transport(self.transfer, worker_id, self.fabric, memory)
         if isinstance(transport, LoopbackTransport):
             self._watch_writes(transport)
-        worker = Worker(settings, executor, core, transport, control, server, partial(self.connect, key))
+        worker = Worker(settings, EngineThread(core), transport, control, server, partial(self.connect, key))
         await worker.start()
         node = Node(worker, core, server, transport, control, asyncio.create_task(worker.run()))
         self.nodes.append(node)

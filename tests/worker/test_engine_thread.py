@@ -26,8 +26,8 @@ def make_core() -> EngineCore:
 
 
 async def test_a_call_gives_what_the_order_gives_or_raises():
-    thread = EngineThread(make_core(), lambda step: None, lambda error: None)
-    thread.start()
+    thread = EngineThread(make_core())
+    thread.start(lambda step: None, lambda error: None)
     assert await thread.call(lambda core: core.worker_id) == "w"
     with pytest.raises(ZeroDivisionError):
         await thread.call(lambda core: 1 // 0)
@@ -45,9 +45,9 @@ async def test_calls_that_wait_when_the_thread_dies_fail():
         raise RuntimeError("device lost")
 
     core.executor.execute = break_down
-    thread = EngineThread(core, lambda step: None, dead.append)
+    thread = EngineThread(core)
     thread.post(lambda core: core.add_request(Request("r", [1, 2, 3], SamplingParams())))
-    thread.start()
+    thread.start(lambda step: None, dead.append)
     await asyncio.to_thread(entered.wait, PATIENCE_S)
 
     # The first of them raises when the engine is found dead, the others are never run.
@@ -69,8 +69,8 @@ async def test_calls_that_wait_when_the_thread_dies_fail():
 
 
 async def test_a_call_behind_the_end_fails():
-    thread = EngineThread(make_core(), lambda step: None, lambda error: None)
-    thread.start()
+    thread = EngineThread(make_core())
+    thread.start(lambda step: None, lambda error: None)
     thread.close()
     with pytest.raises(EngineDeadError):
         await thread.call(lambda core: core.worker_id)

@@ -16,18 +16,18 @@ from kvrelay.core.workers import WorkerRole
 @contextmanager
 def endless_step(node: Node) -> Iterator[threading.Event]:
     """The next step begins, which the event tells, and does not end before the block does."""
-    execute, begun, goes_on = node.worker._executor.execute, threading.Event(), threading.Event()
+    execute, begun, goes_on = node.core.executor.execute, threading.Event(), threading.Event()
 
     def stuck(work: object) -> object:
         begun.set()
         goes_on.wait(WAIT_S)
         return execute(work)
 
-    node.worker._executor.execute = stuck
+    node.core.executor.execute = stuck
     try:
         yield begun
     finally:
-        node.worker._executor.execute = execute
+        node.core.executor.execute = execute
         goes_on.set()
 
 

@@ -211,7 +211,7 @@ async def test_a_worker_of_several_ranks_prefills_itself_and_keeps_its_role():
     async with cluster() as shared:
         await shared.join(WorkerRole.PREFILL)
         alone = await shared.join(WorkerRole.BOTH)
-        executor = alone.worker._executor
+        executor = alone.core.executor
         executor._layout = msgspec.structs.replace(executor._layout, tp_size=2)
         await shared.until(lambda: alone.worker._fleet.num_prefill_workers == 1)
         client = await shared.client(alone)

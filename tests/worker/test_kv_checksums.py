@@ -248,7 +248,7 @@ async def test_kv_that_cannot_be_read_is_not_trusted(device_of):
         def fail(block_ids):
             raise RuntimeError("device lost")
 
-        {"prefill": prefill, "decode": decode}[device_of].worker._executor.checksum_blocks = fail
+        {"prefill": prefill, "decode": decode}[device_of].core.executor.checksum_blocks = fail
         await answers_are_right(client, r=prompt(320))
         assert decode.worker._decode.stats.num_remote_done == 0
 

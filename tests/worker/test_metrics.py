@@ -34,7 +34,7 @@ def samples(worker: Worker) -> dict[str, float]:
 
 def hold_steps(node: Node) -> tuple[threading.Event, threading.Event]:
     """From now on steps wait for the second event; the first tells that one does."""
-    execute = node.worker._executor.execute
+    execute = node.core.executor.execute
     held, go_on = threading.Event(), threading.Event()
 
     def holding(work: object) -> object:
@@ -42,7 +42,7 @@ def hold_steps(node: Node) -> tuple[threading.Event, threading.Event]:
         go_on.wait(60)
         return execute(work)
 
-    node.worker._executor.execute = holding
+    node.core.executor.execute = holding
     return held, go_on
 
 

@@ -14,8 +14,8 @@ from kvrelay.core.event_codec import decode_load
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.sealing import unseal
 from kvrelay.core.workers import WorkerRole
+from kvrelay.engine.progress import Progress
 from kvrelay.errors import EngineHungError
-from kvrelay.worker.progress import Progress
 from kvrelay.worker.watchdog import Watchdog
 
 WAIT_S = 20.0
@@ -75,7 +75,7 @@ def test_a_worker_that_does_not_leave_is_ended_by_force(leaves: bool) -> None:
 
 def hang(node: Node) -> tuple[threading.Event, threading.Event]:
     """The next step hangs: the first event tells that it does, the second lets it go on."""
-    execute = node.worker._executor.execute
+    execute = node.core.executor.execute
     entered, go_on = threading.Event(), threading.Event()
 
     def hanging(work: object) -> object:
@@ -83,7 +83,7 @@ def hang(node: Node) -> tuple[threading.Event, threading.Event]:
         go_on.wait(WAIT_S)
         return execute(work)
 
-    node.worker._executor.execute = hanging
+    node.core.executor.execute = hanging
     return entered, go_on
 
 

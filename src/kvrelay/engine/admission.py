@@ -90,7 +90,7 @@ class Admission:
         request = self._first(load)
         if request is None or self._is_blocked(load):
             return None
-        hit = self._find_hit(request)
+        hit = self.find_hit(request)
         num_needed = self._pool.blocks_for(len(request.token_ids)) - len(hit)
         num_available = self._pool.num_free - self._pool.num_free_among(hit)
         if num_needed > num_available - self._reserve_for(request, load):
@@ -123,7 +123,8 @@ class Admission:
         self._blocked = None
         return False
 
-    def _find_hit(self, request: Request) -> list[int]:
+    def find_hit(self, request: Request) -> list[int]:
+        """The cached blocks that ``request`` begins with; its last token is always left to compute."""
         if not self._pool.enable_prefix_caching or request.wants_prompt_logprobs:
             return []
         request.hash_blocks((len(request.token_ids) - 1) // self._pool.block_size, self._pool.block_size)

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.core.events import KvEvent
+from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.messages import TokenOutput
@@ -204,3 +204,5 @@ class StepOutput:
     handoff_chunks: list[HandoffChunk] = field(default_factory=list)
     kv_events: list[KvEvent] = field(default_factory=list)
     num_scheduled_tokens: int = 0
+    load: LoadMetrics | None = None
+    """The load, when it is worth telling."""

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId, PositionLogprobs
-from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.base import Executor, RemotePrefillStart, StepOutput
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.loans import Loans
-from kvrelay.engine.overload import Overload
+from kvrelay.engine.overload import NOBODY, OnTheWay, Overload
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.stopping import stop_token_ids
@@ -165,7 +164,7 @@ class EngineCore:
         request.stop_ids = stop_token_ids(sampling, self.executor.eos_token_ids)
         request.length_limit = min(request.num_prompt_tokens + sampling.max_tokens, self.max_model_len)
         request.times.append((RequestStatus.WAITING, self._clock.now()))
-        if request.mode is PrefillMode.REMOTE and (request.is_prefill_only or request.wants_prompt_logprobs):
+        if request.mode is PrefillMode.REMOTE and request.must_prefill_here:
             request.mode = PrefillMode.LOCAL
         if len(request.token_ids) >= request.length_limit and not request.is_prefill_only:
             # A request that was continued here after its last token: nothing is left to generate.
@@ -186,12 +185,13 @@ class EngineCore:
         if request is not None:
             self._end(request, FinishReason.ABORT)
 
-    def num_cached_tokens(self, token_ids: Sequence[int], salt: str | None = None) -> int:
-        """Tokens of this prompt that the prefix cache holds now, under this cache salt."""
-        if not self.pool.enable_prefix_caching:
-            return 0
-        hashes = compute_sequence_hashes(token_ids, self.pool.block_size, salt=salt)
-        return len(self.pool.find_prefix(token_ids, hashes)) * self.pool.block_size
+    def check_room(self, num_tokens: int, *, is_new: bool, ahead: OnTheWay = NOBODY) -> None:
+        """Raise OverloadedError if a request of ``num_tokens`` is too much now. From any thread, also during a step."""
+        self.overload.check(num_tokens, is_new=is_new, ahead=ahead)
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of the request that the prefix cache holds now. Its hashes are kept: admission needs them again."""
+        return len(self.scheduler.admission.find_hit(request)) * self.pool.block_size
 
     def _validate(self, request: Request) -> None:
         request.sampling.validate(self.executor.vocab_size)
@@ -331,6 +331,10 @@ class EngineCore:
     def drain_events(self) -> list[KvEvent]:
         """Prefix-cache events that no step has delivered yet."""
         return self.pool.drain_events()
+
+    def cached_hashes(self) -> list[int]:
+        """Sequence hashes of every cached block."""
+        return self.pool.cached_hashes()
 
     def clear_cache(self) -> None:
         """Forget every cached prefix; running requests go on."""

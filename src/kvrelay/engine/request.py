@@ -140,6 +140,11 @@ class Request:
         return self.sampling.max_tokens == 0
 
     @property
+    def must_prefill_here(self) -> bool:
+        """Whether no other worker may compute the prompt: its scores are made where it is computed."""
+        return self.is_prefill_only or self.wants_prompt_logprobs
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt logprobs are still owed; the prefill must then compute every position."""
         return self.sampling.prompt_logprobs is not None and not self.first_output_sent

@@ -40,6 +40,7 @@ from kvrelay.rpc import Heartbeat, ZmqRpcServer
 from kvrelay.rpc.base import RpcServer
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.base import Transport
+from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.peers import Connect
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
 from kvrelay.worker.worker import Worker
@@ -150,7 +151,7 @@ def assemble_worker(
         worker_id=settings.worker_id,
         seed=seed,
     )
-    return Worker(settings, executor, core, transport, control, server, connect)
+    return Worker(settings, EngineThread(core), transport, control, server, connect)
 
 
 def _require_possible_role(options: WorkerOptions) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvrelay.core.checksums import find_damage
-from kvrelay.engine.base import Executor
+from kvrelay.engine.contract import EngineHost
 
 _log = logging.getLogger(__name__)
 
@@ -22,14 +22,14 @@ OnVerified = Callable[[str | None], None]
 
 
 class BlockChecksums:
-    """Computes and verifies checksums of an executor's blocks, in the order in which it is asked to.
+    """Computes and verifies checksums of an engine's blocks, in the order in which it is asked to.
 
     ``required``: this worker trusts no KV without them. Callbacks run on the checksum thread, never within the call.
     """
 
-    def __init__(self, executor: Executor, *, required: bool) -> None:
+    def __init__(self, engine: EngineHost, *, required: bool) -> None:
         self.required = required
-        self._executor = executor
+        self._engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
 
     def compute(self, block_ids: Sequence[int], on_done: OnComputed) -> None:
@@ -64,7 +64,7 @@ class BlockChecksums:
 
     def _compute(self, block_ids: Sequence[int]) -> tuple[int, ...] | None:
         try:
-            return self._executor.checksum_blocks(block_ids)
+            return self._engine.checksum_blocks(block_ids)
         except Exception:  # noqa: BLE001 - whatever a device may raise: somebody waits for the answer
             _log.exception("%d blocks could not be read", len(block_ids))
             return None

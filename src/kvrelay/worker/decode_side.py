@@ -28,7 +28,7 @@ from kvrelay.core.messages import (
 )
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.base import RemotePrefillStart
-from kvrelay.engine.core import EngineCore
+from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import (
     ControlUnavailableError,
@@ -44,7 +44,6 @@ from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
-from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.gate import Gate
 from kvrelay.worker.incoming import IncomingHandoffs
 from kvrelay.worker.outputs import send_outputs
@@ -66,7 +65,7 @@ class DecodeSide:
         model: str,
         address: Callable[[], str],
         rules: DecodeRules,
-        engine: EngineThread,
+        engine: EngineHost,
         transfer: TransferThread,
         checksums: BlockChecksums,
         queue: PrefillQueue,
@@ -156,7 +155,7 @@ class DecodeSide:
         self.stats.num_aborted += 1
         self._engine.post(lambda core: core.abort(request_id))
 
-    def _admit(self, core: EngineCore, peer: Peer, message: GenerateRequest) -> None:
+    def _admit(self, core: Engine, peer: Peer, message: GenerateRequest) -> None:
         """On the engine thread: decide where the prefill runs and enqueue."""
         self._gate.arrived(message)
         try:
@@ -170,24 +169,23 @@ class DecodeSide:
         else:
             self.stats.places[place] = self.stats.places.get(place, 0) + 1
 
-    def _enqueue(self, core: EngineCore, message: GenerateRequest) -> PrefillPlace:
-        tokens = message.prompt_token_ids + message.output_token_ids
+    def _enqueue(self, core: Engine, message: GenerateRequest) -> PrefillPlace:
+        request = Request(
+            message.request_id,
+            message.prompt_token_ids,
+            message.sampling,
+            output_token_ids=message.output_token_ids,
+            priority=message.priority,
+        )
         place = self._policy.decide(
-            prompt_length=len(tokens),
-            num_cached_tokens=core.num_cached_tokens(tokens, message.sampling.cache_salt),
+            prompt_length=len(request.token_ids),
+            num_cached_tokens=core.num_cached_tokens(request),
             prefill_fleet=PrefillFleet(self._num_prefill_workers(), self._queue_size),
-            must_be_local=message.sampling.prompt_logprobs is not None or message.sampling.max_tokens == 0,
+            must_be_local=request.must_prefill_here,
         )
-        core.add_request(
-            Request(
-                request_id=message.request_id,
-                prompt_token_ids=message.prompt_token_ids,
-                output_token_ids=message.output_token_ids,
-                sampling=message.sampling,
-                mode=PrefillMode.REMOTE if place is PrefillPlace.REMOTE else PrefillMode.LOCAL,
-                priority=message.priority,
-            )
-        )
+        if place is PrefillPlace.REMOTE:
+            request.mode = PrefillMode.REMOTE
+        core.add_request(request)
         return place
 
     def _refuse_error(self, peer: Peer, request_id: str, error: KvrelayError) -> None:

@@ -11,24 +11,33 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.base import StepOutput
+from kvrelay.engine.contract import Engine, EngineFacts
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.load_sampler import LoadSampler
+from kvrelay.engine.progress import Progress
+from kvrelay.engine.stats import EngineStats, engine_stats
 from kvrelay.errors import EngineDeadError
-from kvrelay.worker.progress import Progress
 
 T = TypeVar("T")
-Order = Callable[[EngineCore], object]
+Order = Callable[[Engine], object]
 
 _log = logging.getLogger(__name__)
 
 
-def _ignore(error: EngineDeadError) -> None:
-    """Nobody waits."""
+LOAD_INTERVAL_S = 0.05
+"""Load is worth telling at most this often while the engine works."""
+
+
+def _ignore(_: object) -> None:
+    """No one waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,47 +49,71 @@ class _Entry:
 
 
 class EngineThread:
-    """Runs ``core`` until closed. ``on_step`` is called on this thread with what each step produced, in one part or
-    two; ``on_dead`` once, if the engine fails, after the step output that fails its requests has been delivered."""
+    """The EngineHost of an EngineCore: steps ``core`` on a thread of its own until closed."""
 
-    def __init__(
-        self,
-        core: EngineCore,
-        on_step: Callable[[StepOutput], None],
-        on_dead: Callable[[EngineDeadError], None],
-        idle_wait_s: float = 0.5,
-        clock: Clock | None = None,
-    ) -> None:
-        self.progress = Progress(clock or MonotonicClock())
-        """How long the thread has been at what it does."""
+    def __init__(self, core: EngineCore, idle_wait_s: float = 0.5, clock: Clock | None = None) -> None:
+        clock = clock or MonotonicClock()
+        self._progress = Progress(clock)
         self._core = core
-        self._on_step = on_step
-        self._on_dead = on_dead
+        self._load = LoadSampler(core, LOAD_INTERVAL_S, clock)
+        self._on_step: Callable[[StepOutput], None] = _ignore
+        self._on_dead: Callable[[EngineDeadError], None] = _ignore
         self._idle_wait_s = idle_wait_s
         self._inbox: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._dead: EngineDeadError | None = None
+        self._is_shut_down = False
 
-    def start(self) -> None:
+    @property
+    def facts(self) -> EngineFacts:
+        executor = self._core.executor
+        return EngineFacts(
+            kv_layout=executor.kv_layout,
+            num_blocks=executor.num_blocks,
+            max_model_len=executor.max_model_len,
+            vocab_size=executor.vocab_size,
+            weights_fingerprint=executor.weights_fingerprint,
+        )
+
+    @property
+    def kv_region(self) -> MemoryRegion:
+        return self._core.executor.kv_region
+
+    @property
+    def progress(self) -> Progress:
+        return self._progress
+
+    def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
+        self._on_step, self._on_dead = on_step, on_dead
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stop after the current step and wait for the thread. Idempotent. False when it has not ended in time."""
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        has_ended = not self._thread.is_alive()
+        if has_ended and not self._is_shut_down:
+            self._is_shut_down = True
+            self._core.executor.shutdown()
+        return has_ended
 
-    def look(self, read: Callable[[EngineCore], T]) -> T:
-        """Give what ``read`` finds, at once, on the caller's thread: a step may be running, so it may read single
-        numbers and nothing that has to fit together, and must change nothing."""
+    def stats(self) -> EngineStats:
+        return engine_stats(self._core)
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        self._core.executor.prepare(sampling)
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        return self._core.executor.checksum_blocks(block_ids)
+
+    def look(self, read: Callable[[Engine], T]) -> T:
         return read(self._core)
 
     def post(self, order: Order) -> None:
         """Run ``order`` before the next step; from any thread. Its exceptions are logged."""
         self._inbox.put(_Entry(order))
 
-    async def call(self, order: Callable[[EngineCore], T]) -> T:
+    async def call(self, order: Callable[[Engine], T]) -> T:
         """Run ``order`` before the next step and give its result, or raise what it raised; EngineDeadError when the
         thread ends first."""
         dead = self._dead
@@ -89,7 +122,7 @@ class EngineThread:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def run(core: EngineCore) -> None:
+        def run(core: Engine) -> None:
             try:
                 result = order(core)
             except Exception as exc:  # noqa: BLE001 - handed to the caller, whatever it is
@@ -109,7 +142,7 @@ class EngineThread:
         try:
             while self._take_orders():
                 # A step may end with outputs even when no forward pass ran: aborts, remote prefills, events.
-                self._on_step(self._core.step(announce=self._on_step))
+                self._deliver(self._core.step(announce=self._deliver))
         except EngineDeadError as exc:
             self._die(exc)
         except Exception as exc:  # noqa: BLE001 - the thread's outermost loop
@@ -121,7 +154,11 @@ class EngineThread:
             self._dead = EngineDeadError("the engine is closed")
             self._fail_waiting(self._dead)
         finally:
-            self.progress.rest()
+            self._progress.rest()
+
+    def _deliver(self, step: StepOutput) -> None:
+        step.load = self._load.sample()
+        self._on_step(step)
 
     def _die(self, error: EngineDeadError) -> None:
         self._dead = error
@@ -140,7 +177,7 @@ class EngineThread:
 
     def _take_orders(self) -> bool:
         """Run what is in the inbox; wait for an order only when the engine has nothing to step. False: closed."""
-        self.progress.begin()
+        self._progress.begin()
         wait = not self._core.has_work()
         while True:
             try:
@@ -154,11 +191,11 @@ class EngineThread:
 
     def _wait_for_entry(self) -> _Entry | None:
         """Raises queue.Empty when none comes for a while."""
-        self.progress.rest()
+        self._progress.rest()
         try:
             return self._inbox.get(timeout=self._idle_wait_s)
         finally:
-            self.progress.begin()
+            self._progress.begin()
 
     def _perform(self, order: Order) -> None:
         try:

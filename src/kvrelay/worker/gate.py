@@ -7,14 +7,14 @@ posts a request, and adds what it has posted and the engine has not looked at. T
 from __future__ import annotations
 
 from kvrelay.core.messages import GenerateRequest
+from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.overload import OnTheWay
-from kvrelay.worker.engine_thread import EngineThread
 
 
 class Gate:
     """Counts requests on their way to the engine. Each number is written by one thread only, so none needs a lock."""
 
-    def __init__(self, engine: EngineThread) -> None:
+    def __init__(self, engine: EngineHost) -> None:
         self._engine = engine
         self._num_entered = self._num_tokens_entered = 0
         self._num_arrived = self._num_tokens_arrived = 0
@@ -24,7 +24,7 @@ class Gate:
         num_tokens = _num_tokens(message)
         ahead = OnTheWay(self._num_entered - self._num_arrived, self._num_tokens_entered - self._num_tokens_arrived)
         is_new = not message.output_token_ids
-        self._engine.look(lambda core: core.overload.check(num_tokens, is_new=is_new, ahead=ahead))
+        self._engine.look(lambda core: core.check_room(num_tokens, is_new=is_new, ahead=ahead))
         self._num_entered += 1
         self._num_tokens_entered += num_tokens
 

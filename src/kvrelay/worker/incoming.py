@@ -19,7 +19,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.handoff import HandoffDone, HandoffId
 from kvrelay.core.messages import decode_message
 from kvrelay.engine.base import RemotePrefillStart, StepOutput
-from kvrelay.engine.core import EngineCore
+from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.errors import PayloadTooLargeError, ProtocolError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.decode import DecodeRules
@@ -28,7 +28,6 @@ from kvrelay.rpc.base import RpcServer
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.driver import LedgerDriver
-from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.stats import DecodeStats
 
 _log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         rules: DecodeRules,
         *,
         clock: Clock,
-        engine: EngineThread,
+        engine: EngineHost,
         transfer: TransferThread,
         checksums: BlockChecksums,
         server: RpcServer,
@@ -100,7 +99,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         for handoff_id in step.closed_handoffs:
             self.handle(de.Closed(handoff_id))
 
-    def _resume(self, action: de.Resume, core: EngineCore) -> None:
+    def _resume(self, action: de.Resume, core: Engine) -> None:
         message = action.message
         if core.resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs):
             self._stats.num_remote_done += 1
@@ -129,7 +128,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self.on_loop(self._push, self._starts.pop(action.handoff_id))
 
     def _allocate(self, action: de.Allocate) -> None:
-        def allocate(core: EngineCore) -> None:
+        def allocate(core: Engine) -> None:
             block_ids = core.lend_fresh(action.handoff_id, action.loan)
             self.handle(de.Allocated(action.handoff_id, action.loan, block_ids))
 

@@ -28,7 +28,7 @@ from kvrelay.core.hashing import HASH_SEED
 from kvrelay.core.layout import Compatibility
 from kvrelay.core.messages import PROTOCOL_VERSION
 from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
-from kvrelay.engine.base import Executor
+from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import ControlUnavailableError, LeaseLostError
 from kvrelay.worker.settings import WorkerSettings
 
@@ -53,7 +53,7 @@ class Membership:
     def __init__(
         self,
         settings: WorkerSettings,
-        executor: Executor,
+        engine: EngineHost,
         discovery: Discovery,
         *,
         transport_name: str,
@@ -63,7 +63,7 @@ class Membership:
         withdraw: Callable[[], Awaitable[None]],
     ) -> None:
         self._settings = settings
-        self._executor = executor
+        self._engine = engine
         self._discovery = discovery
         self._keys = Keys(settings.control.namespace)
         self._transport_name = transport_name
@@ -79,8 +79,8 @@ class Membership:
         self._term_raised = asyncio.Event()
         self.kv_compatibility = Compatibility(
             model=settings.model,
-            weights_fingerprint=executor.weights_fingerprint,
-            layout=executor.kv_layout,
+            weights_fingerprint=engine.facts.weights_fingerprint,
+            layout=engine.facts.kv_layout,
             hash_seed=HASH_SEED,
             protocol=PROTOCOL_VERSION,
         ).digest()
@@ -214,7 +214,7 @@ class Membership:
         return self._lease is not None and self._lease.alive_until_s > time.monotonic()
 
     def _info(self, role: WorkerRole, epoch: int) -> WorkerInfo:
-        settings, executor = self._settings, self._executor
+        settings, facts = self._settings, self._engine.facts
         return WorkerInfo(
             worker_id=settings.worker_id,
             epoch=epoch,
@@ -222,10 +222,10 @@ class Membership:
             model=settings.model,
             model_path=settings.model_path,
             address=self._address(),
-            max_model_len=executor.max_model_len,
-            block_size=executor.kv_layout.block_size,
-            num_blocks=executor.num_blocks,
-            vocab_size=executor.vocab_size,
+            max_model_len=facts.max_model_len,
+            block_size=facts.kv_layout.block_size,
+            num_blocks=facts.num_blocks,
+            vocab_size=facts.vocab_size,
             kv_compatibility=self.kv_compatibility,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -233,13 +233,13 @@ class Membership:
             transport=self._transport_name,
             max_num_seqs=settings.engine.max_num_seqs,
             public_key=settings.public_key,
-            weights_fingerprint=executor.weights_fingerprint,
+            weights_fingerprint=facts.weights_fingerprint,
             tokenizer_fingerprint=settings.tokenizer_fingerprint,
             lease_ttl_s=settings.control.lease_ttl_s,
         )
 
     def _metadata(self, lease_ttl_s: float) -> KvMetadata:
-        region = self._executor.kv_region
+        region = self._engine.kv_region
         return KvMetadata(
             worker_id=self._settings.worker_id,
             rank=0,
@@ -247,7 +247,7 @@ class Membership:
             agent=self._agent,
             address=region.address,
             num_bytes=region.num_bytes,
-            block_bytes=self._executor.kv_layout.block_bytes,
+            block_bytes=self._engine.facts.kv_layout.block_bytes,
             device=region.device,
             device_id=region.device_id,
             kv_compatibility=self.kv_compatibility,

@@ -10,9 +10,8 @@ from typing import Protocol
 
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.workers import WorkerRole
-from kvrelay.engine.core import EngineCore
+from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.errors import ConfigError, KvrelayError
-from kvrelay.worker.engine_thread import EngineThread
 
 ORDERS = ("status", "drain", "role", "check_integrity", "cache", "clear_cache")
 
@@ -30,7 +29,7 @@ class Ordered(Protocol):
     async def set_role(self, role: WorkerRole) -> None: ...
 
 
-async def obey(message: AdminRequest, worker: Ordered, engine: EngineThread) -> AdminReply:
+async def obey(message: AdminRequest, worker: Ordered, engine: EngineHost) -> AdminReply:
     """Do as the operator says. An order that fails, or that is none, is answered with the reason."""
     try:
         payload = await _perform(message, worker, engine)
@@ -39,7 +38,7 @@ async def obey(message: AdminRequest, worker: Ordered, engine: EngineThread) -> 
     return AdminReply(message.nonce, payload=json.dumps(payload))
 
 
-async def _perform(message: AdminRequest, worker: Ordered, engine: EngineThread) -> object:
+async def _perform(message: AdminRequest, worker: Ordered, engine: EngineHost) -> object:
     match message.command:
         case "status":
             return await worker.status()
@@ -52,7 +51,7 @@ async def _perform(message: AdminRequest, worker: Ordered, engine: EngineThread)
         case "check_integrity":
             return await engine.call(_integrity)
         case "cache":
-            hashes = await engine.call(lambda core: core.pool.cached_hashes())
+            hashes = await engine.call(lambda core: core.cached_hashes())
             return {"blocks": [f"{block:016x}" for block in hashes]}
         case "clear_cache":
             await engine.call(lambda core: core.clear_cache())
@@ -60,7 +59,7 @@ async def _perform(message: AdminRequest, worker: Ordered, engine: EngineThread)
     raise ConfigError(f"unknown order {message.command}; known are {', '.join(ORDERS)}")
 
 
-def _integrity(core: EngineCore) -> dict[str, object]:
+def _integrity(core: Engine) -> dict[str, object]:
     core.check_integrity()
     metrics = core.metrics()
     return {"ok": True, "blocks_in_use": metrics.kv_active_blocks, "blocks": metrics.kv_total_blocks}

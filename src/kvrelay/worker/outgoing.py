@@ -34,7 +34,7 @@ from kvrelay.core.layout import KVLayout
 from kvrelay.core.messages import Message, encode_message
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.base import HandoffChunk, KvLoad, StepOutput
-from kvrelay.engine.core import EngineCore
+from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import KvrelayError
 from kvrelay.handoff import prefill_events as pe
@@ -46,7 +46,6 @@ from kvrelay.transfer.plan import plan_blocks
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.driver import LedgerDriver
-from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.locks import KeyedLocks
 from kvrelay.worker.peers import DecodePeer, DecodePeers
 from kvrelay.worker.releases import Releases
@@ -79,7 +78,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         *,
         clock: Clock,
         layout: KVLayout,
-        engine: EngineThread,
+        engine: EngineHost,
         transfer: TransferThread,
         checksums: BlockChecksums,
         peers: DecodePeers,
@@ -222,7 +221,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._transfer.open_handoff()
         self._engine.post(partial(self._add_request, job))
 
-    def _add_request(self, job: Job, core: EngineCore) -> None:
+    def _add_request(self, job: Job, core: Engine) -> None:
         request = job.request
         num_prompt = len(request.token_ids) - request.num_output_tokens
         try:

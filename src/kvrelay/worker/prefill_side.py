@@ -19,13 +19,13 @@ from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.tasks import TaskSet
+from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import KvrelayError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.prefill import PrefillRules
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
-from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.outgoing import Job, OutgoingHandoffs
 from kvrelay.worker.peers import DecodePeers
 from kvrelay.worker.stats import PrefillStats
@@ -58,7 +58,7 @@ class PrefillSide:
         model: str,
         layout: KVLayout,
         kv_compatibility: str,
-        engine: EngineThread,
+        engine: EngineHost,
         transfer: TransferThread,
         checksums: BlockChecksums,
         queue: PrefillQueue,

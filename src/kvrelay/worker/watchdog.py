@@ -19,8 +19,8 @@ import threading
 from collections.abc import Callable
 
 from kvrelay.core.clock import Clock
+from kvrelay.engine.progress import HangDetector, Progress
 from kvrelay.errors import EngineHungError
-from kvrelay.worker.progress import HangDetector, Progress
 
 _log = logging.getLogger(__name__)
 

@@ -25,9 +25,8 @@ from kvrelay.core.messages import AbortRequest, AdminReply, AdminRequest, Genera
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import KvMetadata, WorkerRole
-from kvrelay.engine.base import Executor, StepOutput
-from kvrelay.engine.core import EngineCore
-from kvrelay.engine.stats import engine_stats
+from kvrelay.engine.base import StepOutput
+from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import (
     ConfigError,
     ControlUnavailableError,
@@ -49,16 +48,14 @@ from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.callers import Caller, CallerKind, Callers
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.decode_side import DecodeSide
-from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.fleet import Fleet
-from kvrelay.worker.load import LoadSampler
 from kvrelay.worker.membership import RETRY_INTERVAL_S, Membership
 from kvrelay.worker.metrics import WorkerStats
 from kvrelay.worker.orders import obey
 from kvrelay.worker.peers import Connect, DecodePeer, DecodePeers
 from kvrelay.worker.prefill_side import PrefillSide
 from kvrelay.worker.preparation import Preparation
-from kvrelay.worker.publisher import MIN_INTERVAL_S, Publisher
+from kvrelay.worker.publisher import Publisher
 from kvrelay.worker.runtime import follow_thresholds
 from kvrelay.worker.settings import WorkerSettings
 from kvrelay.worker.watchdog import Watchdog
@@ -78,8 +75,7 @@ class Worker:
     def __init__(
         self,
         settings: WorkerSettings,
-        executor: Executor,
-        core: EngineCore,
+        engine: EngineHost,
         transport: Transport,
         control: ControlPlane,
         server: RpcServer,
@@ -88,8 +84,7 @@ class Worker:
         self.settings = settings
         self.role = settings.role
         self.epoch = 0
-        self._executor = executor
-        self._core = core
+        self._engine = engine
         self._control = control
         self._server = server
         self._keys = Keys(settings.control.namespace)
@@ -101,7 +96,7 @@ class Worker:
         self._tasks = TaskSet()
         self._membership = Membership(
             settings,
-            executor,
+            engine,
             control.discovery,
             transport_name=transport.name,
             address=lambda: server.address,
@@ -112,9 +107,7 @@ class Worker:
         self._transfer = TransferThread(
             transport, settings.transfer, fence=self._membership.fence_s, on_failed=self._on_transfer_failed
         )
-        self._engine = EngineThread(core, self._on_step, self._on_failure)
-        self._checksums = BlockChecksums(executor, required=settings.transfer.kv_checksums)
-        self._load = LoadSampler(core, MIN_INTERVAL_S, MonotonicClock())
+        self._checksums = BlockChecksums(engine, required=settings.transfer.kv_checksums)
         events = KvEventLog(settings.worker_id, self.epoch)
         self._secret = new_secret() if settings.public_key else b""
         self._publisher = Publisher(
@@ -150,7 +143,7 @@ class Worker:
         self._prefill = PrefillSide(
             worker_id=settings.worker_id,
             model=settings.model,
-            layout=executor.kv_layout,
+            layout=engine.facts.kv_layout,
             kv_compatibility=self._membership.kv_compatibility,
             engine=self._engine,
             transfer=self._transfer,
@@ -165,7 +158,7 @@ class Worker:
             model=settings.model,
             address=lambda: server.address,
             rules=DecodeRules(
-                block_size=executor.kv_layout.block_size,
+                block_size=engine.facts.kv_layout.block_size,
                 kv_compatibility=self._membership.kv_compatibility,
                 remote_prefill_timeout_s=settings.disagg.remote_prefill_timeout_s,
                 max_attempts=settings.disagg.max_handoff_attempts,
@@ -180,7 +173,7 @@ class Worker:
             num_prefill_workers=self._num_prefill_workers,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
-        self._preparation = Preparation(executor.prepare, self._decode.generate, server.send, self._tasks)
+        self._preparation = Preparation(engine.prepare, self._decode.generate, server.send, self._tasks)
         self._transfer.on_notification(lambda notification: self._decode.handoffs.notified(notification.payload))
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -194,12 +187,12 @@ class Worker:
         await self._server.start()
         self._transfer.start()
         registered = self._transfer.register(
-            self._executor.kv_region,
-            block_bytes=self._executor.kv_layout.block_bytes,
+            self._engine.kv_region,
+            block_bytes=self._engine.facts.kv_layout.block_bytes,
             kv_compatibility=self._membership.kv_compatibility,
         )
         agent = await asyncio.wrap_future(registered)
-        self._engine.start()
+        self._engine.start(self._on_step, self._on_failure)
         self._watchdog.start()
         await self._membership.join(agent)
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
@@ -263,10 +256,8 @@ class Worker:
         await self._peers.close()
         await self._server.close()
         is_hung = isinstance(self._failure, EngineHungError)
-        has_ended = await asyncio.to_thread(self._engine.close, HUNG_JOIN_S if is_hung else None)
         await asyncio.to_thread(self._checksums.close)
-        if has_ended:
-            self._executor.shutdown()
+        if await asyncio.to_thread(self._engine.close, HUNG_JOIN_S if is_hung else None):
             self._watchdog.stop()
 
     # -- role ---------------------------------------------------------------------------------------------------------
@@ -278,7 +269,7 @@ class Worker:
         told: then the worker goes on as it was, and is listed again as soon as that is possible;
         WorkerUnavailableError when it is leaving.
         """
-        if role is not WorkerRole.BOTH and not self._executor.kv_layout.is_whole:
+        if role is not WorkerRole.BOTH and not self._engine.facts.kv_layout.is_whole:
             raise ConfigError(f"a worker of several ranks cannot be a {role} worker yet: its KV cannot be handed over")
         async with self._role_lock:
             if role is self.role:
@@ -298,7 +289,7 @@ class Worker:
 
     def _num_prefill_workers(self) -> int:
         """Those that may take over a prefill of this worker."""
-        is_alone = self.role is WorkerRole.PREFILL or not self._executor.kv_layout.is_whole
+        is_alone = self.role is WorkerRole.PREFILL or not self._engine.facts.kv_layout.is_whole
         return 0 if is_alone else self._fleet.num_prefill_workers
 
     async def _enter_role(self, role: WorkerRole) -> None:
@@ -381,9 +372,8 @@ class Worker:
             self._loop.call_soon_threadsafe(self._decode.deliver, step.outputs)
         self._decode.handoffs.on_step(step)
         self._prefill.handoffs.on_step(step)
-        load = self._load.sample()
-        if step.kv_events or load is not None:
-            self._loop.call_soon_threadsafe(self._publisher.update, step.kv_events, load)
+        if step.kv_events or step.load is not None:
+            self._loop.call_soon_threadsafe(self._publisher.update, step.kv_events, step.load)
 
     def _on_worker_registered(self, metadata: KvMetadata) -> None:
         worker_id, ttl_s, term = metadata.worker_id, metadata.lease_ttl_s, metadata.term
@@ -486,7 +476,7 @@ class Worker:
             role=self.role,
             epoch=self.epoch,
             is_ready=self.is_ready,
-            engine=engine_stats(self._core),
+            engine=self._engine.stats(),
             num_open_handoffs=self._decode.handoffs.ledger.num_open,
             num_grants=self._decode.handoffs.ledger.num_grants,
             handoffs=self._decode.handoffs.ledger.counters,

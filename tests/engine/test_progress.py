@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.worker.progress import HangDetector, Progress
+from kvrelay.engine.progress import HangDetector, Progress
 
 TICK_S = 1.0
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import LoadMetrics
-from kvrelay.worker.load import LoadSampler
+from kvrelay.engine.load_sampler import LoadSampler
 
 INTERVAL_S = 0.05
 

@@ -1,0 +1,168 @@
+"""The worker's contract with an engine: requests in; tokens, cache events and load out; and KV handed over.
+
+An engine has two halves, as a KV connector of vLLM has.
+
+``Engine`` is the scheduler half. Its methods run in *orders*: functions that the host calls between two steps, so that
+they see and change a state that fits together. ``EngineHost`` is the worker half and the engine's life: memory, facts,
+threads. Nothing here says that blocks, hashes or the step loop are kvrelay's: ``EngineCore`` behind
+``worker.EngineThread`` is one implementation.
+
+    worker ── post(order) ──> EngineHost ── order(engine) ──> Engine          between two steps
+           <── on_step(StepOutput) ── EngineHost                              on the engine's thread, after each step
+
+Hand-offs, decode side. Which KV is missing, where may it be written, when may the blocks be freed?
+
+    add_request(REMOTE) ... StepOutput.remote_prefills    the request waits; its blocks are lent as loan 1
+    lend_fresh                                            another loan, for a later claimant
+    resume_handoff / compute_handoff_here                 the KV has arrived / will not come: the request goes on
+    end_loan                                              no peer touches the blocks of this loan any more
+    StepOutput.closed_handoffs                            the request ended by itself; its loans are still to be ended
+
+Hand-offs, prefill side. Where may KV be read from, when may the blocks be freed?
+
+    add_request(HANDOFF) ... StepOutput.kv_loads          read these blocks first; ``kv_loaded`` says how that went
+    StepOutput.handoff_chunks                             these blocks are computed; the last chunk brings the token
+    sending_finished                                      no transfer touches the blocks any more: free them
+
+The engine may neither free nor reuse blocks that are lent, whatever becomes of the request: ``kvrelay/handoff`` decides
+when a loan ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvrelay.core.events import LoadMetrics
+from kvrelay.core.handoff import HandoffId, PositionLogprobs
+from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.base import StepOutput
+from kvrelay.engine.overload import OnTheWay
+from kvrelay.engine.progress import Progress
+from kvrelay.engine.request import Request
+from kvrelay.engine.stats import EngineStats
+from kvrelay.errors import EngineDeadError
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """The scheduler half. Every method but ``check_room`` is called in an order."""
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def check_room(self, num_tokens: int, *, is_new: bool, ahead: OnTheWay) -> None:
+        """Raise OverloadedError if a request of ``num_tokens`` is too much now. From any thread, also during a step."""
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of this request's prompt whose KV need not be computed."""
+
+    def add_request(self, request: Request) -> None:
+        """Take ``request`` in. Raises InvalidInputError, PromptTooLongError, OverloadedError or EngineDeadError; then
+        nothing has changed."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request without an answer. Unknown ids are ignored."""
+
+    # -- hand-offs, decode side ---------------------------------------------------------------------------------------
+
+    def resume_handoff(
+        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+    ) -> bool:
+        """The blocks of ``loan`` hold the KV of the waiting request, and ``token_id`` is its first token.
+
+        False: no request waits for it, or the token cannot be one; then the request is computed here.
+        """
+
+    def compute_handoff_here(self, handoff_id: HandoffId) -> None:
+        """No KV will come: the request, if it still waits, is computed here in other blocks."""
+
+    def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
+        """Blocks for a later claimant, lent as ``loan``; None if no request waits or no blocks are free."""
+
+    def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
+        """No peer touches the blocks of this loan any more. Raises KeyError: a loan ends once."""
+
+    def keep_prefills_here(self) -> None:
+        """No prefill worker is left: compute here what was about to be sent away."""
+
+    # -- hand-offs, prefill side --------------------------------------------------------------------------------------
+
+    def set_exclusive_prefill(self, exclusive: bool) -> None:
+        """Whether hand-off prefills run in steps of their own."""
+
+    def kv_loaded(self, request_id: str, ok: bool) -> None:
+        """The read that a KvLoad asked for has ended. Unknown ids are ignored."""
+
+    def sending_finished(self, request_id: str) -> None:
+        """No transfer touches the blocks of this hand-off any more. Unknown ids are ignored."""
+
+    # -- what can be seen ---------------------------------------------------------------------------------------------
+
+    def metrics(self) -> LoadMetrics: ...
+
+    def cached_hashes(self) -> Sequence[int]:
+        """Sequence hashes of every cached block."""
+
+    def clear_cache(self) -> None:
+        """Forget every cached prefix; running requests go on."""
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every block is free, in use or lent, and counts are true."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What does not change while an engine lives. Lengths in tokens."""
+
+    kv_layout: KVLayout
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    weights_fingerprint: str
+
+
+class EngineHost(Protocol):
+    """The worker half, and the engine's life: ``start`` once, ``close`` once."""
+
+    @property
+    def facts(self) -> EngineFacts: ...
+
+    @property
+    def kv_region(self) -> MemoryRegion:
+        """The KV pool's memory, valid until ``close``; block b lies at ``address + b * block_bytes``."""
+
+    @property
+    def progress(self) -> Progress:
+        """How long the engine has been at what it does. From any thread."""
+
+    def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
+        """Run. ``on_step`` is called on the engine's thread with what each step produced, in one part or two;
+        ``on_dead`` once if the engine fails, after the output that fails its requests was delivered."""
+
+    def post(self, order: Callable[[Engine], object]) -> None:
+        """Run ``order`` before the next step; from any thread. Its exceptions are logged."""
+
+    async def call(self, order: Callable[[Engine], T]) -> T:
+        """Run ``order`` before the next step and return its result, or raise what it raised; EngineDeadError when the
+        engine has ended first."""
+
+    def look(self, read: Callable[[Engine], T]) -> T:
+        """What ``read`` finds now, on the caller's thread: a step may be running, so it reads single numbers only."""
+
+    def stats(self) -> EngineStats:
+        """Counts and gauges, from any thread, without waiting for a step."""
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Compile what a request with these settings needs. From any thread; may take long.
+
+        Raises InvalidInputError when the request cannot be served.
+        """
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """``core.checksums.block_checksum`` of each block. From any thread, for blocks that no one writes to."""
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stop after the current step and free everything. Idempotent. False when the thread did not end in time."""
