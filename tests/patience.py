@@ -5,8 +5,12 @@ A deadline is there to end a test that has gone wrong; no test may fail because 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 PATIENCE_S = 60.0
 """Nothing that a test waits for takes nearly so long, unless it never happens."""
@@ -18,3 +22,17 @@ def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.02)
+
+
+def stop(pid: int) -> None:
+    """Send SIGSTOP and return when every thread of the process has stopped, which ``kill`` does not wait for."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: _thread_states(pid) <= set("TtXZ"))
+
+
+def _thread_states(pid: int) -> set[str]:
+    found = set()
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.add(stat.read_text().rpartition(")")[2].split()[0])
+    return found

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
-from tests.patience import PATIENCE_S, until
+from tests.patience import PATIENCE_S, stop, until
 from tests.system.serving import Serve, kvrelay, kvrelay_here
 from tests.system.streams import NUM_STREAMS, Streams, extra_worker, prompt, wait_until_whole
 
@@ -39,7 +39,7 @@ def test_a_stopped_prefill_worker_is_fenced_and_comes_back(server):
     """SIGSTOP for longer than its lease: its prefills are computed elsewhere; woken up, it may write nowhere."""
     wait_until_whole(server)
     pid = server.workers("prefill")[0]["pid"]
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         with Streams(server) as streams:
             streams.check()
@@ -86,12 +86,14 @@ def test_a_nats_server_that_cannot_start_again_ends_nothing(server):
     with Streams(server) as streams, socket.socket() as squatter:
         streams.wait_for_tokens(NUM_STREAMS)
         squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.process.send_signal(signal.SIGSTOP)  # so that it does not take the port first
-        nats.kill()
-        until(lambda: nats.status() == psutil.STATUS_ZOMBIE)
-        squatter.bind(("127.0.0.1", int(server.control.rpartition(":")[2])))
-        squatter.listen()
-        server.process.send_signal(signal.SIGCONT)
+        stop(server.process.pid)  # so that it does not take the port first
+        try:
+            nats.kill()
+            until(lambda: nats.status() == psutil.STATUS_ZOMBIE)
+            squatter.bind(("127.0.0.1", int(server.control.rpartition(":")[2])))
+            squatter.listen()
+        finally:
+            server.process.send_signal(signal.SIGCONT)
         until(lambda: "the NATS server cannot be started" in server.read())
         streams.check()
     wait_until_whole(server)

@@ -17,7 +17,7 @@ import aiohttp
 import httpx
 import psutil
 import pytest
-from tests.patience import PATIENCE_S, until
+from tests.patience import PATIENCE_S, stop, until
 from tests.system.serving import Serve, kvrelay_here
 from tests.system.streams import CONFIG, EOS_IDS, NUM_STREAMS, Streams, prompt, wait_until_whole
 
@@ -44,7 +44,7 @@ def server() -> Iterator[Serve]:
 def frozen(*pids: int) -> Iterator[None]:
     """The processes stand still; within, no answer of theirs can come."""
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     try:
         yield
     finally:
@@ -113,7 +113,7 @@ def sleep_through_a_claim(server: Serve) -> None:
             asked = pool.submit(ask_something_new, server)
             until(lambda: sum(w["decode"]["places"].get("remote", 0) for w in server.workers("decode")) == 1)
             for pid in decoders:
-                os.kill(pid, signal.SIGSTOP)
+                stop(pid)
         # The prefill worker has waited for the answer to its claim for as long as it ever does.
         until(lambda: sum(w["prefill"]["num_failed"] for w in server.workers("prefill")) == 1)
         for pid in decoders:

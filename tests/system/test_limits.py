@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import aiohttp
 import httpx
 import pytest
-from tests.patience import PATIENCE_S, until
+from tests.patience import PATIENCE_S, stop, until
 from tests.system.serving import Serve
 from tests.system.streams import CONFIG, EOS_IDS, NUM_STREAMS, Streams
 
@@ -65,7 +65,7 @@ async def test_long_prompts_above_the_watermark_are_refused_at_once_and_harm_no_
     with Streams(server) as streams:
         streams.wait_for_tokens(NUM_STREAMS)
         async with aiohttp.ClientSession() as session:
-            os.kill(prefill["pid"], signal.SIGSTOP)
+            stop(prefill["pid"])
             try:
                 asked = {asyncio.create_task(ask(session, server)) for _ in range(num_asked)}
                 first: list[tuple[int, int | None]] = []
@@ -133,7 +133,7 @@ def test_a_deadline_reaches_the_prefill_queue(server):
     """Whoever takes the entry of a request that is over is told so, and computes nothing."""
     (prefill,) = server.workers("prefill")
     before = stats(server)
-    os.kill(prefill["pid"], signal.SIGSTOP)
+    stop(prefill["pid"])
     try:
         ask_until_deadline(server, 0.3)
         until(lambda: server.workers("decode")[0]["requests"] == 0)
