@@ -20,6 +20,7 @@ import mmap
 import os
 import select
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -36,7 +37,7 @@ from kvrelay.core.checksums import block_checksum
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.base import ModelOutput, SchedulerOutput
-from kvrelay.errors import EngineDeadError, KvrelayError
+from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError
 from kvrelay.executors.torch.config import load_model_config
 from kvrelay.executors.torch.parallel.channel import ChannelClosedError, StepMemory
 from kvrelay.executors.torch.parallel.messages import (
@@ -86,11 +87,14 @@ class ParallelExecutor:
 
     def __init__(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> None:
         """Start the ranks and load the model. Raises CheckpointError, UnsupportedModelError or ConfigError."""
+        if sys.platform != "linux":
+            raise ConfigError("several ranks need Linux; leave out tp and pp", param="tp")
         check_sizes(load_model_config(model_dir), runner.tp, runner.pp)
         self._ranks = [ParallelRank.numbered(i, runner.tp, runner.pp) for i in range(runner.tp * runner.pp)]
         self._sampler = next(rank.index for rank in self._ranks if rank.samples)
         self._failure: KvrelayError | None = None
         self._is_warm = False
+        self._is_closed = False
         self._last_contact_s = 0.0
         self._drawn_slots, self._drawn_tokens = _NO_INTS, list[int]()
         self._side_lock = threading.Lock()
@@ -222,6 +226,10 @@ class ParallelExecutor:
             self._processes.kill()
             self._processes.wait(KILL_WAIT_S)
         self._processes.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._memory.close()
+            os.close(self._pool_fd)
 
     # -- start --------------------------------------------------------------------------------------------------------
 
