@@ -33,7 +33,7 @@ class IdleWorker:
         self.is_stalled = is_stalled
 
     def stats(self) -> WorkerStats:
-        engine = EngineStats(1, 2, 100, 25, *[0] * 7)
+        engine = EngineStats(1, 2, 100, 25, *[0] * 8)
         transfer = TransferStats((), 0, 0, 0)
         return WorkerStats(
             "w", "m", "mock", WorkerRole.DECODE, 0, self.is_ready, engine, DecodeStats(), PrefillStats(), transfer

@@ -6,7 +6,7 @@ the memory itself. Each block is in exactly one state:
     free          no references. Either *plain* (content worthless, kept as extents of adjacent ids) or *cached* (found
                   by its hash; the least recently used is evicted when plain blocks run out)
     in use        one reference per holder; a cached block may have many, and holders beyond the first only read
-    quarantined   a remote peer may still write to it (design, section 4, rule 2): it does not become free when its
+    quarantined   a remote peer may still write to it: it does not become free when its
                   last reference goes, only when the quarantine is lifted as well
 
 A block enters the cache when it is full and computed (``cache_blocks``). Of two equal blocks the first stays the

@@ -30,7 +30,7 @@ class Rows:
 class RowPlanner:
     """Chooses rows from ``batch``, of ``max_num_tokens`` tokens at most; the batch never has more decodes than that.
 
-    ``exclusive_prefill``: a HANDOFF prefill runs in steps of its own (mission, section 4). All others take every second
+    ``exclusive_prefill``: a HANDOFF prefill runs in steps of its own. All others take every second
     step then, so that what a change of role left behind still ends.
     """
 

@@ -36,7 +36,7 @@ StartRemote = Callable[[Request], None]
 class Scheduler:
     """Continuous batching with chunked prefill over one block pool.
 
-    ``exclusive_prefill``: a HANDOFF prefill runs in steps of its own (mission, section 4).
+    ``exclusive_prefill``: a HANDOFF prefill runs in steps of its own, so that its first token comes early.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class Scheduler:
         """Blocks that the tokens of these requests took."""
         self.num_prefill_tokens = 0
         self.num_generated_tokens = 0
+        self.num_steps = 0
+        """Forward passes."""
         # Every decode has to fit into a step, so that none starves and a prefill always has a token left to compute.
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
         self._clock = clock
@@ -280,6 +282,7 @@ class Scheduler:
 
     def update(self, result: ModelOutput) -> None:
         """Take in what the executor computed for the last schedule."""
+        self.num_steps += 1
         self.num_generated_tokens += len(result.token_ids)
         self.num_prefill_tokens += self._rows.num_prefill_tokens
         tokens = iter(result.token_ids)

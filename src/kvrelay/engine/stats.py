@@ -13,9 +13,11 @@ from kvrelay.engine.core import EngineCore
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges, then counts since start. ``num_prefill_tokens`` were computed and ``num_generated_tokens`` sampled here;
-    ``num_queried_tokens`` are the prompt tokens of admitted requests, ``num_hit_tokens`` those of them that the prefix
-    cache held. Quarantined blocks are counted as in use, too; demanded blocks are what requests hold or wait for."""
+    """Gauges, then counts since start. ``num_prefill_tokens`` were computed and ``num_generated_tokens`` sampled here
+    in ``num_steps`` forward passes; ``num_queried_tokens`` are the prompt tokens of admitted requests,
+    ``num_hit_tokens``
+    those of them that the prefix cache held. Quarantined blocks count as in use, too; demanded blocks are those that
+    requests hold or wait for."""
 
     num_running: int
     num_waiting: int
@@ -27,6 +29,7 @@ class EngineStats:
     num_hit_tokens: int
     num_prefill_tokens: int
     num_generated_tokens: int
+    num_steps: int
     num_preemptions: int
 
 
@@ -44,5 +47,6 @@ def engine_stats(core: EngineCore) -> EngineStats:
         num_hit_tokens=scheduler.admission.num_hit_tokens,
         num_prefill_tokens=scheduler.num_prefill_tokens,
         num_generated_tokens=scheduler.num_generated_tokens,
+        num_steps=scheduler.num_steps,
         num_preemptions=scheduler.num_preemptions,
     )

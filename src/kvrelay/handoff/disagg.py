@@ -1,4 +1,4 @@
-"""The disaggregated router: prefill here, or send it away? (mission, section 3)
+"""The disaggregated router: prefill here, or send it away?
 
 A pure decision over numbers that others measured; both thresholds can be replaced while requests run.
 """

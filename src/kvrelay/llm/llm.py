@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import InvalidInputError
 from kvrelay.launch.worker_process import SWITCH_INTERVAL_S
 from kvrelay.llm.async_llm import AsyncLLM, Message, TextOrTokens
@@ -100,6 +101,10 @@ class LLM:
     def status(self) -> list[dict[str, object]]:
         """The status of each engine, as in ``kvrelay status --json``: load, requests, hand-offs, bytes moved."""
         return self._run(self._async.status())
+
+    def engine_stats(self) -> list[EngineStats]:
+        """Counts and gauges of each engine, without waiting for a step."""
+        return [worker.stats().engine for worker in self._async.cluster.workers]
 
     def clear_prefix_cache(self) -> None:
         """Forget the KV of finished requests in every engine."""

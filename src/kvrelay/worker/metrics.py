@@ -108,6 +108,7 @@ def _engine_counters(engine: EngineStats) -> Iterator[Metric]:
     yield _counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", engine.num_hit_tokens)
     yield _counter("prefill_tokens", "Prompt tokens computed here.", engine.num_prefill_tokens)
     yield _counter("generation_tokens", "Tokens sampled here.", engine.num_generated_tokens)
+    yield _counter("steps", "Forward passes.", engine.num_steps)
     yield _counter("preemptions", "Requests whose blocks were taken.", engine.num_preemptions)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 import time
@@ -10,12 +11,8 @@ from pathlib import Path
 
 from kvrelay.bench.report.table import table
 from kvrelay.config import EngineConfig, RunnerConfig
-from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import Executor
-from kvrelay.engine.core import EngineCore
-from kvrelay.engine.request import Request
 from kvrelay.errors import FatalError
+from kvrelay.llm import LLM, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +27,7 @@ class BatchLoad:
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """One timed pass over the batch; latencies in seconds, one per request, from the start of the pass."""
+    """One timed pass over the batch; latencies in seconds, one per request, from its submission."""
 
     duration_s: float
     first_token_s: list[float]
@@ -43,45 +40,37 @@ def run_engine_benchmark(
     model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: BatchLoad, num_runs: int
 ) -> dict[str, float]:
     """Load the model, warm up, run the batch ``num_runs`` times; returns medians and spread."""
-    from kvrelay.executors.torch import build_executor
-
-    executor = build_executor(model_path, runner, engine)
-    try:
-        executor.warm_up()
-        _run_once(executor, engine, BatchLoad(min(8, load.num_prompts), min(32, load.input_len), 4))
-        runs = [_run_once(executor, engine, load) for _ in range(num_runs)]
-    finally:
-        executor.shutdown()
+    with LLM(model_path, **dataclasses.asdict(runner), **dataclasses.asdict(engine)) as llm:
+        _run_once(llm, BatchLoad(min(8, load.num_prompts), min(32, load.input_len), 4))
+        runs = [_run_once(llm, load) for _ in range(num_runs)]
     return _report(runs, load)
 
 
-def _run_once(executor: Executor, engine: EngineConfig, load: BatchLoad) -> EngineRun:
-    """A new scheduler and block pool over the same executor, so that no run sees another run's prefix cache."""
-    core = EngineCore(executor, engine, MonotonicClock(), worker_id="bench")
+def _run_once(llm: LLM, load: BatchLoad) -> EngineRun:
+    """One pass. No pass sees another one's prefix cache."""
+    llm.clear_prefix_cache()
     draw = random.Random(load.seed)
-    sampling = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True)
-    low = min(16, executor.vocab_size - 1)
-    for number in range(load.num_prompts):
-        tokens = tuple(draw.randrange(low, executor.vocab_size) for _ in range(load.input_len))
-        core.add_request(Request(str(number), tokens, sampling))
-    first: dict[str, float] = {}
-    finish: dict[str, float] = {}
-    num_tokens = num_steps = 0
+    low = min(16, llm.vocab_size - 1)
+    prompts = [[draw.randrange(low, llm.vocab_size) for _ in range(load.input_len)] for _ in range(load.num_prompts)]
+    sampling = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True, detokenize=False)
+    num_steps = _num_steps(llm)
     start = time.perf_counter()
-    while core.has_unfinished():
-        outputs = core.step().outputs
-        now = time.perf_counter() - start
-        num_steps += 1
-        for output in outputs:
-            num_tokens += len(output.token_ids)
-            first.setdefault(output.request_id, now)
-            if output.finish_reason is not None:
-                finish[output.request_id] = now
+    outputs = llm.generate(prompts, sampling)
     duration = time.perf_counter() - start
-    core.check_integrity()
+    num_tokens = sum(len(output.token_ids) for output in outputs)
     if num_tokens != load.num_prompts * load.output_len:
-        raise FatalError(f"the engine returned {num_tokens} of {load.num_prompts * load.output_len} tokens")
-    return EngineRun(duration, list(first.values()), list(finish.values()), num_tokens, num_steps)
+        raise FatalError(f"{num_tokens} tokens came out, {load.num_prompts * load.output_len} were asked for")
+    return EngineRun(
+        duration,
+        [output.first_token_s for output in outputs],
+        [output.duration_s for output in outputs],
+        num_tokens,
+        _num_steps(llm) - num_steps,
+    )
+
+
+def _num_steps(llm: LLM) -> int:
+    return sum(stats.num_steps for stats in llm.engine_stats())
 
 
 def _report(runs: list[EngineRun], load: BatchLoad) -> dict[str, float]:
