@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from tests.contracts.waiting import eventually
 from tests.worker.cluster import LOOPBACK, Client, Cluster, Node, cluster, expected, prompt
 
 from kvrelay.config import TransferConfig
@@ -84,6 +85,8 @@ async def test_a_block_damaged_by_a_write_is_computed_again(of_prefill, of_decod
         stats = decode.worker._decode.stats
         assert mismatches(prefill, decode) == (0, 1)
         assert (stats.num_remote_done, stats.num_verified_blocks, stats.num_stale) == (0, 0, 0)
+        # It is logged on the event loop, maybe only after the answer.
+        await eventually(lambda: "is refused" in caplog.text)
         (warning,) = (record.getMessage() for record in caplog.records if "is refused" in record.getMessage())
         assert prefill.id in warning
         assert "1 of 20 blocks changed on the way, block" in warning
