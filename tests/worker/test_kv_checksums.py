@@ -82,11 +82,11 @@ async def test_a_block_damaged_by_a_write_is_computed_again(of_prefill, of_decod
         prefill, decode, client = await mixed_pair(shared, of_prefill, of_decode)
         shared.fabric.faults.corrupt_next = 1
         await answers_are_right(client, r=prompt(320))
+        # It is counted, then logged, maybe only after the answer.
+        await eventually(lambda: "is refused" in caplog.text)
         stats = decode.worker._decode.stats
         assert mismatches(prefill, decode) == (0, 1)
         assert (stats.num_remote_done, stats.num_verified_blocks, stats.num_stale) == (0, 0, 0)
-        # It is logged on the event loop, maybe only after the answer.
-        await eventually(lambda: "is refused" in caplog.text)
         (warning,) = (record.getMessage() for record in caplog.records if "is refused" in record.getMessage())
         assert prefill.id in warning
         assert "1 of 20 blocks changed on the way, block" in warning
