@@ -13,11 +13,12 @@ from kvrelay.engine.core import EngineCore
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges, then counts since start. ``num_prefill_tokens`` were computed and ``num_generated_tokens`` sampled here
-    in ``num_steps`` forward passes; ``num_queried_tokens`` are the prompt tokens of admitted requests,
-    ``num_hit_tokens``
-    those of them that the prefix cache held. Quarantined blocks count as in use, too; demanded blocks are those that
-    requests hold or wait for."""
+    """Gauges, then counts since start.
+
+    ``num_prefill_tokens`` were computed and ``num_generated_tokens`` sampled here, in ``num_steps`` forward passes.
+    ``num_queried_tokens`` are the prompt tokens of admitted requests, ``num_hit_tokens`` those of them that the prefix
+    cache held. Quarantined blocks count as in use, too. Demanded blocks are those that requests hold or wait for.
+    """
 
     num_running: int
     num_waiting: int
