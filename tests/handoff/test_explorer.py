@@ -1,12 +1,11 @@
 """The protocol, model-checked: no reachable state is wrong, none hangs, and the explorer would have noticed.
 
-The scenarios here are explored whole in the suite. ``KVRELAY_EXPLORE=long`` explores more faults at once and more
-requests, for continuous integration only.
+The scenarios here are explored whole in the suite. Those marked ``matrix`` explore more faults at once and more
+requests, for continuous integration only (``make test-matrix``).
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -15,9 +14,6 @@ from tests.handoff.mutants import MUTANTS, Mutant, scenario
 from tests.handoff.nodes import Scenario
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
-
-IS_LONG = os.environ.get("KVRELAY_EXPLORE") == "long"
-only_long = pytest.mark.skipif(not IS_LONG, reason="minutes: set KVRELAY_EXPLORE=long")
 
 NETWORK = ("lose", "duplicate", "late", "break")
 LOCAL = ("cancel", "fail", "no blocks")
@@ -62,7 +58,7 @@ def test_no_reachable_state_is_wrong_and_none_hangs(name: str) -> None:
     assert report.is_complete
 
 
-@only_long
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", LONG)
 def test_with_more_faults_at_once(name: str) -> None:
     report = explore(LONG[name], max_states=2_000_000)
@@ -97,7 +93,9 @@ MANY = Scenario(
 )
 
 
-@pytest.mark.parametrize("seed", range(1000 if IS_LONG else 40))
+@pytest.mark.parametrize(
+    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(40, 1000))]
+)
 @pytest.mark.parametrize("direction", KvDirection)
 @pytest.mark.parametrize("order", HandoffOrder)
 def test_long_random_runs_of_many_hand_offs(seed: int, direction: KvDirection, order: HandoffOrder) -> None:
