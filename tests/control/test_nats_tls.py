@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import os
+import socket
+import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +16,11 @@ import pytest
 import uvloop
 from tests.certificates import make_certificate
 from tests.control.configured_server import configured_server
+from tests.patience import PATIENCE_S
 
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
+from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.errors import ControlUnavailableError
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -115,3 +122,44 @@ def test_abandoning_an_attempt_leaks_no_cancellation() -> None:
         return task.cancelling()
 
     assert asyncio.run(scenario()) == 0
+
+
+def _serve_and_fall_silent(listening: socket.socket, context: ssl.SSLContext, is_over: threading.Event) -> None:
+    """One TLS session of a server that stops answering once the client is connected: it never takes its leave."""
+    raw, _ = listening.accept()
+    with raw:
+        raw.sendall(
+            b'INFO {"server_id":"x","version":"2.11.0","max_payload":1048576,"proto":1,"tls_required":true}\r\n'
+        )
+        # Closing the TLS side would send its farewell: it is closed with the raw socket, without one.
+        session = context.wrap_socket(raw, server_side=True)
+        heard = b""
+        while b"PING" not in heard:
+            heard += session.recv(65536)
+        session.sendall(b"PONG\r\n")
+        is_over.wait(PATIENCE_S)
+        os.close(session.detach())
+
+
+@LOOPS
+def test_a_server_that_falls_silent_keeps_no_socket_open(new_loop, tmp_path: Path) -> None:
+    """TLS waits half a minute for the farewell of the other side; the socket must not outlive ``close``."""
+    certificate, key = make_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    is_over = threading.Event()
+
+    async def scenario(port: int) -> None:
+        connection = await NatsConnection.connect(f"tls://127.0.0.1:{port}?ca={certificate}", PATIENCE_S)
+        await connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = threading.Thread(target=_serve_and_fall_silent, args=(listening, context, is_over))
+        server.start()
+        try:
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                runner.run(scenario(listening.getsockname()[1]))
+            gc.collect()  # A socket that is still open is a ResourceWarning, which is an error here.
+        finally:
+            is_over.set()
+            server.join()

@@ -92,6 +92,13 @@ class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not type
         self._check()
         super().writelines(payload)
 
+    def abort(self) -> None:
+        """Close the socket without the farewell of TLS: for one that its server no longer sends, asyncio would wait
+        half a minute, and the socket would outlive the event loop of a short command."""
+        for writer in (self._io_writer, self._bare_io_writer):
+            if writer is not None:
+                writer.transport.abort()
+
     def _check(self) -> None:
         if not self._is_open:
             raise ssl.SSLError(1, "the server does not speak TLS: a control URL without TLS begins with nats://")
@@ -105,7 +112,7 @@ class _Client(Client):  # type: ignore[misc]
     async def _connect_to_server(self, server: Any) -> None:
         """Closes the socket of a failed attempt, which the library leaves open."""
         if self._transport:
-            self._transport.close()
+            self._transport.abort()
         self._transport = _Transport(needs_tls=self.options.get("tls") is not None)
         await super()._connect_to_server(server)
 
@@ -167,7 +174,7 @@ class NatsConnection:
         connection._is_closing = True
         connecting.cancel()
         await asyncio.wait({connecting, refused})
-        await _abandon(client)
+        await _leave(client)
         failure = None if connecting.cancelled() else connecting.exception()
         reason = _one_line(failure or attempts.last_error) or f"no answer in {connect_timeout_s:g} s"
         if isinstance(failure or attempts.last_error, ConnectionResetError | BrokenPipeError):
@@ -268,8 +275,7 @@ class NatsConnection:
             with suppress(nats_errors.Error, OSError, TimeoutError):
                 await self._client.flush(1)
         self._is_closing = True
-        # The library may raise anything here while it reconnects with pending data.
-        await _ended(self._client.close())
+        await _leave(self._client)
 
     def _check(self, data: bytes) -> None:
         self.check_connected()
@@ -327,13 +333,17 @@ class _Attempts:
             self.refused.set()
 
 
-async def _abandon(client: Any) -> None:
-    """Close a client that failed to connect; its own ``close`` leaves the socket of a cancelled attempt open."""
+async def _leave(client: Any) -> None:
+    """Close a client, whatever state it is in, together with its socket.
+
+    Its own ``close`` may raise anything while it reconnects with pending data, leaves the socket of a cancelled attempt
+    open, and does not wait for the server's side of a TLS session.
+    """
     await _ended(client.close())
-    transport = client._transport
-    if transport:
-        transport.close()
-        await _ended(transport.wait_closed())
+    if client._transport:
+        client._transport.abort()
+        # The event loop closes the socket in its next turn.
+        await asyncio.sleep(0)
 
 
 async def _ended(closing: Coroutine[Any, Any, None]) -> None:
