@@ -9,7 +9,14 @@ from __future__ import annotations
 import click
 
 from kvrelay.bench.commands.chaos import bench_chaos
-from kvrelay.bench.commands.parts import bench_engine, bench_frontend, bench_router, bench_routing, bench_transfer
+from kvrelay.bench.commands.parts import (
+    bench_burst,
+    bench_engine,
+    bench_frontend,
+    bench_router,
+    bench_routing,
+    bench_transfer,
+)
 from kvrelay.bench.commands.prefixes import prefixes_command
 from kvrelay.bench.commands.servers import compare_command, interference_command, serve_command, sweep_command
 from kvrelay.bench.commands.suite import all_command
@@ -31,6 +38,7 @@ for _command in (
     interference_command,
     prefixes_command,
     all_command,
+    bench_burst,
     bench_chaos,
     bench_engine,
     bench_frontend,

@@ -134,6 +134,36 @@ def bench_routing(**given: Any) -> None:
     measure_routing(given)
 
 
+@click.command("burst")
+@model_argument
+@click.option("--engine", default="mock", type=click.Choice(["mock", "torch"]), help="Engine of the workers.")
+@click.option("--num-prompts", default=200, show_default=True, type=click.IntRange(1, 10_000), help="Long prompts.")
+@click.option("--prompt", default=8000, show_default=True, type=click.IntRange(1), help="Tokens of a long prompt.")
+@click.option("--output", default=8, show_default=True, type=click.IntRange(1), help="Tokens of its answer.")
+@click.option("--chat-prompt", default=30, show_default=True, type=click.IntRange(1), help="Tokens of a chat.")
+@click.option("--chat-output", default=16, show_default=True, type=click.IntRange(1), help="Tokens of its answer.")
+@click.option("--chat-rate", default=4.0, show_default=True, type=click.FloatRange(0.01), help="Chats per second.")
+@click.option("--chat-s", default=24.0, show_default=True, type=click.FloatRange(0.01), help="Seconds of chats.")
+@click.option("--rounds", default=1, show_default=True, type=click.IntRange(1, 100), help="Turns; medians are shown.")
+@click.option("--drain", default=300.0, show_default=True, type=click.FloatRange(1), help="Seconds to end the burst.")
+@click.option("--variant", "variants", multiple=True, metavar="NAME=ARGS", help="1P1D with more arguments; repeatable.")
+@click.option(
+    "--case", "cases", multiple=True, metavar="NAME=COMMAND", help="Another server; repeatable; default: none."
+)
+@click.option("--only-given", is_flag=True, help="Leave out aggregated and 1P1D.")
+@serve_args_option
+@json_option
+def bench_burst(**given: Any) -> None:
+    """A burst of long prompts while chats arrive: the chats' first tokens, and the last long prompt's.
+
+    \b
+    Example: kvrelay bench burst --rounds 3 --variant 'long queue=--max-prefill-queue-size 1000'
+    """
+    from kvrelay.bench.burst import measure_burst
+
+    measure_burst(given)
+
+
 @click.command("transfer")
 @click.option("--total-mib", default=64, type=click.IntRange(8, 16384), help="MiB moved per round.")
 @click.option("--rounds", default=7, type=click.IntRange(1, 1000), help="Rounds; the median is reported.")
