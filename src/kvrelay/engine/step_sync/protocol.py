@@ -1,0 +1,101 @@
+"""The protocol by which the ranks of a data-parallel group run the same steps. Pure: events in, messages out.
+
+A forward pass of a model with experts spread over the ranks contains collectives over all of them. So if one rank has
+work, all ranks must step, the others with a dummy batch. Steps are numbered from 1, and every rank runs every number.
+
+    rank a, busy      new_step: 7 > coord_step 6 ──StartStep(7)──> coordinator: step = 7 + lookahead
+    rank b, asleep    heard(31) <──────────────StepsUntil(31)──────────┘ to every rank
+                      runs 7, 8, ... 31 with dummy batches, or with requests that arrive meanwhile; then sleeps
+
+The caller of ``StartStep`` does not wait for an answer: it computes, and waits in the first collective. Why no rank
+waits there for ever: a rank that runs step n has been told to run until n at least, or has sent StartStep(n). In both
+cases the coordinator tells all ranks to run until n at least, and a rank only ever raises what it was told. So messages
+may be late, reordered or repeated.
+
+Idle ranks run at most ``lookahead`` steps after the last request. With a small lookahead there are more messages, with
+a large one more dummy steps.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+Step = int
+"""The number of a step; 0: before the first."""
+
+DEFAULT_LOOKAHEAD = 24
+
+
+class StartStep(msgspec.Struct, frozen=True, tag=True):
+    """Rank to coordinator: I begin this step, and was not told that it runs."""
+
+    step: Step
+
+
+class StepsUntil(msgspec.Struct, frozen=True, tag=True):
+    """Coordinator to every rank: run all steps up to this one."""
+
+    step: Step
+
+
+class Round(enum.Enum):
+    """What an engine does in a round of its loop."""
+
+    REAL = enum.auto()
+    """A step with the engine's own batch."""
+    DUMMY = enum.auto()
+    """A step without a batch of its own, for the other ranks."""
+    NO_STEP = enum.auto()
+    """No forward pass: there is nothing to compute, or only finished requests are cleaned up."""
+
+
+class Coordinator:
+    """Knows up to which step the group runs. There is one in a group."""
+
+    def __init__(self, lookahead: int = DEFAULT_LOOKAHEAD, step: Step = 0) -> None:
+        self._lookahead = lookahead
+        self.step = step
+
+    def __repr__(self) -> str:
+        return f"Coordinator(until step {self.step}, lookahead {self._lookahead})"
+
+    def start_step(self, step: Step) -> StepsUntil | None:
+        """A rank begins ``step``. Returns what every rank must hear; None if every rank was told already."""
+        if step <= self.step:
+            return None
+        self.step = step + self._lookahead
+        return StepsUntil(self.step)
+
+
+class Participant:
+    """One rank: the step that it runs or ran last (``local_step``), and the last that it was told (``coord_step``)."""
+
+    def __init__(self) -> None:
+        self.local_step: Step = 0
+        self.coord_step: Step = 0
+
+    def __repr__(self) -> str:
+        return f"Participant(step {self.local_step}, told until {self.coord_step})"
+
+    @property
+    def owes_step(self) -> bool:
+        """Whether this rank must step although it may have nothing to compute."""
+        return self.local_step < self.coord_step
+
+    def begin_round(self, *, has_batch: bool) -> tuple[Round, StartStep | None]:
+        """A round of the engine's loop begins. Returns what to do in it, and what the coordinator must hear."""
+        if has_batch:
+            return Round.REAL, self._new_step()
+        if self.owes_step:
+            return Round.DUMMY, self._new_step()
+        return Round.NO_STEP, None
+
+    def heard(self, step: Step) -> None:
+        """``StepsUntil(step)`` has arrived, maybe late or again."""
+        self.coord_step = max(self.coord_step, step)
+
+    def _new_step(self) -> StartStep | None:
+        self.local_step += 1
+        return StartStep(self.local_step) if self.local_step > self.coord_step else None
