@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.core.layout import KVLayout
-from kvrelay.errors import IncompatiblePeerError, TransferError
+from kvrelay.errors import TransferError
 from kvrelay.transfer.base import TransferPlan
-from kvrelay.transfer.plan import PoolShard, check_bounds, plan_blocks, plan_transfer, split_plan
+from kvrelay.transfer.plan import plan_blocks, split_plan
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=2, dtype="bfloat16")
 
@@ -69,83 +69,6 @@ def test_block_plans_equal_the_naive_copy(data: st.DataObject) -> None:
     apply(plan, local, remote)
     np.testing.assert_array_equal(remote.reshape(num_blocks, size), expected)
     assert plan.num_bytes == count * size
-
-
-@st.composite
-def shards(draw: st.DrawFn, head_dim: int) -> PoolShard:
-    layout = KVLayout(
-        num_layers=draw(st.integers(1, 3)),
-        num_kv_heads=draw(st.integers(1, 4)),
-        block_size=draw(st.sampled_from([1, 2, 3, 4, 8])),
-        head_dim=head_dim,
-        dtype="bfloat16",
-    )
-    return PoolShard(layout, first_layer=draw(st.integers(0, 3)), first_head=draw(st.integers(0, 4)))
-
-
-@given(st.data())
-@settings(max_examples=200, deadline=None)
-def test_general_plans_equal_the_naive_copy(data: st.DataObject) -> None:
-    head_dim = data.draw(st.sampled_from([1, 2]))
-    local, remote = data.draw(shards(head_dim)), data.draw(shards(head_dim))
-    first, count = data.draw(st.integers(0, 10)), data.draw(st.integers(0, 12))
-    num_blocks = 24
-    tables = [
-        data.draw(st.permutations(range(num_blocks)))[: -(-(first + count) // shard.layout.block_size)]
-        for shard in (local, remote)
-    ]
-    pools = [
-        np.full((num_blocks, *shard.layout.block_shape), -1, dtype=np.int16).reshape(-1) for shard in (local, remote)
-    ]
-    pools[0][:] = np.arange(len(pools[0]))
-    expected = pools[1].copy().reshape(num_blocks, *remote.layout.block_shape)
-    source = pools[0].reshape(num_blocks, *local.layout.block_shape)
-    for token in range(first, first + count):
-        here, there = tables[0][token // local.layout.block_size], tables[1][token // remote.layout.block_size]
-        for layer in range(10):
-            for head in range(10):
-                a = (layer - local.first_layer, head - local.first_head)
-                b = (layer - remote.first_layer, head - remote.first_head)
-                inside = all(
-                    0 <= cell[0] < shard.layout.num_layers and 0 <= cell[1] < shard.layout.num_kv_heads
-                    for cell, shard in ((a, local), (b, remote))
-                )
-                if inside:
-                    expected[there, b[0], :, b[1], token % remote.layout.block_size] = source[
-                        here, a[0], :, a[1], token % local.layout.block_size
-                    ]
-    plan = plan_transfer(local, remote, tables[0], tables[1], first_token=first, num_tokens=count)
-    check_bounds(plan, pools[0].nbytes, pools[1].nbytes, "peer")
-    apply(plan, pools[0].view(np.uint8), target := pools[1].view(np.uint8))
-    np.testing.assert_array_equal(target.view(np.int16).reshape(expected.shape), expected)
-
-
-def test_the_general_plan_of_equal_layouts_is_as_small_as_the_simple_one() -> None:
-    shard = PoolShard(LAYOUT)
-    plan = plan_transfer(shard, shard, [4, 5, 6, 9], [0, 1, 2, 7], first_token=0, num_tokens=16)
-    simple = plan_blocks(LAYOUT, [4, 5, 6, 9], [0, 1, 2, 7])
-    assert plan.lengths.tolist() == simple.lengths.tolist()
-    assert plan.remote_offsets.tolist() == simple.remote_offsets.tolist()
-
-
-def test_a_tp_slice_of_a_layer_is_one_piece_per_k_and_v() -> None:
-    whole = PoolShard(KVLayout(num_layers=2, num_kv_heads=4, block_size=4, head_dim=2, dtype="float32"))
-    half = PoolShard(KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=2, dtype="float32"), first_head=2)
-    plan = plan_transfer(whole, half, [3], [0], first_token=0, num_tokens=4)
-    # 2 layers x (K, V), of two heads each; the half pool is filled without a gap.
-    assert plan.lengths.tolist() == [2 * 4 * 2 * 4] * 4
-    assert plan.remote_offsets.tolist() == [0, 64, 128, 192]
-
-
-def test_general_plans_refuse_what_does_not_fit() -> None:
-    shard = PoolShard(LAYOUT)
-    with pytest.raises(TransferError):
-        plan_transfer(shard, shard, [0], [0, 1], first_token=0, num_tokens=5)
-    with pytest.raises(TransferError):
-        plan_transfer(shard, shard, [0], [0], first_token=-1, num_tokens=2)
-    other = PoolShard(KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=4, dtype="bfloat16"))
-    with pytest.raises(IncompatiblePeerError):
-        plan_transfer(shard, other, [0], [0], first_token=0, num_tokens=1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(1, 40)), max_size=12), st.integers(1, 60))

@@ -121,6 +121,7 @@ class Shard(Protocol):
 
 
 def _layout(config: ModelConfig, rank: ParallelRank, block_size: int, dtype: str) -> KVLayout:
+    """Of this rank's part alone."""
     heads = rank.kv_heads(config.num_kv_heads)
     return KVLayout(
         num_layers=len(rank.layers(config.num_layers)),
@@ -128,8 +129,6 @@ def _layout(config: ModelConfig, rank: ParallelRank, block_size: int, dtype: str
         block_size=block_size,
         head_dim=config.head_dim,
         dtype=dtype,
-        tp_size=rank.tp_size,
-        pp_size=rank.pp_size,
     )
 
 

@@ -89,7 +89,9 @@ class ParallelExecutor:
         """Start the ranks and load the model. Raises CheckpointError, UnsupportedModelError or ConfigError."""
         if sys.platform != "linux":
             raise ConfigError("several ranks need Linux; leave out tp and pp", param="tp")
-        check_sizes(load_model_config(model_dir), runner.tp, runner.pp)
+        config = load_model_config(model_dir)
+        check_sizes(config, runner.tp, runner.pp)
+        self._num_model_heads = config.num_kv_heads
         self._ranks = [ParallelRank.numbered(i, runner.tp, runner.pp) for i in range(runner.tp * runner.pp)]
         self._sampler = next(rank.index for rank in self._ranks if rank.samples)
         self._failure: KvrelayError | None = None
@@ -122,15 +124,17 @@ class ParallelExecutor:
     @property
     def kv_layout(self) -> KVLayout:
         """Of the whole worker: all stages' layers and all ranks' KV heads, repeated ones included."""
-        rank = self._facts.layout
+        part, rank = self._facts.layout, self._ranks[0]
+        num_kv_heads = part.num_kv_heads * rank.tp_size
         return KVLayout(
-            num_layers=rank.num_layers * rank.pp_size,
-            num_kv_heads=rank.num_kv_heads * rank.tp_size,
-            block_size=rank.block_size,
-            head_dim=rank.head_dim,
-            dtype=rank.dtype,
+            num_layers=part.num_layers * rank.pp_size,
+            num_kv_heads=num_kv_heads,
+            block_size=part.block_size,
+            head_dim=part.head_dim,
+            dtype=part.dtype,
             tp_size=rank.tp_size,
             pp_size=rank.pp_size,
+            head_replicas=max(1, num_kv_heads // self._num_model_heads),
         )
 
     @property
