@@ -1,0 +1,173 @@
+"""The cost model: it finds the truth from steps, starts sound, and no sample can break it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from kvrelay.core.cost_model import (
+    MAX_COST_S,
+    MIN_CHUNK_TOKENS,
+    RemoteCost,
+    RemoteCostModel,
+    StepCost,
+    StepCostModel,
+    StepWork,
+)
+from kvrelay.core.least_squares import RecursiveLeastSquares
+
+MOCK = StepCost(0.002, 0.003, 1e-5, 0.0, 2.5e-5, 0.0)
+CPU = StepCost(0.010, 0.014, 2e-3, 2e-7, 3e-3, 2e-7)
+
+
+def some_work(rng: random.Random) -> StepWork:
+    tokens = rng.choice((0, 0, 0, rng.randrange(1, 2048)))
+    decodes = rng.randrange(0, 64) if tokens else rng.randrange(1, 64)
+    return StepWork(tokens, tokens * rng.randrange(0, 8000), decodes, decodes * rng.randrange(1, 4000))
+
+
+@pytest.mark.parametrize("truth", [MOCK, CPU], ids=["mock", "cpu"])
+def test_it_finds_the_truth_from_noisy_steps(truth: StepCost) -> None:
+    rng, model = random.Random(1), StepCostModel()
+    for _ in range(600):
+        work = some_work(rng)
+        model.add(work, truth.step_seconds(work) * rng.uniform(0.95, 1.05))
+    works = [some_work(rng) for _ in range(200)]
+    errors = [abs(model.cost.step_seconds(work) / truth.step_seconds(work) - 1.0) for work in works]
+    assert sum(errors) / len(errors) < 0.05
+    assert max(errors) < 0.5
+    assert model.relative_error < 0.1
+    assert model.cost.prefill_token_s == pytest.approx(truth.prefill_token_s, rel=0.15)
+
+
+def test_it_follows_a_worker_that_becomes_slower() -> None:
+    rng, model = random.Random(2), StepCostModel()
+    for factor in (1.0, 4.0):
+        for _ in range(800):
+            work = some_work(rng)
+            model.add(work, MOCK.step_seconds(work) * factor)
+        work = StepWork(1024, 0, 8, 8000)
+        assert model.cost.step_seconds(work) == pytest.approx(MOCK.step_seconds(work) * factor, rel=0.1)
+
+
+def test_decodes_alone_do_not_make_it_forget_what_a_prefill_costs() -> None:
+    rng, model = random.Random(3), StepCostModel()
+    for _ in range(400):
+        work = some_work(rng)
+        model.add(work, CPU.step_seconds(work))
+    for _ in range(20_000):
+        work = StepWork(0, 0, 8, 8 * rng.randrange(100, 200))
+        model.add(work, CPU.step_seconds(work) * rng.uniform(0.8, 1.2))
+    assert model.cost.prefill_token_s == pytest.approx(CPU.prefill_token_s, rel=0.5)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e9])
+def test_impossible_times_change_nothing(seconds: float) -> None:
+    model = StepCostModel()
+    before = model.cost
+    model.add(StepWork(100, 0, 1, 1), seconds)
+    assert (model.cost, model.num_samples, model.num_rejected) == (before, 0, 1)
+
+
+def test_impossible_features_change_nothing() -> None:
+    fit = RecursiveLeastSquares((1.0, 1.0))
+    for features in ((math.nan, 1.0), (-1.0, 0.0), (math.inf, 1.0), (0.0, 0.0)):
+        assert not fit.add(features, 1.0)
+    assert fit.coefficients == (1.0, 1.0)
+    with pytest.raises(ValueError, match="above zero"):
+        RecursiveLeastSquares((1.0, 0.0))
+
+
+def test_one_sample_is_believed_where_it_says_something() -> None:
+    model = StepCostModel()
+    work = StepWork(1000, 0, 0, 0)
+    model.add(work, 0.5)
+    assert 0.05 < model.cost.step_seconds(work) < 0.6
+    assert model.cost.is_sound
+
+
+def test_a_pause_of_the_process_moves_it_a_little_only() -> None:
+    rng, model = random.Random(4), StepCostModel()
+    for _ in range(500):
+        work = some_work(rng)
+        model.add(work, MOCK.step_seconds(work) * rng.uniform(0.9, 1.1))
+    work = StepWork(0, 0, 16, 1000)
+    before = model.cost.step_seconds(work)
+    model.add(work, 10.0)
+    assert model.cost.step_seconds(work) < 1.5 * before
+
+
+def test_any_stream_of_samples_leaves_estimates_finite_and_monotone() -> None:
+    rng = random.Random(5)
+    for _ in range(30):
+        model = StepCostModel()
+        for _ in range(200):
+            model.add(some_work(rng), rng.choice((1e-9, 1e-4, 0.003, 1.0, 500.0, math.nan, -1.0)) * rng.random())
+        cost = model.cost
+        assert cost.is_sound
+        last = 0.0
+        for tokens in (0, 1, 64, 1000, 100_000, 10**9):
+            seconds = cost.prefill_seconds(tokens, num_before=tokens, num_decodes=5)
+            assert last <= seconds <= MAX_COST_S
+            last = seconds
+        steps = [cost.step_seconds(StepWork(100, 0, decodes, 0)) for decodes in (0, 1, 10, 10_000)]
+        assert steps == sorted(steps)
+
+
+def test_equal_samples_give_equal_models() -> None:
+    def fitted() -> StepCost:
+        rng, model = random.Random(6), StepCostModel()
+        for _ in range(100):
+            model.add(some_work(rng), rng.random())
+        return model.cost
+
+    assert fitted() == fitted()
+
+
+def test_a_chunk_keeps_the_step_within_its_time() -> None:
+    for target_s in (0.02, 0.1, 1.0):
+        chunk = CPU.chunk_within(target_s, num_before=500, num_decodes=2, num_context=1000)
+        seconds = CPU.step_seconds(StepWork(chunk, chunk * 500, 2, 1000))
+        assert seconds <= target_s or chunk == MIN_CHUNK_TOKENS
+    assert MOCK.chunk_within(0.02) in (1699, 1700)
+    assert MOCK.chunk_within(-1.0) == MIN_CHUNK_TOKENS
+
+
+def test_a_prefill_in_more_chunks_takes_longer_and_adds_the_same_beside() -> None:
+    assert MOCK.prefill_seconds(8000, chunk=2048) == pytest.approx(4 * 0.003 + 0.08)
+    assert MOCK.prefill_seconds(8000, chunk=512) > MOCK.prefill_seconds(8000, chunk=2048)
+    assert MOCK.added_seconds(8000, chunk=2048) == pytest.approx(4 * 0.001 + 0.08)
+    assert MOCK.prefill_seconds(0) == MOCK.added_seconds(0) == 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e-9, 1e9])
+def test_nonsense_of_a_worker_is_not_sound(value: float) -> None:
+    assert not StepCost(prefill_token_s=value).is_sound
+    assert not RemoteCost(wait_token_s=value).is_sound
+    assert 0.0 <= StepCost(prefill_token_s=value).prefill_seconds(10) <= MAX_COST_S
+    assert 0.0 <= RemoteCost(wait_token_s=value).seconds(10, 10) <= MAX_COST_S
+
+
+def test_the_way_through_the_queue_is_found() -> None:
+    rng, model = random.Random(7), RemoteCostModel()
+    truth = RemoteCost(0.004, 1.05e-5, 1e-6, 0.003, 1e-5)
+    for _ in range(400):
+        tokens, ahead = rng.randrange(300, 8000), rng.choice((0, rng.randrange(40_000)))
+        prefill_s = truth.prefill_s + truth.prefill_token_s * tokens
+        model.add(tokens, ahead, truth.seconds(tokens, ahead) * rng.uniform(0.97, 1.03), prefill_s)
+    for tokens, ahead in ((500, 0), (8000, 0), (8000, 100_000)):
+        assert model.cost.seconds(tokens, ahead) == pytest.approx(truth.seconds(tokens, ahead), rel=0.2)
+    assert model.cost.wait_token_s == pytest.approx(truth.wait_token_s, rel=0.15)
+
+
+def test_a_prefill_worker_that_reports_nonsense_is_not_believed() -> None:
+    model = RemoteCostModel()
+    for prefill_s in (math.nan, -1.0, 99.0, 0.0):
+        model.add(1000, 0, 0.05, prefill_s)
+    assert model.num_samples == 4
+    assert model.cost.is_sound
+    assert model.cost.prefill_token_s == RemoteCost().prefill_token_s
+    model.add(1000, 0, math.nan, 0.01)
+    assert model.num_rejected == 1
