@@ -1,0 +1,92 @@
+"""Where a group meets: a directory of this host, or a port for groups that span hosts. The address decides the carrier.
+
+/tmp/kvrelay-dp-x1y2        a socket in that directory, and steps by shared memory
+10.0.0.1:29500              TCP, and steps by messages; rank 0 listens there, and the executor at the next port
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay.errors import AddressInUseError, ConfigError, FatalError
+
+CONNECT_INTERVAL_S = 0.02
+SOCKET_NAME = "coordinator"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAddress:
+    """Either ``directory`` or ``host`` and ``port``."""
+
+    directory: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> GroupAddress:
+        """Raises ConfigError."""
+        if text.startswith("/"):
+            return cls(directory=Path(text))
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65535:
+            raise ConfigError(
+                f"--dp-address {text or '(empty)'}: give HOST:PORT, with a port below 65535, or the path of an empty "
+                "directory if all ranks run on this host",
+                param="dp_address",
+            )
+        return cls(host=host.strip("[]"), port=int(port))
+
+    def __str__(self) -> str:
+        return str(self.directory) if self.directory is not None else f"{self.host}:{self.port}"
+
+    @property
+    def is_shared_memory(self) -> bool:
+        return self.directory is not None
+
+    def listen(self, backlog: int) -> socket.socket:
+        """Raises AddressInUseError."""
+        if self.directory is not None:
+            listener, place = socket.socket(socket.AF_UNIX), str(self.directory / SOCKET_NAME)
+        else:
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            listener, place = socket.socket(family), (self.host, self.port)  # type: ignore[assignment]
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(place)
+            listener.listen(backlog)
+        except OSError as exc:
+            listener.close()
+            if self.directory is None:
+                raise AddressInUseError.at(self.host, self.port, exc) from exc
+            raise AddressInUseError(f"cannot listen at {place}: {exc.strerror or exc}") from exc
+        return listener
+
+    def connect(self, timeout_s: float) -> socket.socket:
+        """Tried again until the coordinator listens. Raises FatalError."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._connect()
+            except OSError as exc:
+                if time.monotonic() > deadline_s or exc.errno == errno.ENAMETOOLONG:
+                    raise FatalError(
+                        f"rank 0 of the data-parallel group does not listen at {self} ({exc.strerror or exc})"
+                    ) from exc
+            time.sleep(CONNECT_INTERVAL_S)
+
+    def _connect(self) -> socket.socket:
+        if self.directory is None:
+            connection = socket.create_connection((self.host, self.port), timeout=5.0)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self.directory / SOCKET_NAME))
+        except OSError:
+            connection.close()
+            raise
+        return connection
