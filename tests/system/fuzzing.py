@@ -110,7 +110,7 @@ class Corpus:
         name = worker.worker_id
         sampling = SamplingParams(max_tokens=4, temperature=0.0, stop_token_ids=(3,), logit_bias={5: 1.0})
         tokens = tuple(range(20, 60))
-        # ``drain`` and ``role`` are orders, not noise: a worker that obeys them has not failed.
+        # ``drain`` and ``role`` are admin commands, not noise: a worker that runs them has not failed.
         self.requests = [
             encode_message(message)
             for message in (

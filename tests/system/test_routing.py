@@ -28,7 +28,7 @@ from kvrelay.control.base import Keys
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.executors.mock import mock_generate
-from kvrelay.launch.admin import list_workers, order
+from kvrelay.launch.admin import list_workers, send_command
 from kvrelay.launch.request_plane import operator_keys
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -154,7 +154,7 @@ def caches(server: Serve) -> dict[str, list[str]]:
         control = await connect_control(config)
         try:
             async with operator_keys(control, config) as keys:
-                held = await asyncio.gather(*(order(info, keys, "cache") for info in workers))
+                held = await asyncio.gather(*(send_command(info, keys, "cache") for info in workers))
         finally:
             await control.close()
         return {info.worker_id: sorted(answer["blocks"]) for info, answer in zip(workers, held, strict=True)}

@@ -207,7 +207,7 @@ async def test_who_is_not_in_discovery_does_not_even_get_a_pong(monkeypatch: pyt
         assert await client.answer("r") == expected(prompt(20), 8)
 
 
-async def test_a_frontend_gives_no_orders_and_claims_nothing() -> None:
+async def test_a_frontend_sends_no_admin_commands_and_claims_nothing() -> None:
     async with cluster() as shared:
         decode = await shared.join(WorkerRole.BOTH)
         await shared.register_frontend()

@@ -89,9 +89,9 @@ def drain(worker_id: str, config_file: Path | None, **flags: object) -> None:
 
     Example: kvrelay drain prefill-0a1b2c3d4e --control nats://127.0.0.1:4222
     """
-    from kvrelay.launch.admin import print_order
+    from kvrelay.launch.admin import print_reply
 
-    run_async(print_order(_settings(config_file, flags), worker_id, "drain"))
+    run_async(print_reply(_settings(config_file, flags), worker_id, "drain"))
 
 
 @click.command(cls=GroupedCommand)
@@ -103,9 +103,9 @@ def role(worker_id: str, new_role: str, config_file: Path | None, **flags: objec
 
     Example: kvrelay role decode-0a1b2c3d4e prefill --control nats://127.0.0.1:4222
     """
-    from kvrelay.launch.admin import print_order
+    from kvrelay.launch.admin import print_reply
 
-    run_async(print_order(_settings(config_file, flags), worker_id, "role", new_role))
+    run_async(print_reply(_settings(config_file, flags), worker_id, "role", new_role))
 
 
 @click.group()

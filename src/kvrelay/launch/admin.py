@@ -27,7 +27,7 @@ from kvrelay.rpc import CurveKeys
 
 _log = logging.getLogger(__name__)
 
-ORDER_TIMEOUT_S = 30.0
+COMMAND_TIMEOUT_S = 30.0
 STATUS_TIMEOUT_S = 2.0
 TABLE_WIDTH = 1000
 NOT_SET = "what each process was started with"
@@ -42,8 +42,8 @@ SETTABLE = (
 _nonces = itertools.count(1)
 
 
-async def order(
-    info: WorkerInfo, keys: CurveKeys, command: str, argument: str = "", timeout_s: float = ORDER_TIMEOUT_S
+async def send_command(
+    info: WorkerInfo, keys: CurveKeys, command: str, argument: str = "", timeout_s: float = COMMAND_TIMEOUT_S
 ) -> Any:
     """Send one command to one worker, as the operator with these keys; returns its JSON answer.
 
@@ -96,9 +96,9 @@ async def cluster_status(config: ControlConfig, *, check: bool = False) -> dict[
 
 async def _status_of(info: WorkerInfo, keys: CurveKeys, check: bool) -> dict[str, Any]:
     try:
-        status: dict[str, Any] = await order(info, keys, "status", timeout_s=STATUS_TIMEOUT_S)
+        status: dict[str, Any] = await send_command(info, keys, "status", timeout_s=STATUS_TIMEOUT_S)
         if check:
-            status["integrity"] = await order(info, keys, "check_integrity", timeout_s=STATUS_TIMEOUT_S)
+            status["integrity"] = await send_command(info, keys, "check_integrity", timeout_s=STATUS_TIMEOUT_S)
         return status
     except KvrelayError as exc:
         return {"worker_id": info.worker_id, "role": info.role, "model": info.model, "error": str(exc)}
@@ -151,7 +151,7 @@ def status_table(report: dict[str, Any]) -> None:
     Console(width=TABLE_WIDTH).print(table)
 
 
-async def print_order(config: ControlConfig, worker_id: str, command: str, argument: str = "") -> None:
+async def print_reply(config: ControlConfig, worker_id: str, command: str, argument: str = "") -> None:
     """Send a command to the worker with that id and print its answer. Raises WorkerUnavailableError."""
     control = await connect_control(config)
     try:
@@ -159,7 +159,7 @@ async def print_order(config: ControlConfig, worker_id: str, command: str, argum
         if worker_id not in workers:
             raise WorkerUnavailableError(f"no worker {worker_id} in discovery{nearest(worker_id, workers)}")
         async with operator_keys(control, config) as keys:
-            print(json.dumps(await order(workers[worker_id], keys, command, argument)))
+            print(json.dumps(await send_command(workers[worker_id], keys, command, argument)))
     finally:
         await control.close()
 

@@ -150,7 +150,7 @@ class AsyncLLM:
     async def clear_prefix_cache(self) -> None:
         """Forget the KV of finished requests in every engine."""
         for worker in self._cluster.workers:
-            await worker.order(AdminRequest(0, "clear_cache"))
+            await worker.run_admin_command(AdminRequest(0, "clear_cache"))
 
     async def _collect(self, prompt: Prompt, model: Model, params: SamplingParams) -> RequestOutput:
         answer = _Collected(params.n)

@@ -2,7 +2,7 @@
 
     discovery ──> frontends/ID, operators/ID (watched here), kv_metadata/ID/0 (told by Fleet) ──> keys and their holders
     handshake ──public key, proved──> admit() ──> identity of the connection, for its whole life
-    message ──identity──> refusal(): a frontend generates, a worker claims in its own name, an operator gives orders
+    message ──identity──> refusal(): frontends generate, a worker claims in its own name, operators send admin commands
 
 A connection outlives its entry: a frontend that cannot reach the control plane goes on with the workers that it has.
 What depends on a live lease (a claim) is asked of ``Fleet`` each time. It does not know sockets or hand-offs.

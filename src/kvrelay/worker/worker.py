@@ -45,13 +45,13 @@ from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.admin import run_admin_command
 from kvrelay.worker.callers import Caller, CallerKind, Callers
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.decode_side import DecodeSide
 from kvrelay.worker.fleet import Fleet
 from kvrelay.worker.membership import RETRY_INTERVAL_S, Membership
 from kvrelay.worker.metrics import WorkerStats
-from kvrelay.worker.orders import obey
 from kvrelay.worker.peers import Connect, DecodePeer, DecodePeers
 from kvrelay.worker.prefill_side import PrefillSide
 from kvrelay.worker.preparation import Preparation
@@ -347,7 +347,7 @@ class Worker:
                 secret = self._secret if self._callers.is_frontend(self._server.identity(peer)) else b""
                 self._server.send(peer, Pong(message.nonce, self.settings.worker_id, secret))
             case AdminRequest():
-                self._tasks.spawn(self._obey(peer, message))
+                self._tasks.spawn(self._answer_admin(peer, message))
             case _:
                 _log.warning("an unexpected %s was dropped", type(message).__name__)
 
@@ -355,16 +355,16 @@ class Worker:
         self._preparation.drop_all(peer)
         self._decode.peer_gone(peer)
 
-    async def _obey(self, peer: Peer, message: AdminRequest) -> None:
-        reply = await self.order(message)
+    async def _answer_admin(self, peer: Peer, message: AdminRequest) -> None:
+        reply = await self.run_admin_command(message)
         try:
             self._server.send(peer, reply)
         except PayloadTooLargeError as exc:
             self._server.send(peer, AdminReply(message.nonce, error=exc.message))
 
-    async def order(self, message: AdminRequest) -> AdminReply:
-        """Carry out an operator's order; what goes wrong is in the reply."""
-        return await obey(message, self, self._engine)
+    async def run_admin_command(self, message: AdminRequest) -> AdminReply:
+        """Run an operator's command. If it fails, the reply carries the error."""
+        return await run_admin_command(message, self, self._engine)
 
     def _on_step(self, step: StepOutput) -> None:
         """On the engine thread, after every step."""

@@ -23,7 +23,7 @@ from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.errors import FatalError, KvrelayError
-from kvrelay.launch.admin import cluster_status, list_workers, order
+from kvrelay.launch.admin import cluster_status, list_workers, send_command
 from kvrelay.launch.children import Child, kvrelay_command, start_child, stop_children
 from kvrelay.launch.request_plane import operator_keys
 from kvrelay.launch.routing import routing_state
@@ -205,16 +205,16 @@ class ClusterUnderTest:
             await asyncio.sleep(POLL_INTERVAL_S)
         return None
 
-    # -- orders -------------------------------------------------------------------------------------------------------
+    # -- admin commands -----------------------------------------------------------------------------------------------
 
     async def tell(self, worker_id: str, command: str, argument: str = "") -> None:
-        """An operator's order to one worker. Raises KvrelayError."""
+        """Sends an admin command to one worker. Raises KvrelayError."""
         async with self._operator() as control:
             infos = {info.worker_id: info for info in await list_workers(control, Keys(self.control.namespace))}
             if worker_id not in infos:
                 raise FatalError(f"{worker_id} is not in discovery")
             async with operator_keys(control, self.control) as keys:
-                await order(infos[worker_id], keys, command, argument)
+                await send_command(infos[worker_id], keys, command, argument)
 
     async def revoke(self, lease_id: str) -> None:
         """End a worker's lease, with the server's own means. Raises KvrelayError."""

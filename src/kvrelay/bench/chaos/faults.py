@@ -158,7 +158,7 @@ class FaultInjector:
             self._record(fault, at_s, problem=f"the drained worker {how}")
 
     async def _order(self, give: Callable[..., Awaitable[None]], *arguments: str) -> None:
-        """An order needs the control server, so none of its faults lasts meanwhile."""
+        """An admin command needs the control server, so none of its faults lasts meanwhile."""
         async with self._locks[NATS]:
             await give(*arguments)
 

@@ -1,6 +1,6 @@
-"""An operator's orders, as they come over the request plane, and their answers in JSON.
+"""Admin commands of an operator, as they arrive over the request plane. Replies are JSON.
 
-What an order does is the worker's and the engine's; here it is told apart by name, and what goes wrong is answered.
+The worker and the engine carry a command out; this module selects it by name and turns an error into a reply.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.errors import ConfigError, KvrelayError
 
-ORDERS = ("status", "drain", "role", "check_integrity", "cache", "clear_cache")
+ADMIN_COMMANDS = ("status", "drain", "role", "check_integrity", "cache", "clear_cache")
 
 
-class Ordered(Protocol):
-    """Of a worker what can be ordered."""
+class Administered(Protocol):
+    """The part of a worker that admin commands use."""
 
     role: WorkerRole
     epoch: int
@@ -29,8 +29,8 @@ class Ordered(Protocol):
     async def set_role(self, role: WorkerRole) -> None: ...
 
 
-async def obey(message: AdminRequest, worker: Ordered, engine: EngineHost) -> AdminReply:
-    """Do as the operator says. An order that fails, or that is none, is answered with the reason."""
+async def run_admin_command(message: AdminRequest, worker: Administered, engine: EngineHost) -> AdminReply:
+    """Run the command. The reply to an unknown command, or to one that fails, carries the reason."""
     try:
         payload = await _perform(message, worker, engine)
     except (KvrelayError, ValueError) as exc:
@@ -38,7 +38,7 @@ async def obey(message: AdminRequest, worker: Ordered, engine: EngineHost) -> Ad
     return AdminReply(message.nonce, payload=json.dumps(payload))
 
 
-async def _perform(message: AdminRequest, worker: Ordered, engine: EngineHost) -> object:
+async def _perform(message: AdminRequest, worker: Administered, engine: EngineHost) -> object:
     match message.command:
         case "status":
             return await worker.status()
@@ -56,7 +56,7 @@ async def _perform(message: AdminRequest, worker: Ordered, engine: EngineHost) -
         case "clear_cache":
             await engine.call(lambda core: core.clear_cache())
             return {"cleared": True}
-    raise ConfigError(f"unknown order {message.command}; known are {', '.join(ORDERS)}")
+    raise ConfigError(f"unknown admin command {message.command}; known are {', '.join(ADMIN_COMMANDS)}")
 
 
 def _integrity(core: Engine) -> dict[str, object]:
