@@ -43,9 +43,9 @@ from kvrelay.executors.torch.parallel.channel import ChannelClosedError, StepMem
 from kvrelay.executors.torch.parallel.messages import (
     Allocate,
     Answer,
+    Command,
     Failed,
     Loaded,
-    Order,
     Ping,
     Start,
     StepDone,
@@ -223,7 +223,7 @@ class ParallelExecutor:
             self._failure = EngineDeadError("the executor is shut down")
             for rank in self._processes.ranks:
                 try:
-                    rank.orders.send(Stop())
+                    rank.commands.send(Stop())
                 except ChannelClosedError:
                     pass
         if not self._processes.wait(STOP_WAIT_S):
@@ -239,18 +239,18 @@ class ParallelExecutor:
 
     def _connect(self) -> None:
         for number, rank in enumerate(self._processes.ranks):
-            rank.orders.set_timeout(self._timeout_s)
+            rank.commands.set_timeout(self._timeout_s)
             rank.side.set_timeout(PREPARE_TIMEOUT_S)
-            self._by_fd[rank.orders.fileno()] = number
-            self._poller.register(rank.orders.fileno(), select.POLLIN)
+            self._by_fd[rank.commands.fileno()] = number
+            self._poller.register(rank.commands.fileno(), select.POLLIN)
 
     def _load(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> tuple[Loaded, int]:
         own = replace(runner, num_threads=_threads_per_rank(runner.num_threads, len(self._ranks)))
         meeting = Path(tempfile.mkdtemp(prefix="kvrelay-ranks-"))
         try:
             for rank in self._ranks:
-                order = Start(str(model_dir.absolute()), own, engine, rank.index, str(meeting / "store"))
-                self._tell(rank.index, order)
+                command = Start(str(model_dir.absolute()), own, engine, rank.index, str(meeting / "store"))
+                self._tell(rank.index, command)
             loaded = [answer for answer in self._collect().values() if isinstance(answer, Loaded)]
         finally:
             shutil.rmtree(meeting, ignore_errors=True)
@@ -265,13 +265,13 @@ class ParallelExecutor:
 
     # -- talking to the ranks -----------------------------------------------------------------------------------------
 
-    def _tell_all(self, order: Order) -> None:
+    def _tell_all(self, command: Command) -> None:
         for rank in self._ranks:
-            self._tell(rank.index, order)
+            self._tell(rank.index, command)
 
-    def _tell(self, index: int, order: Order) -> None:
+    def _tell(self, index: int, command: Command) -> None:
         try:
-            self._processes.ranks[index].orders.send(order)
+            self._processes.ranks[index].commands.send(command)
         except ChannelClosedError:
             self._fail({})
 
@@ -287,7 +287,7 @@ class ParallelExecutor:
             for fd, _ in events:
                 index = self._by_fd[fd]
                 try:
-                    answer = self._processes.ranks[index].orders.receive()
+                    answer = self._processes.ranks[index].commands.receive()
                 except ChannelClosedError:
                     self._fail({})
                 if isinstance(answer, Failed):
@@ -334,7 +334,7 @@ class ParallelExecutor:
             for fd, _ in self._poller.poll(left_s * 1000):
                 index = self._by_fd[fd]
                 try:
-                    answer = self._processes.ranks[index].orders.receive()
+                    answer = self._processes.ranks[index].commands.receive()
                 except ChannelClosedError:
                     self._poller.unregister(fd)
                     open_fds.discard(fd)

@@ -21,7 +21,7 @@ from kvrelay.core.layout import KVLayout
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.base import Int32Array, ModelOutput, NewSequence, SchedulerOutput
 
-# -- orders -----------------------------------------------------------------------------------------------------------
+# -- commands ---------------------------------------------------------------------------------------------------------
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -57,7 +57,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Order = Start | Allocate | WarmUp | Step | Ping | Stop
+Command = Start | Allocate | WarmUp | Step | Ping | Stop
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 

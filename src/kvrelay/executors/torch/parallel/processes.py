@@ -26,10 +26,10 @@ MODULE = "kvrelay.executors.torch.parallel.rank_process"
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """``orders``: steps and what they are answered by. ``side``: questions that are answered meanwhile."""
+    """``commands``: steps and what they are answered by. ``side``: questions that are answered meanwhile."""
 
     process: subprocess.Popen[bytes]
-    orders: Channel[Answer]
+    commands: Channel[Answer]
     side: Channel[Ready | Failed]
 
     @property
@@ -74,7 +74,7 @@ class RankProcesses:
 
     def close(self) -> None:
         for rank in self.ranks:
-            rank.orders.close()
+            rank.commands.close()
             rank.side.close()
 
     def _run(self, count: int) -> None:

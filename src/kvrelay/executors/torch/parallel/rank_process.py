@@ -1,8 +1,8 @@
 """One rank: a process that holds its share of the model and does what the driver says, until either ends.
 
-    python -m kvrelay.executors.torch.parallel.rank_process PARENT_PID ORDERS_FD SIDE_FD STEP_FD POOL_FD
+    python -m kvrelay.executors.torch.parallel.rank_process PARENT_PID COMMANDS_FD SIDE_FD STEP_FD POOL_FD
 
-It waits for orders in ``recv``. A side thread of the sampling rank compiles grammars meanwhile. What goes wrong is
+It waits for commands in ``recv``. A side thread of the sampling rank compiles grammars meanwhile. What goes wrong is
 said to the driver in one message, and the process ends.
 """
 
@@ -32,9 +32,9 @@ from kvrelay.executors.torch.parallel.following import FollowingRunner
 from kvrelay.executors.torch.parallel.groups import Groups, PeerLostError, file_store
 from kvrelay.executors.torch.parallel.messages import (
     Allocate,
+    Command,
     Failed,
     Loaded,
-    Order,
     Ping,
     Ready,
     Start,
@@ -61,14 +61,14 @@ _DONE = StepDone()
 class RankShard:
     """Fulfils ``build.Shard``: how this rank meets the others and gets its memory."""
 
-    def __init__(self, start: Start, orders: Channel[Order], memory: StepMemory, pool_fd: int) -> None:
+    def __init__(self, start: Start, commands: Channel[Command], memory: StepMemory, pool_fd: int) -> None:
         self.rank = ParallelRank.numbered(start.index, start.runner.tp, start.runner.pp)
         self.progress = RankProgress(memory.progress[start.index])
         self.groups: Groups | None = None
         self.block_factor, self.block_offset = 1, 0
         """From the worker's block ids to those of ``allocate``'s pool."""
         self._start = start
-        self._orders = orders
+        self._commands = commands
         self._pool_fd = pool_fd
 
     def join(self, device: torch.device) -> Groups:
@@ -79,7 +79,7 @@ class RankShard:
         return self.groups
 
     def allocate(self, facts: ModelFacts, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> KvPool:
-        self._orders.send(
+        self._commands.send(
             Loaded(
                 layout,
                 self._max_blocks(layout, device),
@@ -90,14 +90,14 @@ class RankShard:
                 facts.weights_fingerprint,
             )
         )
-        order = self._orders.receive()
-        if not isinstance(order, Allocate):
+        command = self._commands.receive()
+        if not isinstance(command, Allocate):
             raise ChannelClosedError("stopped while loading")
         if device.type != "cpu":
-            return KvPool(layout, order.num_blocks, device, dtype)
+            return KvPool(layout, command.num_blocks, device, dtype)
         num_ranks = self.rank.num_ranks
         self.block_factor, self.block_offset = num_ranks, self.rank.index
-        num_blocks = order.num_blocks * num_ranks
+        num_blocks = command.num_blocks * num_ranks
         memory = mmap.mmap(self._pool_fd, num_blocks * layout.block_bytes)
         return KvPool(layout, num_blocks, device, dtype, memory=memory)
 
@@ -112,10 +112,10 @@ class RankShard:
 class Rank:
     """From Start to Stop."""
 
-    def __init__(self, start: Start, orders: Channel[Order], memory: StepMemory, pool_fd: int) -> None:
-        self._orders = orders
+    def __init__(self, start: Start, commands: Channel[Command], memory: StepMemory, pool_fd: int) -> None:
+        self._commands = commands
         self._memory = memory
-        self._shard = RankShard(start, orders, memory, pool_fd)
+        self._shard = RankShard(start, commands, memory, pool_fd)
         _choose_device(start, self._shard.rank)
         self.runner: ModelRunner = build_model_runner(Path(start.model_dir), start.runner, start.engine, self._shard)
 
@@ -125,26 +125,26 @@ class Rank:
 
     def serve(self) -> None:
         """Raises ChannelClosedError when the driver is gone, and what a step raises."""
-        self._orders.send(Ready())
+        self._commands.send(Ready())
         while True:
-            order = self._orders.receive()
-            match order:
+            command = self._commands.receive()
+            match command:
                 case Step():
-                    self._orders.send(self._step(order))
+                    self._commands.send(self._step(command))
                 case WarmUp():
                     self._warm_up()
-                    self._orders.send(Ready())
+                    self._commands.send(Ready())
                 case Ping():
-                    self._orders.send(Ready())
+                    self._commands.send(Ready())
                 case Stop():
                     return
                 case _:
-                    raise ChannelClosedError(f"{type(order).__name__} is out of order")
+                    raise ChannelClosedError(f"{type(command).__name__} is out of order")
 
-    def _step(self, order: Step) -> StepDone:
+    def _step(self, command: Step) -> StepDone:
         shard, runner = self._shard, self.runner
         shard.progress.move()
-        work, message = decode_step(self._memory.read(order), shard.block_factor, shard.block_offset)
+        work, message = decode_step(self._memory.read(command), shard.block_factor, shard.block_offset)
         if isinstance(runner, FollowingRunner):
             runner.append(*drawn(message))
         parts = split(work, shard.rank.pp_size)
@@ -191,20 +191,20 @@ def _failed(exc: BaseException) -> Failed:
     return Failed(type(exc).__name__, message, isinstance(exc, PeerLostError))
 
 
-def run(parent_pid: int, orders_fd: int, side_fd: int, step_fd: int, pool_fd: int) -> int:
+def run(parent_pid: int, commands_fd: int, side_fd: int, step_fd: int, pool_fd: int) -> int:
     """The exit code: 0 when the driver has said so, or is gone."""
     end_with_parent(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
         # Ctrl-C and an orderly stop reach the whole group; the driver still needs its ranks for what runs.
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    orders: Channel[Order] = Channel(socket.socket(fileno=orders_fd), Order)
+    commands: Channel[Command] = Channel(socket.socket(fileno=commands_fd), Command)
     side: Channel[SamplingParams] = Channel(socket.socket(fileno=side_fd), SamplingParams)
     try:
-        start = orders.receive()
+        start = commands.receive()
         if not isinstance(start, Start):
             return 0
-        rank = Rank(start, orders, StepMemory(step_fd, start.runner.tp * start.runner.pp), pool_fd)
+        rank = Rank(start, commands, StepMemory(step_fd, start.runner.tp * start.runner.pp), pool_fd)
         if rank.samples:
             threading.Thread(target=_prepare, args=(side, rank.runner), name="prepare", daemon=True).start()
         rank.serve()
@@ -214,7 +214,7 @@ def run(parent_pid: int, orders_fd: int, side_fd: int, step_fd: int, pool_fd: in
         if not isinstance(exc, KvrelayError):
             _log.exception("the rank failed")
         with suppress(ChannelClosedError):
-            orders.send(_failed(exc))
+            commands.send(_failed(exc))
         return 1
     return 0
 
