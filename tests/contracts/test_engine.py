@@ -141,7 +141,7 @@ async def test_facts_do_not_change_and_fit_the_memory(engine: Running) -> None:
     assert engine.host.facts == facts
 
 
-async def test_orders_run_between_steps_and_their_failures_reach_the_caller(engine: Running) -> None:
+async def test_callbacks_run_between_steps_and_their_failures_reach_the_caller(engine: Running) -> None:
     assert await engine.host.call(lambda inner: threading.get_ident()) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
         await engine.host.call(lambda inner: 1 // 0)
@@ -167,9 +167,9 @@ def _add_twice(engine: Engine) -> None:
 
 
 async def test_room_is_known_without_waiting_for_a_step(engine: Running) -> None:
-    engine.host.look(lambda inner: inner.check_room(10, is_new=True, ahead=OnTheWay()))
+    engine.host.peek(lambda inner: inner.check_room(10, is_new=True, ahead=OnTheWay()))
     with pytest.raises(OverloadedError):
-        engine.host.look(lambda inner: inner.check_room(10, is_new=True, ahead=OnTheWay(100, 1000)))
+        engine.host.peek(lambda inner: inner.check_room(10, is_new=True, ahead=OnTheWay(100, 1000)))
 
 
 async def test_an_abort_frees_everything(engine: Running) -> None:

@@ -29,7 +29,7 @@ class Watchers:
         for _ in range(round(seconds * 100)):
             for one in self.up:
                 one.pace(TTL_S)
-                if one.look():
+                if one.tick():
                     self.said_s.append(self.clock.now())
                     for other in self.up:
                         other.heard(one.own_id)
@@ -70,12 +70,12 @@ def test_of_two_keepers_the_greater_id_resigns() -> None:
     clock = ManualClock()
     one, two = KeeperElection(clock, "a", 0.0), KeeperElection(clock, "b", 0.0)
     clock.advance(100.0)
-    assert one.look()
-    assert two.look()
+    assert one.tick()
+    assert two.tick()
     one.heard("b")
     two.heard("a")
     assert (one.state, two.state) == (KeeperState.KEEPING, KeeperState.RESTING)
-    assert one.look()  # at once, for a keeper that has not heard it
+    assert one.tick()  # at once, for a keeper that has not heard it
 
 
 def test_a_short_lease_that_appears_is_no_reason_to_take_over() -> None:
@@ -86,9 +86,9 @@ def test_a_short_lease_that_appears_is_no_reason_to_take_over() -> None:
     one.heard("b")
     clock.advance(MAX_INTERVAL_S)
     one.pace(0.5)
-    assert not one.look()
+    assert not one.tick()
     clock.advance(0.4)
-    assert one.look()
+    assert one.tick()
 
 
 @pytest.mark.parametrize("heard", [True, False])
@@ -100,6 +100,6 @@ def test_a_watcher_without_permission_never_becomes_keeper(*, heard: bool) -> No
         clock.advance(100.0)
         if heard:
             one.heard("b")
-        assert not one.look()
+        assert not one.tick()
         assert one.due_s() > clock.now()
     assert one.state is KeeperState.RESTING

@@ -114,7 +114,7 @@ async def test_a_nats_server_whose_port_is_taken_is_tried_again(capsys: pytest.C
     attempts_s: list[float] = []
     while not server.is_running:
         before = server.num_attempts
-        await keeper.look()
+        await keeper.check()
         if server.num_attempts > before:
             attempts_s.append(clock.now())
         clock.advance(0.25)
@@ -126,5 +126,5 @@ async def test_a_nats_server_whose_port_is_taken_is_tried_again(capsys: pytest.C
     assert said.rstrip().endswith("runs again, after 31 attempts")
     # The next time it ends it is started at once.
     server.is_running = False
-    await keeper.look()
+    await keeper.check()
     assert server.is_running

@@ -2,12 +2,12 @@
 
 An engine has two halves, as a KV connector of vLLM has.
 
-``Engine`` is the scheduler half. Its methods run in *orders*: functions that the host calls between two steps, so that
-they see and change a state that fits together. ``EngineHost`` is the worker half and the engine's life: memory, facts,
+``Engine`` is the scheduler half. Its methods run in *callbacks*: functions that the host calls between two steps, so
+that they read and change a consistent state. ``EngineHost`` is the worker half and the engine's life: memory, facts,
 threads. Nothing here says that blocks, hashes or the step loop are kvrelay's: ``EngineCore`` behind
 ``worker.EngineThread`` is one implementation.
 
-    worker ── post(order) ──> EngineHost ── order(engine) ──> Engine          between two steps
+    worker ── post(callback) ──> EngineHost ── callback(engine) ──> Engine    between two steps
            <── on_step(StepOutput) ── EngineHost                              on the engine's thread, after each step
 
 Hand-offs, decode side. Which KV is missing, where may it be written, when may the blocks be freed?
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """The scheduler half. Every method but ``check_room`` is called in an order."""
+    """The scheduler half. Every method but ``check_room`` is called in a callback."""
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -142,15 +142,15 @@ class EngineHost(Protocol):
         """Run. ``on_step`` is called on the engine's thread with what each step produced, in one part or two;
         ``on_dead`` once if the engine fails, after the output that fails its requests was delivered."""
 
-    def post(self, order: Callable[[Engine], object]) -> None:
-        """Run ``order`` before the next step; from any thread. Its exceptions are logged."""
+    def post(self, callback: Callable[[Engine], object]) -> None:
+        """Run ``callback`` before the next step; from any thread. Its exceptions are logged."""
 
-    async def call(self, order: Callable[[Engine], T]) -> T:
-        """Run ``order`` before the next step and return its result, or raise what it raised; EngineDeadError when the
-        engine has ended first."""
+    async def call(self, callback: Callable[[Engine], T]) -> T:
+        """Run ``callback`` before the next step and return its result, or raise what it raised; EngineDeadError if the
+        engine ends first."""
 
-    def look(self, read: Callable[[Engine], T]) -> T:
-        """What ``read`` finds now, on the caller's thread: a step may be running, so it reads single numbers only."""
+    def peek(self, read: Callable[[Engine], T]) -> T:
+        """Run ``read`` at once on the caller's thread. During a step too, so ``read`` reads single numbers only."""
 
     def stats(self) -> EngineStats:
         """Counts and gauges, from any thread, without waiting for a step."""

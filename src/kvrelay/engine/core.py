@@ -1,4 +1,4 @@
-"""The engine: schedule, execute, update; and the orders that a worker gives between two steps.
+"""The engine: schedule, execute, update; and the methods that a worker calls between two steps.
 
 It owns the scheduler, the block pool, the loans to hand-offs and the executor, and is driven by one thread. It does not
 know sockets, queues or transports. A worker calls ``step()`` while ``has_work()`` and carries out what the StepOutput

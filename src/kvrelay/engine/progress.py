@@ -1,6 +1,6 @@
 """Whether the engine gets on with its work: how long its turn has been going on, and from when on that is a hang.
 
-A turn is what the engine's thread does between two looks at its inbox: orders, one step, and telling what the step
+A turn is what the engine's thread does between two reads of its inbox: callbacks, one step, and telling what the step
 produced. Pure policy over an injected clock; threads and processes are the watchdog's.
 """
 

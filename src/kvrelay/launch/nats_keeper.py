@@ -36,7 +36,7 @@ class NatsKeeper:
     def __repr__(self) -> str:
         return f"NatsKeeper(is_running={self._server.is_running}, failures={self._num_failures})"
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Start the server if it has ended and another attempt is due."""
         if self._server.is_running or self._clock.now() < self._due_s:
             return

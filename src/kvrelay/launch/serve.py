@@ -235,7 +235,7 @@ class Cluster:
                 if child.exit_code is not None:
                     self._revive(child, time.monotonic())
             if keeper is not None:
-                await keeper.look()
+                await keeper.check()
             await self._check_takers(time.monotonic())
             try:
                 async with asyncio.timeout(POLL_INTERVAL_S * 4):

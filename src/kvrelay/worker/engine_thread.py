@@ -1,8 +1,8 @@
 """The thread that an engine lives on.
 
-It owns the loop "drain the inbox, step, deliver". It does not know what the orders in the inbox do: they are functions
-of the EngineCore, run between two steps, so that nothing else ever touches the engine and it needs no locks.
-When there is nothing to step the thread sleeps on its inbox. When it ends, who waits for an order's result hears so.
+It owns the loop "drain the inbox, step, deliver". It does not know what the callbacks in the inbox do. They run between
+two steps, so nothing else ever touches the engine, which therefore needs no locks. With nothing to step the thread
+sleeps on its inbox. When it ends, every caller that waits for a result gets an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvrelay.engine.stats import EngineStats, engine_stats
 from kvrelay.errors import EngineDeadError
 
 T = TypeVar("T")
-Order = Callable[[Engine], object]
+EngineCallback = Callable[[Engine], object]
 
 _log = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ def _ignore(_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An order in the inbox; ``fail`` is called instead when the thread has ended before it."""
+    """A callback in the inbox; ``fail`` is called instead if the thread ends before it runs."""
 
-    order: Order
+    callback: EngineCallback
     fail: Callable[[EngineDeadError], None] = _ignore
 
 
@@ -106,15 +106,15 @@ class EngineThread:
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         return self._core.executor.checksum_blocks(block_ids)
 
-    def look(self, read: Callable[[Engine], T]) -> T:
+    def peek(self, read: Callable[[Engine], T]) -> T:
         return read(self._core)
 
-    def post(self, order: Order) -> None:
-        """Run ``order`` before the next step; from any thread. Its exceptions are logged."""
-        self._inbox.put(_Entry(order))
+    def post(self, callback: EngineCallback) -> None:
+        """Run ``callback`` before the next step; from any thread. Its exceptions are logged."""
+        self._inbox.put(_Entry(callback))
 
-    async def call(self, order: Callable[[Engine], T]) -> T:
-        """Run ``order`` before the next step and give its result, or raise what it raised; EngineDeadError when the
+    async def call(self, callback: Callable[[Engine], T]) -> T:
+        """Run ``callback`` before the next step and return its result, or raise what it raised; EngineDeadError if the
         thread ends first."""
         dead = self._dead
         if dead is not None:
@@ -124,7 +124,7 @@ class EngineThread:
 
         def run(core: Engine) -> None:
             try:
-                result = order(core)
+                result = callback(core)
             except Exception as exc:  # noqa: BLE001 - handed to the caller, whatever it is
                 loop.call_soon_threadsafe(_fail, future, exc)
             else:
@@ -140,7 +140,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._take_orders():
+            while self._drain_inbox():
                 # A step may end with outputs even when no forward pass ran: aborts, remote prefills, events.
                 self._deliver(self._core.step(announce=self._deliver))
         except EngineDeadError as exc:
@@ -175,8 +175,8 @@ class EngineThread:
             if entry is not None:
                 entry.fail(error)
 
-    def _take_orders(self) -> bool:
-        """Run what is in the inbox; wait for an order only when the engine has nothing to step. False: closed."""
+    def _drain_inbox(self) -> bool:
+        """Run what is in the inbox; wait for a callback only if the engine has nothing to step. False: closed."""
         self._progress.begin()
         wait = not self._core.has_work()
         while True:
@@ -186,7 +186,7 @@ class EngineThread:
                 return True
             if entry is None:
                 return False
-            self._perform(entry.order)
+            self._run_callback(entry.callback)
             wait = False
 
     def _wait_for_entry(self) -> _Entry | None:
@@ -197,13 +197,13 @@ class EngineThread:
         finally:
             self._progress.begin()
 
-    def _perform(self, order: Order) -> None:
+    def _run_callback(self, callback: EngineCallback) -> None:
         try:
-            order(self._core)
+            callback(self._core)
         except EngineDeadError:
             raise
-        except Exception:  # noqa: BLE001 - one bad order must not end the engine
-            _log.exception("an order to the engine failed")
+        except Exception:  # noqa: BLE001 - one bad callback must not end the engine
+            _log.exception("a callback on the engine thread failed")
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:

@@ -24,7 +24,7 @@ class Gate:
         num_tokens = _num_tokens(message)
         ahead = OnTheWay(self._num_entered - self._num_arrived, self._num_tokens_entered - self._num_tokens_arrived)
         is_new = not message.output_token_ids
-        self._engine.look(lambda core: core.check_room(num_tokens, is_new=is_new, ahead=ahead))
+        self._engine.peek(lambda core: core.check_room(num_tokens, is_new=is_new, ahead=ahead))
         self._num_entered += 1
         self._num_tokens_entered += num_tokens
 

@@ -154,7 +154,7 @@ def summarise_faults(
     summaries = {}
     for name in sorted({fault.name for fault in faults}):
         own = [fault for fault in faults if fault.name == name]
-        alone = [fault for fault in own if not any(_meet(fault, other, window_s) for other in faults)]
+        alone = [fault for fault in own if not any(_overlap(fault, other, window_s) for other in faults)]
         pauses = (r.longest_pause_s(fault.at_s, window_s) for fault in alone for r in requests if r.is_stream)
         summaries[name] = FaultSummary(
             count=len(own),
@@ -205,7 +205,7 @@ def worst_pauses(
     return tuple(lines)
 
 
-def _meet(fault: FaultRecord, other: FaultRecord, window_s: float) -> bool:
+def _overlap(fault: FaultRecord, other: FaultRecord, window_s: float) -> bool:
     """Whether ``other`` lasts into the time in which pauses count as ``fault``'s."""
     return other is not fault and other.at_s < fault.at_s + window_s and other.end_s > fault.at_s
 

@@ -80,7 +80,7 @@ class KeeperElection:
             return self._clock.now() + MAX_INTERVAL_S
         return self._heard_s + self._interval_s * (PATIENCE_INTERVALS + JITTER_INTERVALS * self._jitter)
 
-    def look(self) -> bool:
+    def tick(self) -> bool:
         """Whether to announce this watcher as the lease keeper now. It may have just become the keeper."""
         if not self._may_keep or self._clock.now() < self.due_s():
             return False

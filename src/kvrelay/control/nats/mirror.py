@@ -265,7 +265,7 @@ class Mirror:
         if self._may_end and self._connection.is_denied(self._keeper_subject):
             self._leave_it_to_others("these credentials may not keep leases")
         self.election.pace(self.table.shortest_ttl_s)
-        if self.election.look():
+        if self.election.tick():
             await self._connection.publish(self._keeper_subject, self.election.own_id.encode())
         if self.election.state is KeeperState.RESTING:
             if not self.table.has_unproven:

@@ -155,11 +155,11 @@ def test_a_hang_is_told_from_a_long_step_and_named() -> None:
     moving, waiting = RankProgress(table[0]), RankProgress(table[1])
     for _ in range(10):
         moving.move()
-        assert not detector.look()
+        assert not detector.check()
     with waiting.waiting():
-        assert [detector.look() for _ in range(4)] == [False, False, False, True]
+        assert [detector.check() for _ in range(4)] == [False, False, False, True]
         assert detector.culprits() == [0, 2], "the others wait for those that do not wait"
     with waiting.waiting(), moving.waiting(), RankProgress(table[2]).waiting():
         assert detector.culprits() == [2], "all wait: whoever is furthest behind"
     detector.begin()
-    assert not detector.look()
+    assert not detector.check()

@@ -281,7 +281,7 @@ class ParallelExecutor:
         self._detector.begin()
         while len(answers) < len(self._ranks):
             events = self._poller.poll(self._look_ms)
-            if not events and self._is_warm and self._detector.look():
+            if not events and self._is_warm and self._detector.check():
                 silent = [rank.index for rank in self._ranks if rank.index not in answers]
                 self._fail({}, [i for i in self._detector.culprits() if i in silent] or silent)
             for fd, _ in events:

@@ -48,25 +48,25 @@ class RankProgress:
 
 
 class HangDetector:
-    """Tells that no rank moves any more. ``look`` is called at equal intervals while an answer is awaited, and counts
+    """Tells that no rank moves any more. ``check`` is called at equal intervals while an answer is awaited, and counts
     those: a driver that was stopped itself has not waited."""
 
-    def __init__(self, table: Int64Array, max_looks: int) -> None:
+    def __init__(self, table: Int64Array, max_checks: int) -> None:
         self._table = table
-        self._max_looks = max_looks
+        self._max_checks = max_checks
         self.begin()
 
     def begin(self) -> None:
         self._last = self._table.copy()
         self._num_looks = 0
 
-    def look(self) -> bool:
-        """True when none has moved for ``max_looks`` looks in a row."""
+    def check(self) -> bool:
+        """True when none has moved for ``max_checks`` looks in a row."""
         if np.array_equal(self._last, self._table):
             self._num_looks += 1
         else:
             self.begin()
-        return self._num_looks >= self._max_looks
+        return self._num_looks >= self._max_checks
 
     def culprits(self) -> list[int]:
         """The ranks for which the others wait; if all wait, those that are furthest behind."""
