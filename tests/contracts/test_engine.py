@@ -19,10 +19,10 @@ from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engine.admission.limits import PendingArrivals
 from kvrelay.engine.base import HandoffChunk, RemotePrefillStart, StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.overload import OnTheWay
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
 from kvrelay.executors import ExecutorSettings, build_executor
@@ -167,9 +167,9 @@ def _add_twice(engine: Engine) -> None:
 
 
 async def test_room_is_known_without_waiting_for_a_step(engine: Running) -> None:
-    engine.host.peek(lambda inner: inner.check_room(10, is_new=True, ahead=OnTheWay()))
+    engine.host.peek(lambda inner: inner.check_room(10, is_new=True, ahead=PendingArrivals()))
     with pytest.raises(OverloadedError):
-        engine.host.peek(lambda inner: inner.check_room(10, is_new=True, ahead=OnTheWay(100, 1000)))
+        engine.host.peek(lambda inner: inner.check_room(10, is_new=True, ahead=PendingArrivals(100, 1000)))
 
 
 async def test_an_abort_frees_everything(engine: Running) -> None:

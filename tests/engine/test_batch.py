@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.admission.waiting import WaitingQueue
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.request import Request
-from kvrelay.engine.waiting import WaitingQueue
 
 
 def request(name: str, arrival: int = 0, priority: int = 0) -> Request:

@@ -38,8 +38,8 @@ from kvrelay.core.events import LoadMetrics
 from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.admission.limits import PendingArrivals
 from kvrelay.engine.base import StepOutput
-from kvrelay.engine.overload import OnTheWay
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.engine.stats import EngineStats
@@ -53,7 +53,7 @@ class Engine(Protocol):
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def check_room(self, num_tokens: int, *, is_new: bool, ahead: OnTheWay) -> None:
+    def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals) -> None:
         """Raise OverloadedError if a request of ``num_tokens`` is too much now. From any thread, also during a step."""
 
     def num_cached_tokens(self, request: Request) -> int:

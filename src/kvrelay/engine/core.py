@@ -20,10 +20,10 @@ from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
+from kvrelay.engine.admission.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
 from kvrelay.engine.base import Executor, RemotePrefillStart, StepOutput
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.loans import Loans
-from kvrelay.engine.overload import NOBODY, OnTheWay, Overload
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.stopping import stop_token_ids
@@ -77,7 +77,7 @@ class EngineCore:
             max_num_batched_tokens=config.max_num_batched_tokens,
             exclusive_prefill=exclusive_prefill,
         )
-        self.overload = Overload(config, self.scheduler, clock)
+        self.limits = AdmissionLimits(config, self.scheduler, clock)
         limits = [executor.max_model_len, executor.num_blocks * executor.kv_layout.block_size]
         if config.max_model_len:
             limits.append(config.max_model_len)
@@ -111,7 +111,7 @@ class EngineCore:
             return self._die(exc)
         if work is not None:
             self.scheduler.update(result)
-        self.overload.observe()
+        self.limits.observe()
         return self._take_output()
 
     def has_work(self) -> bool:
@@ -154,9 +154,9 @@ class EngineCore:
         self._raise_if_dead()
         self._validate(request)
         if not self.scheduler.requests:
-            self.overload.begin_anew()
+            self.limits.reset_rates()
         is_new = request.num_output_tokens == 0 and request.mode is not PrefillMode.HANDOFF
-        self.overload.check(len(request.token_ids), is_new=is_new)
+        self.limits.check(len(request.token_ids), is_new=is_new)
         sampling = request.sampling
         self._num_arrived += 1
         request.arrival = self._num_arrived
@@ -185,9 +185,9 @@ class EngineCore:
         if request is not None:
             self._end(request, FinishReason.ABORT)
 
-    def check_room(self, num_tokens: int, *, is_new: bool, ahead: OnTheWay = NOBODY) -> None:
+    def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals = NONE_PENDING) -> None:
         """Raise OverloadedError if a request of ``num_tokens`` is too much now. From any thread, also during a step."""
-        self.overload.check(num_tokens, is_new=is_new, ahead=ahead)
+        self.limits.check(num_tokens, is_new=is_new, ahead=ahead)
 
     def num_cached_tokens(self, request: Request) -> int:
         """Tokens of the request that the prefix cache holds now. Its hashes are kept: admission needs them again."""
@@ -268,7 +268,7 @@ class EngineCore:
 
     def keep_prefills_here(self) -> None:
         """There is no prefill worker left: compute here what was to be sent away."""
-        self.scheduler.admission.keep_here()
+        self.scheduler.admission.cancel_remote_prefills()
 
     def _start_remote(self, request: Request) -> None:
         self._num_handoffs += 1

@@ -20,7 +20,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
-from kvrelay.engine.admission import Admission, EngineLoad
+from kvrelay.engine.admission.queue import AdmissionQueue, EngineLoad
 from kvrelay.engine.base import KvLoad, ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
@@ -64,7 +64,7 @@ class Scheduler:
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
         self._clock = clock
         self._start_remote = start_remote
-        self.admission = Admission(pool, max_num_batched_tokens)
+        self.admission = AdmissionQueue(pool, max_num_batched_tokens)
         self._batch = Batch(self.max_num_running)
         self._num_outside = 0
         """Admitted without a slot (REMOTE_PREFILLING, LOADING_KV); one is kept for each."""

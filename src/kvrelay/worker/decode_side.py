@@ -27,6 +27,7 @@ from kvrelay.core.messages import (
     TokenOutput,
 )
 from kvrelay.core.tasks import TaskSet
+from kvrelay.engine.admission.control import AdmissionControl
 from kvrelay.engine.base import RemotePrefillStart
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
@@ -44,7 +45,6 @@ from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
-from kvrelay.worker.gate import Gate
 from kvrelay.worker.incoming import IncomingHandoffs
 from kvrelay.worker.outputs import send_outputs
 from kvrelay.worker.stats import DecodeStats
@@ -81,7 +81,7 @@ class DecodeSide:
         self._address = address
         self._kv_compatibility = rules.kv_compatibility
         self._engine = engine
-        self._gate = Gate(engine)
+        self._admission = AdmissionControl(engine)
         self._queue = queue
         self._server = server
         self._policy = policy
@@ -129,7 +129,7 @@ class DecodeSide:
             return
         self.stats.num_requests += 1
         try:
-            self._gate.enter(message)
+            self._admission.admit(message)
         except OverloadedError as exc:
             self._refuse_error(peer, message.request_id, exc)
             return
@@ -157,7 +157,7 @@ class DecodeSide:
 
     def _admit(self, core: Engine, peer: Peer, message: GenerateRequest) -> None:
         """On the engine thread: decide where the prefill runs and enqueue."""
-        self._gate.arrived(message)
+        self._admission.received(message)
         try:
             place = self._enqueue(core, message)
         except KvrelayError as exc:

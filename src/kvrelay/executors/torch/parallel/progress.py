@@ -58,15 +58,15 @@ class HangDetector:
 
     def begin(self) -> None:
         self._last = self._table.copy()
-        self._num_looks = 0
+        self._num_checks = 0
 
     def check(self) -> bool:
         """True when none has moved for ``max_checks`` looks in a row."""
         if np.array_equal(self._last, self._table):
-            self._num_looks += 1
+            self._num_checks += 1
         else:
             self.begin()
-        return self._num_looks >= self._max_checks
+        return self._num_checks >= self._max_checks
 
     def culprits(self) -> list[int]:
         """The ranks for which the others wait; if all wait, those that are furthest behind."""

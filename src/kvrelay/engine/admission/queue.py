@@ -1,11 +1,11 @@
-"""Who is let in next, and with which blocks.
+"""Which waiting request gets blocks next.
 
-It owns the two waiting lines and the rule that keeps a request out: it gets blocks for all its known tokens at once
-(adjacent where possible, behind its prefix hit), or waits. It does not know slots or steps.
+It owns the two queues and their rule: a request gets blocks for all its known tokens at once (adjacent where possible,
+after its prefix hit), or it waits. It does not know slots or steps.
 
-The lines are one per need. Requests to be computed here wait for their share of the token budget as well: letting them
-in earlier would bind blocks early, and miss the prefix hits on what is being computed. Requests whose next step is a
-transfer (a remote prefill, a KV load) do not.
+There is one queue per kind of need. Requests that are computed here also wait for their share of the token budget:
+admitting them earlier would bind blocks early, and would miss prefix hits on prompts that are being computed. Requests
+whose next step is a transfer (a remote prefill, a KV load) do not wait for the budget.
 """
 
 from __future__ import annotations
@@ -13,43 +13,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.core.status import RequestStatus
+from kvrelay.engine.admission.waiting import WaitingQueue
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.request import PrefillMode, Request, service_order
-from kvrelay.engine.waiting import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What is in the engine already: requests let in, those of them with a slot, prompt tokens still to compute."""
+    """The engine's present load: admitted requests, those of them with a slot, prompt tokens still to compute."""
 
     num_admitted: int
     num_running: int
     num_backlog_tokens: int
 
 
-class Admission:
-    """The waiting lines of one engine.
+class AdmissionQueue:
+    """The waiting requests of one engine.
 
-    ``max_backlog_tokens``: with so much to compute nobody else who needs computing is let in.
+    ``max_backlog_tokens``: with that many prompt tokens still to compute, no request that needs computing is admitted.
     """
 
     def __init__(self, pool: BlockPool, max_backlog_tokens: int) -> None:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_waiting_blocks = 0
-        """Blocks that the known tokens of all who wait will take; prefix hits are not deducted, they may be lost."""
+        """Blocks that the known tokens of all waiting requests need. Prefix hits are not deducted: they may be lost."""
         self._pool = pool
         self._max_backlog_tokens = max_backlog_tokens
         self._watermark = max(1, pool.num_blocks // 100)
         self._here = WaitingQueue()
         self._elsewhere = WaitingQueue()
         self._blocked: tuple[Request, int, int] | None = None
-        """The request that did not fit, and how many blocks were free and requests in the engine then."""
+        """The request that did not fit, and the numbers of free blocks and of admitted requests at that time."""
 
     def __repr__(self) -> str:
-        return (
-            f"Admission({len(self._here)} to compute, {len(self._elsewhere)} others, {self.num_waiting_blocks} blocks)"
-        )
+        num_here, num_elsewhere = len(self._here), len(self._elsewhere)
+        return f"AdmissionQueue({num_here} to compute, {num_elsewhere} others, {self.num_waiting_blocks} blocks)"
 
     def __len__(self) -> int:
         return len(self._here) + len(self._elsewhere)
@@ -59,18 +58,18 @@ class Admission:
         return self._blocked is not None
 
     def push(self, request: Request) -> None:
-        self._line_of(request).push(request)
+        self._queue_of(request).push(request)
         self.num_waiting_blocks += self._pool.blocks_for(len(request.token_ids))
 
     def discard(self, request: Request) -> None:
-        """Take ``request`` out if it waits."""
-        line = self._line_of(request)
-        if request in line:
-            line.remove(request)
+        """Remove ``request`` if it waits."""
+        queue = self._queue_of(request)
+        if request in queue:
+            queue.remove(request)
             self.num_waiting_blocks -= self._pool.blocks_for(len(request.token_ids))
 
-    def keep_here(self) -> None:
-        """Who waits for a remote prefill waits to be computed here instead."""
+    def cancel_remote_prefills(self) -> None:
+        """Requests that wait for a remote prefill are to be computed here instead."""
         for request in self._elsewhere.members():
             if request.mode is PrefillMode.REMOTE:
                 self._elsewhere.remove(request)
@@ -79,13 +78,13 @@ class Admission:
         self._blocked = None
 
     def may_admit(self, load: EngineLoad) -> bool:
-        """Whether ``admit`` is worth a try: somebody waits, and is not known not to fit."""
+        """Whether ``admit`` may succeed: a request waits, and is not known not to fit."""
         return self._first(load) is not None and not self._is_blocked(load)
 
     def admit(self, load: EngineLoad) -> Request | None:
-        """Let the most urgent request in, with its blocks and its prefix hit; None if it does not fit or nobody waits.
+        """Admit the most urgent request, with its blocks and its prefix hit; None if it does not fit or none waits.
 
-        Nobody overtakes a request that waits for blocks, so that long ones do not starve.
+        No request overtakes one that waits for blocks, so that long prompts do not starve.
         """
         request = self._first(load)
         if request is None or self._is_blocked(load):
@@ -100,12 +99,12 @@ class Admission:
         self._give_blocks(request, hit, num_needed)
         return request
 
-    def _line_of(self, request: Request) -> WaitingQueue:
+    def _queue_of(self, request: Request) -> WaitingQueue:
         by_transfer = request.mode is PrefillMode.REMOTE or request.num_load_tokens > 0
         return self._elsewhere if by_transfer else self._here
 
     def _first(self, load: EngineLoad) -> Request | None:
-        """The most urgent request among those whom the load lets in."""
+        """The most urgent request among those that the load permits."""
         elsewhere = self._elsewhere.peek()
         here = self._here.peek() if load.num_backlog_tokens < self._max_backlog_tokens else None
         if elsewhere is None or here is None:
@@ -113,7 +112,7 @@ class Admission:
         return min(elsewhere, here, key=service_order)
 
     def _is_blocked(self, load: EngineLoad) -> bool:
-        """Whether the first in line is known not to fit, and nothing has come back since."""
+        """Whether the first request is known not to fit, and no block has become free since."""
         if self._blocked is None:
             return False
         request, num_free, num_admitted = self._blocked
@@ -131,8 +130,8 @@ class Admission:
         return self._pool.find_prefix(request.token_ids, request.sequence_hashes)
 
     def _reserve_for(self, request: Request, load: EngineLoad) -> int:
-        """Blocks to leave free against thrash. A preempted request comes back only when every running sequence could
-        fill a block more; a lone one needs no reserve."""
+        """Blocks to leave free, against thrashing. A preempted request returns only if every running sequence could
+        fill one more block. A request that would run alone needs no reserve."""
         if not load.num_admitted:
             return 0
         return self._watermark + (load.num_running if request.status is RequestStatus.PREEMPTED else 0)

@@ -9,8 +9,8 @@ import pytest
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.completion_rate import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.admission.limits import PendingArrivals
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.overload import OnTheWay
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import OverloadedError
 
@@ -105,14 +105,14 @@ def test_the_count_follows_requests_that_go_and_come_back(make_engine: MakeEngin
 
 
 def test_who_is_on_the_way_counts_as_well(engine: EngineCore) -> None:
-    check = engine.overload.check
+    check = engine.limits.check
     check(NUM_BLOCKS * BLOCK_SIZE, is_new=True)
-    check(BLOCK_SIZE, is_new=True, ahead=OnTheWay(2, 31 * BLOCK_SIZE))
+    check(BLOCK_SIZE, is_new=True, ahead=PendingArrivals(2, 31 * BLOCK_SIZE))
     with pytest.raises(OverloadedError, match="wait for 32 KV blocks"):
-        check(BLOCK_SIZE, is_new=True, ahead=OnTheWay(2, 32 * BLOCK_SIZE))
-    check(BLOCK_SIZE, is_new=False, ahead=OnTheWay(2, 32 * BLOCK_SIZE))
+        check(BLOCK_SIZE, is_new=True, ahead=PendingArrivals(2, 32 * BLOCK_SIZE))
+    check(BLOCK_SIZE, is_new=False, ahead=PendingArrivals(2, 32 * BLOCK_SIZE))
     with pytest.raises(OverloadedError, match="1001 requests are waiting already"):
-        check(BLOCK_SIZE, is_new=False, ahead=OnTheWay(1001, 0))
+        check(BLOCK_SIZE, is_new=False, ahead=PendingArrivals(1001, 0))
 
 
 # -- Retry-After ------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_who_is_on_the_way_counts_as_well(engine: EngineCore) -> None:
 
 def retry_after_s(engine: EngineCore, num_blocks: int) -> float:
     with pytest.raises(OverloadedError) as caught:
-        engine.overload.check(num_blocks * BLOCK_SIZE, is_new=True)
+        engine.limits.check(num_blocks * BLOCK_SIZE, is_new=True)
     return caught.value.retry_after_s
 
 
@@ -160,5 +160,5 @@ def test_the_retry_after_of_the_waiting_line_is_how_long_it_takes_to_get_in(make
         engine.add_request(Request(str(name), prompt(name, 2), SamplingParams(max_tokens=1, ignore_eos=True)))
     assert retry_after_s(engine, 1) == pytest.approx(4.0, rel=0.2)
     with pytest.raises(OverloadedError, match="8 requests are waiting") as caught:
-        engine.overload.check(BLOCK_SIZE, is_new=True, ahead=OnTheWay(2, BLOCK_SIZE))
+        engine.limits.check(BLOCK_SIZE, is_new=True, ahead=PendingArrivals(2, BLOCK_SIZE))
     assert caught.value.retry_after_s == pytest.approx(12.0, rel=0.2)

@@ -1,8 +1,8 @@
-"""When one request more is too much: for the waiting line, or for the KV pool.
+"""The two bounds above which an engine refuses a request: the length of its queue, and demand for its KV pool.
 
-Bounded waiting counts requests; the KV watermark counts what they weigh: a few long prompts can keep a pool busy for
-minutes, and who comes behind them is better off elsewhere, or told at once when to come back. It does not know who is
-let in next.
+``max_num_waiting`` counts requests. The KV watermark counts their blocks: a few long prompts can occupy a pool for
+minutes, and a request that comes after them is better off on another worker, or with a client that retries later. This
+module does not decide which waiting request gets blocks next (``queue.py``).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvrelay.errors import OverloadedError
 
 
 @dataclass(frozen=True, slots=True)
-class OnTheWay:
-    """Requests that the engine will look at before the one in question, and their tokens."""
+class PendingArrivals:
+    """Requests that were posted to the engine before the one in question and not yet received, and their tokens."""
 
     num_requests: int = 0
     num_tokens: int = 0
 
 
-NOBODY = OnTheWay()
+NONE_PENDING = PendingArrivals()
 
 
-class Overload:
-    """The bounds of one engine: ``max_num_waiting`` requests that have no place, and ``kv_watermark`` times the pool
-    in blocks that requests hold or wait for (0: no bound)."""
+class AdmissionLimits:
+    """The limits of one engine: at most ``max_num_waiting`` requests without a slot, and at most ``kv_watermark`` times
+    the pool in blocks that requests hold or wait for (0: no limit)."""
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, clock: Clock) -> None:
         self._scheduler = scheduler
@@ -40,12 +40,12 @@ class Overload:
         self._ended_blocks = CompletionRate(clock)
         self._num_requests_seen = self._num_blocks_seen = 0
 
-    def check(self, num_tokens: int, *, is_new: bool, ahead: OnTheWay = NOBODY) -> None:
-        """Raises OverloadedError if a request of ``num_tokens`` is too much. It only reads numbers, so any thread may
-        ask, while a step runs.
+    def check(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals = NONE_PENDING) -> None:
+        """Raise OverloadedError if a request of ``num_tokens`` is above a limit. Reads numbers only, so any thread may
+        call it, also while a step runs.
 
-        What was begun elsewhere (not ``is_new``) is not weighed: its client would lose what it has. Neither is what
-        comes to an idle engine: it takes whatever fits.
+        The watermark does not apply to a migrated request (not ``is_new``), whose client would lose the tokens that it
+        has, nor to a request to an idle engine, which accepts whatever fits into its pool.
         """
         scheduler, pool = self._scheduler, self._scheduler.pool
         num_waiting = scheduler.num_waiting + ahead.num_requests
@@ -68,14 +68,14 @@ class Overload:
             )
 
     def observe(self) -> None:
-        """After a step, on the engine's thread: what has ended since the last one."""
+        """After a step, on the engine's thread: count what has ended since the last call."""
         num_requests, num_blocks = self._scheduler.num_ended_requests, self._scheduler.num_ended_blocks
         if num_requests > self._num_requests_seen:
             self._ended_requests.add(num_requests - self._num_requests_seen)
             self._ended_blocks.add(num_blocks - self._num_blocks_seen)
             self._num_requests_seen, self._num_blocks_seen = num_requests, num_blocks
 
-    def begin_anew(self) -> None:
-        """The engine is idle: what it did not do was not asked of it."""
+    def reset_rates(self) -> None:
+        """The engine was idle. Idle time must not count as slowness."""
         self._ended_requests.restart()
         self._ended_blocks.restart()

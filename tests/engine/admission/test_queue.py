@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
-from kvrelay.engine.admission import Admission, EngineLoad
+from kvrelay.engine.admission.queue import AdmissionQueue, EngineLoad
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.request import PrefillMode, Request
 
@@ -17,7 +17,7 @@ def request(name: str, length: int, arrival: int, mode: PrefillMode = PrefillMod
 
 def test_a_preempted_request_needs_room_for_everybody_to_grow() -> None:
     pool = BlockPool(20, 4)
-    admission = Admission(pool, 64)
+    admission = AdmissionQueue(pool, 64)
     returning = request("returning", 40, 1)
     returning.status = RequestStatus.PREEMPTED
     admission.push(returning)
@@ -31,7 +31,7 @@ def test_a_preempted_request_needs_room_for_everybody_to_grow() -> None:
 
 def test_nobody_overtakes_who_waits_for_blocks() -> None:
     pool = BlockPool(20, 4)
-    admission = Admission(pool, 64)
+    admission = AdmissionQueue(pool, 64)
     held = pool.allocate(10)
     assert held is not None
     long, short = request("long", 44, 1), request("short", 4, 2)
@@ -47,7 +47,7 @@ def test_nobody_overtakes_who_waits_for_blocks() -> None:
 
 
 def test_a_full_budget_keeps_out_only_who_must_compute() -> None:
-    admission = Admission(BlockPool(40, 4), 64)
+    admission = AdmissionQueue(BlockPool(40, 4), 64)
     here, remote = request("here", 8, 1), request("remote", 8, 2, PrefillMode.REMOTE)
     admission.push(here)
     admission.push(remote)
@@ -58,7 +58,7 @@ def test_a_full_budget_keeps_out_only_who_must_compute() -> None:
 
 def test_discarding_unblocks_the_next() -> None:
     pool = BlockPool(8, 4)
-    admission = Admission(pool, 64)
+    admission = AdmissionQueue(pool, 64)
     held = pool.allocate(4)
     assert held is not None
     first, second = request("first", 30, 1), request("second", 4, 2)

@@ -1,6 +1,6 @@
-"""The waiting line: requests in their order of service.
+"""A queue of requests in their order of service.
 
-It owns the order. Removal is lazy: a removed request stays in the heap, unseen, until it comes to the top.
+Removal is lazy: a removed request stays in the heap, unseen, until it reaches the top.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WaitingQueue:
         return request in self._members
 
     def members(self) -> list[Request]:
-        """All who wait, in no order."""
+        """All waiting requests, in no order."""
         return list(self._members)
 
     def push(self, request: Request) -> None:
@@ -39,7 +39,7 @@ class WaitingQueue:
         return heap[0][1] if heap else None
 
     def remove(self, request: Request) -> None:
-        """Take ``request`` out, wherever it stands. KeyError if it is not waiting."""
+        """Remove ``request`` from any position. Raises KeyError if it does not wait."""
         self._members.remove(request)
         if self._heap and self._heap[0][1] is request:
             heapq.heappop(self._heap)
