@@ -46,6 +46,27 @@ async def plane(url: str, namespace: str = "test", **settings: float) -> AsyncIt
         await control.close()
 
 
+async def test_a_cancellation_that_comes_with_the_answer_is_not_lost() -> None:
+    """``asyncio.wait_for`` in 3.11 swallows it, and a loop around the request would then never end."""
+    answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+    class Client:
+        is_connected = True
+        max_payload = 1024
+
+        async def request(self, subject: str, data: bytes, **_: object) -> object:
+            return await asyncio.wait_for(answer, PATIENCE_S)
+
+    connection = NatsConnection(Client(), "nats://nowhere")
+    asking = asyncio.create_task(connection.request("subject", b""))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    answer.set_result("answer")
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled()
+
+
 # -- connecting -------------------------------------------------------------------------------------------------------
 
 

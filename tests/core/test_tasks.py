@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from kvrelay.core.tasks import TaskSet
+from kvrelay.core.tasks import TaskSet, end_tasks
 
 
 async def test_a_failed_task_is_logged_with_its_name_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,3 +87,39 @@ async def test_close_returns_when_the_tasks_have_cleaned_up(caplog: pytest.LogCa
     await tasks.close()
     assert sorted(ended) == [0, 1, 2]
     assert not caplog.records
+
+
+async def test_a_task_that_swallows_its_cancellation_does_not_keep_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``asyncio.wait_for`` in 3.11 does with one that arrives together with the result."""
+    monkeypatch.setattr("kvrelay.core.tasks.CANCEL_INTERVAL_S", 0.01)
+    tasks = TaskSet()
+    num_swallowed = 0
+
+    async def loops() -> None:
+        nonlocal num_swallowed
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if num_swallowed == 2:
+                    raise
+                num_swallowed += 1
+
+    task = tasks.spawn(loops())
+    await asyncio.sleep(0)
+    await tasks.close()
+    assert task.cancelled()
+    assert num_swallowed == 2
+
+
+async def test_ending_a_task_that_fails_meanwhile_raises_nothing() -> None:
+    async def fails() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("broken")
+
+    task = asyncio.create_task(fails())
+    await asyncio.sleep(0)
+    await end_tasks([task])
+    assert isinstance(task.exception(), ValueError)

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvrelay.control.etcd_channel import RETRY_S, EtcdChannel
 from kvrelay.control.held_lease import HeldLease
+from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import ControlUnavailableError, KvrelayError, LeaseLostError
 
 _log = logging.getLogger(__name__)
@@ -53,8 +54,7 @@ class EtcdLease(HeldLease):
         """End the keepalives; the lease expires by itself."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task])
 
     async def revoke(self) -> None:
         if self.is_given_back:

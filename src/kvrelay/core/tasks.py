@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
 _log = logging.getLogger(__name__)
+
+CANCEL_INTERVAL_S = 1.0
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks and return when all of them have ended. Their failures are not raised.
+
+    A task that has not ended after a while is cancelled again: ``asyncio.wait_for`` in 3.11 swallows a cancellation
+    that arrives together with the result, and a loop around it would go on for ever.
+    """
+    tasks = tuple(tasks)
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=CANCEL_INTERVAL_S)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # asyncio complains of failures that nobody retrieves
 
 
 class TaskSet:
@@ -44,9 +63,7 @@ class TaskSet:
 
     async def close(self) -> None:
         """Cancel the running tasks and wait until they have ended."""
-        tasks = tuple(self)
-        self.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

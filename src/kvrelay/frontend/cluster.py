@@ -23,7 +23,7 @@ from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.event_codec import decode_events, decode_load
 from kvrelay.core.events import LoadMetrics
 from kvrelay.core.sealing import unseal
-from kvrelay.core.tasks import TaskSet
+from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.errors import (
@@ -146,10 +146,7 @@ class Cluster:
         return await _happen(timeout_s, self._none_pending)
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *self._connectors.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks([*self._tasks, *self._connectors.values()])
         for subscription in self._subscriptions:
             try:
                 await subscription.unsubscribe()

@@ -27,6 +27,7 @@ from kvrelay.control.following import follow
 from kvrelay.core.hashing import HASH_SEED
 from kvrelay.core.layout import Compatibility
 from kvrelay.core.messages import PROTOCOL_VERSION
+from kvrelay.core.tasks import end_tasks
 from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
 from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import ControlUnavailableError, LeaseLostError
@@ -183,9 +184,7 @@ class Membership:
                 self._disturbed.clear()
                 await self._restore()
         finally:
-            for watch in watches:
-                watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+            await end_tasks(watches)
 
     def _notice(self, event: WatchEvent) -> None:
         wanted = self._entries.get(event.key)

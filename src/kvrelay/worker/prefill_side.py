@@ -18,7 +18,7 @@ from kvrelay.control.base import PrefillDelivery, PrefillQueue
 from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.layout import KVLayout
-from kvrelay.core.tasks import TaskSet
+from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import KvrelayError
 from kvrelay.handoff import prefill_events as pe
@@ -103,7 +103,7 @@ class PrefillSide:
     def start(self) -> None:
         """Begin to pull."""
         if self._pulling is None:
-            self._pulling = asyncio.get_running_loop().create_task(self._pull_forever())
+            self._pulling = self._tasks.spawn(self._pull_forever())
 
     def stop(self) -> None:
         """Pull nothing more."""
@@ -117,7 +117,7 @@ class PrefillSide:
         pulling = self._pulling
         self.stop()
         if pulling is not None:
-            await asyncio.wait([pulling])
+            await end_tasks([pulling])
         await self._idle(DRAIN_TIMEOUT_S)
         if self.handoffs.jobs:
             _log.error("gave up %d hand-offs that have not ended in %g s", self.num_handoffs, DRAIN_TIMEOUT_S)

@@ -19,6 +19,7 @@ from kvrelay.core.event_codec import encode_events, encode_load
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics
 from kvrelay.core.sealing import seal
+from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import KvrelayError
 
 _log = logging.getLogger(__name__)
@@ -77,8 +78,7 @@ class Publisher:
     async def close(self) -> None:
         self._is_closed = True
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end_tasks([self._task])
         if self._replay is not None:
             try:
                 await self._replay.unsubscribe()

@@ -23,7 +23,7 @@ from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.handoff import HandoffClaim, HandoffReleased
 from kvrelay.core.messages import AbortRequest, AdminReply, AdminRequest, GenerateRequest, Message, Ping, Pong
 from kvrelay.core.sealing import new_secret
-from kvrelay.core.tasks import TaskSet
+from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.core.workers import KvMetadata, WorkerRole
 from kvrelay.engine.base import StepOutput
 from kvrelay.engine.contract import EngineHost
@@ -222,9 +222,7 @@ class Worker:
             if drained.done():
                 drained.result()
         finally:
-            for task in (drained, failed):
-                task.cancel()
-            await asyncio.gather(drained, failed, return_exceptions=True)
+            await end_tasks((drained, failed))
 
     async def _drain(self) -> None:
         async with self._role_lock:

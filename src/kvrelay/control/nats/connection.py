@@ -286,8 +286,14 @@ class NatsConnection:
 
     @contextmanager
     def _mapped(self, subject: str) -> Iterator[None]:
+        task = asyncio.current_task()
+        num_cancelled = 0 if task is None else task.cancelling()
         try:
             yield
+            if task is not None and task.cancelling() > num_cancelled:
+                # The library waits with asyncio.wait_for, which in 3.11 swallows a cancellation that arrives together
+                # with the result. The caller would never hear of it.
+                raise asyncio.CancelledError
         except nats_errors.NoRespondersError as exc:
             raise NoRespondersError(f"no service answers {subject} at {self._url}") from exc
         except (nats_errors.TimeoutError, TimeoutError) as exc:

@@ -16,6 +16,7 @@ from uuid import uuid4
 from kvrelay.control.held_lease import HeldLease
 from kvrelay.control.nats.bucket import Bucket, LeaseValue
 from kvrelay.control.nats.jetstream import WrongSequenceError
+from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import ControlUnavailableError, LeaseLostError
 
 _log = logging.getLogger(__name__)
@@ -88,8 +89,7 @@ class NatsLease(HeldLease):
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end_tasks([self._task])
 
     async def _keep_alive(self) -> None:
         delay_s = self._ttl_s / 3

@@ -32,6 +32,7 @@ from kvrelay.control.nats.connection import (
 from kvrelay.control.nats.jetstream import ConsumerInfo, Delivery, JetStream, WrongSequenceError, parse_ack_subject
 from kvrelay.control.nats.keeper_election import KeeperElection, KeeperState
 from kvrelay.core.clock import Clock
+from kvrelay.core.tasks import end_tasks
 from kvrelay.errors import ControlUnavailableError
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,6 @@ TAKEOVER_SHARE = 0.5
 RETRY_S = 0.25
 SETTLE_S = 0.05
 POSTPONE_S = 0.05
-CANCEL_INTERVAL_S = 0.5
 MAX_ID_BYTES = 64
 MAX_ANSWER_SHARE = 0.1
 """Share of a lease's time to live. A server that takes longer to answer may not have served the holder either."""
@@ -114,10 +114,8 @@ class Mirror:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="discovery mirror")
 
     async def close(self) -> None:
-        # Repeatedly: asyncio.wait_for in 3.11 swallows a cancellation that arrives with the result.
-        while self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait([self._task], timeout=CANCEL_INTERVAL_S)
+        if self._task is not None:
+            await end_tasks([self._task])
 
     async def catch_up(self) -> None:
         """Return once everything that the server has stored by now is in the table. Raises ControlUnavailableError."""
