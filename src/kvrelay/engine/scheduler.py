@@ -8,7 +8,7 @@ A step:  grow      blocks for decodes that fill their last one; preempt the leas
                        LOCAL    slot, prefilled chunk by chunk
                        REMOTE   no slot yet; RemotePrefillStart, joins with its first token (``remote_done``)
                        HANDOFF  slot, perhaps after a KvLoad; each chunk goes to the sender, the last with the token
-         rows      every decode, then prefill chunks under the token budget (``rows.py``)
+         plan      every decode, then prefill chunks under the token budget (``scheduled_batch.py``)
          update    (after execution) tokens, ends, blocks that became full
 """
 
@@ -26,7 +26,7 @@ from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.reports import report_blocks, report_last_blocks, report_token
 from kvrelay.engine.request import PrefillMode, Request, service_order
-from kvrelay.engine.rows import RowPlanner, Rows
+from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch
 from kvrelay.engine.stopping import finish_reason
 
 StartRemote = Callable[[Request], None]
@@ -69,8 +69,8 @@ class Scheduler:
         self._num_outside = 0
         """Admitted without a slot (REMOTE_PREFILLING, LOADING_KV); one is kept for each."""
         self._needs_block: list[Request] = []
-        self._planner = RowPlanner(self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill)
-        self._rows = Rows([], [])
+        self._planner = BatchPlanner(self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill)
+        self._scheduled = ScheduledBatch([], [])
 
     def __repr__(self) -> str:
         return (
@@ -202,11 +202,11 @@ class Scheduler:
         preempted = self._grow_decodes()
         if not preempted:
             self._admit()
-        rows = self._rows = self._planner.plan()
-        if not rows.num_tokens:
+        scheduled = self._scheduled = self._planner.plan()
+        if not scheduled.num_tokens:
             return None
-        self.output.num_scheduled_tokens = rows.num_tokens
-        return self._batch.build(rows.decodes, rows.chunks)
+        self.output.num_scheduled_tokens = scheduled.num_tokens
+        return self._batch.build(scheduled.decodes, scheduled.chunks)
 
     def _grow_decodes(self) -> bool:
         """Give a block to each decode whose next token has no place. Returns whether anybody was preempted."""
@@ -284,10 +284,10 @@ class Scheduler:
         """Take in what the executor computed for the last schedule."""
         self.num_steps += 1
         self.num_generated_tokens += len(result.token_ids)
-        self.num_prefill_tokens += self._rows.num_prefill_tokens
+        self.num_prefill_tokens += self._scheduled.num_prefill_tokens
         tokens = iter(result.token_ids)
         self._update_decodes(tokens, result)
-        for row, (request, count) in enumerate(self._rows.chunks, len(self._rows.decodes)):
+        for row, (request, count) in enumerate(self._scheduled.chunks, len(self._scheduled.decodes)):
             self._update_chunk(request, count, row, tokens, result)
 
     def _update_decodes(self, tokens: Iterator[int], result: ModelOutput) -> None:
@@ -295,7 +295,7 @@ class Scheduler:
         size = self.pool.block_size
         ended: list[tuple[Request, int]] = []
         failed: list[tuple[Request, str]] = []
-        for row, request in enumerate(self._rows.decodes):
+        for row, request in enumerate(self._scheduled.decodes):
             token_id = next(tokens)
             if failures and row in failures:
                 failed.append((request, failures[row]))

@@ -1,6 +1,6 @@
-"""Which sequences compute in a step, and how many tokens each: every decode, then prefill chunks under a token budget.
+"""Which sequences a step computes, and how many tokens of each: every decode, then prefill chunks under a token budget.
 
-It owns the turns of exclusive prefills and all others. It changes no request and does not know blocks.
+It owns the alternation between exclusive prefills and all other sequences. It changes no request and knows no blocks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from kvrelay.engine.request import PrefillMode, Request, service_order
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of a step in their order: a token for each decode, then chunks of prompts with their lengths."""
+class ScheduledBatch:
+    """A step's rows, in order: one token of each decode, then prefill chunks with their numbers of tokens."""
 
     decodes: list[Request]
     chunks: list[tuple[Request, int]]
@@ -27,11 +27,11 @@ class Rows:
         return len(self.decodes) + self.num_prefill_tokens
 
 
-class RowPlanner:
-    """Chooses rows from ``batch``, of ``max_num_tokens`` tokens at most; the batch never has more decodes than that.
+class BatchPlanner:
+    """Schedules at most ``max_num_tokens`` tokens of ``batch``, which never has more decodes than that.
 
-    ``exclusive_prefill``: a HANDOFF prefill runs in steps of its own. All others take every second
-    step then, so that what a change of role left behind still ends.
+    ``exclusive_prefill``: a HANDOFF prefill runs in steps of its own. All other sequences then run in every second
+    step, so that requests from before a change of role still end.
     """
 
     def __init__(self, batch: Batch, max_num_tokens: int, *, exclusive_prefill: bool) -> None:
@@ -40,8 +40,8 @@ class RowPlanner:
         self._max_num_tokens = max_num_tokens
         self._is_others_turn = False
 
-    def plan(self) -> Rows:
-        """The next step's rows; the most urgent prefills first."""
+    def plan(self) -> ScheduledBatch:
+        """Schedule the next step, the most urgent prefills first."""
         prefilling = sorted(self._batch.prefilling, key=service_order)
         is_others_turn, self._is_others_turn = self._is_others_turn, False
         if not self.exclusive_prefill:
@@ -51,15 +51,15 @@ class RowPlanner:
         if not handoffs or is_others_turn:
             return self._together(others)
         self._is_others_turn = bool(others) or self._batch.num_decoding > 0
-        return Rows([], _chunks(handoffs[:1], self._max_num_tokens))
+        return ScheduledBatch([], _chunks(handoffs[:1], self._max_num_tokens))
 
-    def _together(self, prefilling: list[Request]) -> Rows:
+    def _together(self, prefilling: list[Request]) -> ScheduledBatch:
         decodes = self._batch.decode_rows()
-        return Rows(decodes, _chunks(prefilling, self._max_num_tokens - len(decodes)))
+        return ScheduledBatch(decodes, _chunks(prefilling, self._max_num_tokens - len(decodes)))
 
 
 def _chunks(prefilling: list[Request], budget: int) -> list[tuple[Request, int]]:
-    """Of each as much as the budget leaves."""
+    """Split the token budget over the prefills, in order."""
     chunks = []
     for request in prefilling:
         if budget == 0:

@@ -1,11 +1,11 @@
-"""The rows of a step: decodes first, chunks by urgency under the budget, exclusive prefills by turns."""
+"""The scheduled batch of a step: decodes first, chunks by urgency under the budget, exclusive prefills by turns."""
 
 from __future__ import annotations
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.engine.rows import RowPlanner, Rows
+from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch
 
 
 def request(name: str, length: int, *, mode: PrefillMode = PrefillMode.LOCAL, priority: int = 0) -> Request:
@@ -20,7 +20,7 @@ def batch_of(decoding: list[Request], prefilling: list[Request]) -> Batch:
     return batch
 
 
-def shown(rows: Rows) -> tuple[list[str], list[tuple[str, int]]]:
+def shown(rows: ScheduledBatch) -> tuple[list[str], list[tuple[str, int]]]:
     return [one.request_id for one in rows.decodes], [(one.request_id, count) for one, count in rows.chunks]
 
 
@@ -28,34 +28,34 @@ def test_decodes_come_first_and_chunks_share_what_is_left() -> None:
     first, urgent, last = request("first", 6), request("urgent", 4, priority=-1), request("last", 9)
     first.num_computed_tokens = 1
     batch = batch_of([request("d", 3)], [first, urgent, last])
-    rows = RowPlanner(batch, 11, exclusive_prefill=False).plan()
+    rows = BatchPlanner(batch, 11, exclusive_prefill=False).plan()
     assert shown(rows) == (["d"], [("urgent", 4), ("first", 5), ("last", 1)])
     assert (rows.num_prefill_tokens, rows.num_tokens) == (10, 11)
 
 
 def test_without_budget_there_is_no_chunk() -> None:
     batch = batch_of([request("a", 3), request("b", 3)], [request("waits", 5)])
-    assert shown(RowPlanner(batch, 2, exclusive_prefill=False).plan()) == (["a", "b"], [])
+    assert shown(BatchPlanner(batch, 2, exclusive_prefill=False).plan()) == (["a", "b"], [])
 
 
 def test_nothing_to_do() -> None:
-    assert RowPlanner(batch_of([], []), 8, exclusive_prefill=True).plan().num_tokens == 0
+    assert BatchPlanner(batch_of([], []), 8, exclusive_prefill=True).plan().num_tokens == 0
 
 
 def test_exclusive_prefills_and_others_take_turns() -> None:
     handoffs = [request(name, 20, mode=PrefillMode.HANDOFF) for name in ("one", "two")]
-    planner = RowPlanner(batch_of([request("d", 3)], [request("local", 2), *handoffs]), 8, exclusive_prefill=True)
+    planner = BatchPlanner(batch_of([request("d", 3)], [request("local", 2), *handoffs]), 8, exclusive_prefill=True)
     alone, others = ([], [("one", 8)]), (["d"], [("local", 2)])
     assert [shown(planner.plan()) for _ in range(4)] == [alone, others, alone, others]
 
 
 def test_an_exclusive_prefill_without_others_takes_every_turn() -> None:
-    planner = RowPlanner(batch_of([], [request("one", 20, mode=PrefillMode.HANDOFF)]), 8, exclusive_prefill=True)
+    planner = BatchPlanner(batch_of([], [request("one", 20, mode=PrefillMode.HANDOFF)]), 8, exclusive_prefill=True)
     assert [shown(planner.plan()) for _ in range(2)] == [([], [("one", 8)])] * 2
 
 
 def test_a_switch_forgets_whose_turn_it_was() -> None:
-    planner = RowPlanner(
+    planner = BatchPlanner(
         batch_of([request("d", 3)], [request("one", 20, mode=PrefillMode.HANDOFF)]), 8, exclusive_prefill=True
     )
     assert shown(planner.plan()) == ([], [("one", 8)])
