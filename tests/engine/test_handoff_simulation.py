@@ -83,7 +83,6 @@ class World:
         for output in step.outputs:
             assert output.request_id not in self.ended
             self.answers[output.request_id] += output.token_ids
-            self.num_remote += output.remote_prefill
             if output.finish_reason is not None:
                 self.ended[output.request_id] = output.finish_reason
         for start in step.remote_prefills:
@@ -110,7 +109,7 @@ class World:
             case de.EndLoan():
                 decode.end_loan(action.handoff_id, action.loan)
             case de.Resume():
-                decode.resume_handoff(action.handoff_id, action.loan, action.message.token_id, None)
+                self.num_remote += decode.resume_handoff(action.handoff_id, action.loan, action.message.token_id, None)
             case de.ComputeHere():
                 decode.compute_handoff_here(action.handoff_id)
             case _:

@@ -184,11 +184,10 @@ def test_only_what_has_to_be_prefilled_counts_as_prefill() -> None:
     assert (shown.prefill_tokens, shown.decode_tokens) == (10, 410)
 
 
-def test_adapters_do_not_share_prefixes() -> None:
+def test_cache_salts_do_not_share_prefixes() -> None:
     built = router("kv", "a")
     publish(built, KvEventLog("a", 0), range(400))
     assert built.explain(request("r", 400)).overlap_blocks == 100
-    assert built.explain(request("r", 400, lora="adapter")).overlap_blocks == 0
     assert built.explain(request("r", 400, cache_salt="tenant")).overlap_blocks == 0
 
 

@@ -89,7 +89,6 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     kv_compatibility: str
     priority: int = 0
     timeout_s: float = 0.0
-    lora: str | None = None
     version: int = 1
 
     @property

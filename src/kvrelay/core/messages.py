@@ -23,7 +23,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.errors import ProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
@@ -54,7 +54,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     earlier worker generated. A receiver that knows fewer has lost some.
 
     ``num_cached_tokens`` (prefix hit) and ``prompt_logprobs`` come with the first output. ``stop_token`` is the stop
-    token id that ended the answer, if one did. ``remote_prefill``: a prefill worker computed the first token.
+    token id that ended the answer, if one did.
     ``is_final``: the ``error`` is due to the request itself (its grammar failed), so no other worker would do better.
     """
 
@@ -66,7 +66,6 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     stop_token: int | None = None
     error: str | None = None
-    remote_prefill: bool = False
     position: int = 0
     is_final: bool = False
 

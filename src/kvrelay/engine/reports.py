@@ -19,11 +19,9 @@ def report_token(
     token_id: int | None,
     logprobs: PositionLogprobs | None,
     reason: FinishReason | None,
-    *,
-    remote: bool = False,
 ) -> None:
-    """A token with everything that goes along: the first one's extras, the last one's reason. ``remote``: it came with
-    the KV of a remote prefill. None for the token: there is none, only an end. The request has the token already."""
+    """Report one token, with the extras of a first token and the finish reason of a last one. The request has the token
+    already. ``token_id`` None: there is no token, only an end."""
     first = not request.first_output_sent
     with_prompt = first and request.sampling.prompt_logprobs is not None
     output.outputs.append(
@@ -35,7 +33,6 @@ def report_token(
             num_cached_tokens=request.num_cached_tokens if first else None,
             prompt_logprobs=(None, *request.prompt_logprobs) if with_prompt else None,
             stop_token=reported_stop_token(request, token_id) if reason is FinishReason.STOP else None,
-            remote_prefill=remote,
             position=request.num_output_tokens - (token_id is not None),
         )
     )

@@ -152,7 +152,7 @@ class Scheduler:
         request.move(RequestStatus.RUNNING, self._clock.now())
         self._batch.enter(request, decoding=True)
         self._cache_full_blocks(request)
-        self._accept_first(request, token_id, logprobs, remote=True)
+        self._accept_first(request, token_id, logprobs)
 
     def remote_lost(self, request: Request) -> None:
         """No KV will come for a REMOTE request: it waits again, to be computed here."""
@@ -356,13 +356,11 @@ class Scheduler:
             )
         )
 
-    def _accept_first(
-        self, request: Request, token_id: int, logprobs: PositionLogprobs | None, *, remote: bool = False
-    ) -> None:
-        """The token behind a completed prefill."""
+    def _accept_first(self, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> None:
+        """Add the first token after a completed prefill."""
         request.token_ids.append(token_id)
         reason = finish_reason(request, token_id)
-        report_token(self.output, request, token_id, logprobs, reason, remote=remote)
+        report_token(self.output, request, token_id, logprobs, reason)
         if reason is not None:
             self.finish(request, FINISH_STATUS[reason])
         elif request.num_computed_tokens == self.pool.block_size * len(request.block_ids):

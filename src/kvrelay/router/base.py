@@ -20,7 +20,6 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]
     max_tokens: int = 0
     priority: int = 0
-    lora: str | None = None
     exclude: Collection[str] = ()
     cache_salt: str | None = None
 

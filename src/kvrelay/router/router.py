@@ -204,7 +204,7 @@ class Router:
         """The prompt's sequence hashes; empty if the policy does not use them."""
         if self._indexer is None:
             return ()
-        return compute_sequence_hashes(request.token_ids, self._block_size, lora=request.lora, salt=request.cache_salt)
+        return compute_sequence_hashes(request.token_ids, self._block_size, salt=request.cache_salt)
 
     def _candidates(self, request: RoutingRequest, sequence: tuple[int, ...]) -> Candidates:
         return Candidates(len(request.token_ids), self._block_size, self._overlaps(sequence), self._load.columns())
