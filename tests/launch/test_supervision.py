@@ -13,7 +13,7 @@ from tests.launch.test_serve import options
 from kvrelay.core.clock import ManualClock
 from kvrelay.errors import AddressInUseError, ControlUnavailableError, FatalError
 from kvrelay.launch.children import CRASH_LOOP_LIMIT, Child
-from kvrelay.launch.nats_keeper import NatsKeeper
+from kvrelay.launch.nats_supervisor import NatsSupervisor
 from kvrelay.launch.serve import Cluster
 
 
@@ -110,11 +110,11 @@ class Server:
 
 async def test_a_nats_server_whose_port_is_taken_is_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
     clock, server = ManualClock(), Server(num_refusals=30)
-    keeper = NatsKeeper(server, clock)
+    supervisor = NatsSupervisor(server, clock)
     attempts_s: list[float] = []
     while not server.is_running:
         before = server.num_attempts
-        await keeper.check()
+        await supervisor.check()
         if server.num_attempts > before:
             attempts_s.append(clock.now())
         clock.advance(0.25)
@@ -126,5 +126,5 @@ async def test_a_nats_server_whose_port_is_taken_is_tried_again(capsys: pytest.C
     assert said.rstrip().endswith("runs again, after 31 attempts")
     # The next time it ends it is started at once.
     server.is_running = False
-    await keeper.check()
+    await supervisor.check()
     assert server.is_running

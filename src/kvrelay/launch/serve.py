@@ -38,7 +38,7 @@ from kvrelay.launch.admin import list_workers
 from kvrelay.launch.child_errors import ChildErrors
 from kvrelay.launch.children import Child, kvrelay_command, restart, restart_delay_s, start_child, stop_children
 from kvrelay.launch.http_call import http_call
-from kvrelay.launch.nats_keeper import NatsKeeper
+from kvrelay.launch.nats_supervisor import NatsSupervisor
 from kvrelay.launch.security import require_api_key, require_metrics_key
 from kvrelay.launch.signals import on_terminate
 from kvrelay.launch.takers import LOOK_INTERVAL_S, is_child, no_worker_takes_requests
@@ -229,13 +229,13 @@ class Cluster:
     # -- watch --------------------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        keeper = NatsKeeper(self._nats, MonotonicClock()) if self._nats is not None else None
+        supervisor = NatsSupervisor(self._nats, MonotonicClock()) if self._nats is not None else None
         while not self._stop.is_set():
             for child in self._workers + self._frontends:
                 if child.exit_code is not None:
                     self._revive(child, time.monotonic())
-            if keeper is not None:
-                await keeper.check()
+            if supervisor is not None:
+                await supervisor.check()
             await self._check_takers(time.monotonic())
             try:
                 async with asyncio.timeout(POLL_INTERVAL_S * 4):

@@ -1,4 +1,4 @@
-"""Keeps the NATS server of ``serve`` running: restarts it with growing pauses, without a limit of attempts.
+"""Restarts the NATS server of ``serve`` when it ends, with growing delays and without a limit of attempts.
 
 Requests continue without the NATS server, so a failure to start it is no reason to end the cluster.
 """
@@ -16,7 +16,7 @@ BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 
 
 class Server(Protocol):
-    """The part of ``NatsServerProcess`` that the keeper uses."""
+    """The part of ``NatsServerProcess`` that the supervisor uses."""
 
     @property
     def is_running(self) -> bool: ...
@@ -24,8 +24,8 @@ class Server(Protocol):
     def start(self) -> str: ...
 
 
-class NatsKeeper:
-    """Restarts the server if it has ended. Call ``look`` regularly."""
+class NatsSupervisor:
+    """Restarts the server if it has ended. Call ``check`` regularly."""
 
     def __init__(self, server: Server, clock: Clock) -> None:
         self._server = server
@@ -34,7 +34,7 @@ class NatsKeeper:
         self._due_s = 0.0
 
     def __repr__(self) -> str:
-        return f"NatsKeeper(is_running={self._server.is_running}, failures={self._num_failures})"
+        return f"NatsSupervisor(is_running={self._server.is_running}, failures={self._num_failures})"
 
     async def check(self) -> None:
         """Start the server if it has ended and another attempt is due."""
