@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from tests.executors.openai.scripted import Script, scripted_server
 from tests.patience import PATIENCE_S
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig
+from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.events import BlockStored, KvEvent, LoadMetrics
 from kvrelay.core.messages import TokenOutput
@@ -25,7 +28,7 @@ from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
-from kvrelay.executors import ExecutorSettings, build_executor
+from kvrelay.executors import ExecutorSettings, build_executor, build_host
 from kvrelay.worker.engine_thread import EngineThread
 
 CONFIG = EngineConfig(num_blocks=64, max_model_len=256, max_num_seqs=4, max_num_waiting=2, kv_watermark=0)
@@ -44,7 +47,26 @@ def _engine_core(name: str) -> Callable[[], EngineHost]:
     return build
 
 
-ENGINES = {name: _engine_core(name) for name in ("mock", "torch")}
+@contextmanager
+def _core(name: str) -> Iterator[Callable[[], EngineHost]]:
+    yield _engine_core(name)
+
+
+@contextmanager
+def _openai() -> Iterator[Callable[[], EngineHost]]:
+    with scripted_server(Script(vocab_size=1024)) as server:
+        upstream = UpstreamConfig(upstream=server.url, upstream_start_timeout_s=PATIENCE_S)
+        settings = ExecutorSettings(bundled_checkpoint_path(), CONFIG, RunnerConfig(), MockConfig(), upstream=upstream)
+        # It asks the server, for which it needs a thread without an event loop.
+        with ThreadPoolExecutor(1) as thread:
+            yield lambda: thread.submit(build_host, "openai", settings, "openai").result()  # type: ignore[arg-type,return-value]
+
+
+ENGINES: dict[str, Callable[[], AbstractContextManager[Callable[[], EngineHost]]]] = {
+    "mock": lambda: _core("mock"),
+    "torch": lambda: _core("torch"),
+    "openai": _openai,
+}
 
 
 @dataclass
@@ -105,13 +127,21 @@ class Running:
 @pytest.fixture(params=ENGINES)
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Running, Running]]:
     """Two engines of one model: a prefill and a decode worker's."""
-    made = tuple(Running(ENGINES[request.param]()) for _ in range(2))
-    for running in made:
-        running.start()
-    yield made[0], made[1]
-    for running in made:
-        assert await asyncio.to_thread(running.host.close)
-        assert await asyncio.to_thread(running.host.close)
+    with ENGINES[request.param]() as build:
+        made = tuple(Running(build()) for _ in range(2))
+        for running in made:
+            running.start()
+        yield made[0], made[1]
+        for running in made:
+            assert await asyncio.to_thread(running.host.close)
+            assert await asyncio.to_thread(running.host.close)
+
+
+@pytest.fixture
+def handing_over(pair: tuple[Running, Running]) -> tuple[Running, Running]:
+    if not pair[0].host.facts.hands_over_kv:
+        pytest.skip("this engine hands no KV over")
+    return pair
 
 
 @pytest.fixture
@@ -194,9 +224,9 @@ async def test_a_cached_prefix_counts_until_the_cache_is_cleared(engine: Running
     assert await engine.host.call(cached) == 0
 
 
-async def test_kv_is_handed_over(pair: tuple[Running, Running]) -> None:
+async def test_kv_is_handed_over(handing_over: tuple[Running, Running]) -> None:
     """The whole contract of a hand-off, with a copy in place of protocol and transport."""
-    prefill, decode = pair
+    prefill, decode = handing_over
     await decode.add("plain")
     expected = await decode.answer("plain")
     await decode.host.call(lambda inner: inner.clear_cache())
@@ -224,7 +254,10 @@ async def test_kv_is_handed_over(pair: tuple[Running, Running]) -> None:
     await prefill.idle()
 
 
-async def test_kv_that_never_comes_is_computed_here_and_lent_blocks_stay_lent(engine: Running) -> None:
+async def test_kv_that_never_comes_is_computed_here_and_lent_blocks_stay_lent(
+    handing_over: tuple[Running, Running],
+) -> None:
+    engine, _ = handing_over
     await engine.add("plain")
     expected = await engine.answer("plain")
     await engine.host.call(lambda inner: inner.clear_cache())
@@ -249,7 +282,8 @@ async def test_kv_that_never_comes_is_computed_here_and_lent_blocks_stay_lent(en
     await engine.idle()
 
 
-async def test_a_request_that_ends_while_it_waits_says_so(engine: Running) -> None:
+async def test_a_request_that_ends_while_it_waits_says_so(handing_over: tuple[Running, Running]) -> None:
+    engine, _ = handing_over
     closed: list[object] = []
     on_step = engine._on_step
     engine.host._on_step = lambda step: (on_step(step), closed.extend(step.closed_handoffs))  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ from kvrelay.config import (
     RouterConfig,
     RunnerConfig,
     TransferConfig,
+    UpstreamConfig,
 )
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ WORKER_SETTINGS = (
     DisaggConfig,
     MetricsConfig,
     MockConfig,
+    UpstreamConfig,
 )
 FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig)
 
@@ -93,6 +95,7 @@ def worker(
         disagg=source.build(DisaggConfig),
         mock=source.build(MockConfig),
         metrics=source.build(MetricsConfig),
+        upstream=source.build(UpstreamConfig),
     )
     run_async(run_worker(options))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from kvrelay.cli.grouped_help import GroupedCommand
 from kvrelay.cli.options import (
@@ -29,6 +30,7 @@ from kvrelay.config import (
     RouterConfig,
     RunnerConfig,
     TransferConfig,
+    UpstreamConfig,
 )
 from kvrelay.errors import ConfigError
 
@@ -96,6 +98,9 @@ def serve(
 
     source = SettingsSource(SERVE_SETTINGS, config_file, flags)
     path = resolve_model(model)
+    upstreams = _upstreams(engine_kind, source.build(UpstreamConfig))
+    if upstreams:
+        num_prefill, num_decode = _aggregated(len(upstreams), num_prefill, num_decode)
     runner = source.build(RunnerConfig)
     if runner.num_threads == 0:
         runner = source.build(RunnerConfig, num_threads=max(1, available_cores() // (num_prefill + num_decode)))
@@ -125,7 +130,10 @@ def serve(
                 control=control,
                 metrics=metrics,
                 worker_flags=[
-                    worker_flags + settings_to_flags(prefill_runner if number < num_prefill else decode_runner) + flags
+                    worker_flags
+                    + settings_to_flags(prefill_runner if number < num_prefill else decode_runner)
+                    + (settings_to_flags(upstreams[number]) if upstreams else [])
+                    + flags
                     for number, flags in enumerate(_metrics_flags(metrics, num_prefill + num_decode))
                 ],
                 frontend_flags=frontend_flags,
@@ -136,6 +144,29 @@ def serve(
             )
         )
     )
+
+
+def _upstreams(engine_kind: str, settings: UpstreamConfig) -> list[UpstreamConfig]:
+    """One for each worker: ``--upstream`` is a list here. Raises ConfigError."""
+    urls = [url.strip() for url in settings.upstream.split(",") if url.strip()]
+    if engine_kind == "openai" and not urls:
+        raise ConfigError("--engine openai needs --upstream URL[,URL...], the servers that compute", param="upstream")
+    if engine_kind != "openai" and urls:
+        raise ConfigError(f"--upstream is for --engine openai, not for {engine_kind}", param="upstream")
+    return [replace(settings, upstream=url) for url in urls]
+
+
+def _aggregated(num_upstreams: int, num_prefill: int, num_decode: int) -> tuple[int, int]:
+    """The numbers of workers in front of servers. Raises ConfigError for others that were asked for."""
+    given = click.get_current_context().get_parameter_source
+    is_split = given("num_prefill") is not ParameterSource.DEFAULT and num_prefill
+    if is_split or (given("num_decode") is not ParameterSource.DEFAULT and num_decode != num_upstreams):
+        raise ConfigError(
+            f"--engine openai has one aggregated worker for each server: leave out --prefill {num_prefill} --decode "
+            f"{num_decode}",
+            param="prefill",
+        )
+    return 0, num_upstreams
 
 
 def _require_hand_off(num_prefill: int, prefill: RunnerConfig, decode: RunnerConfig) -> None:

@@ -12,6 +12,7 @@ from kvrelay.config.settings import (
     RouterConfig,
     RunnerConfig,
     TransferConfig,
+    UpstreamConfig,
 )
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "RouterConfig",
     "RunnerConfig",
     "TransferConfig",
+    "UpstreamConfig",
     "load_settings",
 ]

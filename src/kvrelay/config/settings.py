@@ -245,3 +245,19 @@ class MockConfig(Settings):
         "", "For tests: a step hangs while the file PATH.PID exists (this path, the worker's process id)."
     )
     speedup_ratio: float = setting(1.0, "Divisor of all times; 0: no waiting.", low=0)
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamConfig(Settings):
+    """Engine openai: a server that computes in place of the worker."""
+
+    section: ClassVar[str] = "upstream"
+
+    upstream: str = setting("", "URL of the server that engine openai asks, e.g. http://127.0.0.1:8001.")
+    upstream_model: str = setting("", "The model's name at that server; none: the only one it has.")
+    upstream_api_key_file: str = setting("", "File with the key for that server.")
+    upstream_ca: str = setting("", "Certificate authority of that server, as a PEM file; none: those of the system.")
+    upstream_timeout_s: float = setting(
+        300.0, "Seconds without a byte after which an answer of that server counts as lost.", low=0.1
+    )
+    upstream_start_timeout_s: float = setting(600.0, "Seconds that a worker waits for that server at start.", low=0)

@@ -115,13 +115,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What does not change while an engine lives. Lengths in tokens."""
+    """What does not change while an engine lives. Lengths in tokens. Without ``hands_over_kv`` no request of the engine
+    is a hand-off, and its memory means nothing to others."""
 
     kv_layout: KVLayout
     num_blocks: int
     max_model_len: int
     vocab_size: int
     weights_fingerprint: str
+    hands_over_kv: bool = True
 
 
 class EngineHost(Protocol):

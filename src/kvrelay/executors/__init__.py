@@ -1,9 +1,10 @@
 """Executors: each runs a step on a device behind ``engine.base.Executor``. The door is ``build_executor``.
 
 ``torch`` computes real models; ``mock`` stands in for one, with a timing model and a KV pool that notices damage.
-Importing this package imports neither.
+``openai`` is a whole engine instead of an executor: a running server computes. Importing this package imports none of
+them.
 """
 
-from kvrelay.executors.registry import ExecutorSettings, build_executor, engine_names
+from kvrelay.executors.registry import ExecutorSettings, build_executor, build_host, engine_names
 
-__all__ = ["ExecutorSettings", "build_executor", "engine_names"]
+__all__ = ["ExecutorSettings", "build_executor", "build_host", "engine_names"]

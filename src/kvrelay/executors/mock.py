@@ -14,7 +14,6 @@ No torch is needed in the process.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import time
@@ -30,7 +29,8 @@ from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.base import ModelOutput, NewSequence, SchedulerOutput
-from kvrelay.errors import CheckpointError, ConfigError
+from kvrelay.errors import ConfigError
+from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
 from kvrelay.executors.registry import ExecutorSettings
 
@@ -319,21 +319,13 @@ def from_settings(settings: ExecutorSettings) -> MockExecutor:
     if settings.runner.num_ranks > 1:
         raise ConfigError("the mock engine has one rank; leave out --tp and --pp", param="tp")
     engine = settings.engine
-    file = settings.model_path / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        vocab_size = int(config["vocab_size"])
-        max_model_len = engine.max_model_len or int(config.get("max_position_embeddings", 8192))
-        eos = config.get("eos_token_id")
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise CheckpointError(f"cannot read {file}: {exc}") from exc
-    eos_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+    facts = checkpoint_facts(settings.model_path)
     return MockExecutor(
         engine,
         settings.mock,
-        vocab_size=vocab_size,
-        eos_token_ids=eos_ids,
-        max_model_len=max_model_len,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+        max_model_len=engine.max_model_len or facts.max_model_len,
         tokenizer_file=settings.model_path / "tokenizer.json",
         allocate=settings.allocate,
     )

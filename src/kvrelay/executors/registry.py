@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig
+from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig
 from kvrelay.engine.base import Executor
+from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvrelay.engines"
 
 BUILT_IN = ("torch", "mock")
+
+HOSTS = ("openai",)
+"""Engines that are no executor behind kvrelay's scheduler: they implement ``engine.contract`` themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class ExecutorSettings:
     runner: RunnerConfig
     mock: MockConfig
     allocate: Callable[[int], mmap.mmap] | None = None
+    upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
 
 
 Builder = Callable[[ExecutorSettings], Executor]
@@ -39,8 +44,18 @@ Builder = Callable[[ExecutorSettings], Executor]
 
 
 def engine_names() -> tuple[str, ...]:
-    """Names that ``build_executor`` takes: the built-in ones first, then those of installed packages."""
-    return (*BUILT_IN, *sorted(_installed().keys() - set(BUILT_IN)))
+    """Names of engines: the built-in ones first, then those of installed packages."""
+    own = (*BUILT_IN, *HOSTS)
+    return (*own, *sorted(_installed().keys() - set(own)))
+
+
+def build_host(name: str, settings: ExecutorSettings, worker_id: str) -> EngineHost | None:
+    """The engine called ``name``, if it is one of HOSTS; else None, and ``build_executor`` has it. Raises what its
+    builder raises."""
+    if name not in HOSTS:
+        return None
+    host: EngineHost = import_module(f"kvrelay.executors.{name}").from_settings(settings, worker_id)
+    return host
 
 
 def build_executor(name: str, settings: ExecutorSettings) -> Executor:
@@ -49,6 +64,8 @@ def build_executor(name: str, settings: ExecutorSettings) -> Executor:
     if name in BUILT_IN:
         builder = import_module(f"kvrelay.executors.{name}").from_settings
         return builder(settings)
+    if name in HOSTS:
+        raise ConfigError(f"engine {name} computes elsewhere: it has no executor", param="engine")
     entry = _installed().get(name)
     if entry is None:
         known = ", ".join(engine_names())

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from kvrelay.config import (
     MockConfig,
     RunnerConfig,
     TransferConfig,
+    UpstreamConfig,
 )
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane
@@ -28,9 +29,11 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerRole
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.engine.base import Executor
+from kvrelay.engine.contract import EngineFacts, EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.errors import CheckpointError, ConfigError, EngineHungError
-from kvrelay.executors import ExecutorSettings, build_executor
+from kvrelay.executors import ExecutorSettings, build_executor, build_host
+from kvrelay.executors.registry import HOSTS
 from kvrelay.launch.low_priority import at_low_priority
 from kvrelay.launch.request_plane import connector
 from kvrelay.launch.security import request_plane_keys, require_metrics_key, transfer_settings
@@ -71,6 +74,7 @@ class WorkerOptions:
     disagg: DisaggConfig
     mock: MockConfig
     metrics: MetricsConfig
+    upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
 
 
 async def run_worker(options: WorkerOptions) -> None:
@@ -100,16 +104,16 @@ async def _run_worker(options: WorkerOptions) -> None:
         is_yielding = options.runner.yield_while_starting and options.runner.num_ranks == 1
         loading = at_low_priority if is_yielding else asyncio.to_thread
         memory = shared_memory(options.transfer)
-        executor = await loading(partial(_load, options, pool_allocator(options.transfer, memory)))
-        settings = _settings(options, executor, curve_keys.public.decode() if curve_keys else "")
-        worker = assemble_worker(
+        worker_id = new_worker_id(options.role)
+        engine = await loading(partial(_load, options, worker_id, pool_allocator(options.transfer, memory)))
+        settings = _settings(options, engine.facts, worker_id, curve_keys.public.decode() if curve_keys else "")
+        worker = Worker(
             settings,
-            executor,
+            engine,
             build_transport(settings.transfer, settings.worker_id, memory=memory),
             control,
             ZmqRpcServer(options.host, options.port, heartbeat=heartbeat, curve_keys=curve_keys),
             connector(heartbeat, curve_keys),
-            seed=options.runner.seed,
         )
         watch(worker)
         await worker.start()
@@ -144,19 +148,22 @@ def assemble_worker(
     seed: int,
 ) -> Worker:
     """A worker with an engine over ``executor`` and these planes; not started yet. Needs a running event loop."""
-    core = EngineCore(
-        executor,
-        settings.engine,
-        MonotonicClock(),
-        worker_id=settings.worker_id,
-        seed=seed,
-    )
-    return Worker(settings, EngineThread(core), transport, control, server, connect)
+    engine = _engine_over(executor, settings.engine, settings.worker_id, seed)
+    return Worker(settings, engine, transport, control, server, connect)
+
+
+def _engine_over(executor: Executor, config: EngineConfig, worker_id: str, seed: int) -> EngineThread:
+    return EngineThread(EngineCore(executor, config, MonotonicClock(), worker_id=worker_id, seed=seed))
 
 
 def _require_possible_role(options: WorkerOptions) -> None:
-    """Raises ConfigError for a role that a worker of several ranks cannot have yet."""
+    """Raises ConfigError for a role that the engine, or a worker of several ranks, cannot have."""
     runner = options.runner
+    if options.engine_kind in HOSTS and options.role is not WorkerRole.BOTH:
+        raise ConfigError(
+            f"--role {options.role} with engine {options.engine_kind}: its KV stays with the server; use --role both",
+            param="role",
+        )
     if runner.num_ranks > 1 and options.role is not WorkerRole.BOTH:
         raise ConfigError(
             f"--role {options.role} with --tp {runner.tp} --pp {runner.pp}: KV cannot be handed over between workers "
@@ -165,24 +172,30 @@ def _require_possible_role(options: WorkerOptions) -> None:
         )
 
 
-def _load(options: WorkerOptions, allocate: Callable[[int], mmap.mmap] | None) -> Executor:
-    settings = ExecutorSettings(options.model_path, options.engine, options.runner, options.mock, allocate)
+def _load(options: WorkerOptions, worker_id: str, allocate: Callable[[int], mmap.mmap] | None) -> EngineHost:
+    settings = ExecutorSettings(
+        options.model_path, options.engine, options.runner, options.mock, allocate, options.upstream
+    )
+    host = build_host(options.engine_kind, settings, worker_id)
+    if host is not None:
+        return host
     executor = build_executor(options.engine_kind, settings)
     executor.warm_up()
-    return executor
+    config = replace(options.engine, num_blocks=executor.num_blocks, max_model_len=executor.max_model_len)
+    return _engine_over(executor, config, worker_id, options.runner.seed)
 
 
-def _settings(options: WorkerOptions, executor: Executor, public_key: str) -> WorkerSettings:
+def _settings(options: WorkerOptions, facts: EngineFacts, worker_id: str, public_key: str) -> WorkerSettings:
     return WorkerSettings(
         model=options.model_name,
         model_path=str(options.model_path),
         role=options.role,
         engine_kind=options.engine_kind,
-        engine=replace(options.engine, num_blocks=executor.num_blocks, max_model_len=executor.max_model_len),
+        engine=replace(options.engine, num_blocks=facts.num_blocks, max_model_len=facts.max_model_len),
         transfer=transfer_settings(options.host, options.transfer),
         control=options.control,
         disagg=options.disagg,
-        worker_id=new_worker_id(options.role),
+        worker_id=worker_id,
         public_key=public_key,
         tokenizer_fingerprint=_tokenizer_fingerprint(options.model_path),
     )

@@ -267,6 +267,8 @@ class Worker:
         told: then the worker goes on as it was, and is listed again as soon as that is possible;
         WorkerUnavailableError when it is leaving.
         """
+        if role is not WorkerRole.BOTH and not self._engine.facts.hands_over_kv:
+            raise ConfigError(f"this worker cannot be a {role} worker: its engine hands no KV over")
         if role is not WorkerRole.BOTH and not self._engine.facts.kv_layout.is_whole:
             raise ConfigError(f"a worker of several ranks cannot be a {role} worker yet: its KV cannot be handed over")
         async with self._role_lock:
@@ -287,7 +289,8 @@ class Worker:
 
     def _num_prefill_workers(self) -> int:
         """Those that may take over a prefill of this worker."""
-        is_alone = self.role is WorkerRole.PREFILL or not self._engine.facts.kv_layout.is_whole
+        facts = self._engine.facts
+        is_alone = self.role is WorkerRole.PREFILL or not facts.hands_over_kv or not facts.kv_layout.is_whole
         return 0 if is_alone else self._fleet.num_prefill_workers
 
     async def _enter_role(self, role: WorkerRole) -> None:

@@ -146,7 +146,13 @@ def bench_routing(**given: Any) -> None:
 @click.option("--chat-s", default=24.0, show_default=True, type=click.FloatRange(0.01), help="Seconds of chats.")
 @click.option("--rounds", default=1, show_default=True, type=click.IntRange(1, 100), help="Turns; medians are shown.")
 @click.option("--drain", default=300.0, show_default=True, type=click.FloatRange(1), help="Seconds to end the burst.")
-@click.option("--variant", "variants", multiple=True, metavar="NAME=ARGS", help="1P1D with more arguments; repeatable.")
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    metavar="NAME=ARGS",
+    help="1P1D with more arguments; repeatable; default: none.",
+)
 @click.option(
     "--case", "cases", multiple=True, metavar="NAME=COMMAND", help="Another server; repeatable; default: none."
 )

@@ -1,0 +1,65 @@
+"""Engine ``openai``: a running server computes, vLLM for example; the worker is its place in the cluster.
+
+    frontend ──> worker (engine openai) ── HTTP, token ids ──> server
+                    discovery, routing, admission, drain, migration as for every worker
+
+The server is asked for completions by token ids, and tells token ids where it can (``return_token_ids``); so nothing is
+tokenized twice, and an answer that migrates goes on at the exact token. Where a server tells only text, ids are made of
+it. Its KV stays with it: such a worker has role ``both``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvrelay.core.layout import KVLayout
+from kvrelay.engine.contract import EngineFacts
+from kvrelay.errors import ConfigError
+from kvrelay.executors.checkpoint_facts import checkpoint_facts
+from kvrelay.executors.openai.host import OpenAIHost
+from kvrelay.executors.openai.server import Description, UpstreamServer
+from kvrelay.executors.openai.text_tokens import TextTokenizer
+from kvrelay.executors.registry import ExecutorSettings
+
+DEFAULT_NUM_BLOCKS = 16384
+
+
+def from_settings(settings: ExecutorSettings, worker_id: str) -> OpenAIHost:
+    """The registry's builder: waits for the server. Not from a thread with a running event loop.
+
+    Raises ConfigError, CheckpointError, and EngineDeadError when the server does not become ready.
+    """
+    config, upstream = settings.engine, settings.upstream
+    if not upstream.upstream:
+        raise ConfigError("engine openai needs --upstream URL, the server that computes", param="upstream")
+    if settings.runner.num_ranks > 1:
+        raise ConfigError("engine openai has one rank; --tp and --pp are the server's", param="tp")
+    model = checkpoint_facts(settings.model_path)
+    server = asyncio.run(_describe(settings))
+    facts = EngineFacts(
+        # Only the block size means something: prefixes are known by it.
+        kv_layout=KVLayout(1, 1, config.block_size, 1, "int32"),
+        num_blocks=config.num_blocks or DEFAULT_NUM_BLOCKS,
+        max_model_len=min(filter(None, (model.max_model_len, config.max_model_len, server.max_model_len))),
+        vocab_size=model.vocab_size,
+        weights_fingerprint=f"upstream {server.model}",
+        hands_over_kv=False,
+    )
+    return OpenAIHost(
+        facts,
+        config,
+        upstream,
+        server,
+        None if server.tells_token_ids else TextTokenizer(settings.model_path),
+        worker_id=worker_id,
+        eos_token_ids=model.eos_token_ids,
+    )
+
+
+async def _describe(settings: ExecutorSettings) -> Description:
+    server = UpstreamServer(settings.upstream)
+    try:
+        # Any token will do for a question that only shows the form of the answer.
+        return await server.describe(probe_token_id=1)
+    finally:
+        await server.close()

@@ -1,0 +1,331 @@
+"""The scheduler half: which requests the server has, and what its pieces mean for each.
+
+It sends nothing itself: it is told how to ``begin`` and to ``cancel`` a request at the server. All of it runs on the
+host's thread, but for ``check_room`` and what ``stats`` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.config import EngineConfig
+from kvrelay.core.clock import Clock
+from kvrelay.core.completion_rate import CompletionRate
+from kvrelay.core.events import LoadMetrics
+from kvrelay.core.handoff import HandoffId, PositionLogprobs
+from kvrelay.core.messages import TokenOutput
+from kvrelay.core.status import FinishReason
+from kvrelay.engine.admission.limits import PendingArrivals
+from kvrelay.engine.base import StepOutput
+from kvrelay.engine.contract import EngineFacts
+from kvrelay.engine.reports import report_token
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.stats import EngineStats
+from kvrelay.engine.stopping import finish_reason, stop_token_ids
+from kvrelay.errors import (
+    EngineDeadError,
+    IntegrityError,
+    InvalidInputError,
+    KvrelayError,
+    OverloadedError,
+    PromptTooLongError,
+)
+from kvrelay.executors.openai.placed import PlacedPrefixes
+from kvrelay.executors.openai.server import Description, UpstreamRefusedError
+from kvrelay.executors.openai.text_tokens import TextTokenizer, TextTokens
+from kvrelay.executors.openai.wire import Piece, UpstreamAnswerError, completion_body, require_possible
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that the server has. ``texts`` turns text into ids, if the server tells no ids."""
+
+    request: Request
+    num_sent_tokens: int
+    texts: TextTokens | None
+
+
+class OpenAIEngine:
+    """An Engine whose requests a server computes. Its KV stays there: nothing is handed over."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        config: EngineConfig,
+        server: Description,
+        tokenizer: TextTokenizer | None,
+        clock: Clock,
+        *,
+        worker_id: str,
+        eos_token_ids: tuple[int, ...],
+        begin: Callable[[str, dict[str, Any]], None],
+        cancel: Callable[[str], None],
+    ) -> None:
+        self.worker_id = worker_id
+        self.output = StepOutput()
+        self._facts = facts
+        self._config = config
+        self._server = server
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._eos_token_ids = eos_token_ids
+        self._begin, self._cancel = begin, cancel
+        self._running: dict[str, _Running] = {}
+        self._placed = PlacedPrefixes(facts.kv_layout.block_size, facts.num_blocks)
+        self._ended = CompletionRate(clock)
+        self._busy_until_s = 0.0
+        """The server has told us to come back then."""
+        self._dead: EngineDeadError | None = None
+        self._num_arrived = self._num_metrics = 0
+        self._num_queried_tokens = self._num_hit_tokens = self._num_generated_tokens = 0
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals) -> None:
+        wait_s = self._busy_until_s - self._clock.now()
+        if wait_s > 0 and is_new:
+            raise OverloadedError("the server that computes is full", retry_after_s=wait_s)
+        num_running = len(self._running) + ahead.num_requests
+        excess = num_running + 1 - self._config.max_num_seqs - self._config.max_num_waiting
+        if excess > 0:
+            raise OverloadedError(
+                f"{num_running} requests are running or waiting already",
+                retry_after_s=self._ended.retry_after_s(excess),
+            )
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """By what the server was sent before."""
+        return self._num_placed_blocks(request) * self._facts.kv_layout.block_size
+
+    def add_request(self, request: Request) -> None:
+        if self._dead is not None:
+            raise self._dead
+        self._validate(request)
+        if not self._running:
+            self._ended.restart()
+        self.check_room(len(request.token_ids), is_new=not request.is_resumed, ahead=PendingArrivals())
+        self._num_arrived += 1
+        request.arrival = self._num_arrived
+        request.stop_ids = stop_token_ids(request.sampling, self._eos_token_ids)
+        request.length_limit = min(request.num_prompt_tokens + request.sampling.max_tokens, self._facts.max_model_len)
+        request.num_cached_tokens = 0
+        num_wanted = request.length_limit - len(request.token_ids)
+        if num_wanted <= 0:
+            # It was continued here after its last token.
+            report_token(self.output, request, None, None, FinishReason.LENGTH)
+            return
+        self._num_queried_tokens += len(request.token_ids)
+        texts = None if self._tokenizer is None else TextTokens(self._tokenizer, request.token_ids)
+        self._running[request.request_id] = _Running(request, len(request.token_ids), texts)
+        with_token_ids = self._server.tells_token_ids
+        self._begin(
+            request.request_id,
+            completion_body(request, self._server.model, num_wanted, with_token_ids=with_token_ids),
+        )
+
+    def abort(self, request_id: str) -> None:
+        if self._running.pop(request_id, None) is not None:
+            self._cancel(request_id)
+
+    def _validate(self, request: Request) -> None:
+        sampling, vocab_size = request.sampling, self._facts.vocab_size
+        sampling.validate(vocab_size)
+        require_possible(sampling)
+        if sampling.logprobs is not None and not self._server.tells_token_ids:
+            raise InvalidInputError("the server tells no token ids, so there are no logprobs", param="logprobs")
+        if request.mode is not PrefillMode.LOCAL or request.is_prefill_only:
+            raise InvalidInputError("engine openai only generates", param="max_tokens")
+        if request.request_id in self._running:
+            raise InvalidInputError(f"request {request.request_id} is running already", param="request_id")
+        if not request.num_prompt_tokens:
+            raise InvalidInputError("the prompt is empty", param="prompt")
+        if min(request.token_ids) < 0 or max(request.token_ids) >= vocab_size:
+            raise InvalidInputError(f"prompt tokens must be between 0 and {vocab_size - 1}", param="prompt")
+        if len(request.token_ids) + 1 - min(request.num_output_tokens, 1) > self._facts.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(request.token_ids)} tokens, more than the {self._facts.max_model_len} of the "
+                "context leave room for",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    # -- what comes from the server -----------------------------------------------------------------------------------
+
+    def received(self, request_id: str, piece: Piece) -> None:
+        """A piece of an answer. Raises UpstreamAnswerError for what cannot be one; the caller then calls ``failed``."""
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        request = running.request
+        if piece.num_prompt_tokens not in (None, 0, running.num_sent_tokens):
+            raise UpstreamAnswerError(
+                f"the server counts {piece.num_prompt_tokens} prompt tokens where {running.num_sent_tokens} were sent"
+            )
+        if not request.first_output_sent and piece.num_cached_tokens:
+            request.num_cached_tokens = min(piece.num_cached_tokens, running.num_sent_tokens)
+            self._num_hit_tokens += request.num_cached_tokens
+        token_ids, logprobs = self._tokens(running, piece)
+        for number, token_id in enumerate(token_ids):
+            request.token_ids.append(token_id)
+            # Ids that were made of text are not counted: the server ends the answer.
+            reason = finish_reason(request, token_id) if running.texts is None else None
+            if reason is None and number == len(token_ids) - 1:
+                reason = piece.finish
+            self._num_generated_tokens += 1
+            report_token(self.output, request, token_id, logprobs[number] if logprobs else None, reason)
+            if reason is not None:
+                return self._finished(request, at_server=piece.finish is not None)
+        if piece.finish is not None:
+            report_token(self.output, request, None, None, piece.finish)
+            self._finished(request, at_server=True)
+        return None
+
+    def failed(self, request_id: str, error: KvrelayError) -> None:
+        """The server will say nothing more of this request. Another worker may do better, unless it is the request's
+        own fault."""
+        running = self._running.pop(request_id, None)
+        if running is None:
+            return
+        status = error.status if isinstance(error, UpstreamRefusedError) else 0
+        if isinstance(error, UpstreamRefusedError) and status in (429, 503):
+            self._busy_until_s = self._clock.now() + error.retry_after_s
+        elif not status:
+            # Perhaps it was started again, and its cache is empty.
+            self.clear_cache()
+        self.output.outputs.append(
+            TokenOutput(
+                request_id,
+                finish_reason=FinishReason.ERROR,
+                error=error.message,
+                position=running.request.num_output_tokens,
+                is_final=status in (400, 413, 422),
+            )
+        )
+
+    def die(self, error: EngineDeadError) -> None:
+        """The server is gone: every request ends here."""
+        self._dead = error
+        for request_id in list(self._running):
+            self._cancel(request_id)
+            self.failed(request_id, error)
+
+    def take_output(self) -> StepOutput:
+        output, self.output = self.output, StepOutput()
+        return output
+
+    def _tokens(self, running: _Running, piece: Piece) -> tuple[tuple[int, ...], tuple[PositionLogprobs, ...] | None]:
+        if running.texts is not None:
+            return running.texts.add(piece.text, is_last=piece.finish is not None), None
+        if piece.token_ids is None:
+            raise UpstreamAnswerError("the server has stopped to tell token ids")
+        if any(not 0 <= token_id < self._facts.vocab_size for token_id in piece.token_ids):
+            raise UpstreamAnswerError("the server answers with a token that is not in the vocabulary: another model?")
+        if piece.logprobs is not None and len(piece.logprobs) != len(piece.token_ids):
+            raise UpstreamAnswerError("the server's logprobs do not belong to its tokens")
+        return piece.token_ids, piece.logprobs
+
+    def _finished(self, request: Request, *, at_server: bool) -> None:
+        del self._running[request.request_id]
+        if not at_server:
+            self._cancel(request.request_id)
+        self._ended.add(1)
+        if self._config.enable_prefix_caching:
+            # The last token's KV was never needed, so it was not computed.
+            num_blocks = (len(request.token_ids) - 1) // self._facts.kv_layout.block_size
+            request.hash_blocks(num_blocks, self._facts.kv_layout.block_size)
+            self.output.kv_events += self._placed.place(
+                request.sequence_hashes[:num_blocks], request.local_hashes[:num_blocks], request.token_ids
+            )
+
+    def _num_placed_blocks(self, request: Request) -> int:
+        # The last token is computed in any case: something must be sampled from.
+        num_blocks = (len(request.token_ids) - 1) // self._facts.kv_layout.block_size
+        request.hash_blocks(num_blocks, self._facts.kv_layout.block_size)
+        return self._placed.num_leading(request.sequence_hashes[:num_blocks])
+
+    # -- hand-offs: there are none ------------------------------------------------------------------------------------
+
+    def resume_handoff(
+        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+    ) -> bool:
+        return False
+
+    def compute_handoff_here(self, handoff_id: HandoffId) -> None:
+        """No request waits for a hand-off."""
+
+    def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
+        return None
+
+    def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
+        raise KeyError(handoff_id, loan)
+
+    def keep_prefills_here(self) -> None:
+        """They always are."""
+
+    def set_exclusive_prefill(self, exclusive: bool) -> None:
+        """The server schedules."""
+
+    def kv_loaded(self, request_id: str, ok: bool) -> None:
+        """No read was asked for."""
+
+    def sending_finished(self, request_id: str) -> None:
+        """Nothing is sent."""
+
+    # -- what can be seen ---------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def metrics(self) -> LoadMetrics:
+        """Blocks and slots as if the server had the configured ones, with our requests only."""
+        self._num_metrics += 1
+        num_running, num_blocks = len(self._running), self._facts.num_blocks
+        num_active = self._num_active_blocks()
+        return LoadMetrics(
+            worker_id=self.worker_id,
+            request_active_slots=min(num_running, self._config.max_num_seqs),
+            request_total_slots=self._config.max_num_seqs,
+            kv_active_blocks=min(num_active, num_blocks),
+            kv_total_blocks=num_blocks,
+            num_requests_waiting=max(num_running - self._config.max_num_seqs, 0),
+            gpu_cache_usage_perc=min(num_active / num_blocks, 1.0),
+            gpu_prefix_cache_hit_rate=self._num_hit_tokens / max(1, self._num_queried_tokens),
+            kv_demand_perc=num_active / num_blocks,
+            seq=self._num_metrics,
+        )
+
+    def stats(self) -> EngineStats:
+        """From any thread. The server's own metrics tell of its steps and its pool."""
+        num_running = len(self._running)
+        num_active = self._num_active_blocks()
+        return EngineStats(
+            num_running=min(num_running, self._config.max_num_seqs),
+            num_waiting=max(num_running - self._config.max_num_seqs, 0),
+            num_blocks=self._facts.num_blocks,
+            num_blocks_in_use=min(num_active, self._facts.num_blocks),
+            num_blocks_quarantined=0,
+            num_blocks_demanded=num_active,
+            num_queried_tokens=self._num_queried_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_prefill_tokens=self._num_queried_tokens - self._num_hit_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_steps=0,
+            num_preemptions=0,
+        )
+
+    def _num_active_blocks(self) -> int:
+        size = self._facts.kv_layout.block_size
+        return sum(-(-len(running.request.token_ids) // size) for running in list(self._running.values()))
+
+    def cached_hashes(self) -> Sequence[int]:
+        return self._placed.hashes()
+
+    def clear_cache(self) -> None:
+        """Forget what was placed; the server's own cache stays."""
+        self.output.kv_events += self._placed.clear()
+
+    def check_integrity(self) -> None:
+        if len(self._placed) > self._facts.num_blocks:
+            raise IntegrityError(f"{len(self._placed)} blocks are known, {self._facts.num_blocks} may be")

@@ -1,0 +1,278 @@
+"""The engine's life: a thread with an event loop that talks to the server, and runs callbacks between its turns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+import uvloop
+
+from kvrelay.config import EngineConfig, UpstreamConfig
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.base import StepOutput
+from kvrelay.engine.contract import Engine, EngineFacts
+from kvrelay.engine.load_sampler import LoadSampler
+from kvrelay.engine.progress import Progress
+from kvrelay.engine.stats import EngineStats
+from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError
+from kvrelay.executors.openai.engine import OpenAIEngine
+from kvrelay.executors.openai.server import Description, UpstreamRefusedError, UpstreamServer
+from kvrelay.executors.openai.text_tokens import TextTokenizer
+from kvrelay.executors.openai.wire import UpstreamAnswerError, require_possible
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOAD_INTERVAL_S = 0.05
+HEALTH_INTERVAL_S = 1.0
+MAX_HEALTH_FAILURES = 3
+
+
+class OpenAIHost:
+    """The EngineHost of an OpenAIEngine."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        config: EngineConfig,
+        upstream: UpstreamConfig,
+        server: Description,
+        tokenizer: TextTokenizer | None,
+        *,
+        worker_id: str,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        clock = MonotonicClock()
+        self._facts = facts
+        self._upstream = upstream
+        self._progress = Progress(clock)
+        self._engine = OpenAIEngine(
+            facts,
+            config,
+            server,
+            tokenizer,
+            clock,
+            worker_id=worker_id,
+            eos_token_ids=eos_token_ids,
+            begin=self._begin,
+            cancel=self._cancel,
+        )
+        self._load = LoadSampler(self._engine, LOAD_INTERVAL_S, clock)
+        # Transports want a region to register, though no peer ever reads or writes it.
+        self._memory = mmap.mmap(-1, facts.num_blocks * facts.kv_layout.block_bytes)
+        self._address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
+        self._on_step: Callable[[StepOutput], None] = lambda step: None
+        self._on_dead: Callable[[EngineDeadError], None] = lambda error: None
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._is_flushing = False
+        self._lock = threading.Lock()
+        self._waiting: set[Future[Any]] = set()
+        self._dead: EngineDeadError | None = None
+        self._loop = uvloop.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._facts
+
+    @property
+    def kv_region(self) -> MemoryRegion:
+        return MemoryRegion(self._address, len(self._memory))
+
+    @property
+    def progress(self) -> Progress:
+        """It always rests: whether the server gets on is seen by asking it."""
+        return self._progress
+
+    def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
+        self._on_step, self._on_dead = on_step, on_dead
+        self._thread.start()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        if self._thread.ident is None:
+            self._end(EngineDeadError("the engine is closed"))
+            self._loop.close()
+            return True
+        with self._lock:
+            if self._dead is None:
+                self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        require_possible(sampling)
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        raise ConfigError("engine openai has no KV of its own", param="engine")
+
+    def peek(self, read: Callable[[Engine], T]) -> T:
+        return read(self._engine)
+
+    def post(self, callback: Callable[[Engine], object]) -> None:
+        def run() -> None:
+            try:
+                self._perform(callback)
+            except Exception:  # noqa: BLE001 - one bad callback must not end the engine
+                _log.exception("a callback on the engine failed")
+
+        with self._lock:
+            if self._dead is None:
+                self._loop.call_soon_threadsafe(run)
+
+    async def call(self, callback: Callable[[Engine], T]) -> T:
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                found = self._perform(callback)
+            except Exception as exc:  # noqa: BLE001 - handed to the caller, whatever it is
+                self._settle(result, error=exc)
+            else:
+                self._settle(result, found)
+
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            self._waiting.add(result)
+            self._loop.call_soon_threadsafe(run)
+        return await asyncio.wrap_future(result)
+
+    def _settle(self, result: Future[Any], value: object = None, error: Exception | None = None) -> None:
+        with self._lock:
+            self._waiting.discard(result)
+        # The caller may have gone meanwhile.
+        if not result.set_running_or_notify_cancel():
+            return
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(error)
+
+    def _perform(self, callback: Callable[[Engine], T]) -> T:
+        try:
+            return callback(self._engine)
+        finally:
+            self._flush_soon()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error = EngineDeadError("the engine is closed")
+        died: EngineDeadError | None = None
+        try:
+            died = self._loop.run_until_complete(self._serve())
+        except Exception as exc:  # noqa: BLE001 - the thread's outermost loop
+            _log.exception("the engine failed")
+            died = EngineDeadError(f"the engine failed: {exc!r}")
+        finally:
+            self._end(died or error)
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+        if died is not None:
+            self._on_dead(died)
+
+    async def _serve(self) -> EngineDeadError | None:
+        """Return when told to stop, or why the server is gone."""
+        self._server = UpstreamServer(self._upstream)
+        stopped, gone = asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self._watch())
+        try:
+            await asyncio.wait({stopped, gone}, return_when=asyncio.FIRST_COMPLETED)
+            died = gone.result() if gone.done() else None
+            if died is not None:
+                self._engine.die(died)
+                self._flush()
+            return died
+        finally:
+            tasks = [stopped, gone, *self._streams.values(), *self._ending]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._server.close()
+
+    async def _watch(self) -> EngineDeadError:
+        """Return when the server has not answered for a while."""
+        num_failures = 0
+        while num_failures < MAX_HEALTH_FAILURES:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            num_failures = 0 if await self._server.is_healthy() else num_failures + 1
+        return EngineDeadError(f"the server {self._server.url} has failed {num_failures} health checks")
+
+    def _end(self, error: EngineDeadError) -> None:
+        """Nobody runs callbacks any more."""
+        with self._lock:
+            self._dead = error
+            waiting, self._waiting = self._waiting, set()
+        for result in waiting:
+            self._settle(result, error=error)
+
+    # -- requests at the server ---------------------------------------------------------------------------------------
+
+    def _begin(self, request_id: str, body: dict[str, Any]) -> None:
+        task = self._loop.create_task(self._stream(request_id, body))
+        self._streams[request_id] = task
+        task.add_done_callback(lambda done: self._forget(request_id, done))
+
+    def _cancel(self, request_id: str) -> None:
+        """The connection is closed, by which the server learns that nobody wants the answer."""
+        task = self._streams.pop(request_id, None)
+        if task is not None and task is not asyncio.current_task(self._loop):
+            self._ending.add(task)
+            task.cancel()
+
+    def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
+        self._ending.discard(task)
+        if self._streams.get(request_id) is task:
+            del self._streams[request_id]
+
+    async def _stream(self, request_id: str, body: dict[str, Any]) -> None:
+        task = asyncio.current_task()
+        try:
+            pieces = self._server.stream(body)
+            try:
+                async for piece in pieces:
+                    self._engine.received(request_id, piece)
+                    self._flush_soon()
+                    if self._streams.get(request_id) is not task:
+                        return
+            finally:
+                await pieces.aclose()
+        except (UpstreamAnswerError, UpstreamRefusedError) as exc:
+            self._fail(request_id, exc, task)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, somebody waits for the answer
+            _log.exception("request %s failed at the server", request_id)
+            self._fail(request_id, UpstreamAnswerError(f"asking the server failed: {exc!r}"), task)
+
+    def _fail(self, request_id: str, error: KvrelayError, task: asyncio.Task[Any] | None) -> None:
+        if self._streams.get(request_id) is task:
+            _log.warning("request %s: %s", request_id, error.message)
+            self._engine.failed(request_id, error)
+            self._flush_soon()
+
+    # -- what it tells ------------------------------------------------------------------------------------------------
+
+    def _flush_soon(self) -> None:
+        """What happens in one turn of the loop is told together."""
+        if not self._is_flushing:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        output = self._engine.take_output()
+        output.load = self._load.sample()
+        if output.outputs or output.kv_events or output.load is not None:
+            self._on_step(output)

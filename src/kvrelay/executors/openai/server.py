@@ -1,0 +1,215 @@
+"""The HTTP side: a server that speaks the OpenAI API, over connections that are kept.
+
+It knows URLs, headers, status codes and how a stream of events is cut into lines. It never repeats a request: whether
+tokens may be asked for again is the cluster's decision, which counts what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from kvrelay.config import UpstreamConfig
+from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError
+from kvrelay.executors.openai.wire import Piece, UpstreamAnswerError, parse_event
+
+_log = logging.getLogger(__name__)
+
+START_INTERVAL_S = 1.0
+HEALTH_TIMEOUT_S = 5.0
+MAX_EVENT_BYTES = 8 << 20
+MAX_ANSWER_BYTES = 8 << 20
+"""Of an answer that is not streamed: a list of models, a refusal."""
+
+
+class UpstreamRefusedError(KvrelayError):
+    """The server does not take the request. ``status`` is its own; ``retry_after_s`` what it asks to wait for."""
+
+    def __init__(self, message: str, status: int, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a server said of itself. ``max_model_len`` is 0 if it did not tell."""
+
+    model: str
+    max_model_len: int
+    tells_token_ids: bool
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class UpstreamServer:
+    """One server. Make, use and close it in one event loop."""
+
+    def __init__(self, config: UpstreamConfig) -> None:
+        if urlsplit(config.upstream).scheme not in ("http", "https"):
+            raise ConfigError(f"{config.upstream!r} is no URL of a server: expected http://HOST:PORT", param="upstream")
+        self._config = config
+        self.url = config.upstream.rstrip("/").removesuffix("/v1")
+        timeout = httpx.Timeout(config.upstream_timeout_s, connect=HEALTH_TIMEOUT_S, pool=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._client = httpx.AsyncClient(
+            base_url=self.url, headers=_headers(config), timeout=timeout, limits=limits, verify=_trusted(config)
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def describe(self, probe_token_id: int) -> Description:
+        """Wait until the server answers, for ``upstream_start_timeout_s``; then ask it for its model, and for one token
+        to see whether it tells token ids.
+
+        Raises ConfigError for a server that has another model or refuses the key; EngineDeadError when time is up.
+        """
+        deadline_s = time.monotonic() + self._config.upstream_start_timeout_s
+        is_told = False
+        while True:
+            try:
+                model = self._choose(await self._get_models())
+                tells_token_ids = await self._probe(model.id, probe_token_id)
+                return Description(model.id, model.max_model_len or 0, tells_token_ids)
+            except (httpx.HTTPError, UpstreamRefusedError, UpstreamAnswerError) as exc:
+                if isinstance(exc, UpstreamRefusedError) and exc.status in (400, 401, 403, 404, 422):
+                    raise ConfigError(f"the server {self.url} refuses us: {exc.message}", param="upstream") from exc
+                if time.monotonic() > deadline_s:
+                    raise EngineDeadError(f"the server {self.url} is not ready: {_reason(exc)}") from exc
+                if not is_told:
+                    _log.info("waiting for the server %s: %s", self.url, _reason(exc))
+                    is_told = True
+                await asyncio.sleep(START_INTERVAL_S)
+
+    async def is_healthy(self) -> bool:
+        """Whether it answers ``/health`` with less than 500; a server without that path is healthy as well."""
+        try:
+            return (await self._client.get("/health", timeout=HEALTH_TIMEOUT_S)).status_code < 500
+        except httpx.HTTPError:
+            return False
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
+        """The pieces of one completion. Close the iterator to abort it.
+
+        Raises UpstreamRefusedError before the first piece, UpstreamAnswerError for an answer that is broken or cut.
+        """
+        is_finished = False
+        try:
+            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise await _refusal(response)
+                async for data in _events(response):
+                    if data == b"[DONE]":
+                        break
+                    piece = parse_event(data)
+                    is_finished = is_finished or piece.finish is not None
+                    yield piece
+        except httpx.HTTPError as exc:
+            raise UpstreamAnswerError(f"the connection to {self.url} failed: {_reason(exc)}") from exc
+        if not is_finished:
+            raise UpstreamAnswerError(f"{self.url} ended its stream in the middle of an answer")
+
+    async def _get_models(self) -> list[_Model]:
+        response = await self._client.get("/v1/models", timeout=HEALTH_TIMEOUT_S)
+        if response.status_code != 200:
+            raise await _refusal(response)
+        try:
+            return msgspec.json.decode(response.content, type=_Models).data
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise UpstreamAnswerError(f"/v1/models is no list of models: {exc}") from exc
+
+    def _choose(self, models: list[_Model]) -> _Model:
+        wanted = self._config.upstream_model
+        names = ", ".join(model.id for model in models[:20]) or "none"
+        found = [model for model in models if not wanted or model.id == wanted]
+        if wanted and not found:
+            raise ConfigError(
+                f"the server {self.url} does not have the model {wanted}; it has {names}", param="upstream_model"
+            )
+        if len(found) != 1:
+            raise ConfigError(
+                f"the server {self.url} has {len(found)} models ({names}); choose one with --upstream-model",
+                param="upstream_model",
+            )
+        return found[0]
+
+    async def _probe(self, model: str, token_id: int) -> bool:
+        body = {
+            "model": model,
+            "prompt": [token_id],
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        return any([bool(piece.token_ids) async for piece in self.stream(body)])
+
+
+def _headers(config: UpstreamConfig) -> dict[str, str]:
+    # Compressed events would be held back until a block is full.
+    plain = {"Accept-Encoding": "identity"}
+    if not config.upstream_api_key_file:
+        return plain
+    try:
+        key = Path(config.upstream_api_key_file).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read the key of the server: {exc}", param="upstream_api_key_file") from exc
+    return {**plain, "Authorization": f"Bearer {key}"}
+
+
+def _trusted(config: UpstreamConfig) -> ssl.SSLContext | bool:
+    if not config.upstream_ca:
+        return True
+    try:
+        return ssl.create_default_context(cafile=config.upstream_ca)
+    except (OSError, ssl.SSLError) as exc:
+        raise ConfigError(f"cannot read {config.upstream_ca}: {exc}", param="upstream_ca") from exc
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The data of each server-sent event. Raises UpstreamAnswerError for a line that does not end."""
+    rest = b""
+    async for received in response.aiter_raw():
+        *lines, rest = (rest + received).split(b"\n")
+        if len(rest) > MAX_EVENT_BYTES:
+            raise UpstreamAnswerError(f"an event of the server has more than {MAX_EVENT_BYTES} bytes")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+
+async def _refusal(response: httpx.Response) -> UpstreamRefusedError:
+    text = bytearray()
+    async for received in response.aiter_bytes():
+        text += received
+        if len(text) > MAX_ANSWER_BYTES:
+            break
+    said = " ".join(text[:500].decode(errors="replace").split())
+    try:
+        retry_after_s = min(max(float(response.headers.get("retry-after", "1")), 0.1), 600.0)
+    except ValueError:
+        retry_after_s = 1.0
+    return UpstreamRefusedError(f"status {response.status_code}: {said}", response.status_code, retry_after_s)
+
+
+def _reason(error: Exception) -> str:
+    text = error.message if isinstance(error, KvrelayError) else str(error)
+    return " ".join(text.split())[:500] or type(error).__name__

@@ -1,0 +1,43 @@
+"""Workers in front of running servers: routed to, and left without losing a token when a server dies."""
+
+from __future__ import annotations
+
+import pytest
+from tests.executors.openai.scripted import Script, scripted_server
+from tests.patience import until
+from tests.system.serving import Serve, kvrelay_here
+from tests.system.streams import CONFIG, EOS_IDS, Streams
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+
+def _script() -> Script:
+    return Script(vocab_size=CONFIG["vocab_size"], eos_token_ids=EOS_IDS, max_model_len=4096, delay_s=0.02)
+
+
+def test_a_server_that_dies_loses_no_token() -> None:
+    with scripted_server(_script()) as first, scripted_server(_script()) as second:
+        with Serve(("--engine", "openai", "--upstream", f"{first.url},{second.url}")) as server:
+            with Streams(server) as streams:
+                streams.wait_for_tokens(30)
+                until(lambda: bool(first.script.bodies[1:] and second.script.bodies[1:]))
+                first.close()
+                streams.check()
+            until(lambda: f"the server {first.url} has failed" in server.read())
+            assert second.script.num_ended >= 12
+        assert server.process.returncode == 0, server.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--engine openai", "--engine openai needs --upstream"),
+        ("--engine mock --upstream http://127.0.0.1:9", "--upstream is for --engine openai"),
+        ("--engine openai --upstream http://127.0.0.1:9 --prefill 1", "leave out --prefill 1"),
+        ("--engine openai --upstream http://127.0.0.1:9 --decode 2", "leave out --prefill 1 --decode 2"),
+    ],
+)
+def test_wrong_combinations_are_refused(words: str, message: str) -> None:
+    done = kvrelay_here("serve", *words.split())
+    assert done.returncode == 2
+    assert message in done.stderr
