@@ -16,7 +16,7 @@ class Hazards:
     FAULTS = frozenset(
         {
             *("lose", "duplicate", "late", "break", "redeliver", "cancel", "damage", "fail", "no blocks"),
-            *("crash", "stop", "revoke", "cut"),
+            *("crash", "stop", "revoke", "cut", "gone"),
         }
     )
 
@@ -30,7 +30,11 @@ class Hazards:
         for number in (D, *range(len(self.ps))):
             yield from self._node_faults(number, self.node(number))
         for handoff_id, status in self.d.status.items():
-            if "cancel" in kinds and status == "waiting" and not self.d.is_dead and not self.d.is_stopped:
+            if status not in ("expected", "waiting"):
+                continue
+            if "gone" in kinds and not self.d.is_dead and not self.d.is_stopped:
+                yield ("gone", handoff_id)
+            if "cancel" in kinds and not self.d.is_dead and not self.d.is_stopped:
                 yield ("cancel", handoff_id)
         for handoff_id, holder in self.queue.items():
             if "redeliver" in kinds and holder is not None:
@@ -129,6 +133,10 @@ class Hazards:
         self.d.status[handoff_id] = "aborted"
         self.d.blocks.pop(handoff_id, None)
         self._handle(D, de.Closed(handoff_id))
+
+    def do_gone(self, handoff_id: str) -> None:
+        """The frontend has lost the claimant, which may live on."""
+        self._handle(D, de.ClaimantGone(handoff_id))
 
     def do_break(self, number: int) -> None:
         """The connection ends; each end hears of it by itself."""

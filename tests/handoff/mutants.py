@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from tests.handoff.nodes import Scenario
 
-from kvrelay.core.handoff import HandoffGrant, KvDirection
+from kvrelay.core.handoff import HandoffGrant, HandoffOrder, KvDirection
 from kvrelay.handoff.decode import DecodeHandoff, DecodeState
 from kvrelay.handoff.decode_events import EndLoan
 from kvrelay.handoff.decode_ledger import DecodeLedger
@@ -238,6 +238,12 @@ MUTANTS = [
         2,
         ONE,
         replacing(PrefillHandoff, "chunk_computed", written_before_the_grant),
+    ),
+    Mutant(
+        "prefill-first: hits that D shares are written",
+        2,
+        scenario(num_hit_blocks=1, order=HandoffOrder.PREFILL_FIRST, is_paired=True),
+        replacing(PrefillHandoff, "_lacking", lambda original: lambda self, chunk, rules: chunk),
     ),
     Mutant("HandoffDone overtakes a write", 3, scenario(num_chunks=2, transport_order=False)),
     Mutant(

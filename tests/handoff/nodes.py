@@ -39,6 +39,9 @@ class Scenario:
     num_chunks: int = 1
     """Of one block each."""
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    is_paired: bool = False
+    """Prefill-first as workers do it: the first prefill worker is the only claimant, the request waits for blocks
+    before its hand-off opens, and P does not know D's hits before the grant."""
     direction: KvDirection = KvDirection.PUSH
     with_blocks: bool = True
     checksums: bool = False
@@ -52,6 +55,11 @@ class Scenario:
     """Timeouts far apart, so that only faults run into them."""
     transport_fence: bool = True
     transport_order: bool = True
+
+    @property
+    def num_known_hits(self) -> int:
+        """Hit blocks that P knows of when it begins."""
+        return 0 if self.is_paired else self.num_hit_blocks
 
     def decode_rules(self) -> DecodeRules:
         return DecodeRules(
@@ -72,6 +80,7 @@ class Scenario:
             block_size=1,
             kv_compatibility="other" if self.incompatible else "same",
             claim_timeout_s=3 if self.slow else 1,
+            paired_claim_timeout_s=3 if self.slow else 1,
             ready_repeat_s=1,
             release_repeat_s=1,
             max_release_repeat_s=1,
@@ -135,7 +144,7 @@ class Node:
 class DecodeNode(Node):
     ledger: DecodeLedger = None  # type: ignore[assignment]
     status: dict[str, str] = field(default_factory=dict)
-    """By hand-off: waiting, running, local, aborted."""
+    """By hand-off: new, expected, waiting, running, local, aborted."""
     blocks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The request's own references."""
     loans: dict[tuple[str, int], tuple[int, ...]] = field(default_factory=dict)
@@ -226,6 +235,8 @@ def clone_decode_ledger(ledger: DecodeLedger) -> DecodeLedger:
     other = clone_ledger(ledger)
     other.connections = dict(ledger.connections)
     other.early = dict(ledger.early)
+    other.expected = dict(ledger.expected)
+    other.declined = ledger.declined.copy()
     return other
 
 
@@ -274,7 +285,8 @@ def decode_ledger_key(ledger: DecodeLedger, now: int) -> tuple[Any, ...]:
         deadline = max(handoff.deadline_s - now, 0) if waits else 0
         handoffs.append((deadline, grants, *(getattr(handoff, name) for name in _DECODE_FIELDS)))
     early = tuple((handoff_id, e.event, max(e.until_s - now, 0)) for handoff_id, e in ledger.early.items())
-    return (tuple(handoffs), leases_key(ledger.leases, now), tuple(sorted(ledger.connections.items())), early)
+    paired = (tuple(ledger.expected.items()), tuple(ledger.declined.items()))
+    return (tuple(handoffs), leases_key(ledger.leases, now), tuple(sorted(ledger.connections.items())), early, paired)
 
 
 def prefill_ledger_key(ledger: PrefillLedger, now: int) -> tuple[Any, ...]:

@@ -30,6 +30,10 @@ SCENARIOS = {
     "push, two chunks": scenario(*LOCAL, "break", "damage", num_chunks=2, checksums=True),
     "push, blocks that cannot be replaced": scenario(*NETWORK, *LOCAL, "crash prefill", can_replace_blocks=False),
     "push, prefill-first": scenario(*NETWORK, *LOCAL, "crash prefill", order=PREFILL_FIRST),
+    "push, paired": scenario(*NETWORK, *LOCAL, "crash prefill", "gone", order=PREFILL_FIRST, is_paired=True),
+    "push, paired, with hits and checksums": scenario(
+        *PREFILL, "damage", "gone", "cancel", num_hit_blocks=1, checksums=True, order=PREFILL_FIRST, is_paired=True
+    ),
     "pull": scenario(*NETWORK, *LOCAL, "damage", num_hit_blocks=1, checksums=True, direction=PULL),
     "pull, leases": scenario(*PREFILL, "cut decode", "revoke decode", direction=PULL),
     "pull, without room at first": scenario(*NETWORK, *LOCAL, direction=PULL, with_blocks=False),
@@ -44,6 +48,7 @@ LONG = {
     "push, two claimants, leases": scenario(*PREFILL, "redeliver", num_prefill=2),
     "push, two claimants, the decode worker": scenario(*DECODE, num_prefill=2),
     "push, prefill-first, two faults": scenario(*EVERYTHING, num_faults=2, order=PREFILL_FIRST),
+    "push, paired, two faults": scenario(*EVERYTHING, "gone", num_faults=2, order=PREFILL_FIRST, is_paired=True),
     "pull, two faults": scenario(*EVERYTHING, num_faults=2, direction=PULL),
     "pull, two claimants": scenario(*EVERYTHING, num_prefill=2, direction=PULL),
     "pull, prefill-first, two faults": scenario(*EVERYTHING, num_faults=2, direction=PULL, order=PREFILL_FIRST),

@@ -82,7 +82,7 @@ class World(Hazards, Memory):
                 handoff_id,
                 "d",
                 scenario.num_hit_blocks + scenario.num_chunks,
-                scenario.num_hit_blocks,
+                scenario.num_known_hits,
                 0,
                 scenario.order,
             )
@@ -109,7 +109,7 @@ class World(Hazards, Memory):
                 return {move[1]}
             case "land":
                 return {move[1], D}
-            case "arrive" | "cancel" | "no blocks":
+            case "expect" | "arrive" | "cancel" | "gone" | "no blocks":
                 return {D}
             case "lose" | "redeliver":
                 return set()
@@ -142,7 +142,9 @@ class World(Hazards, Memory):
             yield from self._node_moves(number, self.node(number))
         if not self.d.is_dead and not self.d.is_stopped:
             for handoff_id, status in self.d.status.items():
-                if status == "new":
+                if status == "new" and self.scenario.is_paired:
+                    yield ("expect", handoff_id)
+                elif status in ("new", "expected"):
                     yield ("arrive", handoff_id)
         for number, p in enumerate(self.ps):
             if not p.is_dead and not p.is_stopped:
@@ -155,7 +157,7 @@ class World(Hazards, Memory):
         if p.lease.is_lost or p.ledger.num_active >= self.scenario.max_computing:
             return
         for handoff_id, holder in self.queue.items():
-            if holder is None or self.ps[holder].is_dead:
+            if (holder is None or self.ps[holder].is_dead) and (number == 0 or not self.scenario.is_paired):
                 yield ("pull", number, handoff_id)
                 break
 
@@ -239,6 +241,11 @@ class World(Hazards, Memory):
             # The lease puts back what it had, then the worker says that this is another term.
             other.watch = (*other.watch, (number, node.lease.term - 1), (number, node.lease.term))
 
+    def do_expect(self, handoff_id: str) -> None:
+        """A request comes to the decode worker and waits for blocks."""
+        self.d.status[handoff_id] = "expected"
+        self._handle(D, de.Expected(handoff_id, name(0)))
+
     def do_arrive(self, handoff_id: str) -> None:
         """A request comes to the decode worker, whose engine lends its blocks."""
         scenario, d = self.scenario, self.d
@@ -261,7 +268,7 @@ class World(Hazards, Memory):
                 scenario.num_hit_blocks,
                 scenario.order,
                 scenario.direction,
-                None,
+                name(0) if scenario.is_paired else None,
                 d.lease.term,
             ),
         )
@@ -291,7 +298,7 @@ class World(Hazards, Memory):
             self._handle(number, pe.LoadWanted(handoff_id, blocks))
             return
         p.engine[handoff_id] = rest
-        index = scenario.num_hit_blocks + int(step)
+        index = scenario.num_known_hits + int(step)
         token = pe.FirstToken(7) if not rest else None
         self._handle(number, pe.ChunkComputed(handoff_id, pe.Blocks(index, (100 + index,)), token))
 
@@ -430,8 +437,10 @@ class World(Hazards, Memory):
         p, handoff_id = self.ps[number], action.handoff_id
         match action:
             case pe.Compute():
-                steps = tuple(str(chunk) for chunk in range(self.scenario.num_chunks))
-                p.engine[handoff_id] = ("load", *steps) if self.scenario.num_hit_blocks else steps
+                scenario = self.scenario
+                num_chunks = scenario.num_hit_blocks - scenario.num_known_hits + scenario.num_chunks
+                steps = tuple(str(chunk) for chunk in range(num_chunks))
+                p.engine[handoff_id] = ("load", *steps) if scenario.num_known_hits else steps
                 p.held |= {handoff_id}
             case pe.TellLoaded():
                 if p.engine.get(handoff_id, ("",))[:1] == ("loading",):
@@ -489,7 +498,7 @@ class World(Hazards, Memory):
         d = self.d
         if not d.is_dead and (d.ledger.handoffs or d.loans or d.ledger.early or "waiting" in d.status.values()):
             return False
-        if not d.is_dead and "new" in d.status.values():
+        if not d.is_dead and (d.ledger.expected or {"new", "expected"} & set(d.status.values())):
             return False
         alive = [p for p in self.ps if not p.is_dead]
         if any(p.ledger.handoffs or p.held or p.engine or p.ops or p.ended_ops for p in alive):

@@ -38,10 +38,19 @@ class KvDirection(enum.StrEnum):
     """P keeps its blocks until D has read them (GET)."""
 
 
-class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """One hand-off of one incarnation of a decode worker: its id is new at every start, ``number`` counts from 1.
+class Pair(msgspec.Struct, frozen=True, array_like=True):
+    """The two workers of a prefill-first request: the frontend chooses both and sends the request to both."""
 
-    Worth something only if ``decode_worker_id`` is the one that says it.
+    prefill_worker_id: str
+    decode_worker_id: str
+
+
+class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One hand-off of one incarnation of a decode worker, whose id is new at every start.
+
+    Decode-first, ``number`` counts from 1. Prefill-first, both workers derive it from the request id
+    (``core/pair_id.py``), since P names the hand-off before D has heard of it. Worth something only if
+    ``decode_worker_id`` is the one that says it.
     """
 
     decode_worker_id: str

@@ -180,16 +180,25 @@ class KvLoad:
 class HandoffChunk:
     """Prefill side: these blocks are computed; write them to the decode worker (skip those that it holds).
 
-    ``last`` comes with the first token; the request is then PREFILL_SENDING until ``sending_finished``. The last block
-    of the last chunk may be partly filled.
+    ``last`` comes with the first token (``first_output``); the request is then PREFILL_SENDING until
+    ``sending_finished``. The last block of the last chunk may be partly filled.
     """
 
     request_id: str
     first_block: int
     block_ids: tuple[int, ...]
     last: bool
-    token_id: int | None = None
-    logprobs: PositionLogprobs | None = None
+    first_output: TokenOutput | None = None
+    """The first token as a frontend may be told of it: with logprobs, prefix hit, and an end if it is the last."""
+
+    @property
+    def token_id(self) -> int | None:
+        return None if self.first_output is None else self.first_output.token_ids[0]
+
+    @property
+    def logprobs(self) -> PositionLogprobs | None:
+        logprobs = None if self.first_output is None else self.first_output.logprobs
+        return logprobs[0] if logprobs else None
 
 
 @dataclass(slots=True)

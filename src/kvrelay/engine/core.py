@@ -222,6 +222,9 @@ class EngineCore:
         if request.status is RequestStatus.REMOTE_PREFILLING and request.handoff_id is not None:
             del self._remote[request.handoff_id]
             self.scheduler.output.closed_handoffs.append(request.handoff_id)
+        elif request.is_waiting and request.mode is PrefillMode.REMOTE and request.handoff_number:
+            # Its prefill worker may have claimed it already.
+            self.scheduler.output.closed_handoffs.append(HandoffId(self.worker_id, request.handoff_number))
         self.scheduler.abort(request, reason)
 
     # -- remote prefills: this is the decode side ---------------------------------------------------------------------
@@ -271,8 +274,9 @@ class EngineCore:
         self.scheduler.admission.cancel_remote_prefills()
 
     def _start_remote(self, request: Request) -> None:
-        self._num_handoffs += 1
-        handoff_id = HandoffId(self.worker_id, self._num_handoffs)
+        if not request.handoff_number:
+            self._num_handoffs += 1
+        handoff_id = HandoffId(self.worker_id, request.handoff_number or self._num_handoffs)
         request.handoff_id = handoff_id
         self._remote[handoff_id] = request
         lent = self.loans.lend(handoff_id, request.block_ids, request.num_cached_blocks)

@@ -10,7 +10,7 @@ from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.base import HandoffChunk, StepOutput
 from kvrelay.engine.request import Request
-from kvrelay.engine.stopping import reported_stop_token
+from kvrelay.engine.stopping import finish_reason, reported_stop_token
 
 
 def report_token(
@@ -39,6 +39,21 @@ def report_token(
     request.first_output_sent = True
 
 
+def handed_off_token(request: Request, token_id: int, logprobs: PositionLogprobs | None) -> TokenOutput:
+    """The first token of a hand-off, as a frontend may be told of it. The request goes on elsewhere, so it does not get
+    the token here."""
+    reason = finish_reason(request, token_id, num_new=1)
+    return TokenOutput(
+        request.request_id,
+        (token_id,),
+        finish_reason=reason,
+        logprobs=None if logprobs is None else (logprobs,),
+        num_cached_tokens=request.num_cached_tokens,
+        stop_token=reported_stop_token(request, token_id) if reason is FinishReason.STOP else None,
+        position=request.num_output_tokens,
+    )
+
+
 def report_blocks(output: StepOutput, request: Request, block_size: int) -> None:
     """To the sender: the blocks that have become complete since the last call; nothing if there are none."""
     end = request.num_computed_tokens // block_size
@@ -48,7 +63,8 @@ def report_blocks(output: StepOutput, request: Request, block_size: int) -> None
 
 def report_last_blocks(output: StepOutput, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> None:
     """To the sender: all other blocks, the last of which may be partly filled, and the first token."""
-    _report_chunk(output, request, len(request.block_ids), last=True, token_id=token_id, logprobs=logprobs)
+    first_output = handed_off_token(request, token_id, logprobs)
+    _report_chunk(output, request, len(request.block_ids), last=True, first_output=first_output)
 
 
 def _report_chunk(
@@ -57,11 +73,10 @@ def _report_chunk(
     end: int,
     *,
     last: bool,
-    token_id: int | None = None,
-    logprobs: PositionLogprobs | None = None,
+    first_output: TokenOutput | None = None,
 ) -> None:
     first, request.num_sent_blocks = request.num_sent_blocks, end
     block_ids = tuple(request.block_ids[first:end])
     output.handoff_chunks.append(
-        HandoffChunk(request.request_id, first, block_ids, last=last, token_id=token_id, logprobs=logprobs)
+        HandoffChunk(request.request_id, first, block_ids, last=last, first_output=first_output)
     )

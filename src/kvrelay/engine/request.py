@@ -42,6 +42,7 @@ class Request:
         "ending",
         "first_output_sent",
         "handoff_id",
+        "handoff_number",
         "is_resumed",
         "length_limit",
         "local_hashes",
@@ -75,11 +76,14 @@ class Request:
         mode: PrefillMode = PrefillMode.LOCAL,
         num_load_tokens: int = 0,
         priority: int = 0,
+        handoff_number: int = 0,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
         self.mode = mode
         self.num_load_tokens = num_load_tokens
+        self.handoff_number = handoff_number
+        """REMOTE: the number of its hand-off if others know it already (prefill-first); 0: the engine counts."""
         self.priority = priority
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)

@@ -335,7 +335,7 @@ class Scheduler:
         elif request.is_prefill_only:
             report_token(self.output, request, None, None, FinishReason.LENGTH)
             self.finish(request, RequestStatus.FINISHED_LENGTH)
-        elif request.mode is PrefillMode.HANDOFF:
+        elif request.mode is PrefillMode.HANDOFF and row not in result.failures:
             report_last_blocks(self.output, request, next(tokens), result.logprobs.get(row))
             self._batch.leave(request)
             request.move(RequestStatus.PREFILL_SENDING, self._clock.now())

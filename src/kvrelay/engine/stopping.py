@@ -12,11 +12,12 @@ def stop_token_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> 
     return frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_token_ids)
 
 
-def finish_reason(request: Request, token_id: int) -> FinishReason | None:
-    """Why the answer ends with ``token_id``, its newest token; None: it goes on."""
-    if token_id in request.stop_ids and request.num_output_tokens >= request.sampling.min_tokens:
+def finish_reason(request: Request, token_id: int, num_new: int = 0) -> FinishReason | None:
+    """Why the answer ends with ``token_id``, its newest token; None: it goes on. ``num_new``: 1 if the request does not
+    have the token yet."""
+    if token_id in request.stop_ids and request.num_output_tokens + num_new >= request.sampling.min_tokens:
         return FinishReason.STOP
-    return FinishReason.LENGTH if len(request.token_ids) >= request.length_limit else None
+    return FinishReason.LENGTH if len(request.token_ids) + num_new >= request.length_limit else None
 
 
 def reported_stop_token(request: Request, token_id: int | None) -> int | None:

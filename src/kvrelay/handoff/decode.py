@@ -432,8 +432,16 @@ class DecodeHandoff:
         if self.state is not DecodeState.OPEN:
             self._compute_unless_held(EndReason.CLAIMANT_LEASE_ENDED, turn)
 
+    def claimant_gone(self, turn: Turn) -> None:
+        """Its only claimant will not claim it. One that has claimed is known by its connection and its lease."""
+        if self.state is DecodeState.OPEN:
+            self.compute_here(EndReason.CLAIMANT_LOST, turn)
+
     def lease_ended(self, worker_id: str, turn: Turn) -> None:
         """Nobody waits for ``worker_id``, but its writes may go on: its grants stay until it is released or fenced."""
+        if self.state is DecodeState.OPEN and self.claimant == worker_id:
+            self.compute_here(EndReason.CLAIMANT_LEASE_ENDED, turn)
+            return
         waiting, holder = self.waiting, self.holder
         self._drop_waiting(waiting is not None and waiting.claim.prefill_worker_id == worker_id)
         if holder is not None and holder.worker_id == worker_id:

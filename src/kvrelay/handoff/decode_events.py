@@ -46,6 +46,24 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class Expected:
+    """Prefill-first: the request has come and waits for blocks; ``claimant`` may claim before they are there.
+
+    Followed by Opened, or by Closed if the request ends first.
+    """
+
+    handoff_id: HandoffId
+    claimant: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimantGone:
+    """Prefill-first: the frontend says that the claimant has refused the request, or is lost."""
+
+    handoff_id: HandoffId
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The request has ended by itself (cancelled, failed)."""
 
@@ -173,6 +191,8 @@ class Tick:
 
 DecodeEvent = (
     Opened
+    | Expected
+    | ClaimantGone
     | Closed
     | PushFailed
     | Claimed

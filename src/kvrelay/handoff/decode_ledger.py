@@ -6,6 +6,7 @@ with a live lease, claims that come before their request (prefill-first) wait, s
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,14 @@ from kvrelay.handoff.decode import (
 )
 from kvrelay.handoff.decode_events import (
     Allocated,
+    ClaimantGone,
     Claimed,
     Closed,
     ConnectionLost,
     DecodeAction,
     DecodeEvent,
     Done,
+    Expected,
     GrantNotSent,
     HitsChecksummed,
     LeaseEnded,
@@ -48,6 +51,7 @@ from kvrelay.handoff.decode_events import (
 from kvrelay.handoff.leases import PeerLeases
 
 MAX_EARLY = 1024
+MAX_DECLINED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,10 @@ class DecodeLedger:
         self.connections: dict[str, Connection] = {}
         """By claimant: the connection that it was heard on last."""
         self.early: dict[tuple[HandoffId, str], EarlyClaim] = {}
+        self.expected: dict[HandoffId, str] = {}
+        """Prefill-first: hand-offs whose requests wait for blocks, and their claimants. Claims wait with them."""
+        self.declined: OrderedDict[HandoffId, frozenset[str]] = OrderedDict()
+        """Hand-offs that are not open yet, and the workers that will not compute them."""
 
     def __repr__(self) -> str:
         return f"DecodeLedger({self.num_open} open, {self.num_grants} grants, {self.counters})"
@@ -95,7 +103,7 @@ class DecodeLedger:
     def next_tick_s(self) -> float | None:
         """When Tick is due next; None: not before another event."""
         times = [time for handoff in self.handoffs.values() if (time := handoff.next_s(self.rules)) is not None]
-        times += [early.until_s for early in self.early.values()]
+        times += [early.until_s for early in self.early.values() if not self._is_awaited(early)]
         fence_s = self.leases.next_fence_s()
         if fence_s is not None:
             times.append(fence_s)
@@ -119,6 +127,10 @@ class DecodeLedger:
             loan=1 if has_blocks else 0,
         )
         self.handoffs[event.handoff_id] = handoff
+        self.expected.pop(event.handoff_id, None)
+        handoff.given_up_by = self.declined.pop(event.handoff_id, frozenset())
+        if event.claimant is not None:
+            self._check_claimant(handoff, event.claimant, turn)
         claims = self._take_early(lambda claim: claim.handoff_id == event.handoff_id)
         for claimed in claims:
             self._claim(handoff, claimed, turn)
@@ -126,7 +138,38 @@ class DecodeLedger:
             turn.out.append(Push(event.handoff_id))
         return (handoff,)
 
+    def _check_claimant(self, handoff: DecodeHandoff, claimant: str, turn: Turn) -> None:
+        """Wait for no claim of a worker that is known not to make one."""
+        if claimant in handoff.given_up_by:
+            handoff.compute_here(EndReason.RELEASED, turn)
+        elif self.leases.ended_s(claimant) is not None:
+            handoff.compute_here(EndReason.CLAIMANT_LEASE_ENDED, turn)
+
+    def _expected(self, event: Expected, turn: Turn) -> Iterable[DecodeHandoff]:
+        self.expected[event.handoff_id] = event.claimant
+        return ()
+
+    def _claimant_gone(self, event: ClaimantGone, turn: Turn) -> Iterable[DecodeHandoff]:
+        claimant = self.expected.get(event.handoff_id)
+        if claimant is not None:
+            self._decline(event.handoff_id, claimant)
+        return self._one(event.handoff_id, lambda handoff: handoff.claimant_gone(turn))
+
+    def _decline(self, handoff_id: HandoffId, worker_id: str) -> None:
+        """A hand-off that is not open yet will not be computed by ``worker_id``."""
+        self.declined[handoff_id] = self.declined.get(handoff_id, frozenset()) | {worker_id}
+        if len(self.declined) > MAX_DECLINED:
+            self.declined.popitem(last=False)
+
+    def _is_awaited(self, early: EarlyClaim) -> bool:
+        """Whether a claim waits for blocks: then for as long as its request does."""
+        return early.event.claim.handoff_id in self.expected
+
     def _closed(self, event: Closed, turn: Turn) -> Iterable[DecodeHandoff]:
+        if self.expected.pop(event.handoff_id, None) is not None:
+            self.declined.pop(event.handoff_id, None)
+            for claimed in self._take_early(lambda claim: claim.handoff_id == event.handoff_id):
+                refuse(claimed, RefusalReason.UNKNOWN, turn)
         return self._one(event.handoff_id, lambda handoff: handoff.closed(turn))
 
     def _push_failed(self, event: PushFailed, turn: Turn) -> Iterable[DecodeHandoff]:
@@ -168,6 +211,8 @@ class DecodeLedger:
             self.early[key] = EarlyClaim(event, turn.now_s + self.rules.early_claim_timeout_s)
         else:
             refuse(event, RefusalReason.BUSY, turn)
+            if event.claim.handoff_id not in self.handoffs:
+                self._decline(*key)
 
     def _take_early(self, is_meant: Callable[[HandoffClaim], bool]) -> list[Claimed]:
         taken = [early.event for early in self.early.values() if is_meant(early.event.claim)]
@@ -221,9 +266,12 @@ class DecodeLedger:
 
     def _released(self, event: Released, turn: Turn) -> Iterable[DecodeHandoff]:
         message = event.message
-        self.early.pop((message.handoff_id, message.prefill_worker_id), None)
+        early = self.early.pop((message.handoff_id, message.prefill_worker_id), None)
         if message.handoff_id not in self.handoffs:
-            self.counters.num_stale += 1
+            if early is not None or self.expected.get(message.handoff_id) == message.prefill_worker_id:
+                self._decline(message.handoff_id, message.prefill_worker_id)
+            else:
+                self.counters.num_stale += 1
         return self._one(
             message.handoff_id,
             lambda handoff: handoff.released(message.prefill_worker_id, EndReason.RELEASED, turn),
@@ -238,6 +286,8 @@ class DecodeLedger:
         for key, early in list(self.early.items()):
             if early.event.connection == event.connection:
                 del self.early[key]
+                if key[0] not in self.handoffs:
+                    self._decline(*key)
         return self._all(lambda handoff: handoff.connection_lost(event.connection, turn))
 
     def _registered(self, event: Registered, turn: Turn) -> Iterable[DecodeHandoff]:
@@ -277,7 +327,7 @@ class DecodeLedger:
             for handoff in self.handoffs.values():
                 handoff.fenced(worker_id, turn)
         for key, early in list(self.early.items()):
-            if early.until_s <= turn.now_s:
+            if early.until_s <= turn.now_s and not self._is_awaited(early):
                 del self.early[key]
                 self._expire(early.event, turn)
         return self._all(lambda handoff: handoff.tick(turn))
@@ -285,7 +335,9 @@ class DecodeLedger:
     def _expire(self, event: Claimed, turn: Turn) -> None:
         handoff = self.handoffs.get(event.claim.handoff_id)
         refuse(event, RefusalReason.UNKNOWN if handoff is None else RefusalReason.TERM_UNKNOWN, turn)
-        if handoff is not None:
+        if handoff is None:
+            self._decline(event.claim.handoff_id, event.claim.prefill_worker_id)
+        else:
             handoff.declined(event.claim.prefill_worker_id, EndReason.CLAIMANT_REFUSED, turn)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -306,6 +358,8 @@ class DecodeLedger:
 
 _HANDLERS: dict[type, Callable[[DecodeLedger, Any, Turn], Iterable[DecodeHandoff]]] = {
     Opened: DecodeLedger._opened,
+    Expected: DecodeLedger._expected,
+    ClaimantGone: DecodeLedger._claimant_gone,
     Closed: DecodeLedger._closed,
     PushFailed: DecodeLedger._push_failed,
     Claimed: DecodeLedger._claimed,

@@ -14,13 +14,14 @@ RELEASING holds no blocks; it repeats the release until D has heard, or has been
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvrelay.core.handoff import (
     HandoffClaim,
     HandoffDone,
     HandoffGrant,
     HandoffId,
+    HandoffOrder,
     HandoffReady,
     HandoffReleased,
     KvDirection,
@@ -86,6 +87,8 @@ class PrefillRules:
     block_size: int
     kv_compatibility: str
     claim_timeout_s: float = 5.0
+    paired_claim_timeout_s: float = 30.0
+    """Prefill-first: the claim also waits for blocks of the decode worker."""
     ready_repeat_s: float = 1.0
     release_repeat_s: float = 0.05
     """The first; doubled each time."""
@@ -94,6 +97,9 @@ class PrefillRules:
     """How long after the end of its lease a decode worker is still told. One that stood still comes back under its old
     id, and would wait for hand-offs that nobody computes."""
     checksums: bool = False
+
+    def claim_timeout_of(self, order: HandoffOrder) -> float:
+        return self.paired_claim_timeout_s if order is HandoffOrder.PREFILL_FIRST else self.claim_timeout_s
 
 
 @dataclass(slots=True)
@@ -148,6 +154,7 @@ class PrefillHandoff:
     has_blocks: bool = True
     reason: EndReason | None = None
     num_said: int = 0
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST
 
     # -- the claim ----------------------------------------------------------------------------------------------------
 
@@ -180,6 +187,7 @@ class PrefillHandoff:
             self.stop(EndReason.BAD_GRANT, turn)
             return
         self.grant = grant
+        self.num_cached_tokens = grant.num_cached_tokens
         self._move(PrefillState.SENDING)
         load, self.load = self.load, None
         if load is not None:
@@ -195,15 +203,22 @@ class PrefillHandoff:
 
     def _fits(self, grant: HandoffGrant, rules: PrefillRules) -> bool:
         """Blocks are paired with ours later, where it is too late to refuse."""
-        num_hit_blocks = self.num_cached_tokens // rules.block_size
+        num_hit_blocks = grant.num_cached_tokens // rules.block_size
         num_granted = self.num_blocks if grant.direction is KvDirection.PUSH else num_hit_blocks
         return (
-            grant.num_cached_tokens == self.num_cached_tokens
+            self._fits_hits(grant.num_cached_tokens, rules)
             and len(grant.block_ids) == num_granted
             and len(set(grant.block_ids)) == num_granted
             and min(grant.block_ids, default=0) >= 0
             and max(grant.block_ids, default=0) <= MAX_BLOCK_ID
         )
+
+    def _fits_hits(self, num_cached_tokens: int, rules: PrefillRules) -> bool:
+        """With decode-first the entry has said it. With prefill-first D may hold more than was known."""
+        if self.order is HandoffOrder.DECODE_FIRST:
+            return num_cached_tokens == self.num_cached_tokens
+        num_hit_blocks, rest = divmod(num_cached_tokens, rules.block_size)
+        return num_cached_tokens >= self.num_cached_tokens and rest == 0 and num_hit_blocks < self.num_blocks
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
@@ -262,13 +277,24 @@ class PrefillHandoff:
         self.settle(turn)
 
     def _send(self, chunk: ChunkComputed, turn: Turn) -> None:
-        """Write it, after its checksum if there is to be one. Pull: keep it until the last."""
+        """Write what D lacks, after its checksum if there is to be one. Pull: keep it until the last."""
+        chunk = self._lacking(chunk, turn.rules)
+        if not chunk.blocks.block_ids and chunk.first_token is None:
+            return
         if self._with_checksums(turn.rules):
             self.num_in_flight += 1
             self.chunks = (*self.chunks, chunk)
             turn.out.append(ChecksumChunk(self.handoff_id, chunk.blocks.block_ids))
         else:
             self._submit(chunk, turn)
+
+    def _lacking(self, chunk: ChunkComputed, rules: PrefillRules) -> ChunkComputed:
+        """Without D's hits: those blocks of D may be other requests' too, and are read only."""
+        blocks, num_hit_blocks = chunk.blocks, self.num_cached_tokens // rules.block_size
+        num_held = num_hit_blocks - blocks.first_block
+        if num_held <= 0:
+            return chunk
+        return replace(chunk, blocks=Blocks(num_hit_blocks, blocks.block_ids[num_held:]))
 
     def chunk_checksummed(self, checksums: tuple[int, ...] | None, turn: Turn) -> None:
         """The first of the chunks that wait for it."""

@@ -47,8 +47,8 @@ class FirstToken:
 class Pulled:
     """A prefill to compute, from the queue (decode-first) or from the router (prefill-first).
 
-    ``num_blocks`` are the request's; the decode worker holds the first ``num_cached_tokens`` tokens already.
-    ``term`` is our own.
+    ``num_blocks`` are the request's; the decode worker holds the first ``num_cached_tokens`` tokens already. With
+    prefill-first it may hold more than that: its grant says. ``term`` is our own.
     """
 
     handoff_id: HandoffId
@@ -66,6 +66,13 @@ class Declined:
     handoff_id: HandoffId
     decode_worker_id: str
     reason: EndReason
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Prefill-first: the frontend wants no more of it."""
+
+    handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +213,7 @@ class Tick:
 PrefillEvent = (
     Pulled
     | Declined
+    | Cancelled
     | ClaimFailed
     | Granted
     | Refused

@@ -17,6 +17,7 @@ from kvrelay.handoff.leases import PeerLeases
 from kvrelay.handoff.prefill import PrefillCounters, PrefillHandoff, PrefillRules, PrefillState, Turn
 from kvrelay.handoff.prefill_events import (
     Abandoned,
+    Cancelled,
     ChunkChecksummed,
     ChunkComputed,
     ClaimFailed,
@@ -96,7 +97,8 @@ class PrefillLedger:
             num_blocks=event.num_blocks,
             num_cached_tokens=event.num_cached_tokens,
             started_s=turn.now_s,
-            due_s=turn.now_s + self.rules.claim_timeout_s,
+            due_s=turn.now_s + self.rules.claim_timeout_of(event.order),
+            order=event.order,
         )
         self.handoffs[event.handoff_id] = handoff
         handoff.begin(event, turn)
@@ -121,6 +123,9 @@ class PrefillLedger:
             self._one(event.message.handoff_id, lambda handoff: handoff.granted(event.message, is_known, turn))
         else:
             self._release_unknown(event.worker_id, event.message.handoff_id, turn)
+
+    def _cancelled(self, event: Cancelled, turn: Turn) -> None:
+        self._one(event.handoff_id, lambda handoff: handoff.stop(EndReason.REQUEST_ENDED, turn))
 
     def _claim_failed(self, event: ClaimFailed, turn: Turn) -> None:
         self._one(event.handoff_id, lambda handoff: handoff.stop(EndReason.CLAIM_FAILED, turn))
@@ -214,6 +219,7 @@ class PrefillLedger:
 _HANDLERS: dict[type, Callable[[PrefillLedger, Any, Turn], None]] = {
     Pulled: PrefillLedger._pulled,
     Declined: PrefillLedger._declined,
+    Cancelled: PrefillLedger._cancelled,
     ClaimFailed: PrefillLedger._claim_failed,
     Granted: PrefillLedger._granted,
     Refused: PrefillLedger._refused,

@@ -69,9 +69,9 @@ class AdmissionQueue:
             self.num_waiting_blocks -= self._pool.blocks_for(len(request.token_ids))
 
     def cancel_remote_prefills(self) -> None:
-        """Requests that wait for a remote prefill are to be computed here instead."""
+        """Requests that wait for a remote prefill are to be computed here, unless a prefill worker has them already."""
         for request in self._elsewhere.members():
-            if request.mode is PrefillMode.REMOTE:
+            if request.mode is PrefillMode.REMOTE and not request.handoff_number:
                 self._elsewhere.remove(request)
                 request.mode = PrefillMode.LOCAL
                 self._here.push(request)

@@ -1,0 +1,181 @@
+"""Prefill-first, step by step: both workers hear of a request by themselves, so either may be ahead of the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvrelay.core.handoff import (
+    HandoffClaim,
+    HandoffGrant,
+    HandoffOrder,
+    HandoffRefused,
+    HandoffReleased,
+)
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import EndReason, RefusalReason
+from kvrelay.handoff.decode import DecodeRules
+from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.prefill import PrefillRules
+from kvrelay.handoff.prefill_ledger import PrefillLedger
+
+FIRST = HandoffOrder.PREFILL_FIRST
+BLOCKS = (0, 1, 2, 3, 4)
+CLAIM = de.Claimed(HandoffClaim("h", "p", "same", order=FIRST, term=1), "to p")
+OPENED = de.Opened("h", "r", BLOCKS, 2, FIRST, claimant="p")
+RELEASED = de.Released(HandoffReleased("h", "p"))
+
+
+def decode_ledger() -> DecodeLedger:
+    ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same", early_claim_timeout_s=1.0))
+    ledger.handle(de.Registered("p", 10.0, 1), 0.0)
+    return ledger
+
+
+def granted(actions: list[Any]) -> bool:
+    return any(isinstance(action, de.SendGrant) for action in actions)
+
+
+def computed_here(actions: list[Any]) -> list[EndReason]:
+    return [action.reason for action in actions if isinstance(action, de.ComputeHere)]
+
+
+def refused(actions: list[Any]) -> list[str]:
+    return [a.message.reason for a in actions if isinstance(a, de.Send) and isinstance(a.message, HandoffRefused)]
+
+
+# -- the decode side --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_queued_and_the_claimant_is_granted() -> None:
+    ledger = decode_ledger()
+    assert ledger.handle(de.Expected("h", "p"), 0.0) == []
+    assert ledger.handle(OPENED, 0.0) == []
+    assert granted(ledger.handle(CLAIM, 0.1))
+
+
+def test_a_claim_waits_for_blocks_for_as_long_as_its_request_does() -> None:
+    ledger = decode_ledger()
+    assert ledger.handle(CLAIM, 0.0) == []
+    ledger.handle(de.Expected("h", "p"), 0.5)
+    assert ledger.next_tick_s() is None
+    assert ledger.handle(de.Tick(), 25.0) == []
+    assert granted(ledger.handle(OPENED, 25.0))
+
+
+def test_a_claim_without_a_request_is_refused_and_its_request_computed_here() -> None:
+    ledger = decode_ledger()
+    ledger.handle(CLAIM, 0.0)
+    assert refused(ledger.handle(de.Tick(), 1.0)) == [RefusalReason.UNKNOWN]
+    ledger.handle(de.Expected("h", "p"), 2.0)
+    assert computed_here(ledger.handle(OPENED, 2.0)) == [EndReason.RELEASED]
+    assert not ledger.handoffs
+    assert not ledger.declined
+
+
+@pytest.mark.parametrize("gone", [RELEASED, de.ClaimantGone("h"), de.ConnectionLost("to p")])
+@pytest.mark.parametrize("claimed", [True, False])
+def test_a_claimant_that_goes_while_blocks_are_awaited_is_not_waited_for(gone: de.DecodeEvent, claimed: bool) -> None:
+    if not claimed and isinstance(gone, de.ConnectionLost):
+        pytest.skip("no connection is known before the claim")
+    ledger = decode_ledger()
+    ledger.handle(de.Expected("h", "p"), 0.0)
+    if claimed:
+        ledger.handle(CLAIM, 0.0)
+    ledger.handle(gone, 0.1)
+    assert computed_here(ledger.handle(OPENED, 5.0)) == [EndReason.RELEASED]
+    assert not ledger.handoffs
+
+
+def test_a_claimant_whose_lease_has_ended_is_not_waited_for() -> None:
+    ledger = decode_ledger()
+    ledger.handle(de.LeaseEnded("p"), 0.0)
+    ledger.handle(de.Expected("h", "p"), 0.0)
+    assert computed_here(ledger.handle(OPENED, 0.1)) == [EndReason.CLAIMANT_LEASE_ENDED]
+    ledger.handle(de.Registered("q", 10.0, 1), 0.0)
+    ledger.handle(de.Opened("i", "r", BLOCKS, 2, FIRST, claimant="q"), 0.1)
+    assert computed_here(ledger.handle(de.LeaseEnded("q"), 0.2)) == [EndReason.CLAIMANT_LEASE_ENDED]
+
+
+def test_the_frontend_ends_the_wait_for_a_claim_but_no_grant() -> None:
+    ledger = decode_ledger()
+    ledger.handle(OPENED, 0.0)
+    assert computed_here(ledger.handle(de.ClaimantGone("h"), 0.1)) == [EndReason.CLAIMANT_LOST]
+    ledger.handle(de.Opened("i", "r", BLOCKS, 2, FIRST, claimant="p"), 0.0)
+    assert granted(ledger.handle(de.Claimed(HandoffClaim("i", "p", "same", order=FIRST, term=1), "to p"), 0.1))
+    assert ledger.handle(de.ClaimantGone("i"), 0.2) == []
+    assert ledger.handle(de.ClaimantGone("unknown"), 0.2) == []
+
+
+def test_a_request_that_ends_before_it_has_blocks_takes_its_claim_along() -> None:
+    ledger = decode_ledger()
+    ledger.handle(de.Expected("h", "p"), 0.0)
+    ledger.handle(CLAIM, 0.0)
+    assert refused(ledger.handle(de.Closed("h"), 0.1)) == [RefusalReason.UNKNOWN]
+    assert not ledger.expected
+    assert not ledger.early
+
+
+def test_no_one_else_may_claim_or_give_up() -> None:
+    ledger = decode_ledger()
+    ledger.handle(de.Registered("q", 10.0, 1), 0.0)
+    ledger.handle(de.Expected("h", "p"), 0.0)
+    ledger.handle(de.Claimed(HandoffClaim("h", "q", "same", order=FIRST, term=1), "to q"), 0.0)
+    ledger.handle(de.Released(HandoffReleased("h", "r")), 0.0)
+    assert refused(ledger.handle(OPENED, 0.1)) == [RefusalReason.ANOTHER_CLAIMANT]
+    assert granted(ledger.handle(CLAIM, 0.2))
+
+
+# -- the prefill side -------------------------------------------------------------------------------------------------
+
+
+def prefill_ledger(**rules: float) -> PrefillLedger:
+    ledger = PrefillLedger(PrefillRules("p", block_size=4, kv_compatibility="same", claim_timeout_s=5.0, **rules))
+    ledger.handle(pe.Registered("d", 10.0, 1), 0.0)
+    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, FIRST), 0.0)
+    return ledger
+
+
+def grant(num_cached_tokens: int, block_ids: tuple[int, ...] = BLOCKS) -> pe.Granted:
+    return pe.Granted("d", HandoffGrant("h", 1, block_ids, num_cached_tokens))
+
+
+def writes(actions: list[Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(a.blocks.block_ids, a.remote_block_ids) for a in actions if isinstance(a, pe.Write)]
+
+
+def test_only_what_the_decode_worker_lacks_is_written() -> None:
+    ledger = prefill_ledger()
+    ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, (10, 11))), 0.0)
+    assert writes(ledger.handle(grant(12), 0.1)) == []
+    last = pe.ChunkComputed("h", pe.Blocks(2, (12, 13, 14)), pe.FirstToken(7))
+    (write,) = [action for action in ledger.handle(last, 0.2) if isinstance(action, pe.Write)]
+    assert (write.blocks, write.remote_block_ids) == (pe.Blocks(3, (13, 14)), (3, 4))
+    assert write.done is not None
+
+
+def test_a_chunk_that_is_computed_after_the_grant_is_trimmed_too() -> None:
+    ledger = prefill_ledger()
+    ledger.handle(grant(4), 0.1)
+    assert writes(ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, (10, 11))), 0.2)) == [((11,), (1,))]
+
+
+@pytest.mark.parametrize("num_cached_tokens", [-4, 3, 20, 24])
+def test_hits_that_cannot_be_end_the_hand_off(num_cached_tokens: int) -> None:
+    ledger = prefill_ledger()
+    assert pe.StopComputing("h") in ledger.handle(grant(num_cached_tokens), 0.1)
+
+
+def test_a_claim_waits_longer_than_decode_first() -> None:
+    assert prefill_ledger(paired_claim_timeout_s=40.0).next_tick_s() == 40.0
+
+
+def test_the_frontend_can_cancel() -> None:
+    ledger = prefill_ledger()
+    actions = ledger.handle(pe.Cancelled("h"), 0.1)
+    assert pe.StopComputing("h") in actions
+    assert pe.FreeBlocks("h") in actions
+    assert ledger.handle(pe.Cancelled("h"), 0.1) == []
+    assert ledger.handle(pe.Cancelled("unknown"), 0.1) == []
