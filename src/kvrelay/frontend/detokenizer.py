@@ -29,6 +29,16 @@ class Detokenizer(Protocol):
         """The rest after the last token: an incomplete character becomes U+FFFD."""
 
 
+class NoText:
+    """The detokenizer of a caller that needs only token ids."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 class TokenBytes:
     """The bytes of every token of a byte-level vocabulary, and the text of those that are whole characters.
 

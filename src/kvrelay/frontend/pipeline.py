@@ -20,7 +20,7 @@ from kvrelay.config import FrontendConfig
 from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.admission import Admission
-from kvrelay.frontend.answers import ClientGoneError, StreamedAnswer, WholeAnswer, require_client
+from kvrelay.frontend.answers import ClientGoneError, CollectedAnswer, StreamedAnswer, require_client
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, Response
@@ -36,16 +36,14 @@ from kvrelay.frontend.openai.plan import (
     TIMEOUT_HEADER,
     GenerationPlan,
     check_timeout,
-    choice_sampling,
     plan_chat,
     plan_completion,
 )
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, GenerationFields, parse_body
 from kvrelay.frontend.openai.unknown import UnknownFields
 from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts, echoed_message, read_completion
-from kvrelay.frontend.sequence import Sequence, SequenceSpec
+from kvrelay.frontend.sequence import Sequence, sequences_of
 from kvrelay.frontend.side_threads import Pieces, SideThreads
-from kvrelay.frontend.stop_strings import StopStrings
 from kvrelay.frontend.tools.plan import ChatForm, chat_form
 from kvrelay.frontend.tools.reading import Reading
 
@@ -171,11 +169,10 @@ class Pipeline:
         plan = plan.within(self._keys.limits_of(exchange.request.client), lengths)
         plan.check_prompts(lengths)
         timeout_s = self._timeout_s(exchange, plan)
-        specs = _specs(request_id, model, plan, prompts)
         headers = [(b"x-request-id", request_id.encode())]
-        answer: StreamedAnswer | WholeAnswer
-        answer = StreamedAnswer(plan, form, exchange, headers) if plan.stream else WholeAnswer(plan, form)
-        sequences = (self._sequence(spec, model, plan, answer) for spec in specs)
+        answer: StreamedAnswer | CollectedAnswer
+        answer = StreamedAnswer(plan, form, exchange, headers) if plan.stream else CollectedAnswer(plan)
+        sequences = sequences_of(request_id, prompts, plan, model, answer, self._metrics, self._config.migration_limit)
         try:
             await self._run(answer, exchange, sequences, plan.n * len(prompts), timeout_s)
         except ClientGoneError:
@@ -191,12 +188,12 @@ class Pipeline:
             answer.finish()
         else:
             headers.append((b"x-kvrelay-worker", answer.worker_id.encode()))
-            whole = await self._threads.call(answer.size, answer.body)
+            whole = await self._threads.call(answer.size, form.whole, answer.choices, answer.usage())
             exchange.respond(Response(200, whole, headers=headers))
 
     async def _run(
         self,
-        answer: StreamedAnswer | WholeAnswer,
+        answer: StreamedAnswer | CollectedAnswer,
         exchange: Exchange,
         sequences: Iterator[Sequence],
         num_sequences: int,
@@ -213,19 +210,6 @@ class Pipeline:
             raise DeadlineError(f"the request ran past its deadline of {timeout_s:g} s") from exc
         finally:
             answer.cancel()
-
-    def _sequence(
-        self, spec: SequenceSpec, model: Model, plan: GenerationPlan, answer: StreamedAnswer | WholeAnswer
-    ) -> Sequence:
-        return Sequence(
-            spec,
-            model,
-            model.tokenizer.detokenizer(plan.skip_special_tokens),
-            StopStrings(plan.stops, plan.include_stop) if plan.stops else None,
-            answer,
-            self._metrics,
-            self._config.migration_limit,
-        )
 
     def _timeout_s(self, exchange: Exchange, plan: GenerationPlan) -> float | None:
         """The body's field, else the header, else the configured deadline."""
@@ -247,24 +231,3 @@ def _texts(request: GenerationFields, model: Model) -> TokenTexts:
 
 class BrokenStreamError(KvrelayError):
     """The answer had begun and ended with an error event, so the client cannot be told more."""
-
-
-def _specs(request_id: str, model: Model, plan: GenerationPlan, prompts: Items[Prompt]) -> Iterator[SequenceSpec]:
-    """All choices in order: those of the first prompt, those of the second, ... Every prompt is checked at once.
-
-    Raises PromptTooLongError, InvalidInputError.
-    """
-    samplings = [plan.sampling_of(len(prompt.token_ids), model.max_model_len) for prompt in prompts]
-    return (
-        SequenceSpec(
-            request_id=request_id,
-            index=number * plan.n + choice,
-            prompt_token_ids=prompt.token_ids,
-            sampling=choice_sampling(sampling, choice),
-            priority=plan.priority,
-            include_stop=plan.include_stop,
-            grammar_param=plan.grammar_param,
-        )
-        for number, (prompt, sampling) in enumerate(zip(prompts, samplings))
-        for choice in range(plan.n)
-    )

@@ -16,8 +16,8 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.core.handoff import PositionLogprobs
@@ -25,12 +25,14 @@ from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.errors import InvalidInputError, KvrelayError, OverloadedError, RetryElsewhereError, WorkerUnavailableError
-from kvrelay.frontend.detokenizer import Detokenizer
+from kvrelay.frontend.detokenizer import NoText
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import Finish, PromptLogprobs
 from kvrelay.frontend.openai.errors import RefusedError
+from kvrelay.frontend.openai.plan import GenerationPlan, choice_sampling
 from kvrelay.frontend.positions import unseen_part
+from kvrelay.frontend.prompts import Prompt
 from kvrelay.frontend.stop_strings import StopMatch, StopStrings
 from kvrelay.frontend.worker_link import WorkerLink
 from kvrelay.router import RoutingRequest
@@ -56,35 +58,27 @@ class SequenceListener(Protocol):
     def failed(self, sequence: Sequence, error: KvrelayError) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSpec:
-    """The task of a sequence. ``index`` is the number of its choice in the answer."""
-
-    request_id: str
-    index: int
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int = 0
-    include_stop: bool = False
-    grammar_param: str | None = None
-    """The request's field that asked for the grammar, for errors: a worker that refuses it knows only the grammar."""
-
-
 class Sequence:
-    """Implements ``OutputReceiver``."""
+    """One choice of a request's answer, with the number ``index``. Implements ``OutputReceiver``.
+
+    ``sampling`` is the plan's, with this choice's seed and limit on tokens.
+    """
 
     def __init__(
         self,
-        spec: SequenceSpec,
+        request_id: str,
+        index: int,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        plan: GenerationPlan,
         model: Model,
-        detokenizer: Detokenizer,
-        stops: StopStrings | None,
         listener: SequenceListener,
         metrics: FrontendMetrics,
         migration_limit: int,
     ) -> None:
-        self.spec = spec
-        self.index = spec.index
+        self.index = index
+        self.prompt_token_ids = prompt.token_ids
+        self.sampling = sampling
         self.output_token_ids: list[int] = []
         self.num_cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
@@ -92,9 +86,11 @@ class Sequence:
         self.num_migrations = 0
         self.ttft_s: float | None = None
         """From its start to its first token."""
+        self._request_id = request_id
+        self._plan = plan
         self._model = model
-        self._detokenizer = detokenizer
-        self._stops = stops
+        self._detokenizer = model.tokenizer.detokenizer(plan.skip_special_tokens) if plan.detokenize else NoText()
+        self._stops = StopStrings(plan.stops, plan.include_stop) if plan.stops else None
         self._listener = listener
         self._metrics = metrics
         self._migration_limit = migration_limit
@@ -143,7 +139,7 @@ class Sequence:
         if refusal.status == OverloadedError.status:
             # A worker that refuses for another reason, e.g. because it leaves, does not know when a worker is free.
             self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)
-        error = _refusal_error(refusal, self._retry_after_s, self.spec.grammar_param)
+        error = _refusal_error(refusal, self._retry_after_s, self._plan.grammar_param)
         if not refusal.retryable:
             self._fail(error)
             return
@@ -203,29 +199,27 @@ class Sequence:
             self._fail(error)
 
     def _routing_request(self) -> RoutingRequest:
-        spec = self.spec
-        self._attempt_id = f"{spec.request_id}-{spec.index}" + (f"~{self._attempt}" if self._attempt else "")
-        token_ids = spec.prompt_token_ids
+        self._attempt_id = f"{self._request_id}-{self.index}" + (f"~{self._attempt}" if self._attempt else "")
+        token_ids = self.prompt_token_ids
         if self.output_token_ids:
             token_ids = (*token_ids, *self.output_token_ids)
         return RoutingRequest(
             request_id=self._attempt_id,
             token_ids=token_ids,
-            max_tokens=spec.sampling.max_tokens,
-            priority=spec.priority,
+            max_tokens=self.sampling.max_tokens,
+            priority=self._plan.priority,
             exclude=tuple(self._failed_workers),
-            cache_salt=spec.sampling.cache_salt,
+            cache_salt=self.sampling.cache_salt,
         )
 
     def _generate_request(self, link: WorkerLink) -> GenerateRequest:
-        spec = self.spec
         return GenerateRequest(
             request_id=self._attempt_id,
             worker_id=link.info.worker_id,
-            prompt_token_ids=spec.prompt_token_ids,
-            sampling=spec.sampling,
+            prompt_token_ids=self.prompt_token_ids,
+            sampling=self.sampling,
             output_token_ids=tuple(self.output_token_ids),
-            priority=spec.priority,
+            priority=self._plan.priority,
         )
 
     def _leave_router(self) -> None:
@@ -254,7 +248,7 @@ class Sequence:
         token_ids, logprobs = output.token_ids, output.logprobs
         if self._stops is None:
             self.output_token_ids += token_ids
-            is_hidden = reason is FinishReason.STOP and not self.spec.include_stop
+            is_hidden = reason is FinishReason.STOP and not self._plan.include_stop
             text = self._detokenizer.push(token_ids[:-1] if is_hidden else token_ids)
             if reason is not None:
                 text += self._detokenizer.flush()
@@ -271,14 +265,14 @@ class Sequence:
     def _push_with_stops(self, stops: StopStrings, output: TokenOutput) -> tuple[str, int, Finish | None]:
         """The text that may be sent, the number of tokens used, and the finish if the sequence ends here."""
         reason = output.finish_reason
-        hidden = len(output.token_ids) - 1 if reason is FinishReason.STOP and not self.spec.include_stop else -1
+        hidden = len(output.token_ids) - 1 if reason is FinishReason.STOP and not self._plan.include_stop else -1
         shown: list[str] = []
         for number, token in enumerate(output.token_ids):
             self.output_token_ids.append(token)
             if number == hidden:
                 continue
             text = self._detokenizer.push((token,))
-            if len(self.output_token_ids) <= self.spec.sampling.min_tokens:
+            if len(self.output_token_ids) <= self.sampling.min_tokens:
                 shown.append(text)
                 continue
             found = stops.push(text)
@@ -297,7 +291,7 @@ class Sequence:
         self._is_prefilled = True
         self._model.router.first_token(self._attempt_id)
         if self._link is not None:
-            num_tokens = len(self.spec.prompt_token_ids) + len(self.output_token_ids)
+            num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
             self._link.tally.prefilled(num_tokens, output.num_cached_tokens or 0)
         if self._has_output:
             self._metrics.inter_token(now_s - self._last_s)
@@ -306,7 +300,7 @@ class Sequence:
         self.ttft_s = now_s - self._started_s
         self.num_cached_tokens = output.num_cached_tokens or 0
         self.prompt_logprobs = output.prompt_logprobs
-        self._metrics.first_token(now_s - self._started_s, len(self.spec.prompt_token_ids), self.num_cached_tokens)
+        self._metrics.first_token(now_s - self._started_s, len(self.prompt_token_ids), self.num_cached_tokens)
 
     def _gave_up(self, output: TokenOutput) -> None:
         """The worker ended the sequence on its own: another worker may succeed."""
@@ -315,7 +309,7 @@ class Sequence:
         if output.is_final and not self._is_ended:
             self._link = None
             self._leave_router()
-            self._fail(RefusedError(output.error or "the request failed", 400, param=self.spec.grammar_param))
+            self._fail(RefusedError(output.error or "the request failed", 400, param=self._plan.grammar_param))
             return
         self._migrate(output.error or f"worker {self.worker_id} gave it up", may_wait=False)
 
@@ -339,6 +333,37 @@ class Sequence:
     def _fail(self, error: KvrelayError) -> None:
         self._end(abort=True)
         self._listener.failed(self, error)
+
+
+def sequences_of(
+    request_id: str,
+    prompts: Items[Prompt],
+    plan: GenerationPlan,
+    model: Model,
+    listener: SequenceListener,
+    metrics: FrontendMetrics,
+    migration_limit: int,
+) -> Iterator[Sequence]:
+    """All choices in order: those of the first prompt, those of the second, ... Every prompt is checked at once.
+
+    Raises PromptTooLongError, InvalidInputError.
+    """
+    samplings = [plan.sampling_of(len(prompt.token_ids), model.max_model_len) for prompt in prompts]
+    return (
+        Sequence(
+            request_id,
+            number * plan.n + choice,
+            prompt,
+            choice_sampling(sampling, choice),
+            plan,
+            model,
+            listener,
+            metrics,
+            migration_limit,
+        )
+        for number, (prompt, sampling) in enumerate(zip(prompts, samplings))
+        for choice in range(plan.n)
+    )
 
 
 def _refusal_error(refusal: RequestRefused, retry_after_s: float, grammar_param: str | None) -> KvrelayError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,19 +14,18 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.core import sampling as core
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import AdminRequest
 from kvrelay.errors import EngineDeadError, InvalidInputError, KvrelayError, WorkerUnavailableError
+from kvrelay.frontend.answers import Answer, CollectedAnswer
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
-from kvrelay.frontend.openai.answer import Finish
-from kvrelay.frontend.openai.plan import GenerationPlan, choice_sampling
+from kvrelay.frontend.openai.answer import Choice, Finish
+from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.openai.requests import ChatMessage
 from kvrelay.frontend.prompts import Prompt, completion_prompts, render_chat
-from kvrelay.frontend.sequence import Sequence, SequenceSpec
+from kvrelay.frontend.sequence import Sequence, SequenceListener, sequences_of
 from kvrelay.frontend.side_threads import INLINE_SIZE, complete
-from kvrelay.frontend.stop_strings import StopStrings
 from kvrelay.llm.embedded import EmbeddedCluster
 from kvrelay.llm.outputs import CompletionOutput, RequestOutput, TextDelta
 from kvrelay.llm.params import SamplingParams, plan_of, recommended
@@ -131,17 +130,18 @@ class AsyncLLM:
         """The answers to one prompt as they are generated. Leaving the loop early ends the work (``aclose``)."""
         model = self._cluster.model
         params = sampling_params or recommended(model.tokenizer.default_sampling)
-        answer = _Streamed(params.n)
-        sequences = self._sequences(await self._prompt(model, prompt), model, params, answer)
+        plan = self._plan(model, params)
+        given = await self._prompt(model, prompt)
+        answer = _StreamedAnswer(plan)
         try:
             with _engines_lost():
-                _start(sequences)
+                await answer.start(self._sequences(given, model, plan, answer), plan.n)
             while answer.num_open:
                 with _engines_lost():
                     delta = await answer.next()
                 yield delta
         finally:
-            _cancel(sequences)
+            answer.cancel()
 
     async def status(self) -> list[dict[str, object]]:
         """The status of each engine, as in ``kvrelay status --json``: load, requests, hand-offs, bytes moved."""
@@ -152,36 +152,36 @@ class AsyncLLM:
         for worker in self._cluster.workers:
             await worker.run_admin_command(AdminRequest(0, "clear_cache"))
 
-    async def _collect(self, prompt: Prompt, model: Model, params: SamplingParams) -> RequestOutput:
-        answer = _Collected(params.n)
-        sequences = self._sequences(prompt, model, params, answer)
-        try:
-            with _engines_lost():
-                _start(sequences)
-                await answer.done
-        finally:
-            _cancel(sequences)
-        return answer.output(prompt, sequences)
-
-    def _sequences(
-        self, prompt: Prompt, model: Model, params: SamplingParams, answer: _Collected | _Streamed
-    ) -> list[Sequence]:
+    def _plan(self, model: Model, params: SamplingParams) -> GenerationPlan:
         plan = plan_of(params)
         plan.check(model.vocab_size)
-        sampling = plan.sampling_of(len(prompt.token_ids), model.max_model_len)
+        return plan
+
+    async def _collect(self, prompt: Prompt, model: Model, params: SamplingParams) -> RequestOutput:
+        plan = self._plan(model, params)
+        answer, start_s = CollectedAnswer(plan), time.monotonic()
+        try:
+            with _engines_lost():
+                await answer.start(self._sequences(prompt, model, plan, answer), plan.n)
+                await answer.done
+        finally:
+            answer.cancel()
+        choices, first = answer.choices, answer.sequences[0]
+        return RequestOutput(
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            outputs=tuple(_completion(choice, plan) for choice in choices),
+            num_cached_tokens=first.num_cached_tokens,
+            first_token_s=min(sequence.ttft_s or 0.0 for sequence in answer.sequences),
+            duration_s=time.monotonic() - start_s,
+            prompt_logprobs=first.prompt_logprobs,
+        )
+
+    def _sequences(
+        self, prompt: Prompt, model: Model, plan: GenerationPlan, answer: SequenceListener
+    ) -> Iterator[Sequence]:
         request_id = uuid.uuid4().hex
-        return [
-            Sequence(
-                _spec(request_id, number, prompt, sampling, plan),
-                model,
-                model.tokenizer.detokenizer(plan.skip_special_tokens) if params.detokenize else _NoText(),
-                StopStrings(plan.stops, plan.include_stop) if plan.stops else None,
-                answer,
-                self._metrics,
-                MIGRATION_LIMIT,
-            )
-            for number in range(plan.n)
-        ]
+        return sequences_of(request_id, [prompt], plan, model, answer, self._metrics, MIGRATION_LIMIT)
 
     async def _prompt(self, model: Model, prompt: TextOrTokens) -> Prompt:
         given = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
@@ -207,82 +207,12 @@ async def _aside(size: int, work: Callable[[], Prompt]) -> Prompt:
     return work() if size <= INLINE_SIZE else await asyncio.to_thread(work)
 
 
-class _NoText:
-    """A detokenizer for callers that need only token ids."""
+class _StreamedAnswer(Answer):
+    """Passes the pieces of all sequences on, in order of arrival."""
 
-    def push(self, token_ids: Iterable[int]) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
-class _Collected:
-    """Listens to the sequences of one prompt until all have ended."""
-
-    def __init__(self, num_answers: int) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._num_open = num_answers
-        self._texts: list[list[str]] = [[] for _ in range(num_answers)]
-        self._logprobs: list[list[PositionLogprobs]] = [[] for _ in range(num_answers)]
-        self._finishes: list[Finish | None] = [None] * num_answers
-        self._start_s = time.monotonic()
-        self._first_s = 0.0
-
-    def deliver(
-        self,
-        sequence: Sequence,
-        text: str,
-        token_ids: Items[int],
-        logprobs: Items[PositionLogprobs] | None,
-        finish: Finish | None,
-    ) -> None:
-        if not self._first_s:
-            self._first_s = time.monotonic()
-        self._texts[sequence.index].append(text)
-        if logprobs:
-            self._logprobs[sequence.index] += logprobs
-        if finish is not None:
-            self._finishes[sequence.index] = finish
-            self._num_open -= 1
-            if not self._num_open and not self.done.done():
-                self.done.set_result(None)
-
-    def failed(self, sequence: Sequence, error: KvrelayError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-
-    def output(self, prompt: Prompt, sequences: list[Sequence]) -> RequestOutput:
-        return RequestOutput(
-            prompt=prompt.text,
-            prompt_token_ids=prompt.token_ids,
-            outputs=tuple(self._completion(sequence) for sequence in sequences),
-            num_cached_tokens=sequences[0].num_cached_tokens,
-            first_token_s=self._first_s - self._start_s,
-            duration_s=time.monotonic() - self._start_s,
-            prompt_logprobs=sequences[0].prompt_logprobs,
-        )
-
-    def _completion(self, sequence: Sequence) -> CompletionOutput:
-        index = sequence.index
-        finish = self._finishes[index]
-        assert finish is not None
-        wants_logprobs = sequence.spec.sampling.logprobs is not None
-        return CompletionOutput(
-            index=index,
-            text="".join(self._texts[index]),
-            token_ids=tuple(sequence.output_token_ids),
-            finish_reason=finish.reason.value,
-            stop_reason=finish.stop_reason,
-            logprobs=tuple(self._logprobs[index]) if wants_logprobs else None,
-        )
-
-
-class _Streamed:
-    """Listens to the sequences of one prompt and passes their pieces on, in order of arrival."""
-
-    def __init__(self, num_answers: int) -> None:
-        self.num_open = num_answers
+    def __init__(self, plan: GenerationPlan) -> None:
+        super().__init__(plan)
+        self.num_open = plan.n
         self._pieces: asyncio.Queue[TextDelta | KvrelayError] = asyncio.Queue()
 
     def deliver(
@@ -318,23 +248,13 @@ def _engines_lost() -> Iterator[None]:
         raise EngineDeadError(exc.message) from exc
 
 
-def _spec(
-    request_id: str, number: int, prompt: Prompt, sampling: core.SamplingParams, plan: GenerationPlan
-) -> SequenceSpec:
-    return SequenceSpec(
-        request_id=request_id,
-        index=number,
-        prompt_token_ids=prompt.token_ids,
-        sampling=choice_sampling(sampling, number),
-        include_stop=plan.include_stop,
+def _completion(choice: Choice, plan: GenerationPlan) -> CompletionOutput:
+    assert choice.finish is not None
+    return CompletionOutput(
+        index=choice.index,
+        text="".join(choice.text),
+        token_ids=tuple(choice.token_ids),
+        finish_reason=choice.finish.reason.value,
+        stop_reason=choice.finish.stop_reason,
+        logprobs=tuple(choice.logprobs) if plan.sampling.logprobs is not None else None,
     )
-
-
-def _start(sequences: Iterable[Sequence]) -> None:
-    for sequence in sequences:
-        sequence.start()
-
-
-def _cancel(sequences: Iterable[Sequence]) -> None:
-    for sequence in sequences:
-        sequence.cancel()

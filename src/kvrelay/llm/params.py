@@ -62,4 +62,5 @@ def plan_of(params: SamplingParams) -> GenerationPlan:
         continuous_usage=False,
         priority=0,
         timeout_s=None,
+        detokenize=params.detokenize,
     )

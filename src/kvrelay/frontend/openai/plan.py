@@ -55,7 +55,9 @@ class GenerationPlan:
     keep_last: int | None = None
     """Keep so many tokens of each prompt, the last ones; -1: as many as the context holds."""
     grammar_param: str | None = None
-    """The field that asked for the sampling's grammar."""
+    """The field that asked for the sampling's grammar, for errors: a worker that refuses it knows only the grammar."""
+    detokenize: bool = True
+    """False: the caller needs only token ids."""
 
     def check(self, vocab_size: int) -> None:
         """Once per request: raise InvalidInputError for tokens that the model does not have."""
