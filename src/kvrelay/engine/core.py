@@ -26,6 +26,8 @@ from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.loans import Loans
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
 from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.step_sync.group import Alone, Group
+from kvrelay.engine.step_sync.protocol import Round
 from kvrelay.engine.stopping import stop_token_ids
 from kvrelay.errors import (
     EngineDeadError,
@@ -39,7 +41,7 @@ from kvrelay.errors import (
 class EngineCore:
     """One engine. Not thread-safe: all calls come from the thread that steps it.
 
-    ``seed`` is what requests without a seed draw theirs from.
+    ``seed`` is what requests without a seed draw theirs from. ``group`` is the engine's data-parallel group, if any.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class EngineCore:
         worker_id: str,
         exclusive_prefill: bool = False,
         seed: int = 0,
+        group: Group | None = None,
     ) -> None:
         self.executor = executor
         self.config = config
         self.worker_id = worker_id
+        self.group = group or Alone()
         self._clock = clock
         self._random = random.Random(seed)
         self._num_arrived = 0
@@ -103,20 +107,28 @@ class EngineCore:
         if work is not None and announce is not None and is_news:
             announce(self._take_output())
         try:
-            if work is None:
-                self.executor.check()
-            else:
+            kind = self.group.begin_round(has_batch=work is not None)
+            if work is not None:
                 result = self.executor.execute(work)
+            elif kind is Round.DUMMY:
+                self.group.execute_dummy()
+            else:
+                self.executor.check()
         except Exception as exc:  # noqa: BLE001 - whatever a device or a kernel may raise
-            return self._die(exc)
+            return self._die(self.group.explain(exc))
         if work is not None:
             self.scheduler.update(result)
         self.limits.observe()
         return self._take_output()
 
+    def step_for_group(self) -> None:
+        """Nothing is scheduled here any more: take part in the group's step if one is due. Raises EngineDeadError."""
+        if self.group.begin_round(has_batch=False) is Round.DUMMY:
+            self.group.execute_dummy()
+
     def has_work(self) -> bool:
         """Whether ``step`` has something to compute or to tell right now."""
-        return self._dead is not None or self.scheduler.has_work or self._has_news()
+        return self._dead is not None or self.scheduler.has_work or self._has_news() or self.group.owes_step
 
     def has_unfinished(self) -> bool:
         """Whether requests or hand-offs are in progress, those that wait for a transfer included."""
