@@ -257,6 +257,10 @@ class UpstreamConfig(Settings):
     upstream_model: str = setting("", "The model's name at that server; none: the only one it has.")
     upstream_api_key_file: str = setting("", "File with the key for that server.")
     upstream_ca: str = setting("", "Certificate authority of that server, as a PEM file; none: those of the system.")
+    upstream_kv_events: str = setting(
+        "", "Where that server publishes cache events (vLLM's --kv-events-config), e.g. tcp://127.0.0.1:5557."
+    )
+    upstream_kv_replay: str = setting("", "Where that server tells missed cache events again.")
     upstream_timeout_s: float = setting(
         300.0, "Seconds without a byte after which an answer of that server counts as lost.", low=0.1
     )
