@@ -80,6 +80,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             exclusive_prefill=exclusive_prefill,
+            priority_ageing_s=config.priority_ageing_s,
         )
         self.limits = AdmissionLimits(config, self.scheduler, clock)
         limits = [executor.max_model_len, executor.num_blocks * executor.kv_layout.block_size]

@@ -20,7 +20,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
-from kvrelay.engine.admission.queue import AdmissionQueue, EngineLoad
+from kvrelay.engine.admission.queue import AdmissionQueue, Backlog, EngineLoad
 from kvrelay.engine.base import KvLoad, ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
@@ -48,6 +48,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         exclusive_prefill: bool = False,
+        priority_ageing_s: float = 0.0,
     ) -> None:
         self.pool = pool
         self.output = StepOutput()
@@ -64,7 +65,7 @@ class Scheduler:
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
         self._clock = clock
         self._start_remote = start_remote
-        self.admission = AdmissionQueue(pool, max_num_batched_tokens)
+        self.admission = AdmissionQueue(pool, max_num_batched_tokens, clock, priority_ageing_s)
         self._batch = Batch(self.max_num_running)
         self._num_outside = 0
         """Admitted without a slot (REMOTE_PREFILLING, LOADING_KV); one is kept for each."""
@@ -250,7 +251,7 @@ class Scheduler:
             self._place(request)
 
     def _load(self) -> EngineLoad:
-        backlog = sum(request.num_missing_tokens for request in self._batch.prefilling)
+        backlog = tuple(Backlog(request.num_missing_tokens, request.arrival) for request in self._batch.prefilling)
         return EngineLoad(self.num_admitted, len(self._batch), backlog)
 
     def _place(self, request: Request) -> None:
