@@ -14,14 +14,16 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
+
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEvent, LoadMetrics
-from kvrelay.core.handoff import HandoffId, PositionLogprobs
+from kvrelay.core.handoff import HandoffId, PositionLogprobs, RemotePrefillRequest
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.admission.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
-from kvrelay.engine.base import Executor, RemotePrefillStart, StepOutput
+from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.loans import Loans
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
@@ -294,13 +296,13 @@ class EngineCore:
         self._remote[handoff_id] = request
         lent = self.loans.lend(handoff_id, request.block_ids, request.num_cached_blocks)
         self.scheduler.output.remote_prefills.append(
-            RemotePrefillStart(
+            RemotePrefillRequest(
                 handoff_id=handoff_id,
+                decode_worker_id=self.worker_id,
                 request_id=request.request_id,
                 token_ids=tuple(request.token_ids),
                 num_output_tokens=request.num_output_tokens,
-                sampling=request.sampling,
-                seed=request.seed,
+                sampling=msgspec.structs.replace(request.sampling, seed=request.seed),
                 block_ids=lent.block_ids,
                 num_cached_tokens=request.num_computed_tokens,
                 priority=request.priority,

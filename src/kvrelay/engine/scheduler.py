@@ -6,7 +6,7 @@ has to do or to tell (tokens, remote prefills, KV loads, hand-off chunks) is gat
 A step:  grow      blocks for decodes that fill their last one; preempt the least urgent when the pool is empty
          admit     waiting requests get all blocks of their known tokens; where they go depends on their mode:
                        LOCAL    slot, prefilled chunk by chunk
-                       REMOTE   no slot yet; RemotePrefillStart, joins with its first token (``remote_done``)
+                       REMOTE   no slot yet; RemotePrefillRequest, joins with its first token (``remote_done``)
                        HANDOFF  slot, perhaps after a KvLoad; each chunk goes to the sender, the last with the token
          plan      every decode, then prefill chunks under the token budget (``scheduled_batch.py``)
          update    (after execution) tokens, ends, blocks that became full
