@@ -19,6 +19,7 @@ from kvrelay.transfer.base import TransferOp, TransferPlan, Transport
 from kvrelay.transfer.factory import build_transport, shared_memory
 from kvrelay.transfer.loopback import LoopbackFabric
 from kvrelay.transfer.nixl import MAX_NOTIFY_BYTES
+from kvrelay.transfer.p2p.transport import P2pTransport
 from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 
@@ -89,20 +90,25 @@ def make_end(transport: Transport, worker_id: str, seed: int, memory: SharedPool
     return End(worker_id, transport, pool, metadata)
 
 
-@pytest.fixture(params=["loopback", "nixl", "shm", "auto"])
+@pytest.fixture(params=["loopback", "nixl", "shm", "auto", "p2p-PUT", "p2p-PUT_ASYNC", "p2p-GET"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     if request.param == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
         pytest.skip("NIXL is not installed")
-    config = TransferConfig(transport=request.param)
+    transport, _, send_type = request.param.partition("-")
+    config = TransferConfig(transport=transport, **({"send_type": send_type} if send_type else {}))
     fabric = LoopbackFabric()
     name = request.node.name
     memories = [shared_memory(config), shared_memory(config)]
     ends = [
-        make_end(build_transport(config, f"{name}-{role}", fabric, memory), f"{name}-{role}", seed, memory)
+        make_end(
+            build_transport(config, f"{name}-{role}", fabric, memory, is_guarded=False), f"{name}-{role}", seed, memory
+        )
         for seed, (role, memory) in enumerate(zip(("p", "d"), memories, strict=True))
     ]
     yield Pair(*ends)
     for end in ends:
+        if isinstance(end.transport, P2pTransport):
+            end.transport.check_integrity()
         end.transport.close()
     for memory in filter(None, memories):
         memory.close()

@@ -308,6 +308,7 @@ class Cluster:
                 )
             )
             await node.worker._engine.call(lambda core: core.check_integrity())
+            node.worker.check_integrity()
 
     async def gone(self, node: Node) -> BaseException | None:
         """Wait until the worker has left by itself; what it ended with."""

@@ -46,9 +46,6 @@ class EngineConfig(Settings):
     max_num_seqs: int = setting(256, "Maximum number of sequences that run at once.", low=1, high=65536)
     max_num_batched_tokens: int = setting(2048, "Token budget of one step (chunked prefill).", low=16)
     max_num_waiting: int = setting(1024, "Maximum number of waiting requests; further ones get 429.", low=0)
-    priority_ageing_s: float = setting(
-        10.0, "Seconds of waiting that count as much as one priority; 0: priorities do not age.", low=0
-    )
     kv_watermark: float = setting(16.0, "KV demand, in KV pools, above which new requests get 429; 0: no limit.", low=0)
     block_size: int = setting(16, "Tokens per KV block.", low=1, high=1024)
     num_blocks: int = setting(0, "Blocks in the KV pool; 0: from kv_cache_memory.", low=0)
@@ -95,10 +92,10 @@ class TransferConfig(Settings):
 
     section: ClassVar[str] = "transfer"
 
-    transport: Literal["nixl", "shm", "auto", "loopback"] = setting(
+    transport: Literal["nixl", "shm", "p2p", "auto", "loopback"] = setting(
         "nixl",
-        "Transport of KV; shm: shared memory, one host only; auto: shm within a host, else nixl, if all workers have "
-        "auto; loopback: within one process, for tests.",
+        "Transport of KV; shm: shared memory, one host only; p2p: process groups of torch (gloo, NCCL); auto: shm "
+        "within a host, else nixl, if all workers have auto; loopback: within one process, for tests.",
     )
     ucx_tls: str = setting("auto", "UCX transports; auto: shared memory, cross-memory attach and TCP.")
     ucx_net_devices: str = setting(
@@ -107,6 +104,20 @@ class TransferConfig(Settings):
     transfer_timeout_s: float = setting(30.0, "Seconds until a read or write fails.", low=0.01)
     poll_interval_s: float = setting(0.0005, "Seconds between polls while a hand-off is open.", low=0.00005, high=0.1)
     kv_checksums: bool = setting(False, "Checksums of all handed-off blocks; damaged ones are recomputed.")
+    send_type: Literal["PUT", "PUT_ASYNC", "GET"] = setting(
+        "PUT_ASYNC",
+        "p2p: PUT sends and waits; PUT_ASYNC sends beside other work; GET: the peer fetches when it has room.",
+    )
+    kv_buffer_size: int = setting(64 * 1024 * 1024, "p2p: bytes of the buffer for KV under way.", low=0)
+    p2p_pool_bytes: int = setting(
+        256 * 1024 * 1024, "p2p: bytes of the host memory pool, which takes what does not fit into the buffer.", low=0
+    )
+    p2p_room_wait_s: float = setting(
+        2.0, "p2p: seconds that a PUT waits for room before its KV counts as lost and is recomputed.", low=0
+    )
+    p2p_max_connections: int = setting(64, "p2p: communicators that may exist at once.", low=1, high=4096)
+    p2p_idle_s: float = setting(60.0, "p2p: seconds after which an idle communicator is closed.", low=0.1)
+    kv_port: int = setting(0, "p2p: port of the control connections; 0: a free one.", low=0, high=65535)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +271,6 @@ class UpstreamConfig(Settings):
     upstream_model: str = setting("", "The model's name at that server; none: the only one it has.")
     upstream_api_key_file: str = setting("", "File with the key for that server.")
     upstream_ca: str = setting("", "Certificate authority of that server, as a PEM file; none: those of the system.")
-    upstream_kv_events: str = setting(
-        "", "Where that server publishes cache events (vLLM's --kv-events-config), e.g. tcp://127.0.0.1:5557."
-    )
-    upstream_kv_replay: str = setting("", "Where that server tells missed cache events again.")
     upstream_timeout_s: float = setting(
         300.0, "Seconds without a byte after which an answer of that server counts as lost.", low=0.1
     )

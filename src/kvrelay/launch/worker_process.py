@@ -39,10 +39,12 @@ from kvrelay.launch.request_plane import connector
 from kvrelay.launch.security import request_plane_keys, require_metrics_key, transfer_settings
 from kvrelay.launch.signals import on_terminate
 from kvrelay.launch.stuck import ended_when_stuck
-from kvrelay.rpc import Heartbeat, ZmqRpcServer
+from kvrelay.rpc import CurveKeys, Heartbeat, ZmqRpcServer
 from kvrelay.rpc.base import RpcServer
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.base import Transport
+from kvrelay.transfer.p2p.control import ControlKeys
+from kvrelay.transfer.p2p.transport import P2pAddress
 from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.peers import Connect
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
@@ -110,7 +112,9 @@ async def _run_worker(options: WorkerOptions) -> None:
         worker = Worker(
             settings,
             engine,
-            build_transport(settings.transfer, settings.worker_id, memory=memory),
+            build_transport(
+                settings.transfer, settings.worker_id, memory=memory, address=_p2p_address(options, curve_keys)
+            ),
             control,
             ZmqRpcServer(options.host, options.port, heartbeat=heartbeat, curve_keys=curve_keys),
             connector(heartbeat, curve_keys),
@@ -122,6 +126,11 @@ async def _run_worker(options: WorkerOptions) -> None:
         timeout_s = options.engine.step_timeout_s
         async with ended_when_stuck(timeout_s and timeout_s + STUCK_MARGIN_S):
             await worker.run()
+
+
+def _p2p_address(options: WorkerOptions, keys: CurveKeys | None) -> P2pAddress:
+    """Transport p2p listens where the request plane does, with the same keys."""
+    return P2pAddress(options.host, None if keys is None else ControlKeys(keys.public, keys.secret))
 
 
 async def _start_monitoring(config: MetricsConfig, stack: AsyncExitStack) -> Callable[[Worker], None]:

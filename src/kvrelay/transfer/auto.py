@@ -13,12 +13,12 @@ import msgspec
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, Notification, TransferOp, TransferPlan, Transport
+from kvrelay.transfer.base import Completion, GrantRef, Notification, OneSided, TransferOp, TransferPlan, Transport
 
 _log = logging.getLogger(__name__)
 
 
-class AutoTransport:
+class AutoTransport(OneSided):
     """One worker's end. Contract: ``transfer.base.Transport``. ``choices``: by name, the best first."""
 
     name = "auto"
@@ -84,11 +84,18 @@ class AutoTransport:
         name = self._peers.get(worker_id)
         return name is not None and self._usable[name].has_peer(worker_id)
 
-    def post(self, op: TransferOp, worker_id: str, plan: TransferPlan, notify: bytes | None = None) -> int:
+    def post(
+        self,
+        op: TransferOp,
+        worker_id: str,
+        plan: TransferPlan,
+        notify: bytes | None = None,
+        grant: GrantRef | None = None,
+    ) -> int:
         name = self._peers.get(worker_id)
         if name is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
-        return self._own_handle(name, self._usable[name].post(op, worker_id, plan, notify))
+        return self._own_handle(name, self._usable[name].post(op, worker_id, plan, notify, grant))
 
     def poll(self) -> tuple[list[Completion], list[Notification]]:
         completions, notifications = [], []

@@ -21,15 +21,27 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 
+if TYPE_CHECKING:
+    from kvrelay.transfer.grants import GrantTable
+    from kvrelay.transfer.p2p.counters import P2pCounters
+
 Int64Array = npt.NDArray[np.int64]
+
+
+class GrantRef(msgspec.Struct, frozen=True, array_like=True):
+    """The grant under which a worker reads or writes a peer's memory: the hand-off's id as text, the generation."""
+
+    handoff: str
+    generation: int
 
 
 class TransferOp(enum.Enum):
@@ -58,10 +70,12 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of a post. ``error`` is None if every byte arrived."""
+    """The end of a post. ``error`` is None if every byte arrived. ``is_refused``: the peer has refused it, for want of
+    room or of a grant; the connection is good, and other posts go on."""
 
     handle: int
     error: str | None
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +95,11 @@ class Transport(Protocol):
     def has_bar(self) -> bool:
         """Whether ``bar`` knows more than True. Then the end of a lease must wait for it."""
 
+    @property
+    def grants(self) -> GrantTable | None:
+        """For transports that put peers' bytes into place in this process: what peers may touch. None: peers reach our
+        memory without us."""
+
     def register(self, region: MemoryRegion) -> bytes: ...
 
     def add_peer(self, metadata: KvMetadata) -> None: ...
@@ -89,10 +108,18 @@ class Transport(Protocol):
 
     def has_peer(self, worker_id: str) -> bool: ...
 
-    def post(self, op: TransferOp, worker_id: str, plan: TransferPlan, notify: bytes | None = None) -> int:
+    def post(
+        self,
+        op: TransferOp,
+        worker_id: str,
+        plan: TransferPlan,
+        notify: bytes | None = None,
+        grant: GrantRef | None = None,
+    ) -> int:
         """Start moving; returns a handle that a Completion will name exactly once. Raises TransferError.
 
-        An empty plan is allowed with ``notify``: then only the payload is delivered.
+        An empty plan is allowed with ``notify``: then only the payload is delivered. ``grant`` is the peer's
+        permission; a transport without a GrantTable has no use for it.
         """
 
     def poll(self) -> tuple[list[Completion], list[Notification]]: ...
@@ -112,4 +139,30 @@ class Transport(Protocol):
     def admit(self, worker_id: str) -> None:
         """Undo ``bar``."""
 
+    def learn(self, worker_id: str, public_key: str) -> None:
+        """A worker has registered: who proves to hold this key is that worker. Empty: no one is. From any thread."""
+
+    def p2p_counters(self) -> P2pCounters | None:
+        """What only the peer-to-peer transport counts. From any thread."""
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if memory of the transport's own is lost or used twice. From any thread."""
+
     def close(self) -> None: ...
+
+
+class OneSided:
+    """For transports whose peers reach our memory without us: there is nothing to permit, and no memory between."""
+
+    @property
+    def grants(self) -> GrantTable | None:
+        return None
+
+    def learn(self, worker_id: str, public_key: str) -> None:
+        pass
+
+    def p2p_counters(self) -> P2pCounters | None:
+        return None
+
+    def check_integrity(self) -> None:
+        pass

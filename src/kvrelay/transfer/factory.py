@@ -12,6 +12,7 @@ from kvrelay.transfer.auto import AutoTransport
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.nixl import NixlTransport
+from kvrelay.transfer.p2p.transport import P2pAddress, P2pTransport
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.transfer.shm.transport import ShmTransport
 
@@ -23,9 +24,13 @@ def build_transport(
     worker_id: str,
     fabric: LoopbackFabric | None = None,
     memory: SharedPoolMemory | None = None,
+    address: P2pAddress | None = None,
+    *,
+    is_guarded: bool = True,
 ) -> Transport:
     """``fabric`` is shared by the loopback transports of one process. ``memory`` is where the pool
-    was allocated, for shm and auto. Raises ConfigError if the transport lacks it."""
+    was allocated, for shm and auto. ``address``: where p2p listens (default: loopback, open); ``is_guarded`` False lets
+    p2p's peers touch the whole pool. Raises ConfigError if the transport lacks something."""
     match config.transport:
         case "nixl":
             return NixlTransport(config, worker_id)
@@ -34,6 +39,8 @@ def build_transport(
             if config.transport == "shm":
                 return shm
             return AutoTransport(worker_id, {"shm": shm, "nixl": NixlTransport(config, worker_id)})
+        case "p2p":
+            return P2pTransport(config, worker_id, address, is_guarded=is_guarded)
         case "loopback" if fabric is not None:
             return LoopbackTransport(fabric, worker_id)
         case "loopback":

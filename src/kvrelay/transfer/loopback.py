@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import Completion, Int64Array, Notification, TransferOp, TransferPlan
+from kvrelay.transfer.base import Completion, GrantRef, Int64Array, Notification, OneSided, TransferOp, TransferPlan
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.plan import check_bounds
 
@@ -75,7 +75,7 @@ class LoopbackFabric:
                 end.connected.discard(worker_id)
 
 
-class LoopbackTransport:
+class LoopbackTransport(OneSided):
     """One worker's end. Contract: ``transfer.base.Transport``."""
 
     name = "loopback"
@@ -123,7 +123,14 @@ class LoopbackTransport:
     def has_peer(self, worker_id: str) -> bool:
         return worker_id in self._peers
 
-    def post(self, op: TransferOp, worker_id: str, plan: TransferPlan, notify: bytes | None = None) -> int:
+    def post(
+        self,
+        op: TransferOp,
+        worker_id: str,
+        plan: TransferPlan,
+        notify: bytes | None = None,
+        grant: GrantRef | None = None,
+    ) -> int:
         peer = self._peers.get(worker_id)
         if peer is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)

@@ -31,7 +31,7 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, Int64Array, Notification, TransferOp, TransferPlan
+from kvrelay.transfer.base import Completion, GrantRef, Int64Array, Notification, OneSided, TransferOp, TransferPlan
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.plan import check_bounds
 
@@ -42,7 +42,7 @@ _SETTLE_PAUSE_S = 0.001
 _SEAL = b"kvrelay-nixl-1:"
 
 
-class NixlTransport:
+class NixlTransport(OneSided):
     """One worker's end. Contract: ``transfer.base.Transport``. The agent is made by ``register``."""
 
     name = "nixl"
@@ -119,7 +119,14 @@ class NixlTransport:
     def has_peer(self, worker_id: str) -> bool:
         return worker_id in self._peers
 
-    def post(self, op: TransferOp, worker_id: str, plan: TransferPlan, notify: bytes | None = None) -> int:
+    def post(
+        self,
+        op: TransferOp,
+        worker_id: str,
+        plan: TransferPlan,
+        notify: bytes | None = None,
+        grant: GrantRef | None = None,
+    ) -> int:
         peer, region = self._peers.get(worker_id), self._region
         if peer is None or region is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)

@@ -17,7 +17,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import RecomputeError, TransferError
-from kvrelay.transfer.base import Completion, TransferOp, TransferPlan, Transport
+from kvrelay.transfer.base import Completion, GrantRef, TransferOp, TransferPlan, Transport
 from kvrelay.transfer.compat import check_compatible
 from kvrelay.transfer.plan import check_bounds
 
@@ -42,6 +42,9 @@ class Transfer:
     deadline_s: float
     parts: deque[TransferPlan]
     in_flight: int = 0
+    grant: GrantRef | None = None
+    error: str | None = None
+    """Why the peer has refused a part; the parts in flight are awaited."""
 
 
 class _PeerQueue:
@@ -152,15 +155,25 @@ class TransferQueues:
         if error is None and transfer.op is TransferOp.READ and self._clock.now() >= self._fence():
             # This process may have been stopped in the middle of the copy, and the peer have reused what it read.
             error = "the lease ran out during a read, so its bytes may be another request's"
-        if error is not None:
+        if error is not None and completion.is_refused:
+            self._refused(peer, transfer, error)
+        elif error is not None:
             if not peer.waiting or peer.waiting[0] is not transfer:
                 peer.waiting.appendleft(transfer)
             self._disconnect(transfer.worker_id, error)
             return
         if transfer.in_flight == 0 and not transfer.parts:
-            self._finish(transfer, None)
+            self._finish(transfer, transfer.error)
         if not peer.waiting and not peer.posts:
             self._peers.pop(transfer.worker_id, None)
+
+    @staticmethod
+    def _refused(peer: _PeerQueue, transfer: Transfer, error: str) -> None:
+        """The connection is good: only this transfer fails, when its parts in flight have ended."""
+        transfer.error = transfer.error or error
+        transfer.parts.clear()
+        if transfer in peer.waiting:
+            peer.waiting.remove(transfer)
 
     def forget(self, worker_id: str) -> None:
         """Tear the connection down, fail its unfinished transfers, forget the peer."""
@@ -199,7 +212,7 @@ class TransferQueues:
         try:
             if not self._transport.has_peer(worker_id):
                 self._transport.add_peer(self._known[worker_id])
-            handle = self._transport.post(transfer.op, worker_id, transfer.parts[0], notify)
+            handle = self._transport.post(transfer.op, worker_id, transfer.parts[0], notify, transfer.grant)
         except RecomputeError as exc:
             self._disconnect(worker_id, exc.message)
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.transfer.base import TransferOp, TransferPlan
+from kvrelay.transfer.p2p.counters import P2pCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class TransferStats:
     num_notifications: int
     num_unfinished: int
     num_open_handoffs: int
+    p2p: P2pCounters | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -75,5 +77,6 @@ class StatsCounter:
                 rest.seconds + gone.seconds,
             )
 
-    def snapshot(self, num_unfinished: int, num_open_handoffs: int) -> TransferStats:
-        return TransferStats(tuple(self._peers.values()), self.num_notifications, num_unfinished, num_open_handoffs)
+    def snapshot(self, num_unfinished: int, num_open_handoffs: int, p2p: P2pCounters | None) -> TransferStats:
+        peers = tuple(self._peers.values())
+        return TransferStats(peers, self.num_notifications, num_unfinished, num_open_handoffs, p2p)

@@ -36,7 +36,8 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import Notification, TransferOp, TransferPlan, Transport
+from kvrelay.transfer.base import GrantRef, Notification, TransferOp, TransferPlan, Transport
+from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.plan import split_plan
 from kvrelay.transfer.queues import OnDone, Transfer, TransferQueues
 from kvrelay.transfer.stats import StatsCounter, TransferStats
@@ -116,6 +117,15 @@ class TransferThread:
         """``Transport.bar``. Raises TransferError when the thread is closed."""
         return self._post_call(lambda: self._transport.bar(worker_id))
 
+    def learn(self, worker_id: str, public_key: str) -> None:
+        """``Transport.learn``."""
+        self._transport.learn(worker_id, public_key)
+
+    @property
+    def grants(self) -> GrantTable | None:
+        """``Transport.grants``."""
+        return self._transport.grants
+
     def admit(self, worker_id: str) -> Future[None]:
         """``Transport.admit``. Nothing when the thread is closed."""
         return self._post_teardown(lambda: self._transport.admit(worker_id))
@@ -130,10 +140,12 @@ class TransferThread:
         on_done: OnDone,
         group: str | None = None,
         timeout_s: float | None = None,
+        grant: GrantRef | None = None,
     ) -> None:
         """Move ``plan``'s bytes, then deliver ``notify`` to the peer; calls ``on_done(None)`` or ``on_done(reason)``.
 
-        ``timeout_s``, if given, shortens the configured ``transfer_timeout_s``, e.g. to the rest of a lease.
+        ``timeout_s``, if given, shortens the configured ``transfer_timeout_s``, e.g. to the rest of a lease. ``grant``:
+        the peer's permission.
         """
         now = self._clock.now()
         limit = self._config.transfer_timeout_s
@@ -141,7 +153,7 @@ class TransferThread:
         parts = deque(split_plan(plan, MAX_POST_BYTES))
         with self._lock:
             term = self._queues.term
-            transfer = Transfer(op, worker_id, plan, notify, on_done, group, term, now, deadline_s, parts)
+            transfer = Transfer(op, worker_id, plan, notify, on_done, group, term, now, deadline_s, parts, 0, grant)
             accepted = not self._closed
             if accepted:
                 self._num_unfinished += 1
@@ -170,9 +182,14 @@ class TransferThread:
             assert self._num_handoffs > 0, "close_handoff without open_handoff"
             self._num_handoffs -= 1
 
+    def check_integrity(self) -> None:
+        """``Transport.check_integrity``."""
+        self._transport.check_integrity()
+
     def stats(self) -> TransferStats:
+        p2p = self._transport.p2p_counters()
         with self._lock:
-            return self._counter.snapshot(self._num_unfinished, self._num_handoffs)
+            return self._counter.snapshot(self._num_unfinished, self._num_handoffs, p2p)
 
     def close(self) -> None:
         """Fail all unfinished transfers, close the transport, end the thread. Idempotent."""

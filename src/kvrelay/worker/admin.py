@@ -28,6 +28,8 @@ class Administered(Protocol):
 
     async def set_role(self, role: WorkerRole) -> None: ...
 
+    def check_integrity(self) -> None: ...
+
 
 async def run_admin_command(message: AdminRequest, worker: Administered, engine: EngineHost) -> AdminReply:
     """Run the command. The reply to an unknown command, or to one that fails, carries the reason."""
@@ -49,6 +51,7 @@ async def _perform(message: AdminRequest, worker: Administered, engine: EngineHo
             await worker.set_role(WorkerRole(message.argument))
             return {"role": worker.role, "epoch": worker.epoch}
         case "check_integrity":
+            worker.check_integrity()
             return await engine.call(_integrity)
         case "cache":
             hashes = await engine.call(lambda core: core.cached_hashes())

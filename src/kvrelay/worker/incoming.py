@@ -15,16 +15,19 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+
 from kvrelay.core.clock import Clock
-from kvrelay.core.handoff import HandoffDone, HandoffId, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffDone, HandoffId
 from kvrelay.core.messages import decode_message
-from kvrelay.engine.base import StepOutput
+from kvrelay.engine.base import RemotePrefillStart, StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.errors import PayloadTooLargeError, ProtocolError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.decode import DecodeRules
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.rpc.base import RpcServer
+from kvrelay.transfer.base import GrantRef, Int64Array
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.driver import LedgerDriver
@@ -34,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
-    """``push(prefill)`` runs on the event loop for each prefill that is to be queued; ``PushFailed`` if that fails."""
+    """``push(start)`` runs on the event loop for each prefill that is to be queued; ``PushFailed`` if that fails."""
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         checksums: BlockChecksums,
         server: RpcServer,
         stats: DecodeStats,
-        push: Callable[[RemotePrefillRequest], None],
+        push: Callable[[RemotePrefillStart], None],
     ) -> None:
         self.ledger = DecodeLedger(rules)
         self._engine = engine
@@ -55,7 +58,8 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self._server = server
         self._stats = stats
         self._push = push
-        self._prefills: dict[HandoffId, RemotePrefillRequest] = {}
+        self._block_bytes = engine.facts.kv_layout.block_bytes
+        self._starts: dict[HandoffId, RemotePrefillStart] = {}
         self._num_polled_for = 0
         self._num_stale = 0
         super().__init__(
@@ -66,7 +70,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
                 de.Push: self._queue,
                 de.Allocate: self._allocate,
                 de.ChecksumHits: self._checksum_hits,
-                de.SendGrant: lambda action: self.on_loop(self._send_grant, action),
+                de.SendGrant: self._grant,
                 de.Send: lambda action: self.on_loop(self._send, action),
                 de.Verify: self._verify,
                 de.EndLoan: self._end_loan,
@@ -92,10 +96,10 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
     def on_step(self, step: StepOutput) -> None:
         """What a step has opened and closed."""
-        for prefill in step.remote_prefills:
-            num_hit_blocks = prefill.num_cached_tokens // self.ledger.rules.block_size
-            self._prefills[prefill.handoff_id] = prefill
-            self.handle(de.Opened(prefill.handoff_id, prefill.request_id, prefill.block_ids, num_hit_blocks))
+        for start in step.remote_prefills:
+            num_hit_blocks = start.num_cached_tokens // self.ledger.rules.block_size
+            self._starts[start.handoff_id] = start
+            self.handle(de.Opened(start.handoff_id, start.request_id, start.block_ids, num_hit_blocks))
         for handoff_id in step.closed_handoffs:
             self.handle(de.Closed(handoff_id))
 
@@ -125,7 +129,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
     # -- actions ------------------------------------------------------------------------------------------------------
 
     def _queue(self, action: de.Push) -> None:
-        self.on_loop(self._push, self._prefills.pop(action.handoff_id))
+        self.on_loop(self._push, self._starts.pop(action.handoff_id))
 
     def _allocate(self, action: de.Allocate) -> None:
         def allocate(core: Engine) -> None:
@@ -154,7 +158,27 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
         self._checksums.verify(action.block_ids, action.checksums, verified)
 
+    def _grant(self, action: de.SendGrant) -> None:
+        grants, message = self._transfer.grants, action.message
+        handoff = self.ledger.handoffs.get(message.handoff_id)
+        grant = None if handoff is None else handoff.find(message.generation)
+        if grants is not None and grant is not None:
+            # Before the claimant hears of it. D's hits are read, the other blocks are written.
+            num_hit_blocks = message.num_cached_tokens // self.ledger.rules.block_size
+            hits, others = message.block_ids[:num_hit_blocks], message.block_ids[num_hit_blocks:]
+            ref = GrantRef(str(message.handoff_id), message.generation)
+            grants.open(ref, grant.loan, action.worker_id, self._bytes_of(hits), self._bytes_of(others))
+        self.on_loop(self._send_grant, action)
+
+    def _bytes_of(self, block_ids: tuple[int, ...]) -> Int64Array:
+        """Rows of offset and length."""
+        offsets = np.asarray(block_ids, dtype=np.int64) * self._block_bytes
+        return np.stack((offsets, np.full_like(offsets, self._block_bytes)), axis=1)
+
     def _end_loan(self, action: de.EndLoan) -> None:
+        if self._transfer.grants is not None:
+            # Before the engine may use the blocks: a peer's bytes that come later are refused.
+            self._transfer.grants.close(str(action.handoff_id), action.loan)
         self._engine.post(lambda core: core.end_loan(action.handoff_id, action.loan))
 
     def _compute_here(self, action: de.ComputeHere) -> None:

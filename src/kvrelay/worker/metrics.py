@@ -18,6 +18,7 @@ from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.stats import EngineStats
 from kvrelay.handoff.decode import DecodeCounters
 from kvrelay.transfer.base import TransferOp
+from kvrelay.transfer.p2p.counters import P2pCounters
 from kvrelay.transfer.stats import TransferStats
 from kvrelay.worker.stats import DecodeStats, PrefillStats
 
@@ -65,6 +66,8 @@ class WorkerMetrics(Collector):
         yield _gauge("grants_open", "Permissions to touch our blocks that peers hold.", stats.num_grants)
         yield from _engine_counters(stats.engine)
         yield from _transfers(stats.transfer)
+        if stats.transfer.p2p is not None:
+            yield from _p2p(stats.transfer.p2p)
         placements = CounterMetricFamily(PREFIX + "placements", "Where prefills ran, and why.", labels=("place",))
         for place, count in stats.decode.places.copy().items():
             placements.add_metric((place,), count)
@@ -127,6 +130,17 @@ def _transfers(transfer: TransferStats) -> Iterator[Metric]:
         for op in TransferOp:
             family.add_metric((op.value,), sum(getattr(peer, field) for peer in transfer.peers if peer.op is op))
         yield family
+
+
+def _p2p(counters: P2pCounters) -> Iterator[Metric]:
+    """What only the peer-to-peer transport has."""
+    yield _gauge("p2p_communicators", "Communicators that exist.", counters.pairs)
+    yield _gauge("p2p_buffer_used_bytes", "Buffer taken by KV under way.", counters.buffer_used_bytes)
+    yield _gauge("p2p_pool_used_bytes", "Memory pool taken by KV under way.", counters.pool_used_bytes)
+    for field in dataclasses.fields(counters):
+        if field.name.startswith("num_"):
+            name = field.name.removeprefix("num_")
+            yield _counter(f"p2p_{name}", f"Transport p2p: {name.replace('_', ' ')}.", getattr(counters, field.name))
 
 
 def _counts(group: str, title: str, counts: DecodeStats | PrefillStats | DecodeCounters) -> Iterator[Metric]:

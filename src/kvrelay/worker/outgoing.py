@@ -41,7 +41,7 @@ from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.prefill import PrefillRules
 from kvrelay.handoff.prefill_ledger import PrefillLedger
-from kvrelay.transfer.base import TransferOp
+from kvrelay.transfer.base import GrantRef, TransferOp
 from kvrelay.transfer.plan import plan_blocks
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
@@ -263,7 +263,13 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         def ended(error: str | None) -> None:
             self.handle(pe.ReadEnded(action.handoff_id, error is None))
 
-        self._transfer.submit(TransferOp.READ, job.request.decode_worker_id, plan, on_done=ended)
+        worker_id, grant = job.request.decode_worker_id, self._grant_of(action.handoff_id)
+        self._transfer.submit(TransferOp.READ, worker_id, plan, on_done=ended, grant=grant)
+
+    def _grant_of(self, handoff_id: HandoffId) -> GrantRef | None:
+        """The permission that we name; under the ledger's lock."""
+        handoff = self.ledger.handoffs.get(handoff_id)
+        return None if handoff is None or handoff.grant is None else GrantRef(str(handoff_id), handoff.grant.generation)
 
     def _write(self, action: pe.Write) -> None:
         job = self.jobs[action.handoff_id]
@@ -279,7 +285,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             self.handle(pe.Written(action.handoff_id, error is None))
 
         worker_id, group = job.request.decode_worker_id, job.name
-        self._transfer.submit(TransferOp.WRITE, worker_id, plan, notify, on_done=ended, group=group)
+        grant = GrantRef(group, action.generation)
+        self._transfer.submit(TransferOp.WRITE, worker_id, plan, notify, on_done=ended, group=group, grant=grant)
 
     def _count(self, job: Job, num_bytes: int) -> None:
         job.num_bytes += num_bytes

@@ -64,8 +64,6 @@ _log = logging.getLogger(__name__)
 
 HUNG_JOIN_S = 0.1
 """How long the engine's thread is waited for when it hangs."""
-FAILED_JOIN_S = 4.0
-"""The same after another failure: ranks of a data-parallel group that work on must not keep this one from ending."""
 
 GIVE_UP_LEASES = 3.0
 """So many times the lease's time to live a drain waits for peers: long enough that one that is dead is fenced."""
@@ -257,8 +255,7 @@ class Worker:
         await self._server.close()
         is_hung = isinstance(self._failure, EngineHungError)
         await asyncio.to_thread(self._checksums.close)
-        join_s = HUNG_JOIN_S if is_hung else FAILED_JOIN_S if self._failure is not None else None
-        if await asyncio.to_thread(self._engine.close, join_s):
+        if await asyncio.to_thread(self._engine.close, HUNG_JOIN_S if is_hung else None):
             self._watchdog.stop()
 
     # -- role ---------------------------------------------------------------------------------------------------------
@@ -382,11 +379,13 @@ class Worker:
     def _on_worker_registered(self, metadata: KvMetadata) -> None:
         worker_id, ttl_s, term = metadata.worker_id, metadata.lease_ttl_s, metadata.term
         self._callers.learn(Caller(CallerKind.WORKER, worker_id), metadata.public_key)
+        self._transfer.learn(worker_id, metadata.public_key)
         self._decode.handoffs.handle(de.Registered(worker_id, ttl_s, term))
         self._prefill.handoffs.handle(pe.Registered(worker_id, ttl_s, term))
 
     def _on_worker_ended(self, worker_id: str) -> None:
         self._callers.forget(Caller(CallerKind.WORKER, worker_id))
+        self._transfer.learn(worker_id, "")
         self._decode.handoffs.handle(de.LeaseEnded(worker_id))
         self._prefill.handoffs.handle(pe.LeaseEnded(worker_id))
         self._transfer.remove_peer(worker_id)
@@ -460,6 +459,10 @@ class Worker:
             "transfer": msgspec.to_builtins(self._transfer.stats()),
             "disagg": asdict(self._policy.config),
         }
+
+    def check_integrity(self) -> None:
+        """Of what lies beside the engine. Raises IntegrityError."""
+        self._transfer.check_integrity()
 
     @property
     def is_ready(self) -> bool:

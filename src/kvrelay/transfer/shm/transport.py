@@ -25,7 +25,7 @@ import msgspec
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, Int64Array, Notification, TransferOp, TransferPlan
+from kvrelay.transfer.base import Completion, GrantRef, Int64Array, Notification, OneSided, TransferOp, TransferPlan
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.plan import check_bounds
 from kvrelay.transfer.shm.host import Host, this_host
@@ -89,7 +89,7 @@ class _Peer:
         return unsent
 
 
-class ShmTransport:
+class ShmTransport(OneSided):
     """One worker's end. Contract: ``transfer.base.Transport``. ``copy``: for tests that stop in the middle."""
 
     name = "shm"
@@ -165,7 +165,14 @@ class ShmTransport:
     def has_peer(self, worker_id: str) -> bool:
         return worker_id in self._peers
 
-    def post(self, op: TransferOp, worker_id: str, plan: TransferPlan, notify: bytes | None = None) -> int:
+    def post(
+        self,
+        op: TransferOp,
+        worker_id: str,
+        plan: TransferPlan,
+        notify: bytes | None = None,
+        grant: GrantRef | None = None,
+    ) -> int:
         peer, region = self._peers.get(worker_id), self._region
         if peer is None or region is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)

@@ -1,0 +1,317 @@
+"""The end whose pool is touched: offers get room, data lands in it and then goes into blocks; wanted bytes are sent.
+
+    Put ──checked, granted?──> room, or wait for room ──Accept──> [receive] ──still granted?──> scatter ──> Landed
+    Get ──checked, granted?──> Sending ──still granted?──> gather ──> [send] ──> Landed
+
+Handlers run on the control thread. Tasks run on a lane's thread (``pairs``); they copy under the grant table's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.errors import ProtocolError
+from kvrelay.transfer.base import GrantRef, Int64Array, TransferOp
+from kvrelay.transfer.p2p.groups import PairGroup
+from kvrelay.transfer.p2p.memory import empty_bytes
+from kvrelay.transfer.p2p.messages import (
+    MAX_REASON,
+    Accept,
+    Close,
+    Connect,
+    Connected,
+    Get,
+    Landed,
+    Message,
+    Put,
+    Refused,
+    Rendezvous,
+    Sending,
+    Tell,
+    pieces_of,
+)
+from kvrelay.transfer.p2p.pairs import Pair
+from kvrelay.transfer.p2p.room import Reservation
+from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
+
+MAX_OFFERS = 256
+"""Messages of one peer that may be open at once; an honest one has a handful."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A message that is under way."""
+
+    op: TransferOp
+    worker_id: str
+    number: int
+    pair: Pair
+    offsets: Int64Array
+    lengths: Int64Array
+    num_bytes: int
+    grant: GrantRef | None
+    notify: bytes | None
+    reservation: Reservation | None = None
+    refusal: str | None = None
+
+
+class _Receive:
+    """Data of a Put: into the room, then into the blocks if the grant is still open."""
+
+    def __init__(self, acceptor: Acceptor, item: _Open) -> None:
+        self._acceptor, self._item = acceptor, item
+
+    def run(self, group: Callable[[], PairGroup]) -> None:
+        item, shared = self._item, self._acceptor.shared
+        assert item.reservation is not None
+        tensor = item.reservation.tensor
+        if item.reservation.is_spilled and not shared.pool.is_host:
+            landing = staging(item.pair, "receive", shared)[: item.num_bytes]
+            group().receive(landing, item.number)
+            tensor.copy_(landing)
+        else:
+            group().receive(tensor, item.number)
+        touching = shared.grants.touching(item.op, item.worker_id, item.grant, item.offsets, item.lengths)
+        with touching as item.refusal:
+            if item.refusal is None:
+                shared.pool.scatter(tensor, item.offsets, item.lengths)
+
+    def ended(self, error: str | None) -> None:
+        self._acceptor.shared.control.call(self._acceptor.moved, self._item, error)
+
+
+class _Send:
+    """Data of a Get: gathered while the grant is open, then sent. Without a grant zeros are sent, and an error."""
+
+    def __init__(self, acceptor: Acceptor, item: _Open) -> None:
+        self._acceptor, self._item = acceptor, item
+
+    def run(self, group: Callable[[], PairGroup]) -> None:
+        item, shared = self._item, self._acceptor.shared
+        tensor = staging(item.pair, "send", shared)[: item.num_bytes]
+        touching = shared.grants.touching(item.op, item.worker_id, item.grant, item.offsets, item.lengths)
+        with touching as item.refusal:
+            if item.refusal is None:
+                shared.pool.gather(item.offsets, item.lengths, tensor)
+            else:
+                tensor.zero_()
+        group().send(tensor, item.number)
+
+    def ended(self, error: str | None) -> None:
+        self._acceptor.shared.control.call(self._acceptor.moved, self._item, error)
+
+
+class Acceptor:
+    """``on_notified(payload)`` runs on the control thread."""
+
+    def __init__(self, shared: Shared, on_notified: Callable[[bytes], None]) -> None:
+        self.shared = shared
+        self._on_notified = on_notified
+        self._open: dict[tuple[str, int], _Open] = {}
+
+    def __repr__(self) -> str:
+        return f"Acceptor({len(self._open)} open)"
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    # -- what peers ask -----------------------------------------------------------------------------------------------
+
+    def handle(self, worker_id: str, message: Message, payload: memoryview) -> None:
+        """A request of a peer. Raises ProtocolError for what no peer may say."""
+        match message:
+            case Connect():
+                self._connect(worker_id, message.pair)
+            case Rendezvous():
+                pair = self._pair(worker_id, message.pair)
+                if pair is not None:
+                    pair.store.receive(message.key, message.value)
+            case Put():
+                self._checked(worker_id, message, payload, self._put)
+            case Get():
+                self._checked(worker_id, message, payload, self._get)
+            case Tell():
+                self._on_notified(message.notify)
+                self._answer(worker_id, message.message, None)
+            case Close():
+                pair = self._pair(worker_id, message.pair)
+                if pair is not None:
+                    self.close(pair)
+            case _:
+                raise ProtocolError(f"{worker_id} sent an unexpected {type(message).__name__}")
+
+    def _connect(self, worker_id: str, name: str) -> None:
+        shared = self.shared
+        if name in shared.table.pairs:
+            raise ProtocolError(f"{worker_id} names a communicator that exists")
+        evicted = shared.table.make_room()
+        if evicted is None:
+            shared.num_busy += 1
+            shared.control.answer(worker_id, Refused(name, "all communicators are in use"))
+            return
+        for pair in evicted:
+            shared.table.num_evicted += 1
+            shared.end_idle(pair)
+        shared.table.add(
+            Pair(
+                name,
+                worker_id,
+                1,
+                device=shared.pool.device,
+                timeout_s=shared.timeout_s,
+                send_key=lambda key, value: shared.control.call(
+                    shared.control.answer, worker_id, Rendezvous(name, key, value)
+                ),
+                on_failed=lambda pair, error: shared.control.call(self._failed, pair, error),
+            )
+        )
+        shared.table.pairs[name].used_s = shared.clock()
+        shared.control.answer(worker_id, Connected(name))
+
+    def _checked(
+        self,
+        worker_id: str,
+        message: Put | Get,
+        payload: memoryview,
+        begin: Callable[[_Open, Put | Get], None],
+    ) -> None:
+        """Refuse what is malformed, too much, or not granted, before anything is reserved for it."""
+        shared, number = self.shared, message.message
+        op = TransferOp.WRITE if isinstance(message, Put) else TransferOp.READ
+        try:
+            offsets, lengths = pieces_of(message, shared.pool.num_bytes)
+        except ProtocolError as exc:
+            self._answer(worker_id, number, exc.message)
+            raise
+        is_known = (worker_id, number) in self._open
+        if is_known or sum(key[0] == worker_id for key in self._open) >= MAX_OFFERS:
+            self._answer(worker_id, number, "it is open already" if is_known else "too many messages are open")
+            return
+        if not message.pair:
+            self._at_once(worker_id, message, payload, op, offsets, lengths)
+            return
+        refusal = shared.grants.refusal(op, worker_id, message.grant, offsets, lengths)
+        if refusal is not None:
+            shared.grants.num_refused += 1
+            self._answer(worker_id, number, refusal, is_refused=True)
+            return
+        pair = self._pair(worker_id, message.pair)
+        if pair is None:
+            # Closed by us before its message arrived: it will be offered again on another one.
+            shared.control.answer(worker_id, Close(message.pair))
+            return
+        notify = message.notify if isinstance(message, Put) else None
+        item = _Open(op, worker_id, number, pair, offsets, lengths, message.num_bytes, message.grant, notify)
+        self._open[worker_id, number] = item
+        pair.num_open += 1
+        begin(item, message)
+
+    def _at_once(
+        self,
+        worker_id: str,
+        message: Put | Get,
+        payload: memoryview,
+        op: TransferOp,
+        offsets: Int64Array,
+        lengths: Int64Array,
+    ) -> None:
+        """A small message brings, or takes, its bytes itself."""
+        shared, data = self.shared, b""
+        if not shared.is_eager(message.num_bytes) or (op is TransferOp.WRITE and len(payload) != message.num_bytes):
+            self._answer(worker_id, message.message, "its bytes are not those that it names")
+            return
+        with shared.grants.touching(op, worker_id, message.grant, offsets, lengths) as refusal:
+            if refusal is None and op is TransferOp.WRITE:
+                shared.pool.scatter_bytes(payload, offsets, lengths)
+            elif refusal is None:
+                data = shared.pool.gather_bytes(offsets, lengths)
+        if refusal is None and isinstance(message, Put) and message.notify is not None:
+            self._on_notified(message.notify)
+        landed = Landed(message.message, refusal, is_refused=refusal is not None)
+        shared.control.answer(worker_id, landed, data or None)
+
+    def _put(self, item: _Open, message: Put | Get) -> None:
+        waits = isinstance(message, Put) and message.waits
+        deadline_s = None if waits else self.shared.clock() + self.shared.room_wait_s
+        self.shared.rooms.ask(item, item.num_bytes, lambda room: self._accept(item, room), deadline_s)
+
+    def _accept(self, item: _Open, reservation: Reservation | None) -> None:
+        if reservation is None:
+            error = f"{item.num_bytes} bytes fit neither into its buffer nor into its memory pool"
+            self._end(item, error, is_refused=True)
+            return
+        item.reservation = reservation
+        self.shared.control.answer(item.worker_id, Accept(item.number))
+        item.pair.receive(_Receive(self, item))
+
+    def _get(self, item: _Open, message: Put | Get) -> None:
+        if item.num_bytes > CHUNK_BYTES:
+            self._end(item, f"{item.num_bytes} bytes are too many for one message")
+            return
+        self.shared.control.answer(item.worker_id, Sending(item.number))
+        item.pair.send(_Send(self, item))
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def moved(self, item: _Open, error: str | None) -> None:
+        """A task has ended; nothing of it touches memory any more."""
+        if item.notify is not None and error is None and item.refusal is None:
+            self._on_notified(item.notify)
+        self._end(item, error or item.refusal, is_refused=error is None)
+
+    def _end(self, item: _Open, error: str | None, *, is_refused: bool = False) -> None:
+        if self._open.pop((item.worker_id, item.number), None) is None:
+            return
+        item.pair.num_open -= 1
+        item.pair.used_s = self.shared.clock()
+        self._answer(item.worker_id, item.number, error, is_refused=is_refused)
+        reservation, item.reservation = item.reservation, None
+        if reservation is not None:
+            self.shared.rooms.release(reservation)
+
+    def _failed(self, pair: Pair, error: str) -> None:
+        self.shared.num_failed += 1
+        _log.warning("the communicator with %s has failed: %s", pair.peer_id, error)
+        self.close(pair)
+        self.shared.control.answer(pair.peer_id, Close(pair.name))
+
+    def close(self, pair: Pair) -> None:
+        """End a communicator that a peer has made. What is being received ends by itself; what waits for room goes."""
+        self.shared.table.remove(pair)
+        pair.close()
+        for item in [each for each in self._open.values() if each.pair is pair and each.reservation is None]:
+            if item.op is TransferOp.WRITE:
+                self.shared.rooms.cancel(item)
+                self._end(item, "the communicator is closed")
+
+    def end_idle(self, pair: Pair) -> None:
+        """Close a communicator that a peer has made, and tell it."""
+        self.close(pair)
+        self.shared.control.answer(pair.peer_id, Close(pair.name))
+
+    def drop(self, worker_id: str) -> None:
+        """End what a worker whose lease has ended has begun. What it asks from now on is refused by the grant table."""
+        for pair in self.shared.table.of_peer(worker_id):
+            if pair.rank:
+                self.end_idle(pair)
+
+    def _pair(self, worker_id: str, name: str) -> Pair | None:
+        pair = self.shared.table.find(name, worker_id)
+        return pair if pair is not None and pair.rank else None
+
+    def _answer(self, worker_id: str, number: int, error: str | None, *, is_refused: bool = False) -> None:
+        message = Landed(number, error if error is None else error[:MAX_REASON], error is not None and is_refused)
+        self.shared.control.answer(worker_id, message)
+
+
+def staging(pair: Pair, direction: str, shared: Shared) -> Any:
+    """Memory of a lane to gather into: made at first use, freed with the pair."""
+    if direction not in pair.staging:
+        pair.staging[direction] = empty_bytes(CHUNK_BYTES, shared.pool.device, is_host=False)
+    return pair.staging[direction]

@@ -1,0 +1,209 @@
+"""Communicators of this worker, one per pair of workers and initiator, and the threads that move data over them.
+
+    control thread ── Pair.sender / Pair.receiver: tasks in order ──> lane thread: make the group, send or receive
+                  <── done(pair, error) ─────────────────────────────
+
+The first task that moves data makes the group, which blocks until the peer's first one does so too. Each direction has
+its own thread, begun at its first task: a send waits for the peer's receive, so one thread for both could wait in a
+circle. The first failure ends a pair: its tasks fail, its threads end, its descriptors are given back.
+
+``PairTable`` bounds the number of pairs. What is idle gives way to what is new, the longest idle first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvrelay.errors import TransferError
+from kvrelay.transfer.p2p.groups import PairGroup, PairStore
+
+
+class Task(Protocol):
+    """One send or receive, with what belongs to it."""
+
+    def run(self, group: Callable[[], PairGroup]) -> None:
+        """On a lane's thread. ``group`` makes the group if need be. Raises TransferError, which ends the pair."""
+
+    def ended(self, error: str | None) -> None:
+        """Exactly once, whether it ran or not: nothing of it touches memory any more. On any thread."""
+
+
+class _Lane:
+    """A thread that runs tasks in order. Once the pair has ended, tasks fail without being run."""
+
+    def __init__(self, name: str, pair: Pair) -> None:
+        self._pair = pair
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def put(self, task: Task | None) -> None:
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            error = self._attempt(task)
+            if error is not None:
+                self._pair.fail(error)
+            task.ended(error)
+
+    def _attempt(self, task: Task) -> str | None:
+        # The exception dies with this frame, and with it the last reference to the buffers of a failed wait.
+        if self._pair.is_closed:
+            return "the communicator is closed"
+        try:
+            task.run(self._pair.group)
+        except TransferError as exc:
+            return exc.message
+        return None
+
+
+class Pair:
+    """``rank`` 0 is the initiator. ``on_failed`` runs on a lane thread, once.
+
+    ``num_open`` counts the messages that need the pair; one with none is idle since ``used_s``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        peer_id: str,
+        rank: int,
+        *,
+        device: str,
+        timeout_s: float,
+        send_key: Callable[[str, bytes], None],
+        on_failed: Callable[[Pair, str], None],
+    ) -> None:
+        self.name = name
+        self.peer_id = peer_id
+        self.rank = rank
+        self.num_open = 0
+        self.used_s = 0.0
+        self.store = PairStore(send_key, timeout_s)
+        self._device = device
+        self._timeout_s = timeout_s
+        self._on_failed = on_failed
+        self._lock = threading.Lock()
+        self._making = threading.Lock()
+        self._group: PairGroup | None = None
+        self.is_closed = False
+        self._lanes: dict[str, _Lane] = {}
+        self.staging: dict[str, Any] = {}
+        """Memory to gather into, of each lane: made by its tasks, and only theirs."""
+
+    def __repr__(self) -> str:
+        return f"Pair({self.name} with {self.peer_id}, rank {self.rank}, {self.num_open} open)"
+
+    def send(self, task: Task) -> None:
+        """Run it on the sending thread, after those before it."""
+        self._put("send", task)
+
+    def receive(self, task: Task) -> None:
+        """The same for the receiving thread."""
+        self._put("receive", task)
+
+    def _put(self, direction: str, task: Task) -> None:
+        with self._lock:
+            if not self.is_closed:
+                lane = self._lanes.get(direction)
+                if lane is None:
+                    lane = self._lanes[direction] = _Lane(f"p2p-{direction}", self)
+                lane.put(task)
+                return
+        task.ended("the communicator is closed")
+
+    def group(self) -> PairGroup:
+        """For tasks. Raises TransferError."""
+        with self._making:
+            if self.is_closed:
+                raise TransferError("the communicator is closed", peer=self.peer_id)
+            if self._group is None:
+                self._group = PairGroup(self.store, self.rank, self._device, self._timeout_s)
+            return self._group
+
+    def fail(self, error: str) -> None:
+        """A task has failed."""
+        with self._lock:
+            was_closed, self.is_closed = self.is_closed, True
+        self._end()
+        if not was_closed:
+            self._on_failed(self, error)
+
+    def close(self) -> None:
+        """End it, from the control thread: tasks that wait for the peer fail at once where that is possible."""
+        with self._lock:
+            self.is_closed = True
+        self._end()
+
+    def join(self, timeout_s: float) -> bool:
+        """After ``close``: whether its threads have ended, and with them its descriptors."""
+        for lane in self._lanes.values():
+            lane.thread.join(timeout_s)
+        return not any(lane.thread.is_alive() for lane in self._lanes.values())
+
+    def _end(self) -> None:
+        self.store.close()
+        group, self._group = self._group, None
+        if group is not None and any(lane.thread is not threading.current_thread() for lane in self._lanes.values()):
+            with contextlib.suppress(OSError):
+                group.hang_up()
+        for lane in self._lanes.values():
+            lane.put(None)
+
+
+class PairTable:
+    """All pairs, by name. Only the control thread uses it."""
+
+    def __init__(self, max_pairs: int) -> None:
+        self._max_pairs = max_pairs
+        self.pairs: dict[str, Pair] = {}
+        self.ending: list[Pair] = []
+        """Closed, and their threads may not have ended yet."""
+        self.num_made = 0
+        self.num_evicted = 0
+
+    def __repr__(self) -> str:
+        return f"PairTable({len(self.pairs)} of {self._max_pairs}, {self.num_evicted} evicted)"
+
+    def make_room(self, reserved: int = 0) -> list[Pair] | None:
+        """What to close so that one more fits beside ``reserved`` others that are being made; None: all are in use."""
+        excess = len(self.pairs) + reserved + 1 - self._max_pairs
+        if excess <= 0:
+            return []
+        idle = sorted((pair for pair in self.pairs.values() if pair.num_open == 0), key=lambda pair: pair.used_s)
+        return idle[:excess] if len(idle) >= excess else None
+
+    def add(self, pair: Pair) -> None:
+        self.pairs[pair.name] = pair
+        self.num_made += 1
+
+    def find(self, name: str, peer_id: str) -> Pair | None:
+        """A pair is known to its two workers only."""
+        pair = self.pairs.get(name)
+        return pair if pair is not None and pair.peer_id == peer_id else None
+
+    def of_peer(self, peer_id: str) -> list[Pair]:
+        return [pair for pair in self.pairs.values() if pair.peer_id == peer_id]
+
+    def idle_since(self, before_s: float) -> list[Pair]:
+        """Pairs that nothing has used since."""
+        return [pair for pair in self.pairs.values() if pair.num_open == 0 and pair.used_s <= before_s]
+
+    @property
+    def num_alive(self) -> int:
+        """Pairs that have threads, or may get some."""
+        return len(self.pairs) + len(self.ending)
+
+    def remove(self, pair: Pair) -> None:
+        """It is being closed."""
+        if self.pairs.pop(pair.name, None) is not None:
+            self.ending.append(pair)
+
+    def forget_ended(self) -> None:
+        """Closed pairs whose threads have ended."""
+        self.ending = [pair for pair in self.ending if not pair.join(0)]

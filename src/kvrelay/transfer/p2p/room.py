@@ -1,0 +1,108 @@
+"""Room for messages on their way to their blocks: a buffer bounded by kv_buffer_size, and behind it a memory pool.
+
+    reserve(n) ──> buffer: memory of the device, used first
+               └─> pool:   host memory, pinned beside a GPU; a flood basin for bursts (a spill)
+               └─> None:   both are full; the caller waits, and gives up in the end
+
+Both are buddy allocators (``buddy``) over memory that is allocated at the first use and touched as it is needed. It
+does not know messages. Only the control thread calls it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.errors import IntegrityError
+from kvrelay.transfer.p2p.buddy import BuddyAllocator
+from kvrelay.transfer.p2p.memory import empty_bytes
+
+MIN_BLOCK_BYTES = 4096
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """``tensor``: ``num_bytes`` of uint8, on the device or, if ``is_spilled``, in host memory."""
+
+    tensor: Any
+    num_bytes: int
+    offset: int
+    is_spilled: bool
+
+
+class _Memory:
+    """A buddy allocator and its bytes."""
+
+    def __init__(self, num_bytes: int, device: str, is_spilled: bool) -> None:
+        self.buddy = BuddyAllocator(num_bytes, MIN_BLOCK_BYTES)
+        self._device = device
+        self._is_spilled = is_spilled
+        self._tensor: Any = None
+
+    def reserve(self, num_bytes: int) -> Reservation | None:
+        offset = self.buddy.allocate(num_bytes)
+        if offset is None:
+            return None
+        if self._tensor is None:
+            self._tensor = empty_bytes(self.buddy.capacity_bytes, self._device, is_host=self._is_spilled)
+        return Reservation(self._tensor[offset : offset + num_bytes], num_bytes, offset, self._is_spilled)
+
+
+class Room:
+    """``device``: of the KV pool, e.g. "cpu" or "cuda:0"."""
+
+    def __init__(self, buffer_bytes: int, pool_bytes: int, device: str = "cpu") -> None:
+        self._buffer = _Memory(buffer_bytes, device, False)
+        self._pool = _Memory(pool_bytes, device, True)
+        self._out: set[Reservation] = set()
+        self.num_spilled = 0
+        self.num_spilled_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"Room(buffer {self._buffer.buddy!r}, pool {self._pool.buddy!r})"
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest message that can ever fit."""
+        return max(self._buffer.buddy.largest_block_bytes, self._pool.buddy.largest_block_bytes)
+
+    @property
+    def num_reserved(self) -> int:
+        return len(self._out)
+
+    @property
+    def buffer_used_bytes(self) -> int:
+        return self._buffer.buddy.used_bytes
+
+    @property
+    def pool_used_bytes(self) -> int:
+        return self._pool.buddy.used_bytes
+
+    @property
+    def pool_fragmentation(self) -> float:
+        return self._pool.buddy.fragmentation
+
+    def reserve(self, num_bytes: int) -> Reservation | None:
+        """In the buffer if it fits, else in the pool; None if neither has room now."""
+        reservation = self._buffer.reserve(num_bytes)
+        if reservation is None:
+            reservation = self._pool.reserve(num_bytes)
+            if reservation is not None:
+                self.num_spilled += 1
+                self.num_spilled_bytes += num_bytes
+        if reservation is not None:
+            self._out.add(reservation)
+        return reservation
+
+    def release(self, reservation: Reservation) -> None:
+        """Nothing touches its bytes any more."""
+        self._out.remove(reservation)
+        (self._pool if reservation.is_spilled else self._buffer).buddy.free(reservation.offset)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every byte is free or reserved, none twice."""
+        for memory in (self._buffer, self._pool):
+            memory.buddy.check_integrity()
+        num_taken = self._buffer.buddy.num_taken + self._pool.buddy.num_taken
+        if num_taken != len(self._out):
+            raise IntegrityError(f"{num_taken} blocks of buffer and pool are taken by {len(self._out)} messages")

@@ -1,0 +1,41 @@
+"""What initiator and acceptor of one worker share. All of it belongs to the control thread, but for pool and grants."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrelay.transfer.grants import GrantTable
+from kvrelay.transfer.p2p.control import ControlThread
+from kvrelay.transfer.p2p.memory import PoolView
+from kvrelay.transfer.p2p.pairs import Pair, PairTable
+from kvrelay.transfer.p2p.waiting import RoomQueue
+
+EAGER_BYTES = 32 * 1024
+"""A message of at most so many bytes travels on the control connection: one wake-up instead of four."""
+CHUNK_BYTES = 2 << 20
+"""A larger transfer is cut. Chunks of this size stay in the caches between receive and scatter."""
+
+
+@dataclass(slots=True)
+class Shared:
+    """``timeout_s``: the deadline of every wait for a peer's data. ``room_wait_s``: how long a PUT waits for room."""
+
+    worker_id: str
+    pool: PoolView
+    grants: GrantTable
+    table: PairTable
+    rooms: RoomQueue
+    control: ControlThread
+    timeout_s: float
+    room_wait_s: float
+    end_idle: Callable[[Pair], None]
+    """Closes a communicator that nothing needs, whoever made it."""
+    num_busy: int = 0
+    num_failed: int = 0
+    clock: Callable[[], float] = time.monotonic
+
+    def is_eager(self, num_bytes: int) -> bool:
+        """Whether so many bytes travel on the control connection."""
+        return num_bytes <= EAGER_BYTES and self.pool.is_host
