@@ -18,12 +18,13 @@ from tests.patience import PATIENCE_S
 from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.events import BlockStored, KvEvent, LoadMetrics
+from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.admission.limits import PendingArrivals
-from kvrelay.engine.base import HandoffChunk, RemotePrefillStart, StepOutput
+from kvrelay.engine.base import HandoffChunk, StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
@@ -77,7 +78,7 @@ class Running:
     outputs: dict[str, list[TokenOutput]] = field(default_factory=dict)
     events: list[KvEvent] = field(default_factory=list)
     loads: list[LoadMetrics] = field(default_factory=list)
-    remote: list[RemotePrefillStart] = field(default_factory=list)
+    remote: list[RemotePrefillRequest] = field(default_factory=list)
     chunks: list[HandoffChunk] = field(default_factory=list)
     dead: list[EngineDeadError] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)

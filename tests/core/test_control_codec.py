@@ -16,7 +16,17 @@ from kvrelay.errors import ProtocolError
 WORKER = WorkerInfo("w-1", 0, WorkerRole.DECODE, "m", "/m", "tcp://127.0.0.1:1", 4096, 16, 100, 1000, "hash")
 METADATA = KvMetadata("w-1", 0, "nixl", b"agent", 4096, 1600, 16, "cpu", 0, "hash")
 PREFILL = RemotePrefillRequest(
-    HandoffId("w-1", 1), "w-1", "tcp://h:1", "m", "r", (1, 2, 3), 0, SamplingParams(), (0,), 0, "hash"
+    HandoffId("w-1", 1),
+    "w-1",
+    "r",
+    (1, 2, 3),
+    0,
+    SamplingParams(),
+    (0,),
+    0,
+    decode_address="tcp://h:1",
+    model="m",
+    kv_compatibility="hash",
 )
 NESTED = b"[" * 100_000
 GARBAGE = [b"", b"{", NESTED, b'{"x":' + NESTED, b'"\xff"', b"null", b"[]", b"{}", b'{"worker_id": 1}']
@@ -114,6 +124,8 @@ def test_a_setting_is_one_scalar(value: bytes) -> None:
         {"timeout_s": float("nan")},
         {"timeout_s": float("inf")},
         {"timeout_s": -1.0},
+        {"decode_address": ""},
+        {"model": ""},
         {"version": 9},
         {"sampling": SamplingParams(top_p=float("nan"))},
         {"sampling": SamplingParams(max_tokens=-1)},

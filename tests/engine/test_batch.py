@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.admission.waiting import WaitingQueue
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.request import Request
 
@@ -47,20 +46,3 @@ def test_blocks_of_a_sequence_on_its_way_in_travel_with_it() -> None:
     work = batch.build(batch.decode_rows(), [])
     assert work.new_seqs[0].block_ids == (7, 8)
     assert len(work.block_ids) == 0
-
-
-def test_the_waiting_line_keeps_its_order_through_removals() -> None:
-    line = WaitingQueue()
-    requests = [request(f"r{arrival}", arrival, priority=arrival % 2) for arrival in range(6)]
-    for item in requests:
-        line.push(item)
-    line.remove(requests[2])
-    line.remove(requests[1])
-    served = []
-    while (head := line.peek()) is not None:
-        line.remove(head)
-        served.append(head.request_id)
-    assert served == ["r0", "r4", "r3", "r5"]
-    assert len(line) == 0
-    line.push(requests[2])
-    assert line.peek() is requests[2]

@@ -9,10 +9,11 @@ import pytest
 from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import AllBlocksCleared, BlockStored
+from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus
-from kvrelay.engine.base import RemotePrefillStart, SchedulerOutput, StepOutput
+from kvrelay.engine.base import SchedulerOutput, StepOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
@@ -348,7 +349,7 @@ def test_repr_gives_the_numbers(make_engine: MakeEngine) -> None:
 # -- the decode side --------------------------------------------------------------------------------------------------
 
 
-def start_remote(engine: EngineCore, prompt: list[int] = PROMPT, max_tokens: int = 5) -> RemotePrefillStart:
+def start_remote(engine: EngineCore, prompt: list[int] = PROMPT, max_tokens: int = 5) -> RemotePrefillRequest:
     engine.add_request(Request("a", prompt, SamplingParams(max_tokens=max_tokens), mode=PrefillMode.REMOTE))
     (start,) = engine.step().remote_prefills
     return start
@@ -367,7 +368,7 @@ def fill(engine: EngineCore, tokens: list[int], block_ids: tuple[int, ...]) -> i
     return chunk.token_id
 
 
-def finish_remote(engine: EngineCore, start: RemotePrefillStart, loan: int = 1) -> bool:
+def finish_remote(engine: EngineCore, start: RemotePrefillRequest, loan: int = 1) -> bool:
     """As the ledger does when everything has arrived in the blocks of ``loan``."""
     lent = engine.loans.find(start.handoff_id, loan)
     assert lent is not None

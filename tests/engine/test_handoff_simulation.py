@@ -17,10 +17,16 @@ from typing import Any
 import pytest
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.handoff import HandoffAbandon, HandoffDone, HandoffGrant, HandoffId, HandoffRefused
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffDone,
+    HandoffGrant,
+    HandoffId,
+    HandoffRefused,
+    RemotePrefillRequest,
+)
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
-from kvrelay.engine.base import RemotePrefillStart
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import OverloadedError
@@ -69,7 +75,7 @@ class World:
     ledger: DecodeLedger
     prefill: dict[str, Prefill]
     queue: list[HandoffId] = field(default_factory=list)
-    starts: dict[HandoffId, RemotePrefillStart] = field(default_factory=dict)
+    starts: dict[HandoffId, RemotePrefillRequest] = field(default_factory=dict)
     messages: list[Callable[[], None]] = field(default_factory=list)
     answers: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     ended: dict[str, FinishReason] = field(default_factory=dict)

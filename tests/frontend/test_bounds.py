@@ -13,8 +13,8 @@ import pytest
 from kvrelay.core.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai import bounds
-from kvrelay.frontend.openai.requests import BODIES, CompletionRequest, parse_body
-from kvrelay.frontend.openai.schema import openapi_document
+from kvrelay.frontend.openai.requests import CompletionRequest, parse_body
+from kvrelay.frontend.openapi import BODIES, openapi_document
 
 DOCUMENT = openapi_document()
 SCHEMAS = DOCUMENT["components"]["schemas"]
@@ -54,7 +54,9 @@ def too_large(schema: dict[str, Any], size: int) -> object:
         case "string":
             return "x" * size
         case "object":
-            return {str(number): 1 for number in range(size)}
+            values = schema.get("additionalProperties")
+            value = example(values) if isinstance(values, dict) else 1
+            return {str(number): value for number in range(size)}
     items = schema["items"].get("anyOf", [schema["items"]])
     return [example(items[-1] if "type" not in items[-1] or items[-1]["type"] != "array" else items[1])] * size
 
@@ -169,7 +171,7 @@ def test_tool_calls_of_messages_are_bounded_in_all() -> None:
 )
 def test_a_body_that_takes_long_to_parse_is_not_parsed(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unknown fields count as well: the parser reads them."""
-    monkeypatch.setattr("kvrelay.frontend.openai.requests._decoders", {})
+    monkeypatch.setattr("kvrelay.frontend.openai.requests._reader", None)
     assert "the body has more than" in refusal(CompletionRequest, body).message
 
 

@@ -138,8 +138,8 @@ class Corpus:
         self.prefills = [
             msgspec.msgpack.encode(
                 RemotePrefillRequest(
-                    HandoffId(name, 1), name, worker.address, worker.model, "fuzz", tokens, 0, sampling, (1, 2, 3), 0,
-                    worker.kv_compatibility, timeout_s=60,
+                    HandoffId(name, 1), name, "fuzz", tokens, 0, sampling, (1, 2, 3), 0, decode_address=worker.address,
+                    model=worker.model, kv_compatibility=worker.kv_compatibility, timeout_s=60,
                 )
             )
         ]  # fmt: skip

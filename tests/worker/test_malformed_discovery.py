@@ -80,12 +80,22 @@ async def test_an_entry_that_leaves_for_good_is_not_put_back() -> None:
 async def test_an_entry_of_the_queue_that_is_out_of_range_ends_no_prefill_worker() -> None:
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
-        line = prefill.worker._membership.kv_compatibility
+        partition = prefill.worker._membership.kv_compatibility
         evil = RemotePrefillRequest(
-            HandoffId(decode.id, 1), decode.id, "nowhere", "m", "r", (-1, 2**40), 7, SamplingParams(), (-1,), -16, line
+            HandoffId(decode.id, 1),
+            decode.id,
+            "r",
+            (-1, 2**40),
+            7,
+            SamplingParams(),
+            (-1,),
+            -16,
+            decode_address="nowhere",
+            model="m",
+            kv_compatibility=partition,
         )
         queue = decode.control.prefill_queue
-        await queue._jetstream.publish(f"kvrelay.default.prefill.queue.{line}", msgspec.msgpack.encode(evil))
+        await queue._jetstream.publish(f"kvrelay.default.prefill.queue.{partition}", msgspec.msgpack.encode(evil))
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
         await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)

@@ -46,6 +46,9 @@ class EngineConfig(Settings):
     max_num_seqs: int = setting(256, "Maximum number of sequences that run at once.", low=1, high=65536)
     max_num_batched_tokens: int = setting(2048, "Token budget of one step (chunked prefill).", low=16)
     max_num_waiting: int = setting(1024, "Maximum number of waiting requests; further ones get 429.", low=0)
+    priority_ageing_s: float = setting(
+        10.0, "Seconds of waiting that count as much as one priority; 0: priorities do not age.", low=0
+    )
     kv_watermark: float = setting(16.0, "KV demand, in KV pools, above which new requests get 429; 0: no limit.", low=0)
     block_size: int = setting(16, "Tokens per KV block.", low=1, high=1024)
     num_blocks: int = setting(0, "Blocks in the KV pool; 0: from kv_cache_memory.", low=0)
@@ -271,6 +274,10 @@ class UpstreamConfig(Settings):
     upstream_model: str = setting("", "The model's name at that server; none: the only one it has.")
     upstream_api_key_file: str = setting("", "File with the key for that server.")
     upstream_ca: str = setting("", "Certificate authority of that server, as a PEM file; none: those of the system.")
+    upstream_kv_events: str = setting(
+        "", "Where that server publishes cache events (vLLM's --kv-events-config), e.g. tcp://127.0.0.1:5557."
+    )
+    upstream_kv_replay: str = setting("", "Where that server tells missed cache events again.")
     upstream_timeout_s: float = setting(
         300.0, "Seconds without a byte after which an answer of that server counts as lost.", low=0.1
     )

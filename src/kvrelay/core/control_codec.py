@@ -84,6 +84,8 @@ def decode_prefill(data: bytes) -> RemotePrefillRequest:
         raise ProtocolError(f"malformed prefill: {exc}") from exc
     if request.version != VERSION:
         raise ProtocolError(f"prefill {request.handoff_id!r} has version {request.version}, not {VERSION}")
+    if not (request.decode_address and request.model):
+        raise ProtocolError(f"prefill {request.handoff_id!r} has no decode address or no model")
     num_tokens = len(request.token_ids)
     if not (
         num_tokens

@@ -76,8 +76,9 @@ class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RemotePrefillRequest(msgspec.Struct, frozen=True):
-    """What a decode worker pushes to the prefill queue.
+    """A prefill for another worker: what a decode worker's engine asks for, and then pushes to the prefill queue.
 
+    The engine leaves out the last fields, from ``decode_address`` on: the worker sets them when it pushes the request.
     ``token_ids`` is everything to be prefilled: the prompt, and for a continued request the ``num_output_tokens``
     tokens that were already generated. ``block_ids`` are D's blocks for them, the first ``num_cached_tokens`` tokens
     of which are already computed there (a multiple of the block size). Block ids only: memory is described in
@@ -87,16 +88,16 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
 
     handoff_id: HandoffId
     decode_worker_id: str
-    decode_address: str
-    model: str
     request_id: str
     token_ids: tuple[int, ...]
     num_output_tokens: int
     sampling: SamplingParams
     block_ids: tuple[int, ...]
     num_cached_tokens: int
-    kv_compatibility: str
     priority: int = 0
+    decode_address: str = ""
+    model: str = ""
+    kv_compatibility: str = ""
     timeout_s: float = 0.0
     version: int = 1
 

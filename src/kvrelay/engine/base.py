@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.events import KvEvent, LoadMetrics
-from kvrelay.core.handoff import HandoffId, PositionLogprobs
+from kvrelay.core.handoff import HandoffId, PositionLogprobs, RemotePrefillRequest
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
@@ -147,24 +147,6 @@ class Executor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RemotePrefillStart:
-    """Decode side: the request is REMOTE_PREFILLING, and its blocks are lent to a hand-off as loan 1.
-
-    ``block_ids`` cover all ``token_ids``; the first ``num_cached_tokens`` (full blocks) are computed already.
-    """
-
-    handoff_id: HandoffId
-    request_id: str
-    token_ids: tuple[int, ...]
-    num_output_tokens: int
-    sampling: SamplingParams
-    seed: int
-    block_ids: tuple[int, ...]
-    num_cached_tokens: int
-    priority: int
-
-
-@dataclass(frozen=True, slots=True)
 class KvLoad:
     """Prefill side: read these blocks from the decode worker before computing (its prefix hits beyond ours).
 
@@ -206,7 +188,9 @@ class StepOutput:
     """Everything that one step produced."""
 
     outputs: list[TokenOutput] = field(default_factory=list)
-    remote_prefills: list[RemotePrefillStart] = field(default_factory=list)
+    remote_prefills: list[RemotePrefillRequest] = field(default_factory=list)
+    """Decode side: their requests are REMOTE_PREFILLING, and their blocks are lent to a hand-off as loan 1. The seed in
+    ``sampling`` is the one in force."""
     closed_handoffs: list[HandoffId] = field(default_factory=list)
     """Decode side: their requests have ended by themselves."""
     kv_loads: list[KvLoad] = field(default_factory=list)

@@ -167,4 +167,6 @@ class EngineHost(Protocol):
         """``core.checksums.block_checksum`` of each block. From any thread, for blocks that no one writes to."""
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stop after the current step and free everything. Idempotent. False when the thread did not end in time."""
+        """Stop after the current step and free everything. Idempotent. False when the thread did not end in time.
+
+        A rank of a data-parallel group waits until all ranks are closed: their steps need it."""

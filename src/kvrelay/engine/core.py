@@ -14,18 +14,22 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
+
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEvent, LoadMetrics
-from kvrelay.core.handoff import HandoffId, PositionLogprobs
+from kvrelay.core.handoff import HandoffId, PositionLogprobs, RemotePrefillRequest
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.admission.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
-from kvrelay.engine.base import Executor, RemotePrefillStart, StepOutput
+from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.loans import Loans
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
 from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.step_sync.group import Alone, Group
+from kvrelay.engine.step_sync.protocol import Round
 from kvrelay.engine.stopping import stop_token_ids
 from kvrelay.errors import (
     EngineDeadError,
@@ -39,7 +43,7 @@ from kvrelay.errors import (
 class EngineCore:
     """One engine. Not thread-safe: all calls come from the thread that steps it.
 
-    ``seed`` is what requests without a seed draw theirs from.
+    ``seed`` is what requests without a seed draw theirs from. ``group`` is the engine's data-parallel group, if any.
     """
 
     def __init__(
@@ -51,10 +55,12 @@ class EngineCore:
         worker_id: str,
         exclusive_prefill: bool = False,
         seed: int = 0,
+        group: Group | None = None,
     ) -> None:
         self.executor = executor
         self.config = config
         self.worker_id = worker_id
+        self.group = group or Alone()
         self._clock = clock
         self._random = random.Random(seed)
         self._num_arrived = 0
@@ -76,6 +82,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             exclusive_prefill=exclusive_prefill,
+            priority_ageing_s=config.priority_ageing_s,
         )
         self.limits = AdmissionLimits(config, self.scheduler, clock)
         limits = [executor.max_model_len, executor.num_blocks * executor.kv_layout.block_size]
@@ -103,20 +110,28 @@ class EngineCore:
         if work is not None and announce is not None and is_news:
             announce(self._take_output())
         try:
-            if work is None:
-                self.executor.check()
-            else:
+            kind = self.group.begin_round(has_batch=work is not None)
+            if work is not None:
                 result = self.executor.execute(work)
+            elif kind is Round.DUMMY:
+                self.group.execute_dummy()
+            else:
+                self.executor.check()
         except Exception as exc:  # noqa: BLE001 - whatever a device or a kernel may raise
-            return self._die(exc)
+            return self._die(self.group.explain(exc))
         if work is not None:
             self.scheduler.update(result)
         self.limits.observe()
         return self._take_output()
 
+    def step_for_group(self) -> None:
+        """Nothing is scheduled here any more: take part in the group's step if one is due. Raises EngineDeadError."""
+        if self.group.begin_round(has_batch=False) is Round.DUMMY:
+            self.group.execute_dummy()
+
     def has_work(self) -> bool:
         """Whether ``step`` has something to compute or to tell right now."""
-        return self._dead is not None or self.scheduler.has_work or self._has_news()
+        return self._dead is not None or self.scheduler.has_work or self._has_news() or self.group.owes_step
 
     def has_unfinished(self) -> bool:
         """Whether requests or hand-offs are in progress, those that wait for a transfer included."""
@@ -281,13 +296,13 @@ class EngineCore:
         self._remote[handoff_id] = request
         lent = self.loans.lend(handoff_id, request.block_ids, request.num_cached_blocks)
         self.scheduler.output.remote_prefills.append(
-            RemotePrefillStart(
+            RemotePrefillRequest(
                 handoff_id=handoff_id,
+                decode_worker_id=self.worker_id,
                 request_id=request.request_id,
                 token_ids=tuple(request.token_ids),
                 num_output_tokens=request.num_output_tokens,
-                sampling=request.sampling,
-                seed=request.seed,
+                sampling=msgspec.structs.replace(request.sampling, seed=request.seed),
                 block_ids=lent.block_ids,
                 num_cached_tokens=request.num_computed_tokens,
                 priority=request.priority,

@@ -52,6 +52,7 @@ class Request:
         "num_computed_tokens",
         "num_load_tokens",
         "num_prompt_tokens",
+        "num_queued_tokens",
         "num_sent_blocks",
         "priority",
         "prompt_logprobs",
@@ -62,6 +63,7 @@ class Request:
         "slot",
         "status",
         "stop_ids",
+        "tenant",
         "times",
         "token_ids",
     )
@@ -77,6 +79,7 @@ class Request:
         num_load_tokens: int = 0,
         priority: int = 0,
         handoff_number: int = 0,
+        tenant: str = "",
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -85,6 +88,8 @@ class Request:
         self.handoff_number = handoff_number
         """REMOTE: the number of its hand-off if others know it already (prefill-first); 0: the engine counts."""
         self.priority = priority
+        self.tenant = tenant
+        """The API key that asks, or any other name of who shares fairly; empty: no one in particular."""
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.is_resumed = len(output_token_ids) > 0
@@ -101,6 +106,8 @@ class Request:
         """Length in tokens at which the answer ends."""
 
         # The scheduler's.
+        self.num_queued_tokens = 0
+        """Tokens to compute, as estimated when it began to wait; 1 or more while it waits."""
         self.slot = -1
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
@@ -137,6 +144,16 @@ class Request:
     def is_waiting(self) -> bool:
         """Whether it waits for admission: it holds no blocks."""
         return self.status is RequestStatus.WAITING or self.status is RequestStatus.PREEMPTED
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a client has seen a part of the answer: its stream stands still while the request waits."""
+        return self.num_output_tokens > 0
+
+    @property
+    def waiting_since_s(self) -> float:
+        """The clock's time of its arrival."""
+        return self.times[0][1] if self.times else 0.0
 
     @property
     def is_prefill_only(self) -> bool:

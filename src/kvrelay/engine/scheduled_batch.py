@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.request import PrefillMode, Request, service_order
 
+OLDEST_SHARE = 4
+"""A quarter of a step's prefill tokens is for the oldest prompt, so that shorter ones cannot stop it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
@@ -41,8 +44,8 @@ class BatchPlanner:
         self._is_others_turn = False
 
     def plan(self) -> ScheduledBatch:
-        """Schedule the next step, the most urgent prefills first."""
-        prefilling = sorted(self._batch.prefilling, key=service_order)
+        """Schedule the next step."""
+        prefilling = list(self._batch.prefilling)
         is_others_turn, self._is_others_turn = self._is_others_turn, False
         if not self.exclusive_prefill:
             return self._together(prefilling)
@@ -51,7 +54,7 @@ class BatchPlanner:
         if not handoffs or is_others_turn:
             return self._together(others)
         self._is_others_turn = bool(others) or self._batch.num_decoding > 0
-        return ScheduledBatch([], _chunks(handoffs[:1], self._max_num_tokens))
+        return ScheduledBatch([], _chunks([min(handoffs, key=service_order)], self._max_num_tokens))
 
     def _together(self, prefilling: list[Request]) -> ScheduledBatch:
         decodes = self._batch.decode_rows()
@@ -59,12 +62,19 @@ class BatchPlanner:
 
 
 def _chunks(prefilling: list[Request], budget: int) -> list[tuple[Request, int]]:
-    """Split the token budget over the prefills, in order."""
-    chunks = []
-    for request in prefilling:
-        if budget == 0:
-            break
-        count = min(budget, request.num_missing_tokens)
-        chunks.append((request, count))
-        budget -= count
-    return chunks
+    """Split ``budget`` over the prefills: a share for the oldest, then the most urgent and shortest first."""
+    if not prefilling or budget <= 0:
+        return []
+    oldest = min(prefilling, key=lambda request: request.arrival)
+    counts = {oldest: min(max(budget // OLDEST_SHARE, 1), oldest.num_missing_tokens)}
+    budget -= counts[oldest]
+    in_order = sorted(prefilling, key=_chunk_order)
+    for request in in_order:
+        given = counts.get(request, 0)
+        counts[request] = given + min(budget, request.num_missing_tokens - given)
+        budget -= counts[request] - given
+    return [(request, counts[request]) for request in in_order if counts[request]]
+
+
+def _chunk_order(request: Request) -> tuple[int, bool, int, int]:
+    return (request.priority, not request.is_begun, request.num_missing_tokens, request.arrival)

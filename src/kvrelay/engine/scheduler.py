@@ -6,7 +6,7 @@ has to do or to tell (tokens, remote prefills, KV loads, hand-off chunks) is gat
 A step:  grow      blocks for decodes that fill their last one; preempt the least urgent when the pool is empty
          admit     waiting requests get all blocks of their known tokens; where they go depends on their mode:
                        LOCAL    slot, prefilled chunk by chunk
-                       REMOTE   no slot yet; RemotePrefillStart, joins with its first token (``remote_done``)
+                       REMOTE   no slot yet; RemotePrefillRequest, joins with its first token (``remote_done``)
                        HANDOFF  slot, perhaps after a KvLoad; each chunk goes to the sender, the last with the token
          plan      every decode, then prefill chunks under the token budget (``scheduled_batch.py``)
          update    (after execution) tokens, ends, blocks that became full
@@ -20,7 +20,7 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
-from kvrelay.engine.admission.queue import AdmissionQueue, EngineLoad
+from kvrelay.engine.admission.queue import AdmissionQueue, Backlog, EngineLoad
 from kvrelay.engine.base import KvLoad, ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
@@ -48,6 +48,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         exclusive_prefill: bool = False,
+        priority_ageing_s: float = 0.0,
     ) -> None:
         self.pool = pool
         self.output = StepOutput()
@@ -64,7 +65,7 @@ class Scheduler:
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
         self._clock = clock
         self._start_remote = start_remote
-        self.admission = AdmissionQueue(pool, max_num_batched_tokens)
+        self.admission = AdmissionQueue(pool, max_num_batched_tokens, clock, priority_ageing_s)
         self._batch = Batch(self.max_num_running)
         self._num_outside = 0
         """Admitted without a slot (REMOTE_PREFILLING, LOADING_KV); one is kept for each."""
@@ -250,7 +251,7 @@ class Scheduler:
             self._place(request)
 
     def _load(self) -> EngineLoad:
-        backlog = sum(request.num_missing_tokens for request in self._batch.prefilling)
+        backlog = tuple(Backlog(request.num_missing_tokens, request.arrival) for request in self._batch.prefilling)
         return EngineLoad(self.num_admitted, len(self._batch), backlog)
 
     def _place(self, request: Request) -> None:

@@ -14,6 +14,7 @@ from kvrelay.errors import KvrelayError
 from kvrelay.frontend.access_log import Generated
 from kvrelay.frontend.http import Exchange
 from kvrelay.frontend.openai.answer import AnswerFormat, Choice, Finish, PromptTokensDetails, Usage
+from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.sequence import Sequence
 
@@ -22,7 +23,6 @@ START_COST = 1024
 TURN_COST = 2**16
 """Tokens that are hashed, routed and sent in one turn of the loop, about 3 ms; a sequence costs as much as 1,024."""
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
-DONE_EVENT = b"data: [DONE]\n\n"
 
 
 class Answer:
@@ -134,9 +134,8 @@ class StreamedAnswer(Answer):
         is_first = index not in self._opened
         if text or finish is not None or logprobs or self._every_token:
             usage = self._usage_of(sequence) if self._plan.continuous_usage else None
-            data = self._form.chunk(index, text, token_ids, logprobs, finish, usage)
-            if is_first:
-                data = self._open(sequence) + data
+            opening = self._open(sequence) if is_first else b""
+            data = opening + self._form.chunk(index, text, token_ids, logprobs, finish, usage)
             if data:
                 self._exchange.write(data)
         elif is_first:
@@ -148,13 +147,12 @@ class StreamedAnswer(Answer):
 
     def finish(self) -> None:
         """All sequences have finished."""
-        tail = self._form.usage_event(self.usage()) if self._plan.include_usage else b""
-        self._exchange.write(tail + DONE_EVENT)
+        self._exchange.write(self._form.closing(self.usage()))
         self._exchange.finish()
 
-    def finish_broken(self, event: bytes) -> None:
+    def finish_broken(self, failure: Failure) -> None:
         """The stream ends with an error event, never silently."""
-        self._exchange.write(event + DONE_EVENT)
+        self._exchange.write(self._form.broken(failure))
         self._exchange.finish()
 
     def _open(self, sequence: Sequence) -> bytes:
@@ -162,7 +160,10 @@ class StreamedAnswer(Answer):
         if not self._exchange.is_started:
             worker = (b"x-kvrelay-worker", sequence.worker_id.encode())
             self._exchange.start_stream(EVENT_STREAM, [*self._headers, worker])
-        return self._form.opening(sequence.index, sequence.prompt_token_ids, sequence.prompt_logprobs)
+            self._exchange.last_words = lambda status, message: self._form.broken(Failure(status, message))
+        return self._form.opening(
+            sequence.index, sequence.prompt_token_ids, sequence.prompt_logprobs, sequence.num_cached_tokens
+        )
 
     def _usage_of(self, sequence: Sequence) -> Usage:
         num_prompt, num_output = len(sequence.prompt_token_ids), len(sequence.output_token_ids)
@@ -189,6 +190,7 @@ class CollectedAnswer(Answer):
             choice = Choice(sequence.index, sequence.prompt_token_ids, prompt_logprobs=sequence.prompt_logprobs)
             self._choices[sequence.index] = choice
         choice.text.append(text)
+        choice.num_tokens.append(len(token_ids))
         choice.token_ids += token_ids
         choice.logprobs += logprobs or ()
         if finish is not None:

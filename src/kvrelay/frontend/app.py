@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +20,10 @@ from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import KvrelayError, ModelNotFoundError
 from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.admission import Admission
-from kvrelay.frontend.answers import DONE_EVENT, ClientGoneError, require_client
+from kvrelay.frontend.answers import ClientGoneError, require_client
+from kvrelay.frontend.anthropic import COUNT_TOKENS_PATH, COUNTED, MESSAGES, MESSAGES_PATH, anthropic_error
 from kvrelay.frontend.api_keys import ApiKeys
+from kvrelay.frontend.chat_api import CHAT_COMPLETIONS
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.content_coding import gunzipped, is_coded
 from kvrelay.frontend.cors import AllowedOrigins
@@ -30,11 +32,12 @@ from kvrelay.frontend.keys_file import following
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.neighbours import REFUSED, NeighbourEndpoints
-from kvrelay.frontend.openai.errors import error_body, error_response
+from kvrelay.frontend.openai.errors import ErrorShape, Failure, error_body, error_response, openai_error
 from kvrelay.frontend.openai.requests import DetokenizeRequest, TokenizeRequest, parse_body
-from kvrelay.frontend.openai.schema import openapi_document
+from kvrelay.frontend.openapi import openapi_document
 from kvrelay.frontend.pipeline import BrokenStreamError, Pipeline
 from kvrelay.frontend.prompts import detokenized, tokenized
+from kvrelay.frontend.responses import RESPONSES
 from kvrelay.frontend.routing import RoutingEndpoints
 from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.version import __version__
@@ -76,11 +79,14 @@ class DetokenizeResponse(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path's method, handler and the prefix of its request ids."""
+    """A path's method, handler, the prefix of its request ids, and the shape of its errors. ``takes_x_api_key``: the
+    key may stand in that header."""
 
     method: str
     handler: Handler
     id_prefix: str = "req-"
+    errors: ErrorShape = openai_error
+    takes_x_api_key: bool = False
 
 
 class FrontendApp:
@@ -108,7 +114,10 @@ class FrontendApp:
         routing = RoutingEndpoints(cluster, self._threads)
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
-            "/v1/chat/completions": Route("POST", pipeline.chat, "chatcmpl-"),
+            "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),
+            "/v1/responses": Route("POST", partial(pipeline.chat, RESPONSES), "resp_"),
+            MESSAGES_PATH: Route("POST", partial(pipeline.chat, MESSAGES), "msg_", anthropic_error, True),
+            COUNT_TOKENS_PATH: Route("POST", partial(pipeline.count_tokens, COUNTED), "req_", anthropic_error, True),
             "/v1/models": Route("GET", self._models),
             "/v1/kvrelay/route": Route("POST", routing.explain),
             "/v1/kvrelay/router": Route("GET", routing.show),
@@ -137,19 +146,21 @@ class FrontendApp:
         """Answers 404, 405 and 401 before the body is read, and sets the body's limit."""
         route = self._route(request.path)
         if route is None:
-            return self._refusal(request, 404, f"there is nothing at {request.path[:200]}")
+            return self._refusal(request, Failure(404, f"there is nothing at {request.path[:200]}"))
         if self._origins.preflight(request, route.method) is not None:
             request.max_body_bytes = 0
             return None
         method = "GET" if request.method == "HEAD" else request.method
         if method != route.method:
             allow = [(b"allow", route.method.encode())]
-            return self._refusal(request, 405, f"{request.path[:200]} takes {route.method}", allow)
+            failure = Failure(405, f"{request.path[:200]} takes {route.method}")
+            return self._refusal(request, failure, allow, route.errors)
         if request.path not in self._open_paths:
-            client = self._keys.name_of(request.headers.get("authorization", ""))
+            client = self._keys.name_of(_authorization(request, route))
             if client is None:
                 challenge = [(b"www-authenticate", b"Bearer")]
-                return self._refusal(request, 401, "a valid API key is needed", challenge, "invalid_api_key")
+                failure = Failure(401, "a valid API key is needed", code="invalid_api_key")
+                return self._refusal(request, failure, challenge, route.errors)
             request.client, request.max_body_bytes = client, self._keys.limits_of(client).max_body_bytes
         if route.method != "POST":
             request.max_body_bytes = 0
@@ -186,15 +197,14 @@ class FrontendApp:
     def _refusal(
         self,
         request: HttpRequest,
-        status: int,
-        message: str,
-        headers: list[tuple[bytes, bytes]] | None = None,
-        code: str | None = None,
+        failure: Failure,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        errors: ErrorShape = openai_error,
     ) -> Response:
-        self._metrics.answered("http", str(status))
-        self._access_log.write("-", request.client, request.method, request.path, str(status), 0.0)
-        shown = (*(headers or ()), *self._origins.headers(request))
-        return Response(status, error_body(status, message, code=code), headers=shown)
+        self._metrics.answered("http", str(failure.status))
+        self._access_log.write("-", request.client, request.method, request.path, str(failure.status), 0.0)
+        shown = (*headers, *self._origins.headers(request))
+        return Response(failure.status, errors(failure), headers=shown)
 
     async def _answer(self, exchange: Exchange) -> None:
         """A request's outermost frame: the client hears of every error."""
@@ -221,17 +231,17 @@ class FrontendApp:
             status = "broken"
             _log.warning("%s: the stream ended with an error: %s", request_id, exc)
         except KvrelayError as exc:
-            response = _with_request_id(error_response(exc), request_id)
+            response = _with_request_id(error_response(exc, route.errors), request_id)
             status = str(response.status)
             exchange.respond(response)
         except asyncio.CancelledError:
             # Only close() cancels, and nothing waits for this task's result.
             status = "503"
-            _cut_short(exchange, 503, "the frontend is shutting down", request_id)
+            _cut_short(exchange, Failure(503, "the frontend is shutting down"), request_id, route.errors)
         except Exception:  # noqa: BLE001 - the outermost frame of a request
             status = "500"
             _log.exception("%s failed", request_id)
-            _cut_short(exchange, 500, "internal error", request_id)
+            _cut_short(exchange, Failure(500, "internal error"), request_id, route.errors)
         self._metrics.answered(endpoint, status)
         duration_s = time.monotonic() - started_s
         self._access_log.write(request_id, request.client, request.method, path, status, duration_s)
@@ -313,17 +323,24 @@ def _with_request_id(response: Response, request_id: str) -> Response:
     return Response(response.status, response.body, response.content_type, headers)
 
 
-def _cut_short(exchange: Exchange, status: int, message: str, request_id: str) -> None:
+def _cut_short(exchange: Exchange, failure: Failure, request_id: str, errors: ErrorShape) -> None:
     """End an answer that cannot be completed with an error: its status, or the last event of its stream."""
     if exchange.is_done:
         return
-    body = error_body(status, message)
     if exchange.is_started:
-        exchange.write(b"data: " + body + b"\n\n" + DONE_EVENT)
+        if exchange.last_words is not None:
+            exchange.write(exchange.last_words(failure.status, failure.message))
         exchange.finish()
     else:
-        headers = [(b"retry-after", b"1")] if status == 503 else []
-        exchange.respond(_with_request_id(Response(status, body, headers=headers), request_id))
+        headers = [(b"retry-after", b"1")] if failure.status == 503 else []
+        response = Response(failure.status, errors(failure), headers=headers)
+        exchange.respond(_with_request_id(response, request_id))
+
+
+def _authorization(request: HttpRequest, route: Route) -> str:
+    """The authorization header, or the same from ``x-api-key``."""
+    given = request.headers.get("authorization", "")
+    return given if given or not route.takes_x_api_key else f"Bearer {request.headers.get('x-api-key', '')}"
 
 
 def _request_id(request: HttpRequest, prefix: str) -> str:

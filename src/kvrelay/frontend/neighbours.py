@@ -14,8 +14,6 @@ from kvrelay.frontend.models import Model
 
 REFUSED = {
     "/v1/embeddings": "embeddings",
-    "/v1/responses": "the responses API; use /v1/chat/completions",
-    "/v1/messages": "Anthropic's API; use /v1/chat/completions",
     "/v1/audio/transcriptions": "audio",
     "/v1/audio/translations": "audio",
     "/v1/audio/speech": "audio",

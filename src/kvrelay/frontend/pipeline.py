@@ -22,16 +22,15 @@ from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.admission import Admission
 from kvrelay.frontend.answers import ClientGoneError, CollectedAnswer, StreamedAnswer, require_client
 from kvrelay.frontend.api_keys import ApiKeys
+from kvrelay.frontend.chat_api import AnswerContext, ChatApi, ChatTask
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, Response
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
-from kvrelay.frontend.openai.answer import AnswerFormat
-from kvrelay.frontend.openai.chat import ChatFormat
+from kvrelay.frontend.openai.answer import AnswerFormat, encode_json
 from kvrelay.frontend.openai.completions import CompletionFormat
-from kvrelay.frontend.openai.errors import DeadlineError, error_event
+from kvrelay.frontend.openai.errors import DeadlineError, failure_of
 from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
-from kvrelay.frontend.openai.parsed_chat import ParsedChatFormat
 from kvrelay.frontend.openai.plan import (
     TIMEOUT_HEADER,
     GenerationPlan,
@@ -39,9 +38,9 @@ from kvrelay.frontend.openai.plan import (
     plan_chat,
     plan_completion,
 )
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, GenerationFields, parse_body
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, GenerationFields
 from kvrelay.frontend.openai.unknown import UnknownFields
-from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts, echoed_message, read_completion
+from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts, read_completion
 from kvrelay.frontend.sequence import Sequence, sequences_of
 from kvrelay.frontend.side_threads import Pieces, SideThreads
 from kvrelay.frontend.tools.plan import ChatForm, chat_form
@@ -49,7 +48,7 @@ from kvrelay.frontend.tools.reading import Reading
 
 
 class Pipeline:
-    """Generates answers for ``/v1/completions`` and ``/v1/chat/completions``."""
+    """Generates answers for ``/v1/completions`` and for all APIs for chats."""
 
     def __init__(
         self,
@@ -110,39 +109,43 @@ class Pipeline:
             )
             await self._generate(exchange, request_id, model, plan, prompts, form)
 
-    async def chat(self, exchange: Exchange, request_id: str) -> None:
-        """``/v1/chat/completions``. Raises KvrelayError before the answer has begun."""
-        size = len(exchange.request.body)
-        request = await self._threads.call(
-            size, parse_body, exchange.request.body, ChatCompletionRequest, self._unknown
-        )
-        exchange.drop_body()
-        model = self._cluster.model(request.model)
-        form_of_answer, plan = await self._threads.call(size, self._chat_plan, request, model)
-        plan.check(model.vocab_size)
-        with self._admission.admitted(plan.n):
-            tools = form_of_answer.tools
-            prompts = await self._prepared(
-                exchange, size, chat_prompt(request, model, tools.tools if tools else (), plan.keep_last)
-            )
-            options = {
-                "return_token_ids": plan.return_token_ids,
-                "include_usage": plan.include_usage,
-                "continuous_usage": plan.continuous_usage,
-                "with_logprobs": bool(request.logprobs),
-            }
-            created, texts = int(time.time()), _texts(request, model)
-            echo = echoed_message(request)
-            make_parser = self._reading.parser(form_of_answer, prompts[0].text or "")
-            form: AnswerFormat
-            if make_parser is None:
-                form = ChatFormat(request_id, created, model.name, texts, echo=echo, **options)
-            else:
-                chars = tools.dialect.call_id_chars if tools else 0
-                form = ParsedChatFormat(
-                    request_id, created, model.name, texts, make_parser, call_id_chars=chars, **options
+    async def chat(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:
+        """Any API for chats. Raises KvrelayError before the answer has begun."""
+        task, model, size = await self._read_chat(api, exchange)
+        request = task.request
+        with api.own_names():
+            form, plan = await self._threads.call(size, self._chat_plan, request, model)
+            plan.check(model.vocab_size)
+            with self._admission.admitted(plan.n):
+                prompts = await self._prepared(exchange, size, _chat_prompt(request, model, form, plan.keep_last))
+                context = AnswerContext(
+                    request_id,
+                    int(time.time()),
+                    model.name,
+                    _texts(request, model),
+                    plan,
+                    self._reading.parser(form, prompts[0].text or ""),
+                    form.tools.dialect.call_id_chars if form.tools else 0,
                 )
-            await self._generate(exchange, request_id, model, plan, prompts, form)
+                await self._generate(exchange, request_id, model, plan, prompts, task.make_format(context))
+
+    async def count_tokens(self, api: ChatApi, exchange: Exchange, request_id: str) -> None:
+        """How many tokens the prompt of a chat has: ``{"input_tokens": n}``. Raises InvalidInputError."""
+        task, model, size = await self._read_chat(api, exchange)
+        with api.own_names():
+            form = await self._threads.call(
+                size, chat_form, task.request, self._reading.dialect(model.tokenizer.chat_template)
+            )
+            (prompt,) = await self._prepared(exchange, size, _chat_prompt(task.request, model, form))
+            exchange.respond(Response(200, encode_json({"input_tokens": len(prompt.token_ids)})))
+
+    async def _read_chat(self, api: ChatApi, exchange: Exchange) -> tuple[ChatTask, Model, int]:
+        """The request, its model, and how many bytes it had."""
+        api.check_headers(exchange.request.headers)
+        size = len(exchange.request.body)
+        task = await self._threads.call(size, api.read, exchange.request.body, self._unknown)
+        exchange.drop_body()
+        return task, self._cluster.model(task.request.model), size
 
     def _chat_plan(self, request: ChatCompletionRequest, model: Model) -> tuple[ChatForm, GenerationPlan]:
         """Raises InvalidInputError."""
@@ -180,7 +183,7 @@ class Pipeline:
         except KvrelayError as exc:
             if not exchange.is_started or not isinstance(answer, StreamedAnswer):
                 raise
-            answer.finish_broken(error_event(exc))
+            answer.finish_broken(failure_of(exc))
             raise BrokenStreamError(exc.message) from exc
         finally:
             self._access_log.note(request_id, answer.generated())
@@ -227,6 +230,12 @@ class Pipeline:
 def _texts(request: GenerationFields, model: Model) -> TokenTexts:
     """How logprobs name tokens."""
     return TokenIdTexts(model.tokenizer) if request.return_tokens_as_token_ids else model.tokenizer
+
+
+def _chat_prompt(
+    request: ChatCompletionRequest, model: Model, form: ChatForm, keep_last: int | None = None
+) -> Pieces[list[Prompt]]:
+    return chat_prompt(request, model, form.tools.tools if form.tools else (), keep_last)
 
 
 class BrokenStreamError(KvrelayError):

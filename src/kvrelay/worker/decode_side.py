@@ -1,7 +1,7 @@
 """A worker's decode side: requests of frontends, where their prefills run, their tokens.
 
     GenerateRequest ──> admit (engine thread): prefix hit, remote or local? ──> engine
-    RemotePrefillStart ──> the hand-off ledger ──> push to the prefill queue
+    RemotePrefillRequest ──> the hand-off ledger ──> push to the prefill queue
     TokenOutput ──> the frontend that asked
 
 It owns who asked for what (peer of each request). The hand-offs that bring KV from elsewhere are ``incoming.py``'s.
@@ -28,7 +28,6 @@ from kvrelay.core.messages import (
 )
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.admission.control import AdmissionControl
-from kvrelay.engine.base import RemotePrefillStart
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import (
@@ -232,30 +231,22 @@ class DecodeSide:
                 self._abort(output.request_id)
                 self._refuse(peer, output.request_id, "the logprobs of one output are too large", 413, retryable=False)
 
-    def _begin_push(self, start: RemotePrefillStart) -> None:
-        self._tasks.spawn(self._push(start))
+    def _begin_push(self, prefill: RemotePrefillRequest) -> None:
+        self._tasks.spawn(self._push(prefill))
 
-    async def _push(self, start: RemotePrefillStart) -> None:
-        request = RemotePrefillRequest(
-            handoff_id=start.handoff_id,
-            decode_worker_id=self._worker_id,
+    async def _push(self, prefill: RemotePrefillRequest) -> None:
+        request = msgspec.structs.replace(
+            prefill,
             decode_address=self._address(),
             model=self._model,
-            request_id=start.request_id,
-            token_ids=start.token_ids,
-            num_output_tokens=start.num_output_tokens,
-            sampling=msgspec.structs.replace(start.sampling, seed=start.seed),
-            block_ids=start.block_ids,
-            num_cached_tokens=start.num_cached_tokens,
             kv_compatibility=self._kv_compatibility,
-            priority=start.priority,
             timeout_s=self._policy.config.remote_prefill_timeout_s,
         )
         try:
             await self._queue.push(request)
         except KvrelayError as exc:
-            _log.warning("cannot queue prefill %s, computing it here: %s", start.handoff_id, exc)
-            self.handoffs.handle(de.PushFailed(start.handoff_id))
+            _log.warning("cannot queue prefill %s, computing it here: %s", prefill.handoff_id, exc)
+            self.handoffs.handle(de.PushFailed(prefill.handoff_id))
 
     # -- background ---------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 It owns the loop "drain the inbox, step, deliver". It does not know what the callbacks in the inbox do. They run between
 two steps, so nothing else ever touches the engine, which therefore needs no locks. With nothing to step the thread
 sleeps on its inbox. When it ends, every caller that waits for a result gets an error.
+A closed engine of a data-parallel group keeps taking part in the group's steps until the other ranks are closed, too.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class EngineThread:
 
     def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
         self._on_step, self._on_dead = on_step, on_dead
+        self._core.group.listen(lambda change: self.post(lambda _: change()))
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -95,6 +97,7 @@ class EngineThread:
         if has_ended and not self._is_shut_down:
             self._is_shut_down = True
             self._core.executor.shutdown()
+            self._core.group.close()
         return has_ended
 
     def stats(self) -> EngineStats:
@@ -143,6 +146,7 @@ class EngineThread:
             while self._drain_inbox():
                 # A step may end with outputs even when no forward pass ran: aborts, remote prefills, events.
                 self._deliver(self._core.step(announce=self._deliver))
+            self._see_group_off()
         except EngineDeadError as exc:
             self._die(exc)
         except Exception as exc:  # noqa: BLE001 - the thread's outermost loop
@@ -178,7 +182,18 @@ class EngineThread:
     def _drain_inbox(self) -> bool:
         """Run what is in the inbox; wait for a callback only if the engine has nothing to step. False: closed."""
         self._progress.begin()
-        wait = not self._core.has_work()
+        return self._run_inbox(wait=not self._core.has_work())
+
+    def _see_group_off(self) -> None:
+        """Closed: this rank has no work left, but its group's steps need it until all ranks are closed."""
+        group = self._core.group
+        group.leave()
+        while not group.is_over:
+            self._progress.begin()
+            self._run_inbox(wait=not group.owes_step)
+            self._core.step_for_group()
+
+    def _run_inbox(self, *, wait: bool) -> bool:
         while True:
             try:
                 entry = self._wait_for_entry() if wait else self._inbox.get_nowait()

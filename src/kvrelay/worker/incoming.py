@@ -18,9 +18,9 @@ from functools import partial
 import numpy as np
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.handoff import HandoffDone, HandoffId
+from kvrelay.core.handoff import HandoffDone, HandoffId, RemotePrefillRequest
 from kvrelay.core.messages import decode_message
-from kvrelay.engine.base import RemotePrefillStart, StepOutput
+from kvrelay.engine.base import StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.errors import PayloadTooLargeError, ProtocolError
 from kvrelay.handoff import decode_events as de
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
-    """``push(start)`` runs on the event loop for each prefill that is to be queued; ``PushFailed`` if that fails."""
+    """``push(prefill)`` runs on the event loop for each prefill that is to be queued; ``PushFailed`` if that fails."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         checksums: BlockChecksums,
         server: RpcServer,
         stats: DecodeStats,
-        push: Callable[[RemotePrefillStart], None],
+        push: Callable[[RemotePrefillRequest], None],
     ) -> None:
         self.ledger = DecodeLedger(rules)
         self._engine = engine
@@ -59,7 +59,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self._stats = stats
         self._push = push
         self._block_bytes = engine.facts.kv_layout.block_bytes
-        self._starts: dict[HandoffId, RemotePrefillStart] = {}
+        self._prefills: dict[HandoffId, RemotePrefillRequest] = {}
         self._num_polled_for = 0
         self._num_stale = 0
         super().__init__(
@@ -96,10 +96,10 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
     def on_step(self, step: StepOutput) -> None:
         """What a step has opened and closed."""
-        for start in step.remote_prefills:
-            num_hit_blocks = start.num_cached_tokens // self.ledger.rules.block_size
-            self._starts[start.handoff_id] = start
-            self.handle(de.Opened(start.handoff_id, start.request_id, start.block_ids, num_hit_blocks))
+        for prefill in step.remote_prefills:
+            num_hit_blocks = prefill.num_cached_tokens // self.ledger.rules.block_size
+            self._prefills[prefill.handoff_id] = prefill
+            self.handle(de.Opened(prefill.handoff_id, prefill.request_id, prefill.block_ids, num_hit_blocks))
         for handoff_id in step.closed_handoffs:
             self.handle(de.Closed(handoff_id))
 
@@ -129,7 +129,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
     # -- actions ------------------------------------------------------------------------------------------------------
 
     def _queue(self, action: de.Push) -> None:
-        self.on_loop(self._push, self._starts.pop(action.handoff_id))
+        self.on_loop(self._push, self._prefills.pop(action.handoff_id))
 
     def _allocate(self, action: de.Allocate) -> None:
         def allocate(core: Engine) -> None:

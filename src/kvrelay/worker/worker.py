@@ -64,6 +64,8 @@ _log = logging.getLogger(__name__)
 
 HUNG_JOIN_S = 0.1
 """How long the engine's thread is waited for when it hangs."""
+FAILED_JOIN_S = 4.0
+"""The same after another failure: ranks of a data-parallel group that work on must not keep this one from ending."""
 
 GIVE_UP_LEASES = 3.0
 """So many times the lease's time to live a drain waits for peers: long enough that one that is dead is fenced."""
@@ -255,7 +257,8 @@ class Worker:
         await self._server.close()
         is_hung = isinstance(self._failure, EngineHungError)
         await asyncio.to_thread(self._checksums.close)
-        if await asyncio.to_thread(self._engine.close, HUNG_JOIN_S if is_hung else None):
+        join_s = HUNG_JOIN_S if is_hung else FAILED_JOIN_S if self._failure is not None else None
+        if await asyncio.to_thread(self._engine.close, join_s):
             self._watchdog.stop()
 
     # -- role ---------------------------------------------------------------------------------------------------------

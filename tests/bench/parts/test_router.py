@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvrelay.bench.commands.parts import bench_router
-from kvrelay.bench.parts.router import POLICIES, measure_growth, measure_peer
+from kvrelay.bench.parts.router import POLICIES, measure_peer
+from kvrelay.bench.parts.router_speed import measure_growth
 from kvrelay.errors import InvalidInputError
 
 FAST = ["--num-workers", "4", "--blocks-per-worker", "1024", "--repeats", "10"]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 
 class PeerTask(NamedTuple):
-    """The scenario of ``kvrelay.bench.parts.router``."""
+    """The scenario of ``kvrelay.bench.parts.router_speed``."""
 
     num_workers: int
     blocks_per_worker: int

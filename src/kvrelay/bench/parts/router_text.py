@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvrelay.bench.parts.router import GrowthRow, PeerSpeed, RouterBenchmark, SpeedReport
+from kvrelay.bench.parts.router import PeerSpeed, RouterBenchmark
+from kvrelay.bench.parts.router_speed import GrowthRow, SpeedReport
 from kvrelay.bench.parts.trace_replay import ReplayResult
 from kvrelay.bench.report.table import table
 

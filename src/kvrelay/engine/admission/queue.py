@@ -1,50 +1,91 @@
 """Which waiting request gets blocks next.
 
 It owns the two queues and their rule: a request gets blocks for all its known tokens at once (adjacent where possible,
-after its prefix hit), or it waits. It does not know slots or steps.
+after its prefix hit), or it waits. ``fair.py`` has the order. It does not know slots or steps.
 
 There is one queue per kind of need. Requests that are computed here also wait for their share of the token budget:
-admitting them earlier would bind blocks early, and would miss prefix hits on prompts that are being computed. Requests
-whose next step is a transfer (a remote prefill, a KV load) do not wait for the budget.
+admitting them earlier would bind blocks early, and would miss prefix hits on prompts that are being computed. Only what
+is computed before them counts, so a long prompt does not keep short ones out. Requests whose next step is a transfer (a
+remote prefill, a KV load) do not wait for the budget.
+
+A request that does not fit into the pool lets smaller ones pass until they have taken as many blocks as it needs. From
+then on no request passes it, and the blocks that become free are kept for it.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from kvrelay.core.clock import Clock
 from kvrelay.core.status import RequestStatus
-from kvrelay.engine.admission.waiting import WaitingQueue
+from kvrelay.engine.admission.fair import Candidate, FairQueue
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.request import PrefillMode, Request, service_order
+from kvrelay.engine.request import PrefillMode, Request
+
+MAX_CANDIDATES = 8
+"""Requests that are tried in turn; those behind them are longer, so they would not fit either."""
+
+
+class Backlog(NamedTuple):
+    """A prompt that is being computed: tokens still to compute, and its number of arrival."""
+
+    num_tokens: int
+    arrival: int
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The engine's present load: admitted requests, those of them with a slot, prompt tokens still to compute."""
+    """The engine's present load: admitted requests, those of them with a slot, prompts that are being computed."""
 
     num_admitted: int
     num_running: int
-    num_backlog_tokens: int
+    backlog: tuple[Backlog, ...] = ()
+
+    def num_tokens_before(self, candidate: Candidate) -> int:
+        """Prompt tokens that will be computed before the candidate's: of shorter prompts, or of older ones if due."""
+        request = candidate.request
+        if candidate.is_due:
+            return sum(prompt.num_tokens for prompt in self.backlog if prompt.arrival < request.arrival)
+        return sum(prompt.num_tokens for prompt in self.backlog if prompt.num_tokens <= request.num_queued_tokens)
+
+
+@dataclass(slots=True)
+class _Shortage:
+    """A request that did not fit, and the blocks that others have taken since."""
+
+    request: Request
+    num_passed_blocks: int = 0
+
+
+class _Admissible(NamedTuple):
+    """A request that fits, with its prefix hit and the fresh blocks that it needs."""
+
+    request: Request
+    hit: list[int]
+    num_needed: int
 
 
 class AdmissionQueue:
     """The waiting requests of one engine.
 
-    ``max_backlog_tokens``: with that many prompt tokens still to compute, no request that needs computing is admitted.
+    ``max_backlog_tokens``: with that many prompt tokens to compute before it, a request that needs computing is not
+    admitted. ``ageing_s``: seconds of waiting that count as much as one priority.
     """
 
-    def __init__(self, pool: BlockPool, max_backlog_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, max_backlog_tokens: int, clock: Clock, ageing_s: float = 0.0) -> None:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_waiting_blocks = 0
         """Blocks that the known tokens of all waiting requests need. Prefix hits are not deducted: they may be lost."""
         self._pool = pool
         self._max_backlog_tokens = max_backlog_tokens
+        self._clock = clock
         self._watermark = max(1, pool.num_blocks // 100)
-        self._here = WaitingQueue()
-        self._elsewhere = WaitingQueue()
-        self._blocked: tuple[Request, int, int] | None = None
-        """The request that did not fit, and the numbers of free blocks and of admitted requests at that time."""
+        self._here = FairQueue(ageing_s)
+        self._elsewhere = FairQueue(ageing_s)
+        self._short: _Shortage | None = None
 
     def __repr__(self) -> str:
         num_here, num_elsewhere = len(self._here), len(self._elsewhere)
@@ -55,18 +96,17 @@ class AdmissionQueue:
 
     @property
     def is_short_of_blocks(self) -> bool:
-        return self._blocked is not None
+        return self._short is not None
 
     def push(self, request: Request) -> None:
+        num_held = max(len(self.find_hit(request)) * self._pool.block_size, request.num_load_tokens)
+        request.num_queued_tokens = max(len(request.token_ids) - num_held, 1)
         self._queue_of(request).push(request)
         self.num_waiting_blocks += self._pool.blocks_for(len(request.token_ids))
 
     def discard(self, request: Request) -> None:
         """Remove ``request`` if it waits."""
-        queue = self._queue_of(request)
-        if request in queue:
-            queue.remove(request)
-            self.num_waiting_blocks -= self._pool.blocks_for(len(request.token_ids))
+        self._remove(request, is_admitted=False)
 
     def cancel_remote_prefills(self) -> None:
         """Requests that wait for a remote prefill are to be computed here, unless a prefill worker has them already."""
@@ -75,52 +115,69 @@ class AdmissionQueue:
                 self._elsewhere.remove(request)
                 request.mode = PrefillMode.LOCAL
                 self._here.push(request)
-        self._blocked = None
+        self._short = None
 
     def may_admit(self, load: EngineLoad) -> bool:
-        """Whether ``admit`` may succeed: a request waits, and is not known not to fit."""
-        return self._first(load) is not None and not self._is_blocked(load)
+        """Whether ``admit`` would succeed."""
+        return self._next(load) is not None
 
     def admit(self, load: EngineLoad) -> Request | None:
-        """Admit the most urgent request, with its blocks and its prefix hit; None if it does not fit or none waits.
-
-        No request overtakes one that waits for blocks, so that long prompts do not starve.
-        """
-        request = self._first(load)
-        if request is None or self._is_blocked(load):
+        """Admit the first request that may start, with its blocks and its prefix hit; None if there is none."""
+        found = self._next(load)
+        if found is None:
             return None
+        request = found.request
+        self._remove(request, is_admitted=True)
+        if self._short is not None:
+            self._short.num_passed_blocks += len(found.hit) + found.num_needed
+        self._give_blocks(request, found.hit, found.num_needed)
+        return request
+
+    def _next(self, load: EngineLoad) -> _Admissible | None:
+        now_s = self._clock.now()
+        queues = [queue.candidates(now_s, MAX_CANDIDATES) for queue in (self._here, self._elsewhere)]
+        for candidate in heapq.merge(*queues, key=lambda candidate: candidate.urgency):
+            if self._is_over_budget(candidate, load):
+                continue
+            fitting = self._fit(candidate.request, load)
+            if fitting is not None:
+                return fitting
+            if not self._may_be_passed(candidate.request):
+                return None
+        return None
+
+    def _is_over_budget(self, candidate: Candidate, load: EngineLoad) -> bool:
+        is_computed_here = candidate.request in self._here
+        return is_computed_here and load.num_tokens_before(candidate) >= self._max_backlog_tokens
+
+    def _fit(self, request: Request, load: EngineLoad) -> _Admissible | None:
         hit = self.find_hit(request)
         num_needed = self._pool.blocks_for(len(request.token_ids)) - len(hit)
         num_available = self._pool.num_free - self._pool.num_free_among(hit)
         if num_needed > num_available - self._reserve_for(request, load):
-            self._blocked = (request, self._pool.num_free, load.num_admitted)
             return None
-        self.discard(request)
-        self._give_blocks(request, hit, num_needed)
-        return request
+        return _Admissible(request, hit, num_needed)
 
-    def _queue_of(self, request: Request) -> WaitingQueue:
+    def _may_be_passed(self, request: Request) -> bool:
+        """Whether others may go before ``request``, which does not fit. Only the first such request is protected."""
+        if self._short is None:
+            self._short = _Shortage(request)
+        if self._short.request is not request:
+            return True
+        return self._short.num_passed_blocks < self._pool.blocks_for(len(request.token_ids))
+
+    def _remove(self, request: Request, *, is_admitted: bool) -> None:
+        queue = self._queue_of(request)
+        if request not in queue:
+            return
+        queue.remove(request, is_admitted=is_admitted)
+        self.num_waiting_blocks -= self._pool.blocks_for(len(request.token_ids))
+        if self._short is not None and self._short.request is request:
+            self._short = None
+
+    def _queue_of(self, request: Request) -> FairQueue:
         by_transfer = request.mode is PrefillMode.REMOTE or request.num_load_tokens > 0
         return self._elsewhere if by_transfer else self._here
-
-    def _first(self, load: EngineLoad) -> Request | None:
-        """The most urgent request among those that the load permits."""
-        elsewhere = self._elsewhere.peek()
-        here = self._here.peek() if load.num_backlog_tokens < self._max_backlog_tokens else None
-        if elsewhere is None or here is None:
-            return elsewhere or here
-        return min(elsewhere, here, key=service_order)
-
-    def _is_blocked(self, load: EngineLoad) -> bool:
-        """Whether the first request is known not to fit, and no block has become free since."""
-        if self._blocked is None:
-            return False
-        request, num_free, num_admitted = self._blocked
-        unchanged = self._pool.num_free <= num_free and load.num_admitted >= num_admitted
-        if unchanged and request is self._first(load):
-            return True
-        self._blocked = None
-        return False
 
     def find_hit(self, request: Request) -> list[int]:
         """The cached blocks that ``request`` begins with; its last token is always left to compute."""

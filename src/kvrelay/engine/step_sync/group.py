@@ -1,22 +1,36 @@
 """What an engine sees of its data-parallel group: which kind of round begins, and whether the group still stands.
 
-All methods are called by the engine's thread; what the group's connection hears comes through the engine's inbox.
+    join ──> load the model ──> ready ──> listen: the engine runs ──> leave ──> is_over ──> close
+
+The engine's thread makes the calls from ``listen`` on; what the connection hears comes through the engine's inbox.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvrelay.engine.step_sync.member import GroupMember, Notice
-from kvrelay.engine.step_sync.messages import AllLeft, Ended
+from kvrelay.engine.step_sync.messages import AllLeft, AllReady, Ended
 from kvrelay.engine.step_sync.protocol import Participant, Round, StepsUntil
 from kvrelay.errors import EngineDeadError, KvrelayError
 
 BLAME_WAIT_S = 1.0
 BLAME_LOOK_S = 0.02
 """After a failed step: so long for the news that another rank has ended, which is then the reason."""
+
+Post = Callable[[Callable[[], None]], None]
+"""Runs a function on the engine's thread, and wakes it."""
+
+
+@runtime_checkable
+class StepsTogether(Protocol):
+    """An executor whose forward passes contain collectives over the ranks of a group."""
+
+    def execute_dummy(self) -> None:
+        """A forward pass without a batch, for the sake of the other ranks. Raises EngineDeadError."""
 
 
 class Group(Protocol):
@@ -33,11 +47,11 @@ class Group(Protocol):
     def begin_round(self, *, has_batch: bool) -> Round:
         """Raises EngineDeadError if the group has ended."""
 
-    def step_empty(self) -> None:
-        """Compute a step with a dummy batch."""
+    def execute_dummy(self) -> None:
+        """The dummy batch that ``begin_round`` has asked for."""
 
-    def listen(self, post: Callable[[Callable[[], None]], None]) -> None:
-        """``post`` runs a function on the engine's thread, and wakes it."""
+    def listen(self, post: Post) -> None:
+        """From now on what is heard goes to the engine."""
 
     def explain(self, error: Exception) -> Exception:
         """The reason for a step's failure: ``error``, unless another rank has ended."""
@@ -49,7 +63,7 @@ class Group(Protocol):
 
 
 class Alone:
-    """An engine without a group, or a group of one."""
+    """An engine without a group."""
 
     owes_step = False
     is_over = True
@@ -57,10 +71,10 @@ class Alone:
     def begin_round(self, *, has_batch: bool) -> Round:
         return Round.REAL if has_batch else Round.NO_STEP
 
-    def step_empty(self) -> None:
+    def execute_dummy(self) -> None:
         """Never asked for: no round is a dummy."""
 
-    def listen(self, post: Callable[[Callable[[], None]], None]) -> None: ...
+    def listen(self, post: Post) -> None: ...
 
     def explain(self, error: Exception) -> Exception:
         return error
@@ -71,20 +85,41 @@ class Alone:
 
 
 class StepGroup:
-    """A rank of a group. ``step_empty`` computes a dummy batch. None: the ranks' steps are independent, as those of
-    dense models are, and only the group's life is shared."""
+    """A rank of a group that is formed. Without an executor that steps together, the ranks share the group's life only:
+    steps of dense models are independent.
 
-    def __init__(self, member: GroupMember, step_empty: Callable[[], None] | None) -> None:
+    ``on_lost``: called on the connection's thread, once, if the group ends before ``listen``.
+    """
+
+    def __init__(self, member: GroupMember, on_lost: Callable[[EngineDeadError], None]) -> None:
         self._member = member
-        self._step_empty = step_empty
+        self._on_lost = on_lost
+        self._executor: StepsTogether | None = None
         self._participant = Participant()
         self._ended: EngineDeadError | None = None
         self._has_left = False
         self._have_all_left = False
+        self._are_all_ready = threading.Event()
+        self._lock = threading.Lock()
+        self._post: Post | None = None
+        self._early: list[Notice] = []
         self.num_dummy_steps = 0
+        member.listen(self._deliver)
 
     def __repr__(self) -> str:
         return f"StepGroup({self._member.group_id}, {self._participant!r})"
+
+    @property
+    def group_id(self) -> str:
+        return self._member.group_id
+
+    def ready(self, executor: StepsTogether | None) -> None:
+        """This rank is loaded. Returns when all ranks are. Raises EngineDeadError if the group ends before."""
+        self._executor = executor
+        self._member.ready()
+        self._are_all_ready.wait()
+        if self._ended is not None:
+            raise self._ended
 
     @property
     def owes_step(self) -> bool:
@@ -92,31 +127,28 @@ class StepGroup:
 
     @property
     def is_over(self) -> bool:
-        return self._ended is not None or (self._have_all_left and not self._participant.owes_step)
+        return self._have_all_left and not self._participant.owes_step
 
     def begin_round(self, *, has_batch: bool) -> Round:
         if self._ended is not None:
             raise self._ended
-        if self._step_empty is None:
+        if self._executor is None:
             return Round.REAL if has_batch else Round.NO_STEP
         kind, start = self._participant.begin_round(has_batch=has_batch)
         if start is not None:
             self._member.start_step(start)
         return kind
 
-    def step_empty(self) -> None:
-        assert self._step_empty is not None
+    def execute_dummy(self) -> None:
+        assert self._executor is not None
         self.num_dummy_steps += 1
-        self._step_empty()
+        self._executor.execute_dummy()
 
-    def listen(self, post: Callable[[Callable[[], None]], None]) -> None:
-        def deliver(notice: Notice) -> None:
-            if isinstance(notice, Ended):
-                # At once, for a step that is running and fails of the same reason.
-                self._ended = EngineDeadError(notice.reason)
-            post(lambda: self._take(notice))
-
-        self._member.listen(deliver)
+    def listen(self, post: Post) -> None:
+        with self._lock:
+            self._post, early = post, self._early
+            for notice in early:
+                self._hand_to_engine(post, notice)
 
     def explain(self, error: Exception) -> Exception:
         deadline_s = time.monotonic() + BLAME_WAIT_S
@@ -133,13 +165,32 @@ class StepGroup:
             self._member.leave()
 
     def close(self) -> None:
+        """An engine that still runs ends; so do the other ranks, unless all have left."""
         self._member.close()
+        if not self.is_over and self._ended is None:
+            self._deliver(Ended("this rank's connection to its data-parallel group is closed"))
+
+    def _deliver(self, notice: Notice) -> None:
+        """On the connection's thread."""
+        if isinstance(notice, Ended):
+            # At once, for a step that is running and fails for the same reason.
+            self._ended = EngineDeadError(notice.reason)
+        if isinstance(notice, AllReady | Ended):
+            self._are_all_ready.set()
+        with self._lock:
+            if self._post is not None:
+                self._hand_to_engine(self._post, notice)
+                return
+            self._early.append(notice)
+        if self._ended is not None:
+            self._on_lost(self._ended)
+
+    def _hand_to_engine(self, post: Post, notice: Notice) -> None:
+        post(lambda: self._take(notice))
 
     def _take(self, notice: Notice) -> None:
-        match notice:
-            case StepsUntil(step):
-                self._participant.heard(step)
-            case AllLeft():
-                self._have_all_left = True
-            case Ended():
-                pass
+        """On the engine's thread."""
+        if isinstance(notice, StepsUntil):
+            self._participant.heard(notice.step)
+        elif isinstance(notice, AllLeft):
+            self._have_all_left = True

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from kvrelay.engine.step_sync.addresses import GroupAddress
 from kvrelay.engine.step_sync.messages import (
     AllLeft,
+    AllReady,
     Ended,
     Formed,
     FrameReader,
@@ -26,6 +27,7 @@ from kvrelay.engine.step_sync.messages import (
     Hello,
     Leave,
     RankInfo,
+    Ready,
     Refused,
     RegPart,
     encode,
@@ -41,12 +43,12 @@ GATHER_TIMEOUT_S = 60.0
 HELLO_TIMEOUT_S = 5.0
 MAX_FDS = 128
 
-Notice = StepsUntil | AllLeft | Ended
+Notice = AllReady | StepsUntil | AllLeft | Ended
 """What a rank hears once the group is formed."""
 
 
 class GroupMember:
-    """See ``join``. ``start_step`` and ``leave`` are called by one thread, the engine's."""
+    """See ``join``. ``ready``, ``start_step`` and ``leave`` are called by one thread at a time."""
 
     def __init__(self, connection: socket.socket, server: GroupServer | None) -> None:
         self._socket = connection
@@ -96,6 +98,10 @@ class GroupMember:
         """Call ``deliver`` with what is heard, on a thread of its own, until ``close`` or the end of the group."""
         self._thread = threading.Thread(target=self._listen, args=(deliver,), name="dp-group", daemon=True)
         self._thread.start()
+
+    def ready(self) -> None:
+        """This rank is loaded. Steps begin after ``AllReady``."""
+        self._send(Ready())
 
     def start_step(self, message: StartStep) -> None:
         """Does not wait for anything. If the group is gone, ``deliver`` says so."""
@@ -209,7 +215,7 @@ class GroupMember:
             message = self._waiting.pop(0)
             if isinstance(message, AllLeft) and self._shared is not None:
                 deliver(StepsUntil(self._shared.step))
-            if isinstance(message, StepsUntil | AllLeft | Ended):
+            if isinstance(message, Notice):
                 deliver(message)
             if isinstance(message, AllLeft | Ended):
                 return True

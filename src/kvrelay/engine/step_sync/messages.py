@@ -2,10 +2,12 @@
 
     rank -> coordinator     RegPart     here is rank r of n, and these are its facts
                             StartStep   see ``protocol``; not over sockets if the ranks share memory
+                            Ready       this rank is loaded, and can step
                             Leave       this rank has no requests left and gets none
     coordinator -> ranks    Hello       the port belongs to a coordinator
                             Formed      all ranks are there and agree
                             Refused     the group cannot be formed, for this reason
+                            AllReady    every rank has said Ready: requests may come
                             StepsUntil  see ``protocol``
                             AllLeft     every rank has said Leave: run what you were told to, then end
                             Ended       a rank is gone: the group ends, for this reason
@@ -42,6 +44,10 @@ class RegPart(msgspec.Struct, frozen=True, tag=True):
     info: RankInfo
 
 
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -62,6 +68,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class AllReady(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
 class AllLeft(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -70,8 +80,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromRank = RegPart | StartStep | Leave
-FromCoordinator = Hello | Formed | Refused | StepsUntil | AllLeft | Ended
+FromRank = RegPart | Ready | StartStep | Leave
+FromCoordinator = Hello | Formed | Refused | AllReady | StepsUntil | AllLeft | Ended
 
 _encoder = msgspec.msgpack.Encoder()
 

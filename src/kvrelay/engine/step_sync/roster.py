@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 
-from kvrelay.engine.step_sync.messages import AllLeft, Ended, Formed, RankInfo, Refused
+from kvrelay.engine.step_sync.messages import AllLeft, AllReady, Ended, Formed, RankInfo, Refused
 from kvrelay.errors import IllegalTransitionError
 
 Part = int
@@ -37,6 +37,7 @@ class Roster:
         self._size = size
         self._group_id = group_id
         self._parts: dict[Part, RankInfo] = {}
+        self._ready: set[Part] = set()
         self._left: set[Part] = set()
         self.state = RosterState.GATHERING
         self.closed = ""
@@ -63,6 +64,10 @@ class Roster:
             return Refused(reason)
         self._move(RosterState.FORMED, "the data-parallel group is complete already")
         return Formed(self._group_id)
+
+    def ready(self, part: Part) -> AllReady | None:
+        self._ready.add(part)
+        return AllReady() if len(self._ready) == self._size else None
 
     def left(self, part: Part) -> AllLeft | None:
         self._left.add(part)

@@ -24,6 +24,7 @@ from kvrelay.engine.step_sync.messages import (
     FromRank,
     Hello,
     Leave,
+    Ready,
     Refused,
     RegPart,
     encode,
@@ -118,7 +119,7 @@ class GroupServer:
             for message in connection.reader.feed(data):
                 self._take(part, message)
         except (OSError, ProtocolError) as exc:
-            self._lost.append((part, f"is lost: {exc}"))
+            self._lost.append((part, _how(exc)))
 
     def _take(self, part: Part, message: FromRank) -> None:
         match message:
@@ -126,6 +127,8 @@ class GroupServer:
                 self._send(part, Refused(self._roster.closed))
             case RegPart(info):
                 self._tell_all(self._roster.registered(part, info))
+            case Ready() if self._roster.has(part):
+                self._tell_all(self._roster.ready(part))
             case StartStep(step) if self._roster.has(part):
                 self._tell_all(self._coordinator.start_step(step))
             case Leave() if self._roster.has(part):
@@ -163,7 +166,7 @@ class GroupServer:
                     try:
                         socket.send_fds(connection.socket, [frame], descriptors)
                     except OSError as exc:
-                        self._lost.append((part, f"is lost: {exc}"))
+                        self._lost.append((part, _how(exc)))
         finally:
             for fd in descriptors:
                 os.close(fd)
@@ -172,4 +175,9 @@ class GroupServer:
         try:
             self._connections[part].socket.sendall(encode(message))
         except OSError as exc:
-            self._lost.append((part, f"does not take messages: {exc}"))
+            self._lost.append((part, _how(exc)))
+
+
+def _how(error: Exception) -> str:
+    """A process that ends with messages unread resets its connection."""
+    return "has ended" if isinstance(error, ConnectionError) else f"is lost: {error}"

@@ -5,7 +5,8 @@
 
 The server is asked for completions by token ids, and tells token ids where it can (``return_token_ids``); so nothing is
 tokenized twice, and an answer that migrates goes on at the exact token. Where a server tells only text, ids are made of
-it. Its KV stays with it: such a worker has role ``both``.
+it. Its KV stays with it: such a worker has role ``both``. What it caches is told by its cache events (``mirrored``), or
+estimated from what it was sent (``placed``).
 """
 
 from __future__ import annotations

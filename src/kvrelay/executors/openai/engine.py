@@ -13,7 +13,7 @@ from typing import Any
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.completion_rate import CompletionRate
-from kvrelay.core.events import LoadMetrics
+from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
@@ -32,6 +32,7 @@ from kvrelay.errors import (
     OverloadedError,
     PromptTooLongError,
 )
+from kvrelay.executors.openai.mirrored import MirroredCache
 from kvrelay.executors.openai.placed import PlacedPrefixes
 from kvrelay.executors.openai.server import Description, UpstreamRefusedError
 from kvrelay.executors.openai.text_tokens import TextTokenizer, TextTokens
@@ -56,6 +57,7 @@ class OpenAIEngine:
         config: EngineConfig,
         server: Description,
         tokenizer: TextTokenizer | None,
+        cache: PlacedPrefixes | MirroredCache,
         clock: Clock,
         *,
         worker_id: str,
@@ -73,7 +75,7 @@ class OpenAIEngine:
         self._eos_token_ids = eos_token_ids
         self._begin, self._cancel = begin, cancel
         self._running: dict[str, _Running] = {}
-        self._placed = PlacedPrefixes(facts.kv_layout.block_size, facts.num_blocks)
+        self._cache = cache
         self._ended = CompletionRate(clock)
         self._busy_until_s = 0.0
         """The server has told us to come back then."""
@@ -96,7 +98,7 @@ class OpenAIEngine:
             )
 
     def num_cached_tokens(self, request: Request) -> int:
-        """By what the server was sent before."""
+        """By what the server has told, or by what it was sent before."""
         return self._num_placed_blocks(request) * self._facts.kv_layout.block_size
 
     def add_request(self, request: Request) -> None:
@@ -191,7 +193,7 @@ class OpenAIEngine:
         status = error.status if isinstance(error, UpstreamRefusedError) else 0
         if isinstance(error, UpstreamRefusedError) and status in (429, 503):
             self._busy_until_s = self._clock.now() + error.retry_after_s
-        elif not status:
+        elif not status and isinstance(self._cache, PlacedPrefixes):
             # Perhaps it was started again, and its cache is empty.
             self.clear_cache()
         self.output.outputs.append(
@@ -210,6 +212,10 @@ class OpenAIEngine:
         for request_id in list(self._running):
             self._cancel(request_id)
             self.failed(request_id, error)
+
+    def cache_changed(self, events: list[KvEvent]) -> None:
+        """The server has told what its cache keeps."""
+        self.output.kv_events += events
 
     def take_output(self) -> StepOutput:
         output, self.output = self.output, StepOutput()
@@ -235,7 +241,7 @@ class OpenAIEngine:
             # The last token's KV was never needed, so it was not computed.
             num_blocks = (len(request.token_ids) - 1) // self._facts.kv_layout.block_size
             request.hash_blocks(num_blocks, self._facts.kv_layout.block_size)
-            self.output.kv_events += self._placed.place(
+            self.output.kv_events += self._cache.place(
                 request.sequence_hashes[:num_blocks], request.local_hashes[:num_blocks], request.token_ids
             )
 
@@ -243,7 +249,7 @@ class OpenAIEngine:
         # The last token is computed in any case: something must be sampled from.
         num_blocks = (len(request.token_ids) - 1) // self._facts.kv_layout.block_size
         request.hash_blocks(num_blocks, self._facts.kv_layout.block_size)
-        return self._placed.num_leading(request.sequence_hashes[:num_blocks])
+        return self._cache.num_leading(request.sequence_hashes[:num_blocks])
 
     # -- hand-offs: there are none ------------------------------------------------------------------------------------
 
@@ -320,12 +326,12 @@ class OpenAIEngine:
         return sum(-(-len(running.request.token_ids) // size) for running in list(self._running.values()))
 
     def cached_hashes(self) -> Sequence[int]:
-        return self._placed.hashes()
+        return self._cache.hashes()
 
     def clear_cache(self) -> None:
-        """Forget what was placed; the server's own cache stays."""
-        self.output.kv_events += self._placed.clear()
+        """Forget what is known of the server's cache, which stays."""
+        self.output.kv_events += self._cache.clear()
 
     def check_integrity(self) -> None:
-        if len(self._placed) > self._facts.num_blocks:
-            raise IntegrityError(f"{len(self._placed)} blocks are known, {self._facts.num_blocks} may be")
+        if isinstance(self._cache, PlacedPrefixes) and len(self._cache) > self._facts.num_blocks:
+            raise IntegrityError(f"{len(self._cache)} blocks are known, {self._facts.num_blocks} may be")

@@ -15,6 +15,7 @@ import uvloop
 
 from kvrelay.config import EngineConfig, UpstreamConfig
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.events import KvEvent
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.base import StepOutput
@@ -24,6 +25,9 @@ from kvrelay.engine.progress import Progress
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError
 from kvrelay.executors.openai.engine import OpenAIEngine
+from kvrelay.executors.openai.kv_events import KvEventReader
+from kvrelay.executors.openai.mirrored import MirroredCache
+from kvrelay.executors.openai.placed import PlacedPrefixes
 from kvrelay.executors.openai.server import Description, UpstreamRefusedError, UpstreamServer
 from kvrelay.executors.openai.text_tokens import TextTokenizer
 from kvrelay.executors.openai.wire import UpstreamAnswerError, require_possible
@@ -54,12 +58,15 @@ class OpenAIHost:
         clock = MonotonicClock()
         self._facts = facts
         self._upstream = upstream
+        block_size = facts.kv_layout.block_size
+        self._mirror = MirroredCache(block_size) if upstream.upstream_kv_events else None
         self._progress = Progress(clock)
         self._engine = OpenAIEngine(
             facts,
             config,
             server,
             tokenizer,
+            self._mirror or PlacedPrefixes(block_size, facts.num_blocks),
             clock,
             worker_id=worker_id,
             eos_token_ids=eos_token_ids,
@@ -189,6 +196,7 @@ class OpenAIHost:
         """Return when told to stop, or why the server is gone."""
         self._server = UpstreamServer(self._upstream)
         stopped, gone = asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self._watch())
+        reading = None if self._mirror is None else asyncio.ensure_future(self._read_events(self._mirror))
         try:
             await asyncio.wait({stopped, gone}, return_when=asyncio.FIRST_COMPLETED)
             died = gone.result() if gone.done() else None
@@ -197,7 +205,7 @@ class OpenAIHost:
                 self._flush()
             return died
         finally:
-            tasks = [stopped, gone, *self._streams.values(), *self._ending]
+            tasks = [stopped, gone, *([] if reading is None else [reading]), *self._streams.values(), *self._ending]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -210,6 +218,14 @@ class OpenAIHost:
             await asyncio.sleep(HEALTH_INTERVAL_S)
             num_failures = 0 if await self._server.is_healthy() else num_failures + 1
         return EngineDeadError(f"the server {self._server.url} has failed {num_failures} health checks")
+
+    async def _read_events(self, mirror: MirroredCache) -> None:
+        def changed(events: list[KvEvent]) -> None:
+            self._engine.cache_changed(events)
+            self._flush_soon()
+
+        endpoint, replay = self._upstream.upstream_kv_events, self._upstream.upstream_kv_replay
+        await KvEventReader(endpoint, replay, mirror, changed).run()
 
     def _end(self, error: EngineDeadError) -> None:
         """Nobody runs callbacks any more."""

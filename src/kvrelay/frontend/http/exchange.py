@@ -38,6 +38,8 @@ class Exchange:
         self.request = request
         self.extra_headers: Sequence[tuple[bytes, bytes]] = ()
         """Of whatever answer there will be."""
+        self.last_words: Callable[[int, str], bytes] | None = None
+        """How a stream that has begun tells its client of an error, by status and message; set by whoever began it."""
         self.is_gone = False
         self.is_started = False
         self.is_done = False

@@ -10,6 +10,7 @@ import msgspec
 
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.status import FinishReason
+from kvrelay.frontend.openai.errors import Failure
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -42,6 +43,9 @@ class Choice:
     index: int
     prompt_token_ids: Sequence[int]
     text: list[str] = field(default_factory=list)
+    """Piece by piece as it came."""
+    num_tokens: list[int] = field(default_factory=list)
+    """Of each piece of the text."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
@@ -51,7 +55,13 @@ class Choice:
 class AnswerFormat(Protocol):
     """The shapes of one endpoint, for one request."""
 
-    def opening(self, index: int, prompt_token_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None) -> bytes:
+    def opening(
+        self,
+        index: int,
+        prompt_token_ids: Sequence[int],
+        prompt_logprobs: PromptLogprobs | None,
+        num_cached_tokens: int,
+    ) -> bytes:
         """Events that come before a choice's first text; may be none."""
 
     def chunk(
@@ -66,8 +76,11 @@ class AnswerFormat(Protocol):
         """The event with a choice's new text, empty if it says nothing yet. ``usage`` is given for continuous usage
         only."""
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The last event of a stream with ``include_usage``."""
+    def closing(self, usage: Usage) -> bytes:
+        """The last events of a stream whose choices have all finished."""
+
+    def broken(self, failure: Failure) -> bytes:
+        """The last events of a stream that ends with an error."""
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json, json_list
+from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.frame import ChunkFrame
 from kvrelay.frontend.openai.logprobs import (
     ChatLogprobs,
@@ -80,7 +81,13 @@ class ChatFormat:
         )
         self._plain_end = _NO_LOGPROBS + self._frame.plain_tail
 
-    def opening(self, index: int, prompt_token_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None) -> bytes:
+    def opening(
+        self,
+        index: int,
+        prompt_token_ids: Sequence[int],
+        prompt_logprobs: PromptLogprobs | None,
+        num_cached_tokens: int,
+    ) -> bytes:
         """The role; ``prompt_token_ids`` stands beside the choices, as in vLLM."""
         head = b'{"index":%d,"delta":{"role":"assistant","content":' % index
         delta = head + encode_json(self._echo) + b'},"logprobs":null,"finish_reason":null}]'
@@ -102,8 +109,11 @@ class ChatFormat:
         shape = b'},"logprobs":' + encode_json(chat_logprobs(logprobs, self._texts)) if logprobs else _NO_LOGPROBS
         return start + shape + self._frame.tail(finish, token_ids if self._return_token_ids else None, usage)
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._frame.usage_event(usage)
+    def closing(self, usage: Usage) -> bytes:
+        return self._frame.closing(usage)
+
+    def broken(self, failure: Failure) -> bytes:
+        return self._frame.broken(failure)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         shapes = [self._whole_choice(choice) for choice in choices]

@@ -12,6 +12,7 @@ import msgspec
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.frontend.detokenizer import Detokenizer
 from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json, json_list
+from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.frame import ChunkFrame
 from kvrelay.frontend.openai.logprobs import (
     CompletionLogprobs,
@@ -81,7 +82,13 @@ class CompletionFormat:
         self._skip_special_tokens = skip_special_tokens
         self._offsets: dict[int, TextOffsets] = {}
 
-    def opening(self, index: int, prompt_token_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None) -> bytes:
+    def opening(
+        self,
+        index: int,
+        prompt_token_ids: Sequence[int],
+        prompt_logprobs: PromptLogprobs | None,
+        num_cached_tokens: int,
+    ) -> bytes:
         echo = self._echoes[index] if self._echoes is not None else ""
         if not echo and not self._return_token_ids:
             return b""
@@ -107,8 +114,11 @@ class CompletionFormat:
         shape = b',"logprobs":' + self._logprobs(index, token_ids, logprobs) if logprobs else _NO_LOGPROBS
         return start + shape + self._frame.tail(finish, token_ids if self._return_token_ids else None, usage)
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._frame.usage_event(usage)
+    def closing(self, usage: Usage) -> bytes:
+        return self._frame.closing(usage)
+
+    def broken(self, failure: Failure) -> bytes:
+        return self._frame.broken(failure)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         shapes = [self._whole_choice(choice) for choice in choices]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -56,35 +58,52 @@ def status_of(error: KvrelayError) -> int:
     return 500
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as a client is told of it, whatever its API's shape of errors. ``status`` is HTTP's."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    @property
+    def line(self) -> str:
+        """The message in one line."""
+        return " ".join(self.message.split())
+
+
+ErrorShape = Callable[[Failure], bytes]
+"""The JSON body of an error in one API."""
+
+
+def failure_of(error: KvrelayError) -> Failure:
+    if isinstance(error, InvalidInputError):
+        return Failure(status_of(error), error.message, error.param, error.code)
+    return Failure(status_of(error), error.message, error.param if isinstance(error, RefusedError) else None)
+
+
+def openai_error(failure: Failure) -> bytes:
+    """An ``ErrorShape``."""
+    kind = _TYPES.get(failure.status) or ("invalid_request_error" if failure.status < 500 else "server_error")
+    code = failure.code if failure.code is not None else failure.status
+    return msgspec.json.encode(ErrorBody(ErrorDetail(failure.line, kind, failure.param, code)))
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    """The JSON body; the message is brought to one line."""
-    kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
-    detail = ErrorDetail(" ".join(message.split()), kind, param, code if code is not None else status)
-    return msgspec.json.encode(ErrorBody(detail))
+    """The JSON body in OpenAI's shape; the message is brought to one line."""
+    return openai_error(Failure(status, message, param, code))
 
 
-def error_event(error: KvrelayError) -> bytes:
-    """The same inside a stream that has begun."""
-    return b"data: " + _body_of(error) + b"\n\n"
-
-
-def error_response(error: KvrelayError) -> Response:
+def error_response(error: KvrelayError, shape: ErrorShape = openai_error) -> Response:
     """The whole answer, with Retry-After where trying again makes sense."""
     retry_after_s = getattr(error, "retry_after_s", None)
     headers: list[tuple[bytes, bytes]] = []
     if retry_after_s is not None and status_of(error) in (429, 503):
         headers.append((b"retry-after", b"%d" % _whole_seconds(retry_after_s)))
-    return Response(status_of(error), _body_of(error), headers=headers)
+    return Response(status_of(error), shape(failure_of(error)), headers=headers)
 
 
 def _whole_seconds(seconds: float) -> int:
     """From one second to an hour, whatever a worker said."""
     return math.ceil(min(max(seconds, 1.0), MAX_RETRY_AFTER_S)) if not math.isnan(seconds) else 1
-
-
-def _body_of(error: KvrelayError) -> bytes:
-    if isinstance(error, InvalidInputError):
-        return error_body(status_of(error), error.message, error.param, error.code)
-    if isinstance(error, RefusedError):
-        return error_body(status_of(error), error.message, error.param)
-    return error_body(status_of(error), error.message)

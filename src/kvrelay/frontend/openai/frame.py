@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvrelay.frontend.openai.answer import Finish, Usage, encode_json, json_list
+from kvrelay.frontend.openai.errors import Failure, openai_error
+
+DONE_EVENT = b"data: [DONE]\n\n"
 
 
 class ChunkFrame:
@@ -27,6 +30,7 @@ class ChunkFrame:
         include_usage: bool,
         continuous_usage: bool,
     ) -> None:
+        self._include_usage = include_usage
         self.head = b"data: " + encode_json(head)[:-1] + b',"choices":['
         self.end_of_event = (b',"usage":null' if include_usage and not continuous_usage else b"") + b"}\n\n"
         self.plain_tail = unfinished + b"}]" + self.end_of_event
@@ -57,6 +61,10 @@ class ChunkFrame:
         pieces += (b"}]", self.end_of_event) if usage is None else (b'}],"usage":', encode_json(usage), b"}\n\n")
         return b"".join(pieces)
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The event without choices that ends a stream whose client asked for usage."""
-        return self.head + b'],"usage":' + encode_json(usage) + b"}\n\n"
+    def closing(self, usage: Usage) -> bytes:
+        """The last events; one without choices if the client asked for usage."""
+        return (self.head + b'],"usage":' + encode_json(usage) + b"}\n\n" if self._include_usage else b"") + DONE_EVENT
+
+    def broken(self, failure: Failure) -> bytes:
+        """The last events of a stream that ends with an error."""
+        return b"data: " + openai_error(failure) + b"\n\n" + DONE_EVENT

@@ -7,7 +7,9 @@ Every string, list and map has a type of ``bounds``, which says how long it may 
 from __future__ import annotations
 
 import re
-from typing import Annotated, TypeVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -40,7 +42,7 @@ from kvrelay.frontend.openai.structured import (
     StructuredOutputs,
 )
 from kvrelay.frontend.openai.tool_fields import ToolCalls, ToolChoice, Tools
-from kvrelay.frontend.openai.unknown import UnknownFields
+from kvrelay.frontend.openai.unknown import OPENAI_NAMES, OtherNames, UnknownFields
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -167,28 +169,39 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: Name | None = None
 
 
-Body = TypeVar("Body", CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
-BODIES = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
-
-_decoders: dict[type[msgspec.Struct], msgspec.json.Decoder[msgspec.Struct]] = {
-    kind: msgspec.json.Decoder(kind) for kind in BODIES
-}
 _names = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_known = {kind: frozenset(kind.__struct_fields__) for kind in BODIES}
-_free_fields = {kind: free_json_fields(kind) for kind in BODIES}
 
 
-def parse_body(body: bytes, kind: type[Body], unknown: UnknownFields | None = None) -> Body:
-    """The request in a JSON body; ``unknown`` judges the fields that it does not know (None: they are ignored).
+@dataclass(frozen=True, slots=True)
+class _Reader(Generic[Body]):
+    """What reads bodies of one kind."""
+
+    decoder: msgspec.json.Decoder[Body]
+    known: frozenset[str]
+    free_fields: tuple[str, ...]
+
+
+@cache
+def _reader(kind: type[Body]) -> _Reader[Body]:
+    return _Reader(msgspec.json.Decoder(kind), frozenset(kind.__struct_fields__), free_json_fields(kind))
+
+
+def parse_body(
+    body: bytes, kind: type[Body], unknown: UnknownFields | None = None, names: OtherNames = OPENAI_NAMES
+) -> Body:
+    """The request in a JSON body; ``unknown`` judges the fields that it does not know (None: they are ignored), by the
+    ``names`` of its API.
 
     Raises InvalidInputError that names the field.
 
     It keeps the interpreter's lock for 50 ms at most, for the worst body of 16 MB.
     """
     check_body(body)
+    reader: _Reader[Body] = _reader(kind)
     try:
-        value = _decoders[kind].decode(body)
+        value = reader.decoder.decode(body)
     except msgspec.ValidationError as exc:
         message, _, place = str(exc).partition(" - at ")
         field = re.search(r"\$\.(\w+)", place)
@@ -199,8 +212,7 @@ def parse_body(body: bytes, kind: type[Body], unknown: UnknownFields | None = No
     except RecursionError as exc:
         raise InvalidInputError("the body is nested too deeply") from exc
     if unknown is not None:
-        unknown.check(_names.decode(body), _known[kind])
-    assert isinstance(value, kind)
-    for name in _free_fields[kind]:
+        unknown.check(_names.decode(body), reader.known, names)
+    for name in reader.free_fields:
         check_free_json(getattr(value, name), name)
     return value

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from kvrelay.errors import InvalidInputError
 
@@ -46,12 +47,24 @@ UNSUPPORTED = frozenset(
 ADVICE = frozenset(
     {
         "service_tier", "store", "metadata", "user", "verbosity", "prediction", "prompt_cache_key",
-        "prompt_cache_retention", "safety_identifier", "guided_decoding_backend", "separate_reasoning",
+        "prompt_cache_retention", "safety_identifier", "guided_decoding_backend", "separate_reasoning", "cache_control",
     }
 )  # fmt: skip
 """Accepted; the answer does not depend on it."""
 
 MAX_LOGGED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class OtherNames:
+    """Names that an API does not have: those with ``ours`` for the same, and the ``unsupported`` ones."""
+
+    ours: Mapping[str, str]
+    unsupported: frozenset[str]
+
+
+OPENAI_NAMES = OtherNames(OURS, UNSUPPORTED)
+"""Of completions and chats."""
 
 
 class UnknownFields:
@@ -62,18 +75,18 @@ class UnknownFields:
         self._logged: set[str] = set()
         self._lock = threading.Lock()
 
-    def check(self, given: Iterable[str], known: frozenset[str]) -> None:
+    def check(self, given: Iterable[str], known: frozenset[str], names: OtherNames = OPENAI_NAMES) -> None:
         """Raises InvalidInputError for a field that is to be refused."""
         for name in given:
             if name in ADVICE:
                 self._log_once(f"the field {name} is accepted and has no effect")
             elif name not in known:
-                self._unknown(name[:64])
+                self._unknown(name[:64], names)
 
-    def _unknown(self, name: str) -> None:
-        if name in OURS:
-            raise InvalidInputError(f"{name} is not a field here; use {OURS[name]}", param=name)
-        if name in UNSUPPORTED:
+    def _unknown(self, name: str, names: OtherNames) -> None:
+        if name in names.ours:
+            raise InvalidInputError(f"{name} is not a field here; use {names.ours[name]}", param=name)
+        if name in names.unsupported:
             raise InvalidInputError(f"{name} is not supported", param=name)
         if self._mode == "refuse":
             raise InvalidInputError(f"{name} is not a field of this request", param=name)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvrelay.frontend.anthropic.errors import AnthropicErrorBody
+from kvrelay.frontend.anthropic.requests import CountTokensRequest, MessagesRequest
+from kvrelay.frontend.anthropic.shapes import MessageBody
 from kvrelay.frontend.openai.bounds import MAX_JSON_SIZE
 from kvrelay.frontend.openai.chat import ChatResponse
 from kvrelay.frontend.openai.completions import CompletionResponse
@@ -18,16 +21,37 @@ from kvrelay.frontend.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from kvrelay.frontend.responses.requests import ResponsesRequest
+from kvrelay.frontend.responses.shapes import ResponseBody
 from kvrelay.version import __version__
 
 _REF = "#/components/schemas/{name}"
-_POSTS: tuple[tuple[str, str, type[msgspec.Struct], type[msgspec.Struct] | None], ...] = (
-    ("/v1/completions", "Continue a prompt", CompletionRequest, CompletionResponse),
-    ("/v1/chat/completions", "Answer a chat", ChatCompletionRequest, ChatResponse),
-    ("/v1/kvrelay/route", "Which worker would get this prompt, and why; nothing is generated", CompletionRequest, None),
-    ("/tokenize", "Text or messages to token ids", TokenizeRequest, None),
-    ("/detokenize", "Token ids to text", DetokenizeRequest, None),
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    """A path that is asked. ``response``: None if the document does not describe it; else the answer is generated, and
+    may be streamed."""
+
+    path: str
+    summary: str
+    request: type[msgspec.Struct]
+    response: type[msgspec.Struct] | None = None
+    errors: type[msgspec.Struct] = ErrorBody
+
+
+_POSTS = (
+    _Post("/v1/completions", "Continue a prompt", CompletionRequest, CompletionResponse),
+    _Post("/v1/chat/completions", "Answer a chat", ChatCompletionRequest, ChatResponse),
+    _Post("/v1/responses", "Answer as OpenAI's responses API; nothing is kept", ResponsesRequest, ResponseBody),
+    _Post("/v1/messages", "Answer as Anthropic's messages API", MessagesRequest, MessageBody, AnthropicErrorBody),
+    _Post("/v1/messages/count_tokens", "Count a prompt's tokens", CountTokensRequest, errors=AnthropicErrorBody),
+    _Post("/v1/kvrelay/route", "Which worker would get this prompt, and why; nothing is generated", CompletionRequest),
+    _Post("/tokenize", "Text or messages to token ids", TokenizeRequest),
+    _Post("/detokenize", "Token ids to text", DetokenizeRequest),
 )
+BODIES = tuple({post.request: None for post in _POSTS})
+"""All kinds of bodies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,35 +124,39 @@ _RETRIED = ("429", "503")
 
 def openapi_document() -> dict[str, object]:
     """The document as JSON values."""
-    structs = [kind for _, _, request, response in _POSTS for kind in (request, response) if kind is not None]
-    _, components = msgspec.json.schema_components([*structs, ErrorBody], schema_hook=_any_value, ref_template=_REF)
+    structs = [kind for post in _POSTS for kind in (post.request, post.response, post.errors) if kind is not None]
+    _, components = msgspec.json.schema_components(structs, schema_hook=_any_value, ref_template=_REF)
     paths: dict[str, object] = {}
-    for path, summary, request, response in _POSTS:
-        paths[path] = {"post": _post(summary, request, response)}
+    for post in _POSTS:
+        paths[post.path] = {"post": _post(post)}
     for get in _GETS:
         paths[get.path] = {"get": _get(get)}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "kvrelay", "version": __version__, "description": "OpenAI's API with vLLM's extensions."},
+        "info": {
+            "title": "kvrelay",
+            "version": __version__,
+            "description": "OpenAI's API with vLLM's extensions, and Anthropic's messages.",
+        },
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
 
 
-def _post(summary: str, request: type[msgspec.Struct], response: type[msgspec.Struct] | None) -> dict[str, object]:
+def _post(post: _Post) -> dict[str, object]:
     answer: dict[str, object] = {"description": "The answer"}
-    content: dict[str, object] = {"application/json": {"schema": _schema(response)}}
+    content: dict[str, object] = {"application/json": {"schema": _schema(post.response)}}
     parameters: list[dict[str, object]] = []
-    if response is not None:
-        # An event of a stream is a chunk of OpenAI's, the last one [DONE]; this version of OpenAPI cannot say that.
+    if post.response is not None:
+        # What events a stream has is the matter of each API; this version of OpenAPI cannot say that.
         content["text/event-stream"] = {}
         answer["headers"], parameters = _GENERATION_HEADERS, _GENERATION_PARAMETERS
     return {
-        "summary": summary,
+        "summary": post.summary,
         "parameters": parameters,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _schema(request)}}},
-        "responses": {"200": {**answer, "content": content}, **_error_responses(_ERRORS)},
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _schema(post.request)}}},
+        "responses": {"200": {**answer, "content": content}, **_error_responses(_ERRORS, post.errors)},
     }
 
 
@@ -141,8 +169,8 @@ def _get(get: _Get) -> dict[str, object]:
     }
 
 
-def _error_responses(statuses: Iterable[str]) -> dict[str, object]:
-    content = {"application/json": {"schema": _schema(ErrorBody)}}
+def _error_responses(statuses: Iterable[str], shape: type[msgspec.Struct] = ErrorBody) -> dict[str, object]:
+    content = {"application/json": {"schema": _schema(shape)}}
     return {
         status: {
             "description": _ERRORS[status],

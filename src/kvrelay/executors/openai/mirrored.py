@@ -1,0 +1,165 @@
+"""A server's prefix cache as its own events tell it, in kvrelay's hashes.
+
+vLLM names blocks by hashes of its own; its events carry the tokens, so ours are computed from them. Its blocks may be a
+multiple of ours. A block whose predecessor is unknown, because events were lost, cannot be named and is left out, which
+costs a hit and never a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.errors import KvrelayError
+
+ServerHash = int | bytes
+"""vLLM's name of a block: a number, or 32 bytes."""
+
+MAX_BLOCKS_PER_EVENT = 65536
+
+
+class EventsError(KvrelayError):
+    """What came is no batch of events."""
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    """More fields may follow, and do in some versions."""
+
+    published_unix_s: float
+    events: list[list[object]]
+
+
+@dataclass(slots=True)
+class _Held:
+    """A block of the server: our blocks in it, in order. The server may hold it several times."""
+
+    blocks: tuple[int, ...]
+    num_copies: int = 1
+
+
+class MirroredCache:
+    """Not thread-safe. ``apply`` takes one batch as the server published it."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._held: dict[ServerHash, _Held] = {}
+        self._refs: dict[int, int] = {}
+        """Our blocks, and how many of the server's hold them: two salts or adapters may lead to one name."""
+        self.num_unknown = 0
+        """Blocks that could not be named."""
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def num_leading(self, hashes: Sequence[int]) -> int:
+        """How many of these consecutive blocks of a prompt are held, from the first on."""
+        return next((number for number, block in enumerate(hashes) if block not in self._refs), len(hashes))
+
+    def hashes(self) -> list[int]:
+        return list(self._refs)
+
+    def place(self, hashes: Sequence[int], local_hashes: Sequence[int], token_ids: Sequence[int]) -> list[KvEvent]:
+        """The server tells by itself what it keeps."""
+        return []
+
+    def clear(self) -> list[KvEvent]:
+        """Forget everything."""
+        had_any = bool(self._refs)
+        self._held.clear()
+        self._refs.clear()
+        return [AllBlocksCleared()] if had_any else []
+
+    def apply(self, payload: bytes) -> list[KvEvent]:
+        """What a batch changes. Raises EventsError, and has then changed nothing more."""
+        try:
+            batch = msgspec.msgpack.decode(payload, type=_Batch)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise EventsError(f"no batch of events: {exc}") from exc
+        events: list[KvEvent] = []
+        for fields in batch.events:
+            match fields:
+                case ["BlockStored", list() as names, parent, list() as tokens, int() as size, *more]:
+                    is_adapter = bool(more) and more[0] is not None
+                    if not is_adapter:
+                        events += self._stored(names, parent, tokens, size)
+                case ["BlockRemoved", list() as names, *_]:
+                    events += self._removed(names)
+                case ["AllBlocksCleared", *_]:
+                    events += self.clear()
+                case _:
+                    raise EventsError(f"an event that is not known: {str(fields)[:100]}")
+        return events
+
+    def _stored(
+        self, names: Sequence[object], parent: object, tokens: Sequence[object], size: int
+    ) -> list[BlockStored]:
+        if size <= 0 or size % self._block_size:
+            raise EventsError(f"blocks of {size} tokens, no multiple of {self._block_size}: set --block-size to fit")
+        is_whole = len(tokens) == len(names) * size and len(names) <= MAX_BLOCKS_PER_EVENT
+        if not is_whole or not all(type(token) is int and 0 <= token < 2**32 for token in tokens):
+            raise EventsError("the tokens do not fit the blocks")
+        before = None
+        if parent is not None:
+            held = self._held.get(_server_hash(parent))
+            if held is None:
+                self.num_unknown += len(names)
+                return []
+            before = held.blocks[-1]
+        ids: list[int] = tokens  # type: ignore[assignment]  # each was looked at
+        hashes = compute_block_hashes(ids, self._block_size, parent=before)
+        per_block = size // self._block_size
+        events = []
+        for number, name in enumerate(names):
+            own = slice(number * per_block, (number + 1) * per_block)
+            blocks = hashes.sequence[own]
+            first, before = before, blocks[-1]
+            key = _server_hash(name)
+            known = self._held.get(key)
+            if known is not None:
+                known.num_copies += 1
+                continue
+            self._held[key] = _Held(blocks)
+            num_known = self.num_leading(blocks)
+            for block in blocks:
+                self._refs[block] = self._refs.get(block, 0) + 1
+            if num_known < per_block:
+                # Blocks of the server that differ may begin with equal ones of ours.
+                begin = own.start + num_known
+                events.append(
+                    BlockStored(
+                        parent_hash=blocks[num_known - 1] if num_known else first,
+                        block_hashes=blocks[num_known:],
+                        local_hashes=hashes.local[begin : own.stop],
+                        token_ids=tuple(ids[begin * self._block_size : own.stop * self._block_size]),
+                        block_size=self._block_size,
+                    )
+                )
+        return events
+
+    def _removed(self, names: Sequence[object]) -> list[BlockRemoved]:
+        gone: list[int] = []
+        for name in names:
+            key = _server_hash(name)
+            held = self._held.get(key)
+            if held is None:
+                continue
+            held.num_copies -= 1
+            if held.num_copies:
+                continue
+            del self._held[key]
+            for block in held.blocks:
+                self._refs[block] -= 1
+                if not self._refs[block]:
+                    del self._refs[block]
+                    gone.append(block)
+        return [BlockRemoved(tuple(gone))] if gone else []
+
+
+def _server_hash(name: object) -> ServerHash:
+    if isinstance(name, int | bytes):
+        return name
+    raise EventsError(f"a block is named {str(name)[:50]!r}")

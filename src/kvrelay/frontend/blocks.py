@@ -1,0 +1,129 @@
+"""An answer as blocks, one after the other: reasoning, text and function calls. Pure.
+
+For APIs whose answers are lists of such. Whole answers and streams are read by the same steps, piece by piece, so that
+both have the same blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvrelay.frontend.openai.answer import Choice
+from kvrelay.frontend.tools.base import CallDelta, Delta, OutputParser
+
+
+class BlockKind(enum.Enum):
+    TEXT = enum.auto()
+    REASONING = enum.auto()
+    CALL = enum.auto()
+
+
+class BlockStep(enum.Enum):
+    OPENED = enum.auto()
+    GREW = enum.auto()
+    CLOSED = enum.auto()
+
+
+@dataclass(slots=True)
+class Block:
+    """``text`` is that of a text or of reasoning, or a call's arguments as JSON. ``name`` is the function's."""
+
+    index: int
+    kind: BlockKind
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    unique: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """For ids that must differ from block to block."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """``text`` is the new piece of a block that GREW."""
+
+    step: BlockStep
+    block: Block
+    text: str = ""
+
+
+class Blocks:
+    """The blocks of one answer, as they come. ``parser`` reads the text; without one all of it is text."""
+
+    def __init__(self, parser: OutputParser | None) -> None:
+        self.blocks: list[Block] = []
+        self.num_reasoning_tokens = 0
+        """With those of its marks, as far as pieces of text can tell."""
+        self._parser = parser
+        self._open: Block | None = None
+        self._num_waiting = 0
+        """Tokens before the first block."""
+
+    @classmethod
+    def of(cls, choice: Choice, parser: OutputParser | None) -> Blocks:
+        """Those of a whole answer."""
+        blocks = cls(parser)
+        for text, num_tokens in zip(choice.text, choice.num_tokens, strict=True):
+            for _ in blocks.push(text, num_tokens):
+                pass
+        for _ in blocks.end():
+            pass
+        return blocks
+
+    @property
+    def has_calls(self) -> bool:
+        return any(block.kind is BlockKind.CALL for block in self.blocks)
+
+    def push(self, text: str, num_tokens: int) -> Iterator[BlockEvent]:
+        """More text, made of so many tokens."""
+        delta = self._parser.push(text) if self._parser is not None else Delta(content=text)
+        yield from self._take(delta)
+        if not self.blocks:
+            self._num_waiting += num_tokens
+            return
+        if self.blocks[0].kind is BlockKind.REASONING and (delta.reasoning or self.blocks[-1] is self.blocks[0]):
+            self.num_reasoning_tokens += num_tokens + self._num_waiting
+        self._num_waiting = 0
+
+    def end(self) -> Iterator[BlockEvent]:
+        """The text has ended."""
+        if self._parser is not None:
+            yield from self._take(self._parser.flush())
+        yield from self._close()
+
+    def _take(self, delta: Delta) -> Iterator[BlockEvent]:
+        if delta.reasoning:
+            yield from self._grow(BlockKind.REASONING, delta.reasoning)
+        if delta.content:
+            yield from self._grow(BlockKind.TEXT, delta.content)
+        for call in delta.calls:
+            yield from self._call(call)
+
+    def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockEvent]:
+        if self._open is None or self._open.kind is not kind:
+            yield from self._begin(kind)
+        assert self._open is not None
+        self._open.pieces.append(text)
+        yield BlockEvent(BlockStep.GREW, self._open, text)
+
+    def _call(self, call: CallDelta) -> Iterator[BlockEvent]:
+        if call.name is not None:
+            yield from self._begin(BlockKind.CALL, call.name)
+        if call.arguments:
+            yield from self._grow(BlockKind.CALL, call.arguments)
+
+    def _begin(self, kind: BlockKind, name: str = "") -> Iterator[BlockEvent]:
+        yield from self._close()
+        self._open = Block(len(self.blocks), kind, name)
+        self.blocks.append(self._open)
+        yield BlockEvent(BlockStep.OPENED, self._open)
+
+    def _close(self) -> Iterator[BlockEvent]:
+        if self._open is not None:
+            yield BlockEvent(BlockStep.CLOSED, self._open)
+        self._open = None

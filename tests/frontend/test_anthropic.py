@@ -1,0 +1,255 @@
+"""``/v1/messages`` with the anthropic package and raw, against scripted workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import anthropic
+import pytest
+from tests.frontend.doubles import FakeCluster, Script, byte_level_tokenizer, running
+from tests.frontend.raw_http import send
+from tests.frontend.test_openai_tools import CALLS, script
+from tests.frontend.test_responses import named_events, prompt_of
+
+from kvrelay.frontend.anthropic.requests import CountTokensRequest
+from kvrelay.frontend.anthropic.translation import chat_of
+from kvrelay.frontend.openai.requests import parse_body
+
+TOKENIZER = byte_level_tokenizer()
+PATH = "/v1/messages"
+TOOLS = [
+    {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {"a": {}}}},
+    {"name": "now", "input_schema": {"type": "object", "properties": {}}},
+]
+USER = {"role": "user", "content": "x"}
+BODY = {"max_tokens": 99, "messages": [USER]}
+
+
+def client(cluster: FakeCluster, key: str = "none") -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=cluster.url, api_key=key, max_retries=0)
+
+
+async def test_create(model_dir: Path) -> None:
+    tokens = tuple(TOKENIZER.encode("Grüße 🙂.").ids)
+    async with running(model_dir, Script((*tokens, 0), stop_at=len(tokens) + 1, cached=2)) as cluster:
+        async with client(cluster) as api:
+            answer = await api.messages.create(
+                model="tiny",
+                max_tokens=50,
+                system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+                messages=[USER],
+                extra_body={"temperature": 0.5, "top_k": 3},
+            )
+        assert (answer.content[0].text, answer.stop_reason, answer.type) == ("Grüße 🙂.", "end_turn", "message")
+        assert answer.id.startswith("msg_")
+        assert prompt_of(cluster) == "[system] Be brief.\n[user] x\n[assistant] "
+        request = cluster.workers["w0"].requests[0]
+        assert (request.sampling.temperature, request.sampling.top_k, request.sampling.max_tokens) == (0.5, 3, 50)
+        usage = answer.usage
+        assert (usage.input_tokens, usage.cache_read_input_tokens) == (len(request.prompt_token_ids) - 2, 2)
+        assert usage.output_tokens == len(tokens) + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_why_it_ended(model_dir: Path, stream: bool) -> None:
+    async with running(model_dir, script("one two three")) as cluster, client(cluster) as api:
+
+        async def ask(**fields: object) -> anthropic.types.Message:
+            asked = {"model": "tiny", "max_tokens": 50, "messages": [USER], **fields}
+            if not stream:
+                return await api.messages.create(**asked)
+            async with api.messages.stream(**asked) as events:
+                return await events.get_final_message()
+
+        answer = await ask(stop_sequences=["three", " two"])
+        assert (answer.stop_reason, answer.stop_sequence, answer.content[0].text) == ("stop_sequence", " two", "one")
+        answer = await ask(max_tokens=2)
+        assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 2)
+        assert (await ask()).stop_reason == "end_turn"
+
+
+@pytest.mark.parametrize("per_output", [1, 1000])
+async def test_stream_has_the_documented_events_in_order(model_dir: Path, per_output: int) -> None:
+    async with running(model_dir, script("Hello fox.", per_output)) as cluster:
+        answer = await send(cluster.frontend.port, "POST", PATH, {**BODY, "stream": True})
+        named = named_events(answer.body)
+        assert all(name == data["type"] for name, data in named)
+        names = [name for name, _ in named]
+        deltas = names.count("content_block_delta")
+        assert names == [
+            "message_start",
+            "content_block_start",
+            *["content_block_delta"] * deltas,
+            "content_block_stop",
+            "message_delta",
+            "message_stop",
+        ]
+        started = named[0][1]["message"]
+        assert (started["content"], started["stop_reason"]) == ([], None)
+        assert started["usage"]["input_tokens"] == len(cluster.workers["w0"].requests[0].prompt_token_ids)
+        assert named[-2][1]["usage"]["output_tokens"] == len(TOKENIZER.encode("Hello fox.").ids) + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_and_their_way_back(model_dir: Path, stream: bool) -> None:
+    async with running(model_dir, script(CALLS), tool_call_parser="hermes") as cluster, client(cluster) as api:
+        asked = {"model": "tiny", "max_tokens": 150, "messages": [USER], "tools": TOOLS}
+        if stream:
+            async with api.messages.stream(**asked) as events:
+                answer = await events.get_final_message()
+        else:
+            answer = await api.messages.create(**asked)
+        text, first, second = answer.content
+        assert (text.text, answer.stop_reason) == ("Let me see.", "tool_use")
+        assert (first.type, first.name, first.input) == ("tool_use", "add", {"a": 1, "b": "é🙂"})
+        assert (second.name, second.input) == ("now", {})
+        results = [
+            {"type": "tool_result", "tool_use_id": first.id, "content": [{"type": "text", "text": "7"}]},
+            {"type": "tool_result", "tool_use_id": second.id, "content": "broke", "is_error": True},
+            {"type": "text", "text": "And?"},
+        ]
+        blocks = [block.model_dump(exclude_none=True) for block in answer.content]
+        history = [USER, {"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+        await api.messages.create(**{**asked, "messages": history, "tool_choice": {"type": "none"}})
+        prompt = prompt_of(cluster)
+        assert "add returned:\n7" in prompt
+        assert "now returned:\nError: broke" in prompt
+        assert prompt.endswith("[user] And?\n[assistant] ")
+
+
+async def test_any_and_named_calls_are_bound_by_a_grammar(model_dir: Path) -> None:
+    async with running(model_dir, script('{"name": "add", "parameters": {"a": 2}}')) as cluster, client(cluster) as api:
+        for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
+            answer = await api.messages.create(
+                model="tiny", max_tokens=100, messages=[USER], tools=TOOLS, tool_choice=choice
+            )
+            assert [block.type for block in answer.content] == ["tool_use"]
+            grammar = cluster.workers["w0"].requests[-1].sampling.grammar
+            assert grammar is not None
+            assert ("now" in grammar.source) == (choice["type"] == "any")
+
+
+async def test_a_schema(model_dir: Path) -> None:
+    async with running(model_dir, script('{"a": 1}')) as cluster, client(cluster) as api:
+        form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+        await api.messages.create(model="tiny", max_tokens=50, messages=[USER], output_config={"format": form})
+        grammar = cluster.workers["w0"].requests[0].sampling.grammar
+        assert grammar is not None
+        assert json.loads(grammar.source) == form["schema"]
+
+
+async def test_a_call_that_is_cut(model_dir: Path) -> None:
+    tokens = tuple(TOKENIZER.encode(CALLS[:60]).ids)
+    async with running(model_dir, Script(tokens), tool_call_parser="hermes") as cluster:
+        body = {**BODY, "tools": TOOLS, "max_tokens": len(tokens)}
+        answer = (await send(cluster.frontend.port, "POST", PATH, body)).json
+        assert answer["stop_reason"] == "max_tokens"
+        assert answer["content"][1]["input"] == {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_is_thinking(model_dir: Path, stream: bool) -> None:
+    settings = {"reasoning_parser": "deepseek_r1"}
+    async with running(model_dir, script("I wonder.</think>\n\nYes."), **settings) as cluster, client(cluster) as api:
+        asked = {"model": "tiny", "max_tokens": 90, "messages": [USER], "thinking": {"type": "adaptive"}}
+        if stream:
+            async with api.messages.stream(**asked) as events:
+                answer = await events.get_final_message()
+        else:
+            answer = await api.messages.create(**asked)
+        thinking, text = answer.content
+        assert (thinking.type, thinking.thinking, text.text) == ("thinking", "I wonder.", "Yes.")
+        history = [USER, {"role": "assistant", "content": [block.model_dump() for block in answer.content]}, USER]
+        (_, past, _) = chat_of(parse_body(json.dumps({"messages": history}).encode(), CountTokensRequest)).messages
+        assert (past.reasoning_content, past.content) == ("I wonder.", "Yes.")
+
+
+async def test_an_answer_goes_on_in_the_last_message(model_dir: Path) -> None:
+    async with running(model_dir, script("!")) as cluster, client(cluster) as api:
+        messages = [USER, {"role": "assistant", "content": "It is"}]
+        await api.messages.create(model="tiny", max_tokens=9, messages=messages)
+        assert prompt_of(cluster).endswith("[assistant] It is")
+
+
+async def test_counting_is_what_the_answer_says(model_dir: Path) -> None:
+    async with running(model_dir, script("a")) as cluster, client(cluster) as api:
+        asked = {"model": "tiny", "messages": [USER], "system": "Be brief.", "tools": TOOLS}
+        counted = await api.messages.count_tokens(**asked)
+        assert not cluster.workers["w0"].requests
+        answer = await api.messages.create(max_tokens=9, **asked)
+        assert counted.input_tokens == answer.usage.input_tokens
+
+
+async def test_a_stream_that_breaks_ends_with_an_error(model_dir: Path) -> None:
+    broken = Script(TOKENIZER.encode("abcdef").ids, fail_after=3)
+    async with running(model_dir, broken, migration_limit=0) as cluster, client(cluster) as api:
+        answer = await send(cluster.frontend.port, "POST", PATH, {**BODY, "stream": True})
+        name, data = named_events(answer.body)[-1]
+        assert (name, data["type"], data["error"]["type"]) == ("error", "error", "overloaded_error")
+        with pytest.raises(anthropic.APIStatusError, match="engine failed"):
+            async with api.messages.stream(model="tiny", max_tokens=9, messages=[USER]) as events:
+                await events.until_done()
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"container": "c"}, "container"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+        ({"context_management": {"edits": []}}, "context_management"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "tool_result"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1"}]}]}, "messages"),
+        ({"system": [{"type": "image"}]}, "system"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"stop": ["a"]}, "stop_sequences"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"seed": 1}, "seed"),
+    ],
+)
+async def test_refused_by_name(model_dir: Path, fields: dict[str, object], word: str) -> None:
+    async with running(model_dir, Script((10,))) as cluster:
+        answer = await send(cluster.frontend.port, "POST", PATH, {**BODY, **fields})
+        error = answer.json
+        assert (answer.status, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
+        assert word in error["error"]["message"]
+        assert not cluster.workers["w0"].requests
+
+
+async def test_keys_and_errors_of_the_client(model_dir: Path) -> None:
+    async with running(model_dir, script("a"), api_key="secret") as cluster:
+        asked = {"model": "tiny", "max_tokens": 9, "messages": [USER]}
+        async with client(cluster, "secret") as api:
+            assert (await api.messages.create(**asked)).content[0].text == "a"
+            with pytest.raises(anthropic.NotFoundError):
+                await api.messages.create(**{**asked, "model": "other"})
+        async with client(cluster, "wrong") as api:
+            with pytest.raises(anthropic.AuthenticationError) as caught:
+                await api.messages.create(**asked)
+            assert caught.value.body["error"]["type"] == "authentication_error"
+        port = cluster.frontend.port
+        bearer = {"authorization": "Bearer secret"}
+        assert (await send(port, "POST", PATH, {**BODY}, bearer)).status == 200
+        stolen = {"x-api-key": "secret"}
+        assert (await send(port, "POST", "/v1/completions", {"prompt": "a"}, stolen)).status == 401
+
+
+async def test_versions(model_dir: Path) -> None:
+    async with running(model_dir, script("a")) as cluster:
+        port = cluster.frontend.port
+        for version, status in (("2023-06-01", 200), ("2026-10-21", 200), ("2023-01-01", 400), ("x", 400)):
+            answer = await send(port, "POST", PATH, {**BODY}, {"anthropic-version": version})
+            assert answer.status == status
+        assert "anthropic-version" in answer.json["error"]["message"]
