@@ -3,11 +3,10 @@
 ``EngineCore.step()`` is schedule -> execute -> update. This module holds the values that pass between those three and
 between the engine and the worker. No torch, no sockets, no asyncio.
 
-Sequences and slots. A running sequence owns a *slot*, a row 0 <= slot < max_num_seqs of the executor's persistent
-state (tokens, block table, sampling settings). The scheduler sends a sequence's data once, when it enters
-(NewSequence), and afterwards only what changes: new block ids. The executor appends each token that it samples to the
-slot's tokens itself; scheduler and executor both advance the slot's number of computed tokens by ``num_tokens`` per
-step.
+Sequences and slots. A running sequence owns a *slot*, a row 0 <= slot < max_num_seqs of the executor's persistent state
+(tokens, block table, sampling settings). The scheduler sends a sequence's data once, when it enters (NewSequence), and
+afterwards only what changes: new block ids. The executor itself appends each token that it samples to the slot's
+tokens. Scheduler and executor both advance the slot's number of computed tokens by ``num_tokens`` per step.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ class NewSequence:
 class SchedulerOutput:
     """One step's work. Applied in the order: release, enter, append blocks, compute.
 
-    The batch's B rows are ordered decodes first (``num_tokens`` 1), then prefill chunks:
-    ``slots`` [B] int32, ``num_tokens`` [B] int32 tokens to compute from the slot's computed tokens on, ``samples`` [B]
-    bool: whether the row ends at the last known token and a next one is to be drawn.
-    ``block_slots``, ``block_indices``, ``block_ids`` [M] int32: block_table[slot, index] = id.
-    An output with B = 0 may still release and enter; the executor then runs no forward pass.
+    The batch's B rows are ordered decodes first (``num_tokens`` 1), then prefill chunks: ``slots`` [B] int32,
+    ``num_tokens`` [B] int32 tokens to compute from the slot's computed tokens on, ``samples`` [B] bool: whether the row
+    ends at the last known token, so that the next token is sampled. ``block_slots``, ``block_indices``, ``block_ids``
+    [M] int32: block_table[slot, index] = id. An output with B = 0 may still release and enter; the executor then runs
+    no forward pass.
     """
 
     step: int
@@ -76,13 +75,14 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """``token_ids``: one per row with ``samples`` set, in row order. ``logprobs``: by row, for those that asked.
+    """``token_ids``: one per row with ``samples`` set, in row order. ``logprobs``: by row, for requests that ask for
+    them.
 
-    ``prompt_logprobs``: by row, for rows whose request asked and which computed prompt tokens in this step: one entry
-    for each prompt position p in [computed, computed + num_tokens) with p >= 1: the logprob of token p given those
-    before it. The entry for the position after the chunk comes with the next chunk.
+    ``prompt_logprobs``: by row, for requests that ask for them and computed prompt tokens in this step: one entry for
+    each prompt position p in [computed, computed + num_tokens) with p >= 1: the logprob of token p given those before
+    it. The entry for the position after the chunk comes with the next chunk.
 
-    ``failures``: by row, why this one sequence cannot go on (its grammar exploded); its token means nothing.
+    ``failures``: by row, why this one sequence cannot continue (its grammar exploded); its token is meaningless.
     """
 
     token_ids: list[int]
@@ -92,8 +92,8 @@ class ModelOutput:
 
 
 class Executor(Protocol):
-    """Runs a step on devices: the torch runner, or the mock with its timing model. Used from one thread, but for
-    ``checksum_blocks``."""
+    """Runs a step on devices: the torch runner, or the mock with its timing model. Used from one thread, except for
+    ``prepare`` and ``checksum_blocks``."""
 
     @property
     def kv_layout(self) -> KVLayout: ...
@@ -123,21 +123,22 @@ class Executor(Protocol):
     def prepare(self, sampling: SamplingParams) -> None:
         """Compile what a request with these settings needs: its grammar. From any thread; may take long.
 
-        Raises InvalidInputError when the request cannot be served. What was not prepared is compiled when it enters.
+        Raises InvalidInputError if the request cannot be served. A grammar that was not prepared is compiled when its
+        request enters.
         """
 
     def execute(self, work: SchedulerOutput) -> ModelOutput: ...
 
     def check(self) -> None:
-        """Raise if no step could run any more, because a process that computes has ended for instance.
+        """Raise if no step could run any more, for example because a rank process has ended.
 
-        Called now and then while there is nothing to compute; cheap.
+        Called from time to time while there is nothing to compute. Cheap.
         """
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         """``core.checksums.block_checksum`` of each block, all its layers, in the order given.
 
-        From any thread, also during ``execute``, for blocks that nobody writes to meanwhile.
+        From any thread, also during ``execute``, for blocks that are not written meanwhile.
         """
 
     def shutdown(self) -> None: ...
@@ -192,10 +193,10 @@ class StepOutput:
     """Decode side: their requests are REMOTE_PREFILLING, and their blocks are lent to a hand-off as loan 1. The seed in
     ``sampling`` is the one in force."""
     closed_handoffs: list[HandoffId] = field(default_factory=list)
-    """Decode side: their requests have ended by themselves."""
+    """Decode side: hand-offs whose requests have ended by themselves."""
     kv_loads: list[KvLoad] = field(default_factory=list)
     handoff_chunks: list[HandoffChunk] = field(default_factory=list)
     kv_events: list[KvEvent] = field(default_factory=list)
     num_scheduled_tokens: int = 0
     load: LoadMetrics | None = None
-    """The load, when it is worth telling."""
+    """The load, if a new sample is due."""

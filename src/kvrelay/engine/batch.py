@@ -1,7 +1,8 @@
 """The sequences that hold a slot, and the arrays that a step sends to the executor.
 
-It owns slots, the order of rows, and which slots the executor has been told of. It does not decide who runs. Arrays are
-rebuilt only when the set of decoding sequences changes, so a steady decode step costs no Python per sequence here.
+It owns the slots, the order of rows, and the record of which slots the executor knows. It does not decide which
+sequences run. Arrays are rebuilt only when the set of decoding sequences changes, so a steady decode step costs no
+Python per sequence here.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Batch:
         return self._prefilling.keys()
 
     def enter(self, request: Request, *, decoding: bool) -> None:
-        """Give ``request`` a slot; the executor hears of it with the next step."""
+        """Give ``request`` a slot; the next step announces it to the executor."""
         request.slot = self._free_slots.pop()
         self._entering[request] = None
         if decoding:
@@ -72,7 +73,7 @@ class Batch:
         else:
             self._released.append(request.slot)
         if self._new_blocks:
-            # The slot may be given to another sequence in the same step; these are not for that one.
+            # Another sequence may get the slot in the same step: these blocks are not for that sequence.
             self._new_blocks = [block for block in self._new_blocks if block[0] != request.slot]
         self._free_slots.append(request.slot)
         request.slot = -1
@@ -84,7 +85,7 @@ class Batch:
         request.block_ids.append(block_id)
 
     def decode_rows(self) -> list[Request]:
-        """Decoding sequences in row order. The list stays as it is when the batch changes later."""
+        """Decoding sequences in row order. Later changes of the batch do not change the returned list."""
         if self._decode_rows is None:
             self._decode_rows = list(self._decoding)
             slots = [request.slot for request in self._decode_rows]
@@ -92,7 +93,8 @@ class Batch:
         return self._decode_rows
 
     def build(self, decodes: list[Request], chunks: list[tuple[Request, int]]) -> SchedulerOutput:
-        """The step's work: ``decodes`` (all of ``decode_rows`` or none), then a chunk of so many tokens each."""
+        """The step's work: ``decodes`` (all of ``decode_rows`` or none), then ``chunks`` of the given numbers of
+        tokens."""
         num_decodes = len(decodes)
         num_rows = num_decodes + len(chunks)
         num_tokens = np.ones(num_rows, dtype=np.int32)

@@ -1,16 +1,16 @@
-"""The KV pool's bookkeeping: who holds which block, what may be reused, what must not be touched.
+"""The KV pool's bookkeeping: which blocks are held, which may be reused, which must not be touched.
 
-It owns every block of one pool and the prefix cache over them. It does not know requests or workers, and never sees
-the memory itself. Each block is in exactly one state:
+It owns every block of one pool and the prefix cache over them. It does not know requests or workers, and never sees the
+memory itself. Each block is in exactly one state:
 
-    free          no references. Either *plain* (content worthless, kept as extents of adjacent ids) or *cached* (found
+    free          no references. Either *plain* (no useful content, kept as extents of adjacent ids) or *cached* (found
                   by its hash; the least recently used is evicted when plain blocks run out)
     in use        one reference per holder; a cached block may have many, and holders beyond the first only read
-    quarantined   a remote peer may still write to it: it does not become free when its
-                  last reference goes, only when the quarantine is lifted as well
+    quarantined   a remote peer may still write to it: it becomes free when its last
+                  reference is dropped and the quarantine is lifted
 
-A block enters the cache when it is full and computed (``cache_blocks``). Of two equal blocks the first stays the
-findable one. A hit compares token ids, so colliding hashes are harmless.
+A block enters the cache when it is full and computed (``cache_blocks``). Of two equal blocks the first stays in the
+cache. A hit compares token ids, so colliding hashes are harmless.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BlockState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """What makes a block findable. ``parent_hash`` is the sequence hash of the block before it (None: the root)."""
+    """The keys of a cached block. ``parent_hash`` is the sequence hash of the block before it (None: the root)."""
 
     sequence_hash: int
     parent_hash: int | None
@@ -99,7 +99,7 @@ class BlockPool:
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
         """``count`` blocks with one reference each, adjacent where possible; None (and no change) if too few are free.
 
-        ``after``: a block behind which they would lie best.
+        ``after``: preferably the blocks directly follow this block.
         """
         if count > self.num_free:
             return None
@@ -112,16 +112,16 @@ class BlockPool:
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """One more reference to each: blocks of a prefix hit, or held already."""
+        """Add one reference to each: blocks of a prefix hit, or blocks that are held already."""
         for block_id in block_ids:
             if self._num_refs[block_id] == 0 and block_id not in self._quarantined:
-                # KeyError here would mean that a plain free block is taken behind the pool's back.
+                # A KeyError here means that a plain free block was taken without ``allocate``.
                 del self._cached_free[block_id]
             self._num_refs[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference to each. What nobody holds becomes free, the last block first, so that the tail of a
-        prefix is evicted before its head."""
+        """Drop one reference to each. Blocks without references become free, the last block first, so that the tail of
+        a prefix is evicted before its head."""
         for block_id in reversed(block_ids):
             if self._num_refs[block_id] <= 0:
                 raise IntegrityError(f"block {block_id} is released more often than it was taken")
@@ -129,14 +129,14 @@ class BlockPool:
             self._free_if_unheld(block_id)
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
-        """A peer may write to these from now on. They are in use, in no cache, and in no other quarantine."""
+        """A peer may write to these blocks from now on. They must be in use, not cached, and not quarantined yet."""
         for block_id in block_ids:
             if block_id in self._quarantined or block_id in self._cached or not self._num_refs[block_id]:
                 raise IntegrityError(f"block {block_id} cannot be given to a writer: {self.describe(block_id)}")
         self._quarantined.update(block_ids)
 
     def lift_quarantine(self, block_ids: Sequence[int]) -> None:
-        """Nobody will write to these any more."""
+        """No peer will write to these blocks any more."""
         for block_id in reversed(block_ids):
             if block_id not in self._quarantined:
                 raise IntegrityError(f"block {block_id} is not quarantined: {self.describe(block_id)}")
@@ -179,7 +179,7 @@ class BlockPool:
         return list(self._block_of_hash)
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
-        """How many of these cached blocks are free now: taking them lowers ``num_free`` by so much."""
+        """How many of these cached blocks are free now. Acquiring the blocks lowers ``num_free`` by this number."""
         return sum(block_id in self._cached_free for block_id in block_ids)
 
     def cache_blocks(
@@ -190,10 +190,10 @@ class BlockPool:
         local_hashes: Sequence[int],
         token_ids: Sequence[int],
     ) -> None:
-        """These consecutive blocks are full and computed: make them findable behind ``parent_hash``.
+        """Add these consecutive blocks, which are full and computed, to the cache after ``parent_hash``.
 
-        ``token_ids`` are theirs, flat. A block whose hash is known stays private. Blocks behind a parent that is not
-        in the cache stay private too: nobody could reach them.
+        ``token_ids`` are the blocks' tokens, flat. A block whose hash is cached already stays private. Blocks after a
+        parent that is not cached stay private too: no lookup could reach them.
         """
         if not self.enable_prefix_caching:
             return
@@ -227,7 +227,7 @@ class BlockPool:
         return bool(self._events)
 
     def drain_events(self) -> list[KvEvent]:
-        """What has happened to the prefix cache since the last call, in order."""
+        """The changes of the prefix cache since the last call, in order."""
         events, self._events = self._events, []
         return events
 

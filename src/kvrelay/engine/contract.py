@@ -1,6 +1,6 @@
-"""The worker's contract with an engine: requests in; tokens, cache events and load out; and KV handed over.
+"""The worker's contract with an engine: requests in; tokens, cache events and load out; and hand-offs of KV.
 
-An engine has two halves, as a KV connector of vLLM has.
+An engine has two halves, like a KV connector of vLLM.
 
 ``Engine`` is the scheduler half. Its methods run in *callbacks*: functions that the host calls between two steps, so
 that they read and change a consistent state. ``EngineHost`` is the worker half and the engine's life: memory, facts,
@@ -20,12 +20,12 @@ Hand-offs, decode side. Which KV is missing, where may it be written, when may t
 
 Hand-offs, prefill side. Where may KV be read from, when may the blocks be freed?
 
-    add_request(HANDOFF) ... StepOutput.kv_loads          read these blocks first; ``kv_loaded`` says how that went
-    StepOutput.handoff_chunks                             these blocks are computed; the last chunk brings the token
+    add_request(HANDOFF) ... StepOutput.kv_loads          read these blocks first; ``kv_loaded`` reports the result
+    StepOutput.handoff_chunks                             these blocks are computed; the last chunk carries the token
     sending_finished                                      no transfer touches the blocks any more: free them
 
-The engine may neither free nor reuse blocks that are lent, whatever becomes of the request: ``kvrelay/handoff`` decides
-when a loan ends.
+The engine may neither free nor reuse lent blocks, even if the request ends: ``kvrelay/handoff`` decides when a loan
+ends.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ class Engine(Protocol):
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals) -> None:
-        """Raise OverloadedError if a request of ``num_tokens`` is too much now. From any thread, also during a step."""
+        """Raise OverloadedError if a request of ``num_tokens`` is above a limit now. From any thread, also during a
+        step."""
 
     def num_cached_tokens(self, request: Request) -> int:
         """Tokens of this request's prompt whose KV need not be computed."""
 
     def add_request(self, request: Request) -> None:
-        """Take ``request`` in. Raises InvalidInputError, PromptTooLongError, OverloadedError or EngineDeadError; then
-        nothing has changed."""
+        """Add ``request``. Raises InvalidInputError, PromptTooLongError, OverloadedError or EngineDeadError, and then
+        changes nothing."""
 
     def abort(self, request_id: str) -> None:
         """End a request without an answer. Unknown ids are ignored."""
@@ -77,7 +78,7 @@ class Engine(Protocol):
         """
 
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
-        """No KV will come: the request, if it still waits, is computed here in other blocks."""
+        """No KV will arrive: the request, if it still waits, is computed here in other blocks."""
 
     def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
         """Blocks for a later claimant, lent as ``loan``; None if no request waits or no blocks are free."""
@@ -86,7 +87,7 @@ class Engine(Protocol):
         """No peer touches the blocks of this loan any more. Raises KeyError: a loan ends once."""
 
     def keep_prefills_here(self) -> None:
-        """No prefill worker is left: compute here what was about to be sent away."""
+        """No prefill worker is left: compute waiting remote prefills here."""
 
     # -- hand-offs, prefill side --------------------------------------------------------------------------------------
 

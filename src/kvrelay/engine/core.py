@@ -1,11 +1,12 @@
 """The engine: schedule, execute, update; and the methods that a worker calls between two steps.
 
 It owns the scheduler, the block pool, the loans to hand-offs and the executor, and is driven by one thread. It does not
-know sockets, queues or transports. A worker calls ``step()`` while ``has_work()`` and carries out what the StepOutput
-says; everything that peers answer comes back through the methods below, between steps.
+know sockets, queues or transports. A worker calls ``step()`` while ``has_work()`` and carries out the StepOutput.
+Answers of peers come back through the methods below, between steps.
 
-Who frees what. Blocks of a finished request are free at once, except: those lent to a hand-off (``loans.py``; the
-hand-off ledger says when a loan ends), and those of a hand-off in sending (until ``sending_finished``).
+Who frees what. Blocks of a finished request are free at once, with two exceptions: blocks lent to a hand-off
+(``loans.py``; the hand-off ledger decides when a loan ends), and blocks of a HANDOFF request that are being sent (until
+``sending_finished``).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from kvrelay.errors import (
 class EngineCore:
     """One engine. Not thread-safe: all calls come from the thread that steps it.
 
-    ``seed`` is what requests without a seed draw theirs from. ``group`` is the engine's data-parallel group, if any.
+    ``seed`` seeds the generator of seeds for requests without one. ``group`` is the engine's data-parallel group, if
+    any.
     """
 
     def __init__(
@@ -100,8 +102,8 @@ class EngineCore:
         """Schedule, execute, update. If the executor fails, every request gets an error output, and the next call
         raises EngineDeadError.
 
-        ``announce`` is told before the executor runs what need not wait for it: first tokens that a hand-off has
-        brought, prefills to send away, reads to begin. Without it all of that comes with the result.
+        ``announce`` gets, before the executor runs, the output that need not wait for it: first tokens from hand-offs,
+        prefills to send away, reads to begin. Without ``announce`` all of this comes with the result.
         """
         self._raise_if_dead()
         work = self.scheduler.schedule()
@@ -130,11 +132,11 @@ class EngineCore:
             self.group.execute_dummy()
 
     def has_work(self) -> bool:
-        """Whether ``step`` has something to compute or to tell right now."""
+        """Whether ``step`` has something to compute or to report now."""
         return self._dead is not None or self.scheduler.has_work or self._has_news() or self.group.owes_step
 
     def has_unfinished(self) -> bool:
-        """Whether requests or hand-offs are in progress, those that wait for a transfer included."""
+        """Whether requests or hand-offs are in progress, including those that wait for a transfer."""
         return bool(self.scheduler.requests) or len(self.loans) > 0
 
     @property
@@ -161,10 +163,10 @@ class EngineCore:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Take ``request`` in.
+        """Add ``request``.
 
         Raises InvalidInputError (a wrong token, parameter or id), PromptTooLongError (it can never fit),
-        OverloadedError (too many wait already, or for too many blocks) or EngineDeadError; then nothing has changed.
+        OverloadedError (above a limit of ``admission``) or EngineDeadError, and then changes nothing.
         """
         self._raise_if_dead()
         self._validate(request)
@@ -182,7 +184,7 @@ class EngineCore:
         if request.mode is PrefillMode.REMOTE and request.must_prefill_here:
             request.mode = PrefillMode.LOCAL
         if len(request.token_ids) >= request.length_limit and not request.is_prefill_only:
-            # A request that was continued here after its last token: nothing is left to generate.
+            # A migrated request whose last token was already generated: nothing is left to generate.
             self.scheduler.output.outputs.append(
                 TokenOutput(
                     request.request_id,
@@ -195,17 +197,18 @@ class EngineCore:
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request without an answer, whatever it is doing. Unknown ids are ignored: it may just have ended."""
+        """End a request without an answer, in any state. Unknown ids are ignored: the request may just have ended."""
         request = self.scheduler.requests.get(request_id)
         if request is not None:
             self._end(request, FinishReason.ABORT)
 
     def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals = NONE_PENDING) -> None:
-        """Raise OverloadedError if a request of ``num_tokens`` is too much now. From any thread, also during a step."""
+        """Raise OverloadedError if a request of ``num_tokens`` is above a limit now. From any thread, also during a
+        step."""
         self.limits.check(num_tokens, is_new=is_new, ahead=ahead)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Tokens of the request that the prefix cache holds now. Its hashes are kept: admission needs them again."""
+        """Tokens of the request that the prefix cache holds now. Its hashes are kept for admission."""
         return len(self.scheduler.admission.find_hit(request)) * self.pool.block_size
 
     def _validate(self, request: Request) -> None:
@@ -247,9 +250,10 @@ class EngineCore:
     def resume_handoff(
         self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
     ) -> bool:
-        """The blocks of ``loan`` hold the KV of the request that waits for this hand-off, and here is its first token.
+        """The blocks of ``loan`` hold the KV of the request that waits for this hand-off, and ``token_id`` is its first
+        token.
 
-        False: nobody waits for it any more, or the token cannot be one; then it is computed here.
+        False if no request waits any more, or if the token is invalid and the request is computed here.
         """
         request = self._remote.pop(handoff_id, None)
         lent = self.loans.find(handoff_id, loan)
@@ -267,13 +271,13 @@ class EngineCore:
         return True
 
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
-        """No KV will come of it: its request, if it still waits, is computed here in other blocks."""
+        """No KV will arrive: the request, if it still waits, is computed here in other blocks."""
         request = self._remote.pop(handoff_id, None)
         if request is not None:
             self.scheduler.remote_lost(request)
 
     def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
-        """Blocks for a later claimant, lent as ``loan``; None if nobody waits or there are none."""
+        """Blocks for a later claimant, lent as ``loan``; None if no request waits or no blocks are free."""
         if handoff_id not in self._remote:
             return None
         before = self.loans.find(handoff_id, loan - 1)
@@ -281,11 +285,11 @@ class EngineCore:
         return None if lent is None else lent.block_ids
 
     def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
-        """No peer touches its blocks any more."""
+        """No peer touches the blocks of this loan any more."""
         self.loans.end(handoff_id, loan)
 
     def keep_prefills_here(self) -> None:
-        """There is no prefill worker left: compute here what was to be sent away."""
+        """No prefill worker is left: compute waiting remote prefills here."""
         self.scheduler.admission.cancel_remote_prefills()
 
     def _start_remote(self, request: Request) -> None:
@@ -322,7 +326,7 @@ class EngineCore:
             self.scheduler.kv_loaded(request, ok)
 
     def sending_finished(self, request_id: str) -> None:
-        """No transfer touches the blocks of this hand-off any more, and none will: they are free."""
+        """No transfer touches the blocks of this hand-off any more, and none will: free them."""
         request = self.scheduler.requests.get(request_id)
         if request is not None and request.mode is PrefillMode.HANDOFF:
             self.scheduler.sending_finished(request)
@@ -330,7 +334,8 @@ class EngineCore:
     # -- what can be seen ---------------------------------------------------------------------------------------------
 
     def metrics(self) -> LoadMetrics:
-        """The load right now. ``kv_active_blocks`` counts what is held or quarantined, not what is only cached."""
+        """The load now. ``kv_active_blocks`` counts blocks that are held or quarantined, not those that are only
+        cached."""
         self._num_metrics += 1
         scheduler, admission, pool = self.scheduler, self.scheduler.admission, self.pool
         num_active = pool.num_blocks - pool.num_free
@@ -360,7 +365,7 @@ class EngineCore:
         self.pool.clear_cache()
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless each block is where the requests and loans say it is, and counts are true."""
+        """Raise IntegrityError unless the requests and loans account for every block and all counts are true."""
         self.pool.check_integrity()
         owners: Counter[int] = Counter()
         for request in self.scheduler.requests.values():
@@ -386,7 +391,7 @@ class EngineCore:
             raise self._dead
 
     def _die(self, cause: Exception) -> StepOutput:
-        """Fail every request. Nothing is computed any more, but loans and pool stay true."""
+        """Fail every request. The engine computes nothing any more, but loans and pool stay consistent."""
         reason = cause.message if isinstance(cause, KvrelayError) else repr(cause)
         self._dead = EngineDeadError(f"the executor failed: {reason}")
         self._dead.__cause__ = cause

@@ -1,7 +1,7 @@
-"""Free block ids as extents of adjacent ids, so that a request's blocks lie side by side and move as few pieces.
+"""Free block ids as extents of adjacent ids, so that a request's blocks are adjacent and a transfer has few pieces.
 
-It owns nothing but the extents: which ids are free, merged with their neighbours. It does not know requests, hashes or
-reference counts. Every operation is O(1) in the number of blocks (a request costs one step per extent that it gets).
+It owns only the extents: the free ids, merged with their neighbours. It does not know requests, hashes or reference
+counts. Every operation is O(1) in the number of blocks (a request costs one step per extent that it gets).
 
     ids     0 1 2 3 4 5 6 7 8 9         extents by length class (floor(log2 length)):
     free    . x x . . x x x x x         class 1: {1: 2}     class 2: {5: 5}
@@ -24,7 +24,7 @@ class FreeExtents:
         return self._num_free
 
     def add(self, start: int, length: int = 1) -> None:
-        """Give back ``length`` adjacent ids from ``start``; merges with the free neighbours."""
+        """Free ``length`` adjacent ids from ``start``, and merge them with free neighbours."""
         self._num_free += length
         before = self._start_of_end.get(start)
         if before is not None:
@@ -35,9 +35,9 @@ class FreeExtents:
         self._insert(start, length)
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """``count`` free ids, in as few extents as can be found at once; at best directly behind block ``after``.
+        """``count`` free ids, in few extents, preferably directly after block ``after``.
 
-        The caller has checked that there are so many.
+        The caller has checked that this many are free.
         """
         assert count <= self._num_free, "more blocks than are free"
         taken: list[int] = []
@@ -53,7 +53,8 @@ class FreeExtents:
         return dict(self._length)
 
     def _choose(self, count: int) -> int:
-        """The start of an extent that surely holds ``count`` ids (in the smallest such class), else of a longest."""
+        """The start of an extent of the smallest class in which every extent has ``count`` ids, or else of a longest
+        extent."""
         level = (count - 1).bit_length()
         fitting = self._class_mask >> level
         if fitting:

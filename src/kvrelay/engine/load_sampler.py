@@ -1,6 +1,6 @@
-"""When the load is worth a sample: not after every step, for the publisher sends at most 20 a second.
+"""When to sample the load: not after every step, because the publisher sends at most 20 samples a second.
 
-It lives on the engine's thread. It does not know who gets the samples.
+It runs on the engine's thread. It does not know the receivers of the samples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvrelay.core.events import LoadMetrics
 
 
 class Loaded(Protocol):
-    """Of an EngineCore what matters here."""
+    """The part of an EngineCore that is used here."""
 
     def has_work(self) -> bool: ...
 
@@ -22,8 +22,8 @@ class Loaded(Protocol):
 
 
 class LoadSampler:
-    """Samples ``core`` at most once in ``interval_s`` while it works, and always when it has nothing more to do: the
-    last word is the true one. For the engine's thread, after each step."""
+    """Samples ``core`` at most once per ``interval_s`` while it works, and always when its work ends, so that the last
+    published load is the current one. Called on the engine's thread, after each step."""
 
     def __init__(self, core: Loaded, interval_s: float, clock: Clock) -> None:
         self._core = core
@@ -33,13 +33,13 @@ class LoadSampler:
         self._last: LoadMetrics | None = None
 
     def sample(self) -> LoadMetrics | None:
-        """The load now. None while no sample is due, or when nothing has changed since the last one."""
+        """The load now; None if no sample is due, or if nothing has changed since the last one."""
         now_s = self._clock.now()
         if now_s < self._due_s and self._core.has_work():
             return None
         self._due_s = now_s + self._interval_s
         load = self._core.metrics()
-        # Orders change the load as well as steps do: what a release frees, for instance.
+        # Callbacks also change the load, for example when a release frees blocks.
         if self._last is not None and load == msgspec.structs.replace(self._last, seq=load.seq):
             return None
         self._last = load

@@ -1,7 +1,7 @@
 """Blocks that the engine has lent to hand-offs: peers may read or write them, so they are neither freed nor reused.
 
-The ledger in ``kvrelay/handoff`` decides when a loan ends; this is what it means for the pool. A loan has a reference
-of its own to each of its blocks, whatever becomes of the request. Those that a peer may write are quarantined.
+The ledger in ``kvrelay/handoff`` decides when a loan ends; this module applies it to the pool. A loan has its own
+reference to each of its blocks, so they outlive the request. Blocks that a peer may write are quarantined.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvrelay.engine.block_pool import BlockPool
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Blocks for a whole request: ``pinned`` are its prefix hits, ``quarantined`` may be written by a peer."""
+    """Blocks for a whole request: its prefix hits (``pinned``) and blocks that a peer may write (``quarantined``)."""
 
     pinned: tuple[int, ...]
     quarantined: tuple[int, ...]
@@ -26,7 +26,7 @@ class Loan:
 
 
 class Loans:
-    """All loans of one engine. A hand-off may have several: each later claimant gets blocks of its own."""
+    """All loans of one engine. A hand-off may have several: each later claimant gets other blocks."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -42,7 +42,7 @@ class Loans:
         return self._loans.get((handoff_id, number))
 
     def lend(self, handoff_id: HandoffId, block_ids: list[int], num_hit_blocks: int) -> Loan:
-        """The first loan: a waiting request's own blocks, which it goes on holding."""
+        """The first loan: the blocks of a waiting request, which also keeps its references."""
         loan = Loan(tuple(block_ids[:num_hit_blocks]), tuple(block_ids[num_hit_blocks:]))
         self._pool.acquire(loan.block_ids)
         self._pool.quarantine(loan.quarantined)
@@ -50,7 +50,7 @@ class Loans:
         return loan
 
     def lend_fresh(self, handoff_id: HandoffId, number: int, before: Loan) -> Loan | None:
-        """A later loan: the hits of the one before, fresh blocks for the rest. None if the pool has not as many."""
+        """A later loan: the hits of the loan before, and fresh blocks for the rest. None if too few blocks are free."""
         pinned = before.pinned
         fresh = self._pool.allocate(len(before.quarantined), after=pinned[-1] if pinned else None)
         if fresh is None:
@@ -62,7 +62,7 @@ class Loans:
         return loan
 
     def end(self, handoff_id: HandoffId, number: int) -> None:
-        """No peer touches its blocks any more. Raises KeyError if it has ended."""
+        """End a loan: no peer touches its blocks any more. Raises KeyError if it has ended already."""
         loan = self._loans.pop((handoff_id, number))
         self._pool.lift_quarantine(loan.quarantined)
         self._pool.release(loan.block_ids)

@@ -1,7 +1,7 @@
-"""Whether the engine gets on with its work: how long its turn has been going on, and from when on that is a hang.
+"""Whether the engine makes progress: how long its current turn has lasted, and when that counts as a hang.
 
-A turn is what the engine's thread does between two reads of its inbox: callbacks, one step, and telling what the step
-produced. Pure policy over an injected clock; threads and processes are the watchdog's.
+A turn is the work of the engine's thread between two reads of its inbox: callbacks, one step, and the delivery of its
+output. Pure policy over an injected clock; the watchdog knows threads and processes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MAX_MISSED_TICKS = 2
 
 
 class Turn(NamedTuple):
-    """A turn that is running: its number, and when it began."""
+    """A running turn: its number and the time of its beginning."""
 
     number: int
     began_s: float
 
 
 class Progress:
-    """The running turn. Written by the engine's thread, read from any thread: one attribute, replaced as a whole."""
+    """The running turn. The engine's thread writes it, any thread reads it: one attribute, replaced as a whole."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -39,25 +39,25 @@ class Progress:
 
     @property
     def age_s(self) -> float:
-        """How long the running turn has been going on; 0 while there is none."""
+        """How long the running turn has lasted; 0 if no turn runs."""
         turn = self._turn
         return 0.0 if turn is None else max(self._clock.now() - turn.began_s, 0.0)
 
     def begin(self) -> None:
-        """A turn begins; the one before, if any, is done."""
+        """Begin a turn and end the one before, if any."""
         self._number += 1
         self._turn = Turn(self._number, self._clock.now())
 
     def rest(self) -> None:
-        """There is nothing to do."""
+        """The thread has nothing to do."""
         self._turn = None
 
 
 class HangDetector:
-    """Adds up for how long one turn has been watched. To be asked every ``tick_s``.
+    """Sums the time for which one turn has been observed. Call ``observe`` every ``tick_s``.
 
-    Time in which nobody asked counts for MAX_MISSED_TICKS at most: a process that was stopped, or a machine that was
-    suspended, has not hung. ``timeout_s`` 0: nothing is ever a hang, but a stall still is one.
+    Time between two calls counts as MAX_MISSED_TICKS at most: a stopped process or a suspended machine has not hung.
+    With ``timeout_s`` 0 no turn is a hang, but stalls are still reported.
     """
 
     def __init__(self, timeout_s: float, tick_s: float) -> None:
@@ -67,7 +67,7 @@ class HangDetector:
         self._number = 0
         self._asked_s = 0.0
         self.watched_s = 0.0
-        """Of the turn that was running when ``observe`` was last called."""
+        """The observed time of the turn that ran at the last call of ``observe``."""
 
     @property
     def is_stalled(self) -> bool:

@@ -1,6 +1,6 @@
-"""What a step tells the worker of a request: its tokens to the frontend, its computed blocks to the sender.
+"""What a step reports of a request: its tokens for the frontend, its computed blocks for the sender.
 
-It keeps account on the request of what has been told. It decides nothing.
+It records on the request what has been reported. It decides nothing.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def handed_off_token(request: Request, token_id: int, logprobs: PositionLogprobs
 
 
 def report_blocks(output: StepOutput, request: Request, block_size: int) -> None:
-    """To the sender: the blocks that have become complete since the last call; nothing if there are none."""
+    """For the sender: the blocks that have become complete since the last call, if any."""
     end = request.num_computed_tokens // block_size
     if end > request.num_sent_blocks:
         _report_chunk(output, request, end, last=False)
 
 
 def report_last_blocks(output: StepOutput, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> None:
-    """To the sender: all other blocks, the last of which may be partly filled, and the first token."""
+    """For the sender: all other blocks, the last of which may be partly filled, and the first token."""
     first_output = handed_off_token(request, token_id, logprobs)
     _report_chunk(output, request, len(request.block_ids), last=True, first_output=first_output)
 

@@ -1,4 +1,4 @@
-"""A request as the engine sees it: its tokens, its blocks, where it stands and when it got there.
+"""A request as the engine sees it: its tokens, its blocks, its state, and the time of each change of state.
 
 It owns the state of one sequence and the moves between states (``core/status.py``). It does not decide anything: the
 scheduler does. Whether a prefill runs here or elsewhere is decided above the engine and travels with the request.
@@ -21,19 +21,21 @@ class PrefillMode(enum.Enum):
     """Where the prefill of a request is computed."""
 
     LOCAL = "local"
-    """Here, and so is everything after it."""
+    """Here, like the decode that follows."""
     REMOTE = "remote"
     """Decode side: a prefill worker computes it into our blocks."""
     HANDOFF = "handoff"
-    """Prefill side: here, for a decode worker; one token, then the blocks are held until they are sent."""
+    """Prefill side: here, for a decode worker. The engine samples one token, then holds the blocks until they are sent.
+    """
 
 
 class Request:
     """One sequence.
 
     ``token_ids`` is the prompt followed by the generated tokens; ``num_computed_tokens`` of them have their KV in
-    ``block_ids``. ``output_token_ids`` is what was generated elsewhere before this engine got the request.
-    ``num_load_tokens`` (HANDOFF) is what the decode worker holds already: a multiple of the block size.
+    ``block_ids``. ``output_token_ids`` are tokens that another worker generated before this engine got the request.
+    ``num_load_tokens`` (HANDOFF) counts the tokens whose KV the decode worker has already: a multiple of the block
+    size.
     """
 
     __slots__ = (
@@ -93,7 +95,7 @@ class Request:
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.is_resumed = len(output_token_ids) > 0
-        """Whether it was begun elsewhere: its stream stands still until it is served here."""
+        """Whether another worker began it: its stream stands still until this engine serves it."""
         self.status = RequestStatus.WAITING
         self.times: list[tuple[RequestStatus, float]] = []
         """The request's waterfall: each state with the clock's time of entering it."""
@@ -112,18 +114,19 @@ class Request:
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
         self.num_cached_blocks = 0
-        """Leading blocks that have been through the prefix cache: hits, and those that were offered to it."""
+        """Leading blocks that are hits of the prefix cache or were offered to it."""
         self.sequence_hashes: list[int] = []
         self.local_hashes: list[int] = []
         self.num_cached_tokens: int | None = None
-        """Prefix hit at first admission; what clients are told."""
+        """Prefix hit at first admission, as reported to clients."""
         self.first_output_sent = False
         self.prompt_logprobs: list[PositionLogprobs | None] = []
         self.handoff_id: HandoffId | None = None
         self.num_sent_blocks = 0
-        """HANDOFF: leading blocks that the decode worker holds or that were given to the sender."""
+        """HANDOFF: leading blocks that the decode worker has or that were given to the sender."""
         self.ending: FinishReason | None = None
-        """HANDOFF: aborted, but a transfer still touches its blocks; how it will end when that has completed."""
+        """HANDOFF: the request was aborted while a transfer touches its blocks. This is its finish reason once the
+        transfer has completed."""
 
     def __repr__(self) -> str:
         return (
@@ -142,7 +145,7 @@ class Request:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for admission: it holds no blocks."""
+        """Whether it waits for admission and so holds no blocks."""
         return self.status is RequestStatus.WAITING or self.status is RequestStatus.PREEMPTED
 
     @property
@@ -157,33 +160,33 @@ class Request:
 
     @property
     def is_prefill_only(self) -> bool:
-        """Whether nothing is to be sampled: the prompt is scored."""
+        """Whether no token is sampled: the prompt is only scored."""
         return self.sampling.max_tokens == 0
 
     @property
     def must_prefill_here(self) -> bool:
-        """Whether no other worker may compute the prompt: its scores are made where it is computed."""
+        """Whether no other worker may compute the prompt: prompt logprobs arise where the prompt is computed."""
         return self.is_prefill_only or self.wants_prompt_logprobs
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt logprobs are still owed; the prefill must then compute every position."""
+        """Whether prompt logprobs are still to be reported; the prefill must then compute every position."""
         return self.sampling.prompt_logprobs is not None and not self.first_output_sent
 
     @property
     def key(self) -> tuple[int, bool, int]:
-        """Order of service: lower priority numbers first, then what was begun elsewhere, then first come, first
-        served."""
+        """Order of service: lower priority numbers first, then requests that another worker began, then first come,
+        first served."""
         return (self.priority, not self.is_resumed, self.arrival)
 
     def move(self, status: RequestStatus, now_s: float) -> None:
-        """Go to another state. Raises IllegalTransitionError unless the table allows it."""
+        """Move to another state. Raises IllegalTransitionError unless the table allows it."""
         check_transition(self.status, status)
         self.status = status
         self.times.append((status, now_s))
 
     def hash_blocks(self, num_blocks: int, block_size: int) -> None:
-        """Make the hashes of the first ``num_blocks`` complete blocks known."""
+        """Compute the missing hashes of the first ``num_blocks`` complete blocks."""
         known = len(self.sequence_hashes)
         if num_blocks <= known:
             return

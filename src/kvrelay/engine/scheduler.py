@@ -1,7 +1,7 @@
-"""The policy of a step: who computes how many tokens, in which blocks, and what becomes of the result.
+"""The policy of a step: which requests compute how many tokens, in which blocks, and how the result changes them.
 
-It owns the requests of an engine from arrival to end. It does not compute and does not talk to anybody: what the worker
-has to do or to tell (tokens, remote prefills, KV loads, hand-off chunks) is gathered in ``output``.
+It owns the requests of an engine from arrival to end. It neither computes nor communicates: work and reports for the
+worker (tokens, remote prefills, KV loads, hand-off chunks) are collected in ``output``.
 
 A step:  grow      blocks for decodes that fill their last one; preempt the least urgent when the pool is empty
          admit     waiting requests get all blocks of their known tokens; where they go depends on their mode:
@@ -30,7 +30,7 @@ from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch
 from kvrelay.engine.stopping import finish_reason
 
 StartRemote = Callable[[Request], None]
-"""Told of a REMOTE request whose blocks are allocated; opens the hand-off."""
+"""Called with a REMOTE request whose blocks are allocated. Opens the hand-off."""
 
 
 class Scheduler:
@@ -56,19 +56,19 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_ended_requests = 0
         self.num_ended_blocks = 0
-        """Blocks that the tokens of these requests took."""
+        """Blocks for the tokens of these requests."""
         self.num_prefill_tokens = 0
         self.num_generated_tokens = 0
         self.num_steps = 0
         """Forward passes."""
-        # Every decode has to fit into a step, so that none starves and a prefill always has a token left to compute.
+        # Every decode must fit into a step, so that none starves and a prefill always has a token left to compute.
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
         self._clock = clock
         self._start_remote = start_remote
         self.admission = AdmissionQueue(pool, max_num_batched_tokens, clock, priority_ageing_s)
         self._batch = Batch(self.max_num_running)
         self._num_outside = 0
-        """Admitted without a slot (REMOTE_PREFILLING, LOADING_KV); one is kept for each."""
+        """Requests admitted without a slot (REMOTE_PREFILLING, LOADING_KV); a slot is reserved for each."""
         self._needs_block: list[Request] = []
         self._planner = BatchPlanner(self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill)
         self._scheduled = ScheduledBatch([], [])
@@ -96,30 +96,30 @@ class Scheduler:
 
     @property
     def num_places(self) -> int:
-        """How many waiting requests could be admitted in the next step, were it for slots alone."""
+        """How many waiting requests the free slots could take in the next step; 0 while blocks are short."""
         return 0 if self.admission.is_short_of_blocks else self.max_num_running - self.num_admitted
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would compute something, or admit somebody."""
+        """Whether a step would compute tokens or admit a request."""
         if len(self._batch) > 0:
             return True
         return self.num_admitted < self.max_num_running and self.admission.may_admit(self._load())
 
     def take_output(self) -> StepOutput:
-        """What has gathered for the worker since the last call."""
+        """Everything for the worker since the last call."""
         output, self.output = self.output, StepOutput()
         return output
 
     # -- arrivals, ends -----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """A new request, WAITING, waits for admission."""
+        """Add a new request in state WAITING."""
         self.requests[request.request_id] = request
         self.admission.push(request)
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End ``request`` now. If a transfer may touch its blocks they are freed when that has ended."""
+        """End ``request`` now. If a transfer may touch its blocks, they are freed once the transfer has ended."""
         if request.ending is not None:
             return
         if self._transfer_may_run(request):
@@ -131,7 +131,7 @@ class Scheduler:
             self.finish(request, FINISH_STATUS[reason])
 
     def finish(self, request: Request, status: RequestStatus) -> None:
-        """Final: slot and blocks go back."""
+        """Finish the request and take back its slot and blocks."""
         if request.slot >= 0:
             self._batch.leave(request)
         elif request.status in (RequestStatus.REMOTE_PREFILLING, RequestStatus.LOADING_KV):
@@ -147,7 +147,8 @@ class Scheduler:
     # -- remote prefills (decode side) --------------------------------------------------------------------------------
 
     def remote_done(self, request: Request, token_id: int, logprobs: PositionLogprobs | None) -> None:
-        """The KV of all tokens of a REMOTE request is in its blocks, and here is the next token: it joins."""
+        """The KV of all tokens of a REMOTE request is in its blocks, and ``token_id`` is its next token: it joins the
+        batch."""
         self._num_outside -= 1
         request.num_computed_tokens = len(request.token_ids)
         request.move(RequestStatus.RUNNING, self._clock.now())
@@ -156,7 +157,7 @@ class Scheduler:
         self._accept_first(request, token_id, logprobs)
 
     def remote_lost(self, request: Request) -> None:
-        """No KV will come for a REMOTE request: it waits again, to be computed here."""
+        """No KV will arrive for a REMOTE request: it waits again, to be computed here."""
         self._num_outside -= 1
         request.mode = PrefillMode.LOCAL
         request.handoff_id = None
@@ -167,7 +168,7 @@ class Scheduler:
     # -- hand-offs (prefill side) -------------------------------------------------------------------------------------
 
     def kv_loaded(self, request: Request, ok: bool) -> None:
-        """The KvLoad of a HANDOFF request has ended; without success everything beyond our own hit is computed."""
+        """The KvLoad of a HANDOFF request has ended. If it failed, everything after our own prefix hit is computed."""
         if request.ending is not None:
             self.finish(request, FINISH_STATUS[request.ending])
             return
@@ -199,7 +200,7 @@ class Scheduler:
         self._planner.exclusive_prefill = exclusive
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step's work; None when there is nothing to compute. Must be followed by ``update``."""
+        """The next step's work; None if there is nothing to compute. Must be followed by ``update``."""
         preempted = self._grow_decodes()
         if not preempted:
             self._admit()
@@ -210,7 +211,7 @@ class Scheduler:
         return self._batch.build(scheduled.decodes, scheduled.chunks)
 
     def _grow_decodes(self) -> bool:
-        """Give a block to each decode whose next token has no place. Returns whether anybody was preempted."""
+        """Give a block to each decode whose last block is full. Returns whether a sequence was preempted."""
         if not self._needs_block:
             return False
         num_before = self.num_preemptions
@@ -225,7 +226,7 @@ class Scheduler:
         return self.num_preemptions > num_before
 
     def _choose_victim(self, request: Request) -> Request:
-        """The least urgent sequence with a slot. A hand-off in progress is none: its blocks may be being read."""
+        """The least urgent sequence with a slot. Hand-offs are exempt: a transfer may read their blocks."""
         return max(
             (other for other in self._batch if other.mode is not PrefillMode.HANDOFF),
             key=service_order,
@@ -233,7 +234,7 @@ class Scheduler:
         )
 
     def _preempt(self, request: Request) -> None:
-        """Take the blocks of ``request``; its KV will be computed again."""
+        """Preempt ``request``: take its blocks. Its KV will be computed again."""
         self.num_preemptions += 1
         self._batch.leave(request)
         request.move(RequestStatus.PREEMPTED, self._clock.now())
@@ -255,7 +256,7 @@ class Scheduler:
         return EngineLoad(self.num_admitted, len(self._batch), backlog)
 
     def _place(self, request: Request) -> None:
-        """An admitted request goes where its mode says."""
+        """Start an admitted request according to its mode."""
         if request.mode is PrefillMode.REMOTE:
             self._num_outside += 1
             request.move(RequestStatus.REMOTE_PREFILLING, self._clock.now())
@@ -282,7 +283,7 @@ class Scheduler:
     # -- update -------------------------------------------------------------------------------------------------------
 
     def update(self, result: ModelOutput) -> None:
-        """Take in what the executor computed for the last schedule."""
+        """Apply the executor's output for the last schedule."""
         self.num_steps += 1
         self.num_generated_tokens += len(result.token_ids)
         self.num_prefill_tokens += self._scheduled.num_prefill_tokens
@@ -348,7 +349,7 @@ class Scheduler:
             self._accept_first(request, next(tokens), result.logprobs.get(row))
 
     def _fail(self, request: Request, reason: str) -> None:
-        """End one request that the executor cannot go on with."""
+        """End one request that the executor cannot continue."""
         position = request.num_output_tokens
         self.abort(request, FinishReason.ERROR)
         self.output.outputs.append(

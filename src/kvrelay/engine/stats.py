@@ -1,7 +1,7 @@
-"""The numbers of an engine at a moment, for those who monitor it.
+"""The numbers of an engine, for monitoring.
 
-They are read from what the engine counts anyway, without stopping it: each number is one that it had, but not all of
-them at the same point between two steps. So they can be had while a long step runs, or when the engine stands still.
+They are read without stopping the engine, so also while a long step runs or the engine hangs. Each number is a true
+value, but not all of them are from the same moment.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ def stop_token_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> 
 
 
 def finish_reason(request: Request, token_id: int, num_new: int = 0) -> FinishReason | None:
-    """Why the answer ends with ``token_id``, its newest token; None: it goes on. ``num_new``: 1 if the request does not
-    have the token yet."""
+    """Why the answer ends with ``token_id``, its newest token; None if it continues. ``num_new``: 1 if the request does
+    not have the token yet."""
     if token_id in request.stop_ids and request.num_output_tokens + num_new >= request.sampling.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(request.token_ids) + num_new >= request.length_limit else None
 
 
 def reported_stop_token(request: Request, token_id: int | None) -> int | None:
-    """The stop token that clients are told of: one that they asked for. The model's own end of sequence is none."""
+    """The stop token to report to the client: one of the request's stop tokens, never the model's end of sequence."""
     return token_id if token_id in request.sampling.stop_token_ids else None
