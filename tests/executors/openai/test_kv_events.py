@@ -19,17 +19,23 @@ from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvE
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.executors.openai import kv_events
 from kvrelay.executors.openai.kv_events import END, KvEventReader
-from kvrelay.executors.openai.mirrored import EventsError, MirroredCache
+from kvrelay.executors.openai.mirrored import REMOVED_FIELDS, STORED_FIELDS, EventsError, MirroredCache
 
 SIZE, THEIR_SIZE = 2, 4
 
 
-def batch(*events: list[Any]) -> bytes:
+def batch(*events: list[Any] | dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode([0.5, list(events), 0])
 
 
 def stored(names: list[object], parent: object, tokens: list[int], size: int = THEIR_SIZE) -> list[Any]:
     return ["BlockStored", names, parent, tokens, size, None, "GPU"]
+
+
+def by_name(event: list[Any]) -> dict[str, Any]:
+    """As vLLM 0.32 sends it."""
+    names = STORED_FIELDS if event[0] == "BlockStored" else REMOVED_FIELDS
+    return {"type": event[0], **dict(zip(names, event[1:]))}
 
 
 class TheirCache:
@@ -87,7 +93,7 @@ def test_it_holds_what_the_server_holds(moves: list[int | list[int]]) -> None:
     theirs, mirror, held = TheirCache(), MirroredCache(SIZE), set()
     for move in moves:
         changes = theirs.evict(move) if isinstance(move, int) else theirs.place(move)
-        for event in mirror.apply(batch(*changes)):
+        for event in mirror.apply(batch(*(map(by_name, changes) if len(changes) % 2 else changes))):
             believe(held, event)
         assert set(mirror.hashes()) == held == theirs.ours()
     for event in mirror.apply(batch(["AllBlocksCleared"])):
@@ -101,6 +107,21 @@ def test_a_block_whose_predecessor_was_missed_is_left_out() -> None:
     assert mirror.apply(batch(stored([2], 1, [5, 6, 7, 8]))) == []
     assert mirror.num_unknown == 1
     assert mirror.apply(batch(["BlockRemoved", [2], "GPU"])) == []
+
+
+@pytest.mark.parametrize(
+    "more", [[7, "GPU"], [None, "GPU", "adapter"], [None, "GPU", None, [["salt"]]]], ids=["id", "name", "salt"]
+)
+def test_blocks_of_more_than_tokens_are_left_out(more: list[Any]) -> None:
+    mirror = MirroredCache(SIZE)
+    assert mirror.apply(batch([*stored([1], None, [5, 6, 7, 8])[:5], *more])) == []
+    assert mirror.apply(batch([*stored([2], None, [5, 6, 7, 8])[:5], None, "GPU", None, [None], 0]))
+
+
+@pytest.mark.parametrize("more", [{"medium": "STORAGE"}, {"group_idx": 1}])
+def test_other_tiers_and_kinds_of_layers_do_not_count(more: dict[str, Any]) -> None:
+    mirror = MirroredCache(SIZE)
+    assert mirror.apply(batch(by_name(stored([1], None, [5, 6, 7, 8])) | more)) == []
 
 
 def test_a_block_that_the_server_holds_twice_stays_until_both_are_gone() -> None:
@@ -143,7 +164,8 @@ def test_any_bytes_are_a_batch_or_an_error(payload: bytes) -> None:
 class Publisher:
     """A server that publishes batches, and tells again those that ``kept`` has."""
 
-    def __init__(self, context: zmq.asyncio.Context) -> None:
+    def __init__(self, context: zmq.asyncio.Context, *, is_old: bool) -> None:
+        self.is_old = is_old
         self._pub = context.socket(zmq.PUB)
         self._router = context.socket(zmq.ROUTER)
         self.address = f"tcp://127.0.0.1:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
@@ -162,8 +184,12 @@ class Publisher:
             self.asked.append(int.from_bytes(first, "big"))
             for number in sorted(self.kept):
                 if number >= self.asked[-1]:
-                    await self._router.send_multipart([peer, b"", number.to_bytes(8, "big"), self.kept[number]])
-            await self._router.send_multipart([peer, b"", END.to_bytes(8, "big"), b""])
+                    await self._answer(peer, number, self.kept[number])
+            await self._answer(peer, END, b"")
+
+    async def _answer(self, peer: bytes, number: int, payload: bytes) -> None:
+        topic = [] if self.is_old else [b"topic"]
+        await self._router.send_multipart([peer, b"", *topic, number.to_bytes(8, "big"), payload])
 
     def close(self) -> None:
         self._pub.close(linger=0)
@@ -171,9 +197,11 @@ class Publisher:
 
 
 @asynccontextmanager
-async def reading(*, with_replay: bool) -> AsyncIterator[tuple[Publisher, MirroredCache, list[KvEvent]]]:
+async def reading(
+    *, with_replay: bool, is_old: bool = False
+) -> AsyncIterator[tuple[Publisher, MirroredCache, list[KvEvent]]]:
     context = zmq.asyncio.Context()
-    publisher = Publisher(context)
+    publisher = Publisher(context, is_old=is_old)
     mirror, told = MirroredCache(SIZE), []
     reader = KvEventReader(publisher.address, publisher.replay_address if with_replay else "", mirror, told.extend)
     tasks = [asyncio.create_task(reader.run()), asyncio.create_task(publisher.serve_replays())]
@@ -212,8 +240,9 @@ async def subscribed(publisher: Publisher, mirror: MirroredCache) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_what_was_missed_is_told_again() -> None:
-    async with reading(with_replay=True) as (publisher, mirror, _):
+@pytest.mark.parametrize("is_old", [False, True])
+async def test_what_was_missed_is_told_again(*, is_old: bool) -> None:
+    async with reading(with_replay=True, is_old=is_old) as (publisher, mirror, _):
         publisher.kept = {0: block(0), 1: block(1)}
         await until(lambda: holds(mirror, 0, 1))
         publisher.kept[2] = block(2)

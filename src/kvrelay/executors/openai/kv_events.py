@@ -1,7 +1,7 @@
 """Subscribes to the cache events that vLLM publishes over ZMQ, and has those told again that were missed.
 
     SUB    <── [topic, number (u64), batch]                        the numbers have no gaps
-    DEALER ──> ["", first number]   <── ["", number, batch] ...   until number -1
+    DEALER ──> ["", first number]   <── ["", topic, number, batch] ...   until number -1
 
 Without a replay endpoint, or when the server no longer has what was missed, everything known is forgotten: what follows
 is told anew as it changes.
@@ -65,8 +65,7 @@ class KvEventReader:
                 await self._replay(context, 0)
             latest = -1
             while True:
-                _, *frames = await subscriber.recv_multipart()
-                number, payload = _numbered(frames)
+                number, payload = _numbered(await subscriber.recv_multipart())
                 if number <= latest:
                     # The server was started again.
                     self._forget()
@@ -96,8 +95,7 @@ class KvEventReader:
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
                     await asking.send_multipart([b"", first.to_bytes(8, "big")])
                     while True:
-                        _, *frames = await asking.recv_multipart()
-                        number, payload = _numbered(frames)
+                        number, payload = _numbered((await asking.recv_multipart())[1:])
                         if number == END:
                             return
                         if number > self._next:
@@ -127,6 +125,7 @@ def _prepare(socket: zmq.asyncio.Socket) -> None:
 
 
 def _numbered(frames: list[bytes]) -> tuple[int, bytes]:
-    if len(frames) != 2 or len(frames[0]) != 8:
+    """Number and batch. The topic before them is left out of replays by older versions."""
+    if len(frames) not in (2, 3) or len(frames[-2]) != 8:
         raise EventsError(f"a message of {len(frames)} parts")
-    return int.from_bytes(frames[0], "big"), frames[1]
+    return int.from_bytes(frames[-2], "big"), frames[-1]

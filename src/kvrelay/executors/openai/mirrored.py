@@ -20,6 +20,11 @@ ServerHash = int | bytes
 """vLLM's name of a block: a number, or 32 bytes."""
 
 MAX_BLOCKS_PER_EVENT = 65536
+STORED_FIELDS = (
+    *("block_hashes", "parent_block_hash", "token_ids", "block_size"),
+    *("lora_id", "medium", "lora_name", "extra_keys", "group_idx"),
+)
+REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 
 
 class EventsError(KvrelayError):
@@ -30,7 +35,7 @@ class _Batch(msgspec.Struct, array_like=True):
     """More fields may follow, and do in some versions."""
 
     published_unix_s: float
-    events: list[list[object]]
+    events: list[dict[str, object] | list[object]]
 
 
 @dataclass(slots=True)
@@ -80,18 +85,27 @@ class MirroredCache:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise EventsError(f"no batch of events: {exc}") from exc
         events: list[KvEvent] = []
-        for fields in batch.events:
-            match fields:
-                case ["BlockStored", list() as names, parent, list() as tokens, int() as size, *more]:
-                    is_adapter = bool(more) and more[0] is not None
-                    if not is_adapter:
+        for told in batch.events:
+            event = _named(told)
+            if event.get("medium") not in (None, "GPU") or event.get("group_idx"):
+                # A copy in another tier, or the blocks of another kind of layer: a request begins at those here.
+                continue
+            match event:
+                case {
+                    "type": "BlockStored",
+                    "block_hashes": list() as names,
+                    "parent_block_hash": parent,
+                    "token_ids": list() as tokens,
+                    "block_size": int() as size,
+                }:
+                    if not _has_keys(event):
                         events += self._stored(names, parent, tokens, size)
-                case ["BlockRemoved", list() as names, *_]:
+                case {"type": "BlockRemoved", "block_hashes": list() as names}:
                     events += self._removed(names)
-                case ["AllBlocksCleared", *_]:
+                case {"type": "AllBlocksCleared"}:
                     events += self.clear()
                 case _:
-                    raise EventsError(f"an event that is not known: {str(fields)[:100]}")
+                    raise EventsError(f"an event that is not known: {str(told)[:100]}")
         return events
 
     def _stored(
@@ -157,6 +171,22 @@ class MirroredCache:
                     del self._refs[block]
                     gone.append(block)
         return [BlockRemoved(tuple(gone))] if gone else []
+
+
+def _named(event: dict[str, object] | list[object]) -> dict[str, object]:
+    """Newer versions send fields by name, older ones in this order."""
+    if isinstance(event, dict):
+        return event
+    kind = event[0] if event else None
+    names = STORED_FIELDS if kind == "BlockStored" else REMOVED_FIELDS
+    return {"type": kind, **dict(zip(names, event[1:]))}
+
+
+def _has_keys(event: dict[str, object]) -> bool:
+    """Whether more than the tokens went into the server's hashes: an adapter, an image, a salt."""
+    keys = event.get("extra_keys")
+    has_adapter = event.get("lora_id") is not None or event.get("lora_name") is not None
+    return has_adapter or (isinstance(keys, list) and any(keys))
 
 
 def _server_hash(name: object) -> ServerHash:
