@@ -14,9 +14,11 @@ from kvrelay.core.handoff import (
     HandoffDone,
     HandoffFetched,
     HandoffGrant,
+    HandoffOrder,
     HandoffReady,
     HandoffRefused,
     HandoffReleased,
+    Pair,
     PositionLogprobs,
 )
 from kvrelay.core.sampling import SamplingParams
@@ -31,6 +33,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
 
     If ``output_token_ids`` is not empty, the request continues from another worker: this worker prefills
     prompt + output and counts on (limits, seeds, penalties) from there.
+
+    Prefill-first, the frontend has decided where the prefill runs. With ``pair`` both workers get the request, under an
+    id that carries their addresses (``core/pair_id.py``): the one that ``worker_id`` names acts as its half. Without
+    ``pair`` the worker prefills itself.
     """
 
     request_id: str
@@ -39,6 +45,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     priority: int = 0
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    pair: Pair | None = None
+
+
+class PrefillLost(msgspec.Struct, frozen=True, tag=True):
+    """Frontend to the decode worker of a pair: the prefill worker refused the request or is lost. If it has not claimed
+    the hand-off yet, it never will: prefill locally."""
+
+    request_id: str
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
@@ -120,6 +135,7 @@ class AdminReply(msgspec.Struct, frozen=True, tag=True):
 
 Message = (
     GenerateRequest
+    | PrefillLost
     | AbortRequest
     | OutputBatch
     | RequestRefused

@@ -185,6 +185,7 @@ class EngineCore:
             request.mode = PrefillMode.LOCAL
         if len(request.token_ids) >= request.length_limit and not request.is_prefill_only:
             # A migrated request whose last token was already generated: nothing is left to generate.
+            self._close_unopened(request)
             self.scheduler.output.outputs.append(
                 TokenOutput(
                     request.request_id,
@@ -240,10 +241,14 @@ class EngineCore:
         if request.status is RequestStatus.REMOTE_PREFILLING and request.handoff_id is not None:
             del self._remote[request.handoff_id]
             self.scheduler.output.closed_handoffs.append(request.handoff_id)
-        elif request.is_waiting and request.mode is PrefillMode.REMOTE and request.handoff_number:
-            # Its prefill worker may have claimed it already.
-            self.scheduler.output.closed_handoffs.append(HandoffId(self.worker_id, request.handoff_number))
+        elif request.is_waiting:
+            self._close_unopened(request)
         self.scheduler.abort(request, reason)
+
+    def _close_unopened(self, request: Request) -> None:
+        """A prefill worker may have claimed a hand-off that others know, though it never opened here."""
+        if request.mode is PrefillMode.REMOTE and request.handoff_number:
+            self.scheduler.output.closed_handoffs.append(HandoffId(self.worker_id, request.handoff_number))
 
     # -- remote prefills: this is the decode side ---------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ class PrefillPlace(enum.StrEnum):
     LOCAL_QUEUE_FULL = "local_queue_full"
     LOCAL_NO_PREFILL_WORKER = "local_no_prefill_worker"
     LOCAL_REQUIRED = "local_required"
+    LOCAL_UNPAIRED = "local_unpaired"
+    """Prefill-first: the frontend has chosen no prefill worker."""
 
 
 @dataclass(frozen=True, slots=True)

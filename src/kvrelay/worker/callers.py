@@ -21,7 +21,7 @@ from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_caller
 from kvrelay.core.handoff import HandoffClaim, HandoffReleased
-from kvrelay.core.messages import AbortRequest, AdminRequest, GenerateRequest, Message, Ping
+from kvrelay.core.messages import AbortRequest, AdminRequest, GenerateRequest, Message, Ping, PrefillLost
 from kvrelay.core.tasks import TaskSet
 
 ADMISSION_WAIT_S = 1.0
@@ -35,7 +35,7 @@ class CallerKind(enum.StrEnum):
 
 
 MAY_SAY: dict[CallerKind, tuple[type[Message], ...]] = {
-    CallerKind.FRONTEND: (GenerateRequest, AbortRequest, Ping),
+    CallerKind.FRONTEND: (GenerateRequest, AbortRequest, PrefillLost, Ping),
     CallerKind.OPERATOR: (AdminRequest, Ping),
     CallerKind.WORKER: (HandoffClaim, HandoffReleased, Ping),
 }

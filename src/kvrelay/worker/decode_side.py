@@ -19,13 +19,15 @@ import msgspec
 
 from kvrelay.control.base import PrefillQueue
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
 from kvrelay.core.messages import (
     AbortRequest,
     GenerateRequest,
+    PrefillLost,
     RequestRefused,
     TokenOutput,
 )
+from kvrelay.core.pair_id import parse_pair_id
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.admission.control import AdmissionControl
 from kvrelay.engine.contract import Engine, EngineHost
@@ -36,6 +38,7 @@ from kvrelay.errors import (
     InvalidInputError,
     KvrelayError,
     OverloadedError,
+    ProtocolError,
     RetryElsewhereError,
 )
 from kvrelay.handoff import decode_events as de
@@ -99,6 +102,8 @@ class DecodeSide:
             push=self._begin_push,
         )
         self._peer_of: dict[str, Peer] = {}
+        self._handoff_of: dict[str, HandoffId] = {}
+        """Of requests that came as half of a pair."""
         self._requests_of: defaultdict[Peer, set[str]] = defaultdict(set)
         self._tasks = TaskSet()
         self._last_request_s = 0.0
@@ -128,14 +133,40 @@ class DecodeSide:
             return
         self.stats.num_requests += 1
         try:
+            handoff_id = self._paired_handoff(message)
             self._admission.admit(message)
-        except OverloadedError as exc:
+        except (InvalidInputError, OverloadedError) as exc:
             self._refuse_error(peer, message.request_id, exc)
             return
         self._peer_of[message.request_id] = peer
         self._requests_of[peer].add(message.request_id)
+        if handoff_id is not None and message.pair is not None:
+            self._handoff_of[message.request_id] = handoff_id
+            self.handoffs.handle(de.Expected(handoff_id, message.pair.prefill_worker_id))
         self._watch_queue()
-        self._engine.post(lambda core: self._admit(core, peer, message))
+        self._engine.post(lambda core: self._admit(core, peer, message, handoff_id))
+
+    def _paired_handoff(self, message: GenerateRequest) -> HandoffId | None:
+        """The hand-off of a request whose prefill worker is chosen already. Raises InvalidInputError."""
+        if message.pair is None:
+            return None
+        try:
+            pair_id = parse_pair_id(message.request_id)
+        except ProtocolError as exc:
+            raise InvalidInputError(exc.message, param="request_id") from exc
+        if (pair_id.decode_address, message.pair.decode_worker_id) != (self._address(), self._worker_id):
+            raise InvalidInputError(f"request {message.request_id} is for another decode worker", param="request_id")
+        handoff_id = pair_id.handoff_id(self._worker_id)
+        ledger = self.handoffs.ledger
+        if handoff_id in ledger.expected or handoff_id in ledger.handoffs:
+            raise InvalidInputError("the hand-off of this id is not over", param="request_id")
+        return handoff_id
+
+    def prefill_lost(self, peer: Peer, message: PrefillLost) -> None:
+        """The frontend of a paired request says that its prefill worker will not claim."""
+        handoff_id = self._handoff_of.get(message.request_id)
+        if handoff_id is not None and self._peer_of.get(message.request_id) == peer:
+            self.handoffs.handle(de.ClaimantGone(handoff_id))
 
     def abort(self, peer: Peer, message: AbortRequest) -> None:
         """The frontend wants no more of it."""
@@ -154,38 +185,54 @@ class DecodeSide:
         self.stats.num_aborted += 1
         self._engine.post(lambda core: core.abort(request_id))
 
-    def _admit(self, core: Engine, peer: Peer, message: GenerateRequest) -> None:
+    def _admit(self, core: Engine, peer: Peer, message: GenerateRequest, handoff_id: HandoffId | None) -> None:
         """On the engine thread: decide where the prefill runs and enqueue."""
         self._admission.received(message)
         try:
-            place = self._enqueue(core, message)
+            place = self._enqueue(core, message, handoff_id)
         except KvrelayError as exc:
+            self._not_enqueued(handoff_id)
             self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, exc)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the client waits for an answer
             _log.exception("request %s could not be admitted", message.request_id)
+            self._not_enqueued(handoff_id)
             error = KvrelayError(f"the worker failed to admit the request: {exc!r}")
             self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, error)
         else:
             self.stats.places[place] = self.stats.places.get(place, 0) + 1
 
-    def _enqueue(self, core: Engine, message: GenerateRequest) -> PrefillPlace:
+    def _not_enqueued(self, handoff_id: HandoffId | None) -> None:
+        """A paired request has not got into the engine."""
+        if handoff_id is not None:
+            self.handoffs.handle(de.Closed(handoff_id))
+
+    def _enqueue(self, core: Engine, message: GenerateRequest, handoff_id: HandoffId | None) -> PrefillPlace:
         request = Request(
             message.request_id,
             message.prompt_token_ids,
             message.sampling,
             output_token_ids=message.output_token_ids,
             priority=message.priority,
+            handoff_number=0 if handoff_id is None else handoff_id.number,
         )
-        place = self._policy.decide(
+        place = self._place_of(core, request, message)
+        if place is PrefillPlace.REMOTE:
+            request.mode = PrefillMode.REMOTE
+        else:
+            self._not_enqueued(handoff_id)
+        core.add_request(request)
+        return place
+
+    def _place_of(self, core: Engine, request: Request, message: GenerateRequest) -> PrefillPlace:
+        """Where the prefill runs: decided here (decode-first) or by the frontend (prefill-first)."""
+        if message.order is HandoffOrder.PREFILL_FIRST and not request.must_prefill_here:
+            return PrefillPlace.LOCAL_UNPAIRED if message.pair is None else PrefillPlace.REMOTE
+        return self._policy.decide(
             prompt_length=len(request.token_ids),
             num_cached_tokens=core.num_cached_tokens(request),
             prefill_fleet=PrefillFleet(self._num_prefill_workers(), self._queue_size),
             must_be_local=request.must_prefill_here,
         )
-        if place is PrefillPlace.REMOTE:
-            request.mode = PrefillMode.REMOTE
-        core.add_request(request)
-        return place
 
     def _refuse_error(self, peer: Peer, request_id: str, error: KvrelayError) -> None:
         self._forget(request_id)
@@ -203,6 +250,7 @@ class DecodeSide:
         self._server.send(peer, RequestRefused(request_id, reason, status, retryable, retry_after_s))
 
     def _forget(self, request_id: str) -> None:
+        self._handoff_of.pop(request_id, None)
         peer = self._peer_of.pop(request_id, None)
         if peer is not None:
             requests = self._requests_of[peer]

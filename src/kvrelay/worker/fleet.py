@@ -43,6 +43,7 @@ class Fleet:
         self._on_ended = on_ended
         self._on_no_prefill = on_no_prefill
         self._prefill_workers: set[str] = set()
+        self._addresses: dict[str, str] = {}
         self._ranks: dict[str, set[str]] = {}
         """Those of each worker that are registered."""
         self._tasks = TaskSet()
@@ -52,6 +53,10 @@ class Fleet:
     def num_prefill_workers(self) -> int:
         """Workers that pull from the prefill queue."""
         return len(self._prefill_workers)
+
+    def address_of(self, worker_id: str) -> str | None:
+        """Where a worker of this model listens; None unless it is listed."""
+        return self._addresses.get(worker_id)
 
     def has_ended(self, worker_id: str) -> bool:
         """Whether it has no lease: it has ended, and the worker has not registered again; or it never had one."""
@@ -90,9 +95,12 @@ class Fleet:
     def _apply(self, event: WatchEvent) -> None:
         worker_id = event.key.removeprefix(self._keys.workers)
         pulls = False
+        self._addresses.pop(worker_id, None)
         if event.kind is WatchKind.PUT:
             info = decode_worker(worker_id, event.value)
             pulls = info.model == self._model and info.role is WorkerRole.PREFILL
+            if info.model == self._model:
+                self._addresses[worker_id] = info.address
         had_prefill = bool(self._prefill_workers)
         self._prefill_workers.discard(worker_id)
         if pulls:

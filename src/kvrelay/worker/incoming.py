@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.handoff import HandoffDone, HandoffId, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffDone, HandoffId, HandoffOrder, RemotePrefillRequest
 from kvrelay.core.messages import decode_message
 from kvrelay.engine.base import StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
@@ -97,9 +97,16 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
     def on_step(self, step: StepOutput) -> None:
         """What a step has opened and closed."""
         for prefill in step.remote_prefills:
+            handoff_id = prefill.handoff_id
             num_hit_blocks = prefill.num_cached_tokens // self.ledger.rules.block_size
-            self._prefills[prefill.handoff_id] = prefill
-            self.handle(de.Opened(prefill.handoff_id, prefill.request_id, prefill.block_ids, num_hit_blocks))
+            claimant = self.ledger.expected.get(handoff_id)
+            order = HandoffOrder.DECODE_FIRST if claimant is None else HandoffOrder.PREFILL_FIRST
+            if order is HandoffOrder.DECODE_FIRST:
+                self._prefills[handoff_id] = prefill
+            opened = de.Opened(
+                handoff_id, prefill.request_id, prefill.block_ids, num_hit_blocks, order=order, claimant=claimant
+            )
+            self.handle(opened)
         for handoff_id in step.closed_handoffs:
             self.handle(de.Closed(handoff_id))
 

@@ -27,11 +27,13 @@ from kvrelay.core.handoff import (
     HandoffFetched,
     HandoffGrant,
     HandoffId,
+    HandoffOrder,
     HandoffRefused,
     RemotePrefillRequest,
 )
 from kvrelay.core.layout import KVLayout
-from kvrelay.core.messages import Message, encode_message
+from kvrelay.core.messages import Message, TokenOutput, encode_message
+from kvrelay.core.status import FinishReason
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.base import HandoffChunk, KvLoad, StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
@@ -54,13 +56,24 @@ from kvrelay.worker.stats import PrefillStats
 _log = logging.getLogger(__name__)
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class Job:
-    """A prefill that was taken on. ``on_computed`` and ``on_settled`` run on the event loop, once each."""
+    """A prefill that was taken on. ``on_computed`` and ``on_settled`` run on the event loop, once each.
+
+    Prefill-first: ``on_received`` runs on the engine's thread when the engine looks at it, ``on_first`` on the event
+    loop with the first token, before ``on_settled``.
+    """
 
     request: RemotePrefillRequest
     on_computed: Callable[[], None]
     on_settled: Callable[[], None]
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    on_received: Callable[[], None] = _nothing
+    on_first: Callable[[TokenOutput], None] | None = None
     num_bytes: int = 0
 
     @property
@@ -139,8 +152,9 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._by_name[job.name] = request.handoff_id
         num_blocks = -(-len(request.token_ids) // self._layout.block_size)
         num_cached_tokens = request.num_cached_tokens
-        pulled = pe.Pulled(request.handoff_id, request.decode_worker_id, num_blocks, num_cached_tokens, term)
-        self.handle(pulled)
+        self.handle(
+            pe.Pulled(request.handoff_id, request.decode_worker_id, num_blocks, num_cached_tokens, term, job.order)
+        )
 
     def decline(self, job: Job, reason: EndReason) -> None:
         """It is not computed here, and its owner hears so."""
@@ -203,6 +217,10 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             self._load(load)
         for chunk in step.handoff_chunks:
             self._chunk(chunk)
+        for output in step.outputs:
+            if output.finish_reason is FinishReason.ERROR and output.request_id in self._by_name:
+                _log.warning("hand-off %s is not computed: %s", output.request_id, output.error)
+                self.handle(pe.EngineRefused(self._by_name[output.request_id]))
 
     def _load(self, load: KvLoad) -> None:
         handoff_id = self._by_name.get(load.request_id)
@@ -213,6 +231,10 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         handoff_id = self._by_name.get(chunk.request_id)
         if handoff_id is None:
             return
+        job = self.jobs.get(handoff_id)
+        if chunk.first_output is not None and job is not None and job.on_first is not None:
+            # Before the ledger hears of it, for a hand-off may settle at once.
+            self.on_loop(job.on_first, chunk.first_output)
         token = pe.FirstToken(chunk.token_id, chunk.logprobs) if chunk.token_id is not None else None
         self.handle(pe.ChunkComputed(handoff_id, pe.Blocks(chunk.first_block, chunk.block_ids), token))
 
@@ -223,6 +245,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
 
     def _add_request(self, job: Job, core: Engine) -> None:
         request = job.request
+        job.on_received()
         num_prompt = len(request.token_ids) - request.num_output_tokens
         try:
             core.add_request(

@@ -21,7 +21,16 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.handoff import HandoffClaim, HandoffReleased
-from kvrelay.core.messages import AbortRequest, AdminReply, AdminRequest, GenerateRequest, Message, Ping, Pong
+from kvrelay.core.messages import (
+    AbortRequest,
+    AdminReply,
+    AdminRequest,
+    GenerateRequest,
+    Message,
+    Ping,
+    Pong,
+    PrefillLost,
+)
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.core.workers import KvMetadata, WorkerRole
@@ -52,6 +61,7 @@ from kvrelay.worker.decode_side import DecodeSide
 from kvrelay.worker.fleet import Fleet
 from kvrelay.worker.membership import RETRY_INTERVAL_S, Membership
 from kvrelay.worker.metrics import WorkerStats
+from kvrelay.worker.paired import PairedPrefills
 from kvrelay.worker.peers import Connect, DecodePeer, DecodePeers
 from kvrelay.worker.prefill_side import PrefillSide
 from kvrelay.worker.preparation import Preparation
@@ -155,6 +165,16 @@ class Worker:
             term=lambda: self._membership.term,
             detection_s=Heartbeat.for_lease(settings.control.lease_ttl_s).detection_s,
         )
+        self._paired = PairedPrefills(
+            worker_id=settings.worker_id,
+            model=settings.model,
+            kv_compatibility=self._membership.kv_compatibility,
+            engine=self._engine,
+            server=server,
+            handoffs=self._prefill.handoffs,
+            term=lambda: self._membership.term,
+            address_of=self._fleet.address_of,
+        )
         self._decode = DecodeSide(
             worker_id=settings.worker_id,
             model=settings.model,
@@ -175,7 +195,7 @@ class Worker:
             num_prefill_workers=self._num_prefill_workers,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
-        self._preparation = Preparation(engine.prepare, self._decode.generate, server.send, self._tasks)
+        self._preparation = Preparation(engine.prepare, self._generate, server.send, self._tasks)
         self._transfer.on_notification(lambda notification: self._decode.handoffs.notified(notification.payload))
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -241,7 +261,7 @@ class Worker:
     async def close(self) -> None:
         """Leave discovery and free everything, whatever is in flight."""
         await self._tasks.close()
-        self._decode.accepting = False
+        self._decode.accepting = self._paired.accepting = False
         if self._failure is not None:
             # Nothing finishes any more: whoever waits goes elsewhere now.
             await self._server.close()
@@ -305,6 +325,7 @@ class Worker:
         self.role = role
         self._engine.post(lambda core: core.set_exclusive_prefill(role is WorkerRole.PREFILL))
         self._decode.accepting = role.takes_requests
+        self._paired.accepting = role.pulls_prefills
         if role.pulls_prefills:
             self._prefill.start()
         else:
@@ -312,6 +333,7 @@ class Worker:
 
     async def _finish(self) -> None:
         """Begin nothing; return when what is in flight has ended."""
+        self._paired.accepting = False
         await self._prefill.drain()
         await self._decode.drain()
 
@@ -339,10 +361,13 @@ class Worker:
             case GenerateRequest() if message.sampling.grammar is not None:
                 self._preparation.begin(peer, message)
             case GenerateRequest():
-                self._decode.generate(peer, message)
+                self._generate(peer, message)
             case AbortRequest():
                 self._preparation.drop(peer, message.request_id)
+                self._paired.abort(peer, message.request_id)
                 self._decode.abort(peer, message)
+            case PrefillLost():
+                self._decode.prefill_lost(peer, message)
             case HandoffClaim():
                 self._decode.handoffs.handle(de.Claimed(message, peer))
             case HandoffReleased():
@@ -355,8 +380,16 @@ class Worker:
             case _:
                 _log.warning("an unexpected %s was dropped", type(message).__name__)
 
+    def _generate(self, peer: Peer, message: GenerateRequest) -> None:
+        """A request, or this worker's half of a pair."""
+        if message.pair is not None and message.pair.prefill_worker_id == self.settings.worker_id:
+            self._paired.generate(peer, message)
+        else:
+            self._decode.generate(peer, message)
+
     def _on_peer_gone(self, peer: Peer) -> None:
         self._preparation.drop_all(peer)
+        self._paired.peer_gone(peer)
         self._decode.peer_gone(peer)
 
     async def _answer_admin(self, peer: Peer, message: AdminRequest) -> None:
