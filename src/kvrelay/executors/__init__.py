@@ -1,6 +1,6 @@
 """Executors: each runs a step on a device behind ``engine.base.Executor``. The door is ``build_executor``.
 
-``torch`` computes real models; ``mock`` stands in for one, with a timing model and a KV pool that notices damage.
+``torch`` computes real models. ``mock`` replaces the model by a timing model, with a KV pool that detects damage.
 ``openai`` is a whole engine instead of an executor: a running server computes. Importing this package imports none of
 them.
 """

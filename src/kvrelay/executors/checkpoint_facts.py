@@ -1,4 +1,4 @@
-"""What an engine that does not load the weights must know of a checkpoint."""
+"""Facts of a checkpoint for an engine that does not load its weights."""
 
 from __future__ import annotations
 

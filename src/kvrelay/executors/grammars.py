@@ -42,7 +42,7 @@ _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pa
 class GrammarCompiler:
     """Compiled grammars over one vocabulary; thread-safe. ``vocab_size`` is the width of the logits.
 
-    The tokenizer's trie is built at the first compilation: a second for a vocabulary of 100,000.
+    The first compilation builds the tokenizer's trie, which takes a second for a vocabulary of 100,000.
     """
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -63,10 +63,10 @@ class GrammarCompiler:
         return f"GrammarCompiler({len(self._compiled)} compiled)"
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the grammar's start, from the cache if it is there.
+        """A matcher at the grammar's start. Compiled grammars are cached.
 
         Raises InvalidInputError for a grammar that does not compile, cannot be satisfied or is too complex;
-        CheckpointError when the vocabulary cannot be read.
+        CheckpointError if the vocabulary cannot be read.
         """
         grammar.check()
         with self._lock:
@@ -93,7 +93,7 @@ class GrammarCompiler:
                 raise InvalidInputError("constrained answers need a model with an end-of-sequence token")
             try:
                 self._tokenizer = LLTokenizer(str(self._file), n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
-            except Exception as exc:  # whatever the binding raises for a file that it cannot use
+            except Exception as exc:  # the binding may raise anything for a file that it cannot use
                 raise CheckpointError(f"cannot read the vocabulary in {self._file}: {exc}") from exc
         return self._tokenizer
 
@@ -115,7 +115,7 @@ class GrammarMasks:
         return bool(self._matchers or self._broken)
 
     def enter(self, slot: int, grammar: Grammar | None, output_token_ids: Sequence[int]) -> None:
-        """A sequence begins in ``slot``, or continues after these tokens of its answer."""
+        """Begin a sequence in ``slot``, or continue one after these tokens of its answer."""
         self.release(slot)
         if grammar is None:
             return
@@ -145,7 +145,7 @@ class GrammarMasks:
         return self._thread.submit(self._compute, rows, matchers, broken)
 
     def advance(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Each slot's next token."""
+        """Advance each slot's matcher by its next token."""
         for slot, token_id in zip(slots, token_ids, strict=True):
             matcher = self._matchers.get(slot)
             if matcher is not None:
@@ -169,7 +169,7 @@ class GrammarMasks:
 
 
 class StepMasks:
-    """The masks of one step: ``rows`` [R] that are constrained, and for each which tokens it may take.
+    """The masks of one step: the constrained rows (``rows`` [R]) and the tokens that each may take.
 
     ``failures``: rows whose grammar cannot continue, with the reason; such a row may be in ``rows`` or not.
     """

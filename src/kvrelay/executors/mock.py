@@ -1,15 +1,15 @@
-"""An executor without a model: a timing model, and a KV pool that notices when a block is lost, late or misplaced.
+"""An executor without a model: a timing model, and a KV pool that detects lost, late and misplaced blocks.
 
 It owns a real memory pool, so transports move its blocks like those of any executor. Position p of a sequence stores
 
     K[p] = token p        V[p] = h[p],   h[p] = h[p-1] * A + spread(token p)   (mod 2**32),   h[-1] = SEED
 
 and the token after p is a function of h[p], read from the pool through the block table. So the answer depends on every
-token before it, and ``mock_generate`` computes it without a pool. The blocks that are already computed when a sequence
-enters (prefix hits, transferred blocks) are all verified, and each decode verifies one more block, in turn. A sequence
-with a damaged block answers with wrong tokens from then on.
+token before it, and ``mock_generate`` computes it without a pool. When a sequence enters, all its computed blocks
+(prefix hits, transferred blocks) are verified; each decode verifies one more block, in turn. After a damaged block a
+sequence's answer has wrong tokens.
 
-No torch is needed in the process.
+The process needs no torch.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _MIX = np.uint32(0xC2B2AE35)
 
 
 class MockExecutor:
-    """Answers with ``mock_generate``'s tokens, in the time of ``MockConfig``. See the module's text.
+    """Answers with ``mock_generate``'s tokens, in the time that ``MockConfig`` gives. See the module's docstring.
 
-    ``sleep`` passes the time. End-of-sequence tokens are never generated, so answers run to ``max_tokens``.
+    ``sleep`` waits. End-of-sequence tokens are never generated, so answers have ``max_tokens`` tokens.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class MockExecutor:
         self._bytes = pool.view(np.uint8).reshape(self._num_blocks, self._layout.block_bytes)
         self._address = pool.ctypes.data
         max_blocks = -(-self._max_model_len // self._block_size) + 1
-        # The system does not provide memory before it is touched: long contexts cost nothing until they are used.
+        # The system provides memory when it is first touched, so long contexts cost nothing until they are used.
         self._tokens = np.zeros((config.max_num_seqs, self._max_model_len + 1), dtype=np.uint32)
         self._block_table = np.zeros((config.max_num_seqs, max_blocks), dtype=np.int32)
         self._num_computed = np.zeros(config.max_num_seqs, dtype=np.int64)
@@ -129,7 +129,7 @@ class MockExecutor:
         return f"mock-{self._vocab_size}"
 
     def warm_up(self) -> None:
-        """Touch the pool, so that the first requests do not pay for its pages. Nothing is compiled."""
+        """Touch the pool's pages, so that the first requests need not. Nothing is compiled."""
         self._pool.fill(0)
 
     def shutdown(self) -> None:
@@ -137,7 +137,7 @@ class MockExecutor:
         self._grammars.close()
 
     def check(self) -> None:
-        """Nothing that computes could end by itself."""
+        """No process computes that could end by itself."""
 
     def execute(self, work: SchedulerOutput) -> ModelOutput:
         for slot in work.released_slots:
@@ -260,7 +260,7 @@ class MockExecutor:
         return hashes
 
     def _verify_one_block(self, slots: npt.NDArray[np.int32], positions: Int64Array) -> None:
-        """Check one full block of each slot, another at each position: its tokens, and its chain of hashes."""
+        """Check one full block of each slot, a different one at each position: its tokens and its chain of hashes."""
         size = self._block_size
         num_full = positions // size
         index = positions % np.maximum(num_full, 1)
@@ -348,7 +348,7 @@ def mock_generate(
 def next_tokens(
     hashes: Uint32Array, vocab_size: int, eos_token_ids: tuple[int, ...], damaged: Uint32Array
 ) -> Uint32Array:
-    """The token after each hash; a wrong one if ``damaged`` is not 0, and never one of ``eos_token_ids``."""
+    """The token after each hash: a wrong one if ``damaged`` is not 0, and never one of ``eos_token_ids``."""
     mixed = hashes ^ (hashes >> np.uint32(15)) ^ damaged
     mixed = mixed * _MIX
     mixed = mixed ^ (mixed >> np.uint32(13))

@@ -23,13 +23,13 @@ ENTRY_POINT_GROUP = "kvrelay.engines"
 BUILT_IN = ("torch", "mock")
 
 HOSTS = ("openai",)
-"""Engines that are no executor behind kvrelay's scheduler: they implement ``engine.contract`` themselves."""
+"""Engines without an executor and without kvrelay's scheduler: they implement ``engine.contract`` themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSettings:
     """Everything that a builder may need. ``model_path`` is a checkpoint directory. ``allocate(num_bytes)`` returns
-    zeroed host memory for a KV pool that other processes must map; None: any memory will do."""
+    zeroed host memory for a KV pool that other processes must map; None: any memory is suitable."""
 
     model_path: Path
     engine: EngineConfig
@@ -50,8 +50,8 @@ def engine_names() -> tuple[str, ...]:
 
 
 def build_host(name: str, settings: ExecutorSettings, worker_id: str) -> EngineHost | None:
-    """The engine called ``name``, if it is one of HOSTS; else None, and ``build_executor`` has it. Raises what its
-    builder raises."""
+    """The engine called ``name`` if it is one of HOSTS, or else None: then ``build_executor`` builds its executor.
+    Raises what its builder raises."""
     if name not in HOSTS:
         return None
     host: EngineHost = import_module(f"kvrelay.executors.{name}").from_settings(settings, worker_id)

@@ -1,6 +1,6 @@
 """Runs a step on a device: models, kernels, attention, sampling. The door is ``build_executor``.
 
-Torch lives here and is imported when an executor is built, not before.
+Torch is imported when an executor is built, not before.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvrelay.executors.registry import ExecutorSettings
 
 __all__ = ["build_executor", "from_settings"]
 
-# OpenMP threads that wait shall sleep, not spin: workers share cores with each other and with the frontend, and
-# spinning ones slow each other down thirtyfold. A few microseconds of spinning bridge the gap between two kernels of a
-# step (a fifth more tokens with two threads). Torch's and Numba's libraries read this once, when they are loaded.
+# Waiting OpenMP threads must sleep, not spin: workers share cores with each other and with the frontend, and spinning
+# threads slow each other down thirtyfold. A few microseconds of spinning bridge the gap between two kernels of a step
+# (a fifth more tokens with two threads). Torch's and Numba's libraries read this setting once, when they are loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
@@ -29,11 +29,11 @@ def build_executor(
     engine: EngineConfig,
     allocate: Callable[[int], mmap.mmap] | None = None,
 ) -> Executor:
-    """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or with ``runner.tp`` or
-    ``runner.pp`` above 1 in processes of its own. ``allocate`` is that of ``ExecutorSettings``; several ranks do
-    not use it.
+    """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or in rank processes if
+    ``runner.tp`` or ``runner.pp`` is above 1. ``allocate`` is that of ``ExecutorSettings``; several ranks do not use
+    it.
 
-    Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the culprit.
+    Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the cause.
     """
     if runner.num_ranks > 1:
         from kvrelay.executors.torch.parallel.executor import ParallelExecutor

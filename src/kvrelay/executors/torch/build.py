@@ -1,6 +1,6 @@
 """Composition of a runner: checkpoint, device, memory and kernels put together by configuration.
 
-Owns the choice of dtype, device and threads, and refuses what cannot be honoured.
+Owns the choice of dtype, device and threads, and refuses settings that it cannot honour.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def build_model_runner(
     shard: Shard | None = None,
     allocate: Callable[[int], mmap.mmap] | None = None,
 ) -> ModelRunner:
-    """Load the checkpoint and allocate the pool; with ``shard`` the part of one rank among several.
+    """Load the checkpoint and allocate the pool; with ``shard`` only the part of one rank.
 
-    ``runner.num_threads`` are those of this process. Raises CheckpointError, UnsupportedModelError, ConfigError.
+    ``runner.num_threads`` counts the threads of this process. Raises CheckpointError, UnsupportedModelError,
+    ConfigError.
     """
     config = load_model_config(model_dir)
     rank = ParallelRank() if shard is None else shard.rank
@@ -108,7 +109,7 @@ def build_model_runner(
 
 
 class Shard(Protocol):
-    """What makes a rank of a runner."""
+    """The parts that turn a runner into one rank of several."""
 
     @property
     def rank(self) -> ParallelRank: ...
@@ -117,11 +118,11 @@ class Shard(Protocol):
         """The rank's collectives. Raises PeerLostError."""
 
     def allocate(self, facts: ModelFacts, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> KvPool:
-        """The rank's pool, in as many blocks as all ranks have memory for. Raises ConfigError."""
+        """The rank's pool, with as many blocks as fit into the memory of every rank. Raises ConfigError."""
 
 
 def _layout(config: ModelConfig, rank: ParallelRank, block_size: int, dtype: str) -> KVLayout:
-    """Of this rank's part alone."""
+    """Of this rank's part only."""
     heads = rank.kv_heads(config.num_kv_heads)
     return KVLayout(
         num_layers=len(rank.layers(config.num_layers)),
@@ -149,7 +150,7 @@ def _kernels(backend: str, dtype: torch.dtype, num_threads: int) -> Kernels:
 
 
 def _compiling(backend: str) -> Callable[[], AbstractContextManager[None]]:
-    """What the runner's first steps run within: only Numba's kernels are compiled then."""
+    """The context of the runner's first steps, in which only Numba's kernels are compiled."""
     if backend != "cpu":
         return nullcontext
     from kvrelay.executors.torch.attention.cpu import kernel_cache
@@ -183,7 +184,7 @@ def _device(requested: str) -> torch.device:
 
 
 def _dtype(requested: str, stored: str, device: torch.device) -> str:
-    """ "auto" is the checkpoint's type, or float32 where the device does not compute it well."""
+    """ "auto" is the checkpoint's type, or float32 if the device does not compute that type well."""
     if device.type == "cuda":
         return stored if requested == "auto" else requested
     if requested == "float16":

@@ -1,7 +1,7 @@
-"""What a Hugging Face ``config.json`` says, as one frozen value that the models are built from.
+"""A Hugging Face ``config.json`` as one frozen value, from which the models are built.
 
-Owns the reading of ``config.json`` and ``generation_config.json`` and the refusal, by name, of whatever the runner does
-not compute. Knows no tensors: importing it does not import torch.
+Reads ``config.json`` and ``generation_config.json``, and refuses by name everything that the runner does not compute.
+Knows no tensors: importing it does not import torch.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class RopeConfig:
 
     ``kind`` default and linear use ``theta`` and ``factor``. llama3 also uses the two frequency factors and
     ``original_max_position``, the context before it was extended. yarn also uses that context and the fields below it:
-    between ``beta_fast`` and ``beta_slow`` rotations in it, frequencies go over from unscaled to divided by ``factor``;
-    ``attention_factor`` multiplies cosines and sines.
+    between ``beta_fast`` and ``beta_slow`` rotations in it, frequencies change gradually from unscaled to divided by
+    ``factor``; ``attention_factor`` multiplies cosines and sines.
     """
 
     theta: float = 10_000.0
@@ -93,7 +93,8 @@ class ModelConfig:
 def load_model_config(model_dir: Path) -> ModelConfig:
     """Read ``config.json`` (and the EOS ids of ``generation_config.json``) of a checkpoint directory.
 
-    Raises CheckpointError for a missing or damaged file, UnsupportedModelError for what the runner does not compute.
+    Raises CheckpointError for a missing or damaged file, UnsupportedModelError for a model that the runner does not
+    compute.
     """
     if not model_dir.is_dir():
         raise CheckpointError(f"{model_dir} is not a checkpoint directory")
@@ -135,7 +136,7 @@ def parse_model_config(raw: JsonObject, eos_token_ids: tuple[int, ...] = ()) -> 
         windows=_windows(family, fields, num_layers),
         sparse=_sparse_layers(family, fields, num_layers),
         moe=moe,
-        # Mixtral and Qwen3-MoE of transformers default to untied; Llama and the rest as well.
+        # In transformers all these architectures default to untied embeddings.
         tied_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=attention_bias and family != "qwen2",
@@ -237,7 +238,7 @@ def _rope(fields: _Fields) -> RopeConfig:
         scaling = fields.nested("rope_scaling")
     theta = scaling.number("rope_theta", fields.number("rope_theta", 10_000.0))
     kind = scaling.raw.get("rope_type") or scaling.raw.get("type") or "default"
-    # Dynamic NTK scaling changes nothing within max_position_embeddings, beyond which no sequence gets here.
+    # Dynamic NTK scaling changes nothing within max_position_embeddings, and no sequence here is longer.
     if kind in ("default", "dynamic"):
         return RopeConfig(theta)
     if kind == "linear":
@@ -282,7 +283,8 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _windows(family: Family, fields: _Fields, num_layers: int) -> tuple[int, ...]:
-    """Mistral and Mixtral slide in all layers; the Qwens, if ``use_sliding_window``, from ``max_window_layers`` on."""
+    """Mistral and Mixtral have sliding windows in all layers; the Qwen models from ``max_window_layers`` on, if
+    ``use_sliding_window`` is set."""
     if fields.raw.get("sliding_window") is None or family == "llama":
         return (0,) * num_layers
     window = fields.integer("sliding_window")
@@ -307,7 +309,7 @@ def _moe(family: Family, fields: _Fields) -> MoeConfig | None:
         )
     elif family == "qwen3_moe":
         moe = MoeConfig(
-            # transformers 5 writes it under Mixtral's name.
+            # transformers 5 uses Mixtral's name for this field.
             fields.integer("num_experts", fields.integer("num_local_experts", 128)),
             fields.integer("num_experts_per_tok", 8),
             fields.integer("moe_intermediate_size", 768),

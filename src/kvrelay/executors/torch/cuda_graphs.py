@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds.
 
 A graph has fixed shapes, so batches are padded to the next size and block tables to the next power of two. Padding rows
-live in a spare block behind the pool, which belongs to no sequence. Graphs are captured when their shape is first
-seen, the common ones at warm-up, and share one memory pool.
+use a spare block after the pool, which belongs to no sequence. Graphs are captured when their shape is first used, the
+common shapes at warm-up. All graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DecodeGraphs:
                 self._graph(size, _WARM_BLOCKS)
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Hidden states [B, hidden] of a step that ``fits``; valid until the next one."""
+        """Hidden states [B, hidden] of a step that ``fits``; valid until the next step."""
         rows = batch.num_rows
         size = next(size for size in self._sizes if size >= rows)
         block_size = self._attention.block_size
@@ -85,7 +85,7 @@ class DecodeGraphs:
             self._attention.begin_decode(tables, positions)
             return self._decoder.forward(token_ids, self._attention, None)
 
-        # Outside the capture first: libraries allocate their workspaces at first use.
+        # Run once outside the capture first: libraries allocate their workspaces at first use.
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):

@@ -1,9 +1,9 @@
-"""The KV pool: one page-aligned piece of memory, block-major, and how large it may be.
+"""The KV pool: one page-aligned piece of memory, block-major, and the rules for its size.
 
     pool[block, layer, 0 = K | 1 = V, kv_head, position in block, head_dim]
 
-Owns the memory, which no one touches before its blocks are used: on the CPU it is an anonymous mapping, so an empty
-pool costs no resident memory. Who owns which block is the engine's business.
+Owns the memory, which is not touched before its blocks are used: on the CPU it is an anonymous mapping, so an empty
+pool costs no resident memory. The engine knows which request holds which block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AUTO_CUDA_SHARE = 0.8
 
 class KvPool:
     """``tensor`` is the pool in its logical shape and dtype, ``region`` the same memory by address. ``spare_blocks``
-    lie behind it in ``tensor``, outside of ``region``: they belong to no sequence."""
+    follow it in ``tensor``, outside of ``region``: they belong to no sequence."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class KvPool:
         spare_blocks: int = 0,
         memory: mmap.mmap | None = None,
     ) -> None:
-        """``memory``: where the blocks of a CPU's pool are to lie; None: in memory of its own."""
+        """``memory``: the memory for the blocks of a CPU pool; None: the pool allocates its own."""
         self.layout = layout
         self.num_blocks = num_blocks
         num_bytes = (num_blocks + spare_blocks) * layout.block_bytes
@@ -62,9 +62,9 @@ class KvPool:
 
 
 def decide_num_blocks(layout: KVLayout, num_blocks: int, kv_cache_memory: str, free_bytes: Callable[[], int]) -> int:
-    """How many blocks the pool gets: ``num_blocks`` if given, else what fits into ``kv_cache_memory``.
+    """How many blocks the pool gets: ``num_blocks`` if given, else as many as fit into ``kv_cache_memory``.
 
-    ``free_bytes`` answers the bytes that "auto" may take. Raises ConfigError if not a single block fits.
+    ``free_bytes`` returns the number of bytes that "auto" may take. Raises ConfigError if not a single block fits.
     """
     if num_blocks > 0:
         return num_blocks

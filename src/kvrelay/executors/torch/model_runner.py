@@ -1,7 +1,8 @@
-"""The executor of the engine: a step's batch through the model on one device, and the next tokens out of it.
+"""The engine's executor on one device: runs a step's batch through the model and samples the next tokens.
 
 Owns the model, the KV pool's memory and the slots' state. ``execute`` is prepare -> forward -> logits -> sample ->
-append. What to compute, and which blocks belong to whom, is decided by the scheduler; hand-offs pass by here unseen.
+append. The scheduler decides what to compute and which blocks belong to which sequence. This module knows nothing of
+hand-offs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _NO_INTS = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What others ask of a loaded model."""
+    """The methods of a loaded model that others use."""
 
     vocab_size: int
     max_model_len: int
@@ -44,7 +45,8 @@ class ModelFacts:
 
 
 class ModelRunner:
-    """Fulfils ``kvrelay.engine.base.Executor``. Used from one thread at a time, but for ``checksum_blocks``."""
+    """Implements ``kvrelay.engine.base.Executor``. Used from one thread at a time, except for ``prepare`` and
+    ``checksum_blocks``."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class ModelRunner:
         *,
         grammars: GrammarMasks,
     ) -> None:
-        """What ``warm_up`` compiles, it compiles within ``compiling()``."""
+        """``warm_up`` compiles within ``compiling()``."""
         self._grammars = grammars
         self._facts = facts
         self._decoder = decoder
@@ -129,13 +131,13 @@ class ModelRunner:
             self._grammars.compiler.compile(sampling.grammar)
 
     def check(self) -> None:
-        """Everything is in this process."""
+        """There is no other process that could end."""
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         return self._pool.checksums(block_ids)
 
     def _forward(self, batch: StepBatch, prompt_tokens: npt.NDArray[np.int64]) -> tuple[torch.Tensor, int]:
-        """Hidden states of the tokens that sample, then of ``prompt_tokens``; and the number of the former."""
+        """Hidden states of the tokens whose rows sample, then of ``prompt_tokens``; and the number of the former."""
         last_tokens = batch.row_offsets[1:][batch.samples].astype(np.int64) - 1
         needed = np.concatenate((last_tokens, prompt_tokens)) if len(prompt_tokens) else last_tokens
         num_samples = len(last_tokens)
@@ -144,7 +146,7 @@ class ModelRunner:
         self._attention.begin(batch)
         rows = None
         if num_samples < len(batch.token_ids) or len(prompt_tokens):
-            # A step without results still has to run its last layer's attention: one row stands in.
+            # A step without results must still run its last layer's attention: use one row.
             rows = torch.from_numpy(needed if len(needed) else np.zeros(1, dtype=np.int64)).to(self._device)
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         return self._decoder.forward(token_ids, self._attention, rows), num_samples
@@ -158,7 +160,7 @@ class ModelRunner:
     ) -> ModelOutput:
         if not len(hidden):
             if self._device.type == "cuda":
-                # The step's blocks may be sent as soon as it returns. (To sample tokens waits for the device, too.)
+                # The step's blocks may be sent once this returns. (Sampling tokens also waits for the device.)
                 torch.cuda.current_stream(self._device).synchronize()
             return ModelOutput([], {}, prompt_logprobs)
         rows = np.flatnonzero(batch.samples)
@@ -193,7 +195,7 @@ class ModelRunner:
         }
 
     def warm_up(self) -> None:
-        """Compile and touch what the first request would wait for: small and large prefills and decodes."""
+        """Compile and touch everything that the first request would wait for: small and large prefills and decodes."""
         largest = min(self._facts.max_num_batched_tokens, self._facts.max_model_len - 1)
         with self._compiling():
             for num_tokens in dict.fromkeys((min(2, largest), min(128, largest))):
@@ -217,13 +219,14 @@ class ModelRunner:
         self.execute(SchedulerOutput(0, (), tuple(slots), nothing, nothing, no_flags, nothing, nothing, nothing))
 
     def shutdown(self) -> None:
-        """Let go of graphs; memory goes with the last reference, for a transport may still hold the region."""
+        """Free the graphs. The pool's memory is freed with its last reference, because a transport may still hold the
+        region."""
         self._graphs = None
         self._grammars.close()
 
 
 def _warm_up_work(slots: list[int], num_tokens: int, num_computed: int) -> SchedulerOutput:
-    """Sequences of token 0 that all live in block 0: what they write there, no one reads."""
+    """Sequences of token 0 that all use block 0: no sequence reads what they write there."""
     length = num_computed + num_tokens
     sequences = tuple(
         NewSequence(slot, "warm-up", [0] * length, length, num_computed, (0,), SamplingParams(temperature=0.0), 0)

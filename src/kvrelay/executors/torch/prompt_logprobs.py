@@ -1,6 +1,7 @@
 """Log-probabilities of prompt tokens, gathered chunk by chunk.
 
-The logits at position p rate the token at p + 1, so each chunk leaves one entry for the next: it is kept by slot.
+The logits at position p score the token at p + 1. So each chunk leaves one entry for the next chunk, which is kept by
+slot.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from kvrelay.executors.torch.models.decoder import Decoder
 from kvrelay.executors.torch.sampling.logprobs import logprobs_of
 from kvrelay.executors.torch.slots import SlotStates, StepBatch
 
-# Rows of logits at a time: a whole prompt's would be prompt x vocabulary floats.
+# Rows of logits that are computed at a time: those of a whole prompt would be prompt x vocabulary floats.
 _ROWS_AT_ONCE = 256
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
 class PromptLogprobs:
-    """``tokens`` says which hidden states are needed, ``collect`` makes entries of them."""
+    """``tokens`` returns which hidden states are needed, ``collect`` turns them into entries."""
 
     def __init__(self, states: SlotStates) -> None:
         self._states = states
@@ -30,7 +31,7 @@ class PromptLogprobs:
         self._carried.pop(slot, None)
 
     def tokens(self, batch: StepBatch) -> npt.NDArray[np.int64]:
-        """Indices into the step's tokens of those whose logits rate a prompt token."""
+        """Indices of those tokens of the step whose logits score a prompt token."""
         if not self._states.sampling.wants_prompt_logprobs[batch.slots].any():
             return _NO_TOKENS
         runs = [np.arange(first, first + count) for _, first, count in self._rows(batch)]
@@ -56,7 +57,7 @@ class PromptLogprobs:
         return result
 
     def follow(self, batch: StepBatch, decoder: Decoder, hidden: torch.Tensor) -> None:
-        """Take part in the products of ``collect`` where nothing is made of them: on ranks that do not sample."""
+        """Take part in the matrix products of ``collect`` on ranks that do not sample, without using the result."""
         at = 0
         for _, _, count in self._rows(batch):
             for first in range(at, at + count, _ROWS_AT_ONCE):
@@ -64,7 +65,8 @@ class PromptLogprobs:
             at += count
 
     def _rows(self, batch: StepBatch) -> list[tuple[int, int, int]]:
-        """(row, first token in the step, number of tokens whose next one is of the prompt) of rows that asked."""
+        """(row, first token in the step, number of tokens whose next one is of the prompt) of rows whose requests ask
+        for prompt logprobs."""
         rows = []
         for row in np.flatnonzero(self._states.sampling.wants_prompt_logprobs[batch.slots]):
             left = int(self._states.num_prompt[batch.slots[row]]) - int(batch.starts[row])

@@ -1,8 +1,8 @@
 """The table of rotary angles: cosines and sines for every position, computed once.
 
 Frequencies follow RoFormer (Su et al. 2021); ``linear`` is position interpolation (Chen et al. 2023); ``llama3`` is the
-frequency-dependent scaling published with Llama 3.1; ``yarn`` is YaRN (Peng et al. 2023). Pairs are
-(i, i + head_dim/2), as Hugging Face checkpoints have them.
+frequency-dependent scaling published with Llama 3.1; ``yarn`` is YaRN (Peng et al. 2023). Pairs are (i, i +
+head_dim/2), as in Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def _llama3(frequencies: Float32Array, config: RopeConfig) -> Float32Array:
 
 
 def _yarn(frequencies: Float32Array, config: RopeConfig, head_dim: int) -> Float32Array:
-    """Keep pairs that turn often within the original context, divide those that hardly turn, blend in between."""
+    """Keep pairs that rotate often within the original context, divide those that rotate little, blend in between."""
 
     def pair_that_turns(num_rotations: float) -> float:
-        """The (fractional) number of the pair that makes so many rotations within the original context."""
+        """The (fractional) number of the pair that makes this many rotations within the original context."""
         wavelength = config.original_max_position / (num_rotations * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(config.theta))
 

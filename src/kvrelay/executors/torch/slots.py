@@ -1,7 +1,7 @@
-"""The running sequences' state: a row per slot, kept between steps, and a step's batch cut out of it.
+"""The state of running sequences: one row per slot, kept between steps, from which a step's batch is cut.
 
-Owns tokens, block tables and counts as numpy arrays, so that preparing a step costs no Python per token. Tokens
-that the runner samples are appended here. Knows nothing of tensors or models.
+Owns tokens, block tables and counts as numpy arrays, so that preparing a step costs no Python per token. Tokens that
+the runner samples are appended here. Knows nothing of tensors or models.
 
     tokens[slot]       = prompt | generated | (free)        known[slot]    = how many are filled
     block_table[slot]  = block ids, in order                computed[slot] = how many have their KV in the pool
@@ -45,7 +45,7 @@ class StepBatch:
 
 
 class SlotStates:
-    """The rows of all slots. Memory is zero pages until used."""
+    """The rows of all slots. Rows occupy no memory until they are used."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -69,7 +69,7 @@ class SlotStates:
             self.block_table[work.block_slots, work.block_indices] = work.block_ids
 
     def batch(self, work: SchedulerOutput) -> StepBatch:
-        """The step's tokens and positions, cut out of the rows."""
+        """The step's tokens and positions, cut from the rows."""
         slots, num_tokens = work.slots, work.num_tokens
         starts = self.computed[slots]
         row_offsets = np.zeros(len(slots) + 1, dtype=np.int32)
@@ -95,11 +95,11 @@ class SlotStates:
         )
 
     def advance(self, batch: StepBatch) -> None:
-        """The step's tokens are computed."""
+        """Mark the step's tokens as computed."""
         self.computed[batch.slots] += batch.num_tokens
 
     def append(self, slots: Int32Array, token_ids: Int64Array) -> None:
-        """One sampled token per slot."""
+        """Append one sampled token per slot."""
         self.tokens[slots, self.known[slots]] = token_ids
         self.known[slots] += 1
 

@@ -1,7 +1,7 @@
 """Reading safetensors: one file or many shards, checked by name and shape, without a second copy in memory.
 
-Owns the files and their failures, each of which becomes a CheckpointError of one line. Knows nothing of models: those
-ask for tensors by name and shape. ``finish`` then proves that nothing was left over.
+Owns the files. Each of their failures becomes a CheckpointError of one line. Knows nothing of models, which request
+tensors by name and shape. ``finish`` then checks that no tensor was left over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvrelay.errors import CheckpointError
 
-# Buffers that old exporters saved beside the weights, and that are computed here.
+# Buffers that old exporters saved with the weights; here they are computed.
 _DERIVED = ("rotary_emb.inv_freq", "attn.masked_bias")
 _FINGERPRINT_PIECES, _PIECE_BYTES = 64, 4096
 
@@ -33,7 +33,7 @@ class Cut:
     part: slice | None = None
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """That of the cut, of a tensor of ``shape``."""
+        """The shape of the cut of a tensor of ``shape``."""
         sizes = list(shape)
         if self.part is not None:
             sizes[self.axis] = self.part.stop - self.part.start
@@ -82,17 +82,17 @@ class Checkpoint:
         return name in self._handles
 
     def ignore(self, name: str) -> None:
-        """This tensor may be there and is not needed."""
+        """Allow this tensor to exist; it is not needed."""
         self._unread.discard(name)
 
     def ignore_under(self, prefix: str) -> None:
-        """Another process reads the tensors whose names begin so."""
+        """Another process reads the tensors whose names begin with this prefix."""
         self._unread = {name for name in self._unread if not name.startswith(prefix)}
 
     def read(self, name: str, shape: Sequence[int], cut: Cut = WHOLE) -> torch.Tensor:
         """The tensor ``name``, which must have ``shape``, in the checkpoint's working dtype, on the CPU.
 
-        Of a ``cut`` nothing else is read from the file.
+        With ``cut``, only that part is read from the file.
         """
         tensor = self._tensor(name, tuple(shape), cut)
         return tensor.to(self.dtype)
@@ -100,7 +100,7 @@ class Checkpoint:
     def stack(
         self, names: Sequence[str], shapes: Sequence[Sequence[int]], cuts: Sequence[Cut] | None = None
     ) -> torch.Tensor:
-        """Several tensors, or cuts of them, on top of each other along the first axis, read straight into one fused
+        """Several tensors, or cuts of them, concatenated along the first axis, read directly into one fused
         parameter."""
         cuts = cuts or [WHOLE] * len(names)
         sizes = [cut.shape(shape) for cut, shape in zip(cuts, shapes, strict=True)]
@@ -112,7 +112,8 @@ class Checkpoint:
         return fused
 
     def finish(self) -> None:
-        """Raise CheckpointError if a tensor was never asked for: it belongs to a model other than the config's."""
+        """Raise CheckpointError if a tensor was never requested: it belongs to a model other than that of the
+        config."""
         left = sorted(name for name in self._unread if not name.endswith(_DERIVED))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -138,9 +139,10 @@ class Checkpoint:
 
 
 def weights_fingerprint(model_dir: Path) -> str:
-    """16 hex digits that differ between checkpoints: config, and of each file its size, header and sampled pieces.
+    """16 hex digits that identify a checkpoint: a digest of its config, and of each file's size, header and sampled
+    pieces.
 
-    Samples, not the whole, so that a start does not read a large checkpoint twice. Raises CheckpointError.
+    The files are sampled, so that a start does not read a large checkpoint twice. Raises CheckpointError.
     """
     digest = xxhash.xxh3_64()
     try:
