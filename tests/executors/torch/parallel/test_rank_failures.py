@@ -80,7 +80,7 @@ def test_a_rank_that_hangs_is_named_and_ended(start_ranks: Start, checkpoint_of:
     ranks.warm_up()
     os.kill(ranks.rank_pids[1], signal.SIGSTOP)
     harness = Harness(ranks)
-    with pytest.raises(EngineDeadError, match=r"rank 1 .* has not got a layer further for 2 s"):
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* has finished no layer for 2 s"):
         harness.step((harness.add(0, [1, 2, 3]), 3))
     wait_for(lambda: gone(ranks.rank_pids))
     with pytest.raises(EngineDeadError, match="rank 1"):

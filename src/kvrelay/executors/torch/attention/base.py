@@ -3,7 +3,7 @@
 Per step: ``begin(batch)`` once, then ``forward(layer, qkv)`` for each layer in order. ``forward`` takes the fused
 projection [T, (num_heads + 2 * num_kv_heads) * head_dim] (q heads, k heads, v heads), normalises q and k where the
 model does, rotates them by their positions, writes k and v into the pool at the tokens' places, attends causally over
-what the sequence's block table holds, and gives [T, num_heads * head_dim]. The result may live in a buffer that the
+the blocks of the sequence's block table, and returns [T, num_heads * head_dim]. The result may be in a buffer that the
 next call reuses.
 """
 

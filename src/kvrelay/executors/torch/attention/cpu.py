@@ -1,4 +1,4 @@
-"""Attention on the CPU by the Numba kernels, straight on the pool's memory.
+"""Attention on the CPU by the Numba kernels, directly on the pool's memory.
 
 Owns the scratch memory of each thread, the tiling of prefill chunks and the choice between one thread and several.
 """
@@ -20,7 +20,7 @@ from kvrelay.executors.torch.kernels.numba_kernels import Buffer, as_numpy, use_
 from kvrelay.executors.torch.kernels.numba_math import constant_marker
 from kvrelay.executors.torch.slots import StepBatch
 
-# Multiply-adds below which one thread is done before another has woken up.
+# With fewer multiply-adds one thread has finished before another has woken up.
 _PARALLEL_FROM = 150_000
 # Query rows (tokens times heads of a group) that share a chunk of widened keys and values.
 _TILE_ROWS = 64
@@ -104,12 +104,12 @@ class CpuAttention:
 
 
 def kernel_cache() -> Path:
-    """The directory that Numba keeps the compiled kernels in."""
+    """Numba's cache directory of the compiled kernels."""
     return Path(cpu_decode.decode.stats.cache_path)
 
 
 def _scratch_size(spec: AttentionSpec) -> int:
-    """Floats of one thread's scratch memory: the larger of what decode and prefill lay out."""
+    """Floats of one thread's scratch memory: the larger of the needs of decode and prefill."""
     decode = 2 * spec.group_size * spec.head_dim + spec.group_size * cpu_decode.CHUNK
     tile_rows = max(_TILE_ROWS // spec.group_size, 1) * spec.group_size
     prefill = 2 * tile_rows * spec.head_dim + 2 * KEYS * spec.head_dim + cpu_prefill.ROWS * KEYS

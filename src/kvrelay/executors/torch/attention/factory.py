@@ -11,7 +11,7 @@ from kvrelay.executors.torch.attention.base import Attention, AttentionSpec
 
 
 def choose_backend(requested: str, device: torch.device) -> str:
-    """ "auto" made concrete: Numba on the CPU, FlashInfer on CUDA where installed, else torch. Raises ConfigError."""
+    """ "auto" resolved: Numba on the CPU, FlashInfer on CUDA if it is installed, else torch. Raises ConfigError."""
     if requested == "auto":
         if device.type == "cpu":
             return "cpu"

@@ -1,8 +1,8 @@
 """Attention by FlashInfer on CUDA: its paged decode and prefill kernels on the block-major pool.
 
 A layer of the pool, [blocks, 2, kv_heads, block_size, head_dim] with a stride between blocks, is FlashInfer's "HND"
-layout, so nothing is copied. Rotation and the writing of keys and values are torch's (``torch_ref``). A step is
-planned once for each distinct sliding window, not once per layer.
+layout, so nothing is copied. Torch (``torch_ref``) rotates, and writes keys and values. A step is planned once for each
+distinct sliding window, not once per layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORKSPACE_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Wrappers:
-    """FlashInfer's objects that keep a plan; one pair per distinct window."""
+    """FlashInfer's objects that hold a plan; one pair per distinct window."""
 
     decode: Any
     prefill: Any
@@ -75,7 +75,8 @@ class FlashInferAttention:
         return torch.cat(parts).view(len(qkv), -1)
 
     def _pages(self, batch: StepBatch, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Block ids of the rows one after the other, where each row's begin, and the tokens in each last block."""
+        """Concatenated block ids of the rows, the index at which each row begins, and the number of tokens in each last
+        block."""
         lengths = batch.starts[rows] + batch.num_tokens[rows]
         counts = -(-lengths // self._block_size)
         offsets = np.zeros(len(counts) + 1, dtype=np.int32)

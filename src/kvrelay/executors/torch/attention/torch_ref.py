@@ -33,7 +33,8 @@ class TorchAttention:
         self._places = self._tables[rows, self._positions // self.block_size]
 
     def begin_decode(self, tables: torch.Tensor, positions: torch.Tensor) -> None:
-        """As ``begin``, for decode rows only and all on the device: tables [B, blocks] and positions [B], int64."""
+        """Like ``begin``, for decode rows only, with all arguments on the device: tables [B, blocks] and positions [B],
+        int64."""
         self._batch, self._num_decodes = None, len(positions)
         self._tables, self._positions = tables, positions
         self._places = tables.gather(1, (positions // self.block_size)[:, None])[:, 0]

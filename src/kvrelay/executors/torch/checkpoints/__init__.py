@@ -1,7 +1,6 @@
 """Making checkpoints: random ones of every supported architecture, and the tokenizers that go with them.
 
-The door is ``make_model``. This package knows the files of a Hugging Face directory as they are written; reading them
-is the loader's business.
+The door is ``make_model``. This package writes the files of a Hugging Face directory; the loader reads them.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Family:
-    """What tells one architecture from another."""
+    """The differences between architectures."""
 
     class_name: str
     model_type: str
@@ -78,7 +78,7 @@ _SMALL = Size(8, 512, 1408, num_heads=8, num_kv_heads=4, head_dim=64, vocab=8192
 _400M = Size(24, 896, 4864, num_heads=14, num_kv_heads=2, head_dim=64, vocab=32_000, max_position=32_768)
 _SIZES = {"tiny": _TINY, "small": _SMALL, "400m": _400M}
 
-# What differs from the sizes above. The tiny window is shorter than most prompts, so that it matters in tests.
+# Differences from the sizes above. The tiny window is shorter than most prompts, so that it has an effect in tests.
 _VARIANTS: dict[tuple[str, str], Size] = {
     ("mistral", "tiny"): replace(_TINY, sliding_window=64),
     ("mistral", "small"): replace(_SMALL, sliding_window=1024),

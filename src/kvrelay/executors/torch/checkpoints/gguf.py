@@ -2,10 +2,10 @@
 
 A GGUF file holds weights (often quantised), configuration and tokenizer in one. ``convert`` writes the directory that
 Hugging Face's tools would: ``config.json``, ``tokenizer.json``, ``chat_template.jinja`` and float32 ``.safetensors``.
-Dequantisation is the ``gguf`` package's, configuration and tokenizer are read by ``transformers``. Owned here: the
-names of tensors in both worlds, and the order of rotary pairs.
+The ``gguf`` package dequantises; ``transformers`` reads configuration and tokenizer. This module owns the mapping of
+tensor names and the order of rotary pairs.
 
-It runs in a process of its own (``python -m``): transformers costs seconds and memory that a server need not keep.
+It runs in a separate process (``python -m``): transformers costs seconds, and memory that a server need not keep.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Float32Array = npt.NDArray[np.float32]
 def convert(file: Path, directory: Path) -> None:
     """Write the checkpoint in ``file`` into ``directory``, which must not exist; nothing is left there on failure.
 
-    Raises CheckpointError for a damaged file, UnsupportedModelError for an architecture or tensor that is not known.
+    Raises CheckpointError for a damaged file, UnsupportedModelError for an unknown architecture or tensor.
     """
     partial = directory.with_name(f"{directory.name}.partial")
     _remove(partial)
@@ -92,7 +92,7 @@ def adjacent_to_halves(weight: Float32Array, num_heads: int) -> Float32Array:
 def llama3_factor(factors: Float32Array, theta: float, head_dim: int) -> float:
     """The ``factor`` of llama3 rope scaling that gives these divisors of the frequencies, [head_dim / 2].
 
-    Raises UnsupportedModelError when they are no llama3 scaling of the published parameters.
+    Raises UnsupportedModelError if they are not a llama3 scaling with the published parameters.
     """
     from kvrelay.executors.torch.config import RopeConfig
     from kvrelay.executors.torch.rope import inverse_frequencies
@@ -133,7 +133,7 @@ def _write_config(file: Path, directory: Path, architecture: str, reader: GGUFRe
         config: dict[str, Any] = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer.save_pretrained(directory)
-    except Exception as exc:  # whatever a damaged file makes a third-party reader raise
+    except Exception as exc:  # a third-party reader may raise anything for a damaged file
         raise CheckpointError(f"cannot read the configuration in {file}: {exc}") from exc
     config["architectures"] = [architecture]
     config["dtype"] = "bfloat16"
@@ -159,7 +159,7 @@ def _llama3_parameters(factors: Float32Array, config: dict[str, Any]) -> dict[st
 
 
 def _write_weights(reader: GGUFReader, directory: Path, architecture: str, config: dict[str, Any]) -> None:
-    """Shards of at most SHARD_BYTES, so that a large model never lies in memory whole."""
+    """Write shards of at most SHARD_BYTES, so that a large model is never in memory as a whole."""
     from safetensors.numpy import save_file
 
     shard: dict[str, Float32Array] = {}
@@ -211,7 +211,7 @@ def _remove(directory: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """``python -m kvrelay.executors.torch.checkpoints.gguf FILE DIRECTORY``: one line on stderr when it fails."""
+    """``python -m kvrelay.executors.torch.checkpoints.gguf FILE DIRECTORY``: one line on stderr if it fails."""
     file, directory = map(Path, arguments)
     try:
         convert(file, directory)

@@ -1,9 +1,9 @@
 """Random checkpoints in Hugging Face layout, for tests and benchmarks.
 
-Owns the weights' distribution, the split into shards and the files. What there is to make stands in ``architectures``.
-Matrices are drawn with variance 1 / inputs, not with the usual 0.02: at that gain each layer's attention changes the
-answer visibly, so a wrong KV cache, mask or position shows as other greedy tokens. Norms are not all ones and biases
-not all zero, for the same reason.
+Owns the weights' distribution, the split into shards and the files. ``architectures`` lists what can be made. Matrices
+are drawn with variance 1 / inputs, not with the usual 0.02: at that gain each layer's attention changes the answer
+visibly, so a wrong KV cache, mask or position shows as other greedy tokens. Norms are not all ones and biases not all
+zero, for the same reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvrelay.executors.torch.checkpoints.architectures import (
 from kvrelay.executors.torch.checkpoints.tokenizer import BOS_ID, EOS_ID, train_tokenizer, write_tokenizer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# What the tokenizer learns from. Fixed, so that two checkpoints of one vocabulary size share their tokenizer.
+# The tokenizer's training text. Fixed, so that two checkpoints of one vocabulary size share their tokenizer.
 _TEXT_SEED, _NUM_TEXTS = 0, 600
 
 
@@ -50,8 +50,9 @@ def make_model(
     """Write a checkpoint of random weights, with tokenizer and chat template, into the directory ``path``.
 
     ``arch`` is one of ``ARCHITECTURES``, ``size`` one of ``SIZES``, ``dtype`` (of the stored weights) one of
-    ``DTYPES``. The same arguments give the same bytes. A directory that holds anything is refused unless ``force``;
-    then the files of a checkpoint in it are replaced. Raises InvalidInputError for arguments that cannot be honoured.
+    ``DTYPES``. The same arguments give the same bytes. A directory that is not empty is refused unless ``force``; with
+    ``force`` the files of a checkpoint in it are replaced. Raises InvalidInputError for arguments that cannot be
+    honoured.
     """
     _check(arch=arch, size=size, seed=seed, dtype=dtype)
     specs = list(tensors_of(arch, size))
@@ -81,7 +82,7 @@ def _check(*, arch: str, size: str, seed: int, dtype: str) -> None:
 
 
 def _prepare(path: Path, force: bool) -> None:
-    """Make the directory, or clear an old checkpoint out of it."""
+    """Make the directory, or remove an old checkpoint from it."""
     if path.exists() and not path.is_dir():
         raise InvalidInputError(f"{path} is a file, not a directory", param="path")
     if path.is_dir() and any(path.iterdir()) and not force:
@@ -123,7 +124,7 @@ def _split(specs: Sequence[TensorSpec], shards: int) -> list[list[TensorSpec]]:
 def _write_weights(
     path: Path, groups: Sequence[Sequence[TensorSpec]], generator: torch.Generator, dtype: torch.dtype
 ) -> None:
-    """Draw and write one shard after the other, so that no more than one is in memory."""
+    """Draw and write one shard after the other, so that only one is in memory."""
     weight_map: dict[str, str] = {}
     total_bytes = 0
     for number, group in enumerate(groups, start=1):

@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 BOS, EOS, SYSTEM, USER, ASSISTANT = "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (BOS, EOS, SYSTEM, USER, ASSISTANT)
 BOS_ID, EOS_ID = 0, 1
-_SPACE = "\u0120"  # how byte-level BPE writes a space
+_SPACE = "\u0120"  # a space in byte-level BPE
 _LETTERS = re.compile(f"{_SPACE}?[A-Za-z]+")
 SMALLEST_VOCAB = len(SPECIAL_TOKENS) + 256
 
@@ -31,8 +31,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# How Qwen2 cuts a text before BPE, from the tokenizer.json of the published checkpoints: digits stand alone. Needed to
-# the letter, since transformers rebuilds this for any checkpoint of that family, whatever its tokenizer.json says.
+# How Qwen2 cuts a text before BPE, from the tokenizer.json of the published checkpoints: digits stand alone. Must match
+# exactly, because transformers rebuilds this for any checkpoint of that family and ignores its tokenizer.json.
 _QWEN_PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -49,8 +49,8 @@ class Pieces(Enum):
 def train_tokenizer(texts: Iterable[str], vocab_size: int, pieces: Pieces = Pieces.GPT2) -> Tokenizer:
     """A byte-level BPE tokenizer of exactly ``vocab_size`` tokens, which puts ``<s>`` before a text.
 
-    Merges that ``texts`` do not yield are made up from pairs of known tokens, in a fixed order; so every id decodes to
-    something. Raises ValueError below 261 tokens (special tokens and bytes).
+    If ``texts`` yield too few merges, the rest are invented from pairs of known tokens, in a fixed order. So every id
+    decodes to some text. Raises ValueError below 261 tokens (special tokens and bytes).
     """
     if vocab_size < SMALLEST_VOCAB:
         raise ValueError(f"a byte-level vocabulary has at least {SMALLEST_VOCAB} tokens, not {vocab_size}")
@@ -83,7 +83,7 @@ def _cut(tokenizer: Tokenizer, pieces: Pieces) -> None:
 def _fill_up(vocab: dict[str, int], merges: list[tuple[str, str]], vocab_size: int) -> None:
     """Add merges of pairs of known tokens, nearest ids first, until the vocabulary has its size.
 
-    Only of English letters, so that what a random model writes is readable and whole characters.
+    Only of English letters, so that a random model writes readable text of whole characters.
     """
     while len(vocab) < vocab_size:
         pieces = [piece for piece in sorted(vocab, key=vocab.__getitem__) if _LETTERS.fullmatch(piece)]

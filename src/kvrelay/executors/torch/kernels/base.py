@@ -1,7 +1,7 @@
 """Contract of the pieces between a decoder's matrix products, so that models are written once.
 
-``x`` is in the model's dtype, [T, hidden]; the residual stream is float32. Implementations may hand out buffers that
-the next call of the same method overwrites: a result is to be consumed before then.
+``x`` is in the model's dtype, [T, hidden]; the residual stream is float32. Implementations may return buffers that the
+next call of the same method overwrites, so a result must be used before.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 class Kernels(Protocol):
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """x -> x @ weight.T + bias; ``weight`` [out, in] may be repacked, the caller lets go of it."""
+        """x -> x @ weight.T + bias; ``weight`` [out, in] may be repacked; the caller must not use it any more."""
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight in the form that the norms take."""
 
     def embed(self, table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """The residual stream's start: rows of ``table`` as float32, a tensor of its own."""
+        """The residual stream's start: rows of ``table`` as float32, in a new tensor."""
 
     def rms_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """residual / rms(residual) * weight, in the model's dtype."""

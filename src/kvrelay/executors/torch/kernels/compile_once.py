@@ -1,8 +1,8 @@
-"""Numba's kernels are compiled once per machine, however many workers start at the same time.
+"""Compiles Numba's kernels once per machine, also if many workers start at the same time.
 
-Numba keeps what it has compiled in a cache on disk, but does not keep processes from compiling the same at once, which
-takes each of them many seconds. Here the first one goes ahead, the others wait for it and then find everything in the
-cache. It knows nothing of the kernels: what is compiled within ``compile_once`` is compiled in turn.
+Numba caches compiled kernels on disk, but does not prevent several processes from compiling the same kernels at once,
+which takes each of them many seconds. Here the first process compiles; the others wait and then find everything in the
+cache. This module knows nothing of the kernels: everything compiled within ``compile_once`` is compiled in turn.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def compile_once(
 ) -> Iterator[None]:
     """Compile kernels that are cached in the directory ``cache`` while no other process does.
 
-    Who comes second waits, at most ``max_wait_s``, and then goes on beside all others that waited: there should be
-    nothing left to compile. The lock is the kernel's (flock): it ends with the process that holds it.
+    A later process waits at most ``max_wait_s``, then continues in parallel with the others that waited: nothing should
+    be left to compile. The lock is the kernel's (flock): it ends with the process that holds it.
     """
     with _lock_file(cache) as lock:
         if lock is not None and not _try_lock(lock, fcntl.LOCK_EX):
@@ -42,7 +42,7 @@ def compile_once(
 
 @contextmanager
 def _lock_file(cache: Path) -> Iterator[IO[bytes] | None]:
-    """None where there can be none: a start without turns is better than no start."""
+    """None if there can be no lock: a start without turns is better than no start."""
     try:
         file = (cache / LOCK_NAME).open("ab")
     except OSError as exc:
@@ -54,7 +54,7 @@ def _lock_file(cache: Path) -> Iterator[IO[bytes] | None]:
 
 
 def _try_lock(lock: IO[bytes], kind: int) -> bool:
-    """False while another process has it. A file system without locks says yes to everybody."""
+    """False while another process holds it. A file system without locks grants it to every process."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -71,7 +71,7 @@ def _wait_for_share(lock: IO[bytes], max_wait_s: float, sleep: Callable[[float],
 
 
 class _Announcement(Listener):  # type: ignore[misc]
-    """Says, once, why a start takes so long."""
+    """Logs once why a start takes so long."""
 
     def __init__(self) -> None:
         self._is_made = False

@@ -1,8 +1,8 @@
-"""The contract on the CPU: Numba on torch's memory, into buffers that are kept, and oneDNN for the matrix products.
+"""The contract on the CPU: Numba on torch's memory, with reused buffers, and oneDNN for the matrix products.
 
-oneDNN's packed products run at full speed for bfloat16 and, unlike others, give a row the same bits whatever the
-other rows are: a request's tokens then do not depend on its neighbours. Owns the buffers and the choice between one
-thread and several.
+oneDNN's packed products run at full speed for bfloat16 and, unlike others, compute a row with the same bits
+independently of the other rows. So a request's tokens do not depend on its neighbours. Owns the buffers and the choice
+between one thread and several.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from kvrelay.executors.torch.kernels import numba_elementwise as kernels
 from kvrelay.executors.torch.kernels.base import Linear
 
-# Below so many elements a kernel takes less time than waking another thread.
+# Below this number of elements a kernel takes less time than waking another thread.
 _PARALLEL_FROM = 24_576
-# The batch size that packed weights are laid out for; any other works too.
+# The batch size for which packed weights are laid out; other sizes work too.
 _PACK_ROWS = 64
 
 
@@ -31,7 +31,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The tensor's memory as an array; bfloat16 as uint16, for Numba knows no bfloat16."""
+    """The tensor's memory as an array; bfloat16 as uint16, because Numba has no bfloat16."""
     array: npt.NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return array
 
@@ -68,13 +68,13 @@ def usable_threads(num_threads: int) -> int:
 
 
 def use_threads(num_threads: int) -> int:
-    """Numba's next kernel, called from this thread, runs on so many threads; with 1 no other is woken."""
+    """Numba's next kernel, called from this thread, runs on this many threads; with 1 no other thread is woken."""
     numba.set_num_threads(num_threads)
     return num_threads
 
 
 class NumbaKernels:
-    """``num_threads`` as ``usable_threads`` gave it."""
+    """``num_threads`` as returned by ``usable_threads``."""
 
     def __init__(self, dtype: torch.dtype, num_threads: int) -> None:
         self._num_threads = num_threads

@@ -2,7 +2,7 @@
 
 One class covers Llama, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE: they differ in data (biases, norms, windows,
 experts), not in structure. Knows neither files nor the batch: attention is an object that the caller has begun, the
-pieces between the products come from ``Kernels``.
+pieces between the matrix products come from ``Kernels``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class SparseFeedForward:
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
         tokens = order // self.top_k
         shares = weights.flatten()[order]
-        # One place per (token, choice), summed at the end in the order of choice: a token's result must not
-        # depend on which other tokens went to its experts.
+        # One row per (token, choice), summed at the end in the order of choice: a token's result must not depend on
+        # which other tokens use the same experts.
         parts = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
         start = 0
         for expert, count in zip(self.experts, counts, strict=True):
@@ -61,7 +61,7 @@ class SparseFeedForward:
 
 @dataclass(frozen=True, slots=True)
 class ReducedFeedForward:
-    """The sum of what every rank's part of ``inner`` gives."""
+    """The sum of the results of every rank's part of ``inner``."""
 
     inner: SparseFeedForward
     all_reduce: Callable[[torch.Tensor], torch.Tensor]
@@ -84,7 +84,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Layers with their weights. ``forward`` gives hidden states, ``logits`` scores of the vocabulary."""
+    """Layers with their weights. ``forward`` returns hidden states, ``logits`` the scores of the vocabulary."""
 
     def __init__(
         self,
@@ -105,12 +105,12 @@ class Decoder:
     def forward(self, token_ids: torch.Tensor, attention: Attention, rows: torch.Tensor | None) -> torch.Tensor:
         """Normalised hidden states [R, hidden] of the tokens ``rows`` (None: of all) of a step of T tokens.
 
-        The last layer computes only ``rows`` after its attention: the others' results would go nowhere.
+        After its attention the last layer computes only ``rows``: no caller uses the other results.
         """
         return self._through_layers(self._kernels.embed(self._embedding, token_ids), attention, rows)
 
     def _through_layers(self, residual: torch.Tensor, attention: Attention, rows: torch.Tensor | None) -> torch.Tensor:
-        """What ``forward`` gives, from the embedded tokens; ``residual`` is changed in place unless ``rows`` cut it."""
+        """The result of ``forward`` for embedded tokens; ``residual`` is changed in place unless ``rows`` cut it."""
         kernels, eps = self._kernels, self._eps
         x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         last = len(self._layers) - 1

@@ -1,7 +1,7 @@
 """From a checkpoint to a decoder: which Hugging Face tensors become which fused parameter.
 
 Owns the names and shapes of every supported family. Query, key and value are one matrix, gate and up another, so that a
-layer takes four products. Of a model that is shared out over ranks it reads what its rank holds, and nothing else.
+layer takes four products. Of a model that is distributed over ranks it reads only its rank's share.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load_model(
 ) -> LoadedModel:
     """Read the tensors of the model to ``device``: all of them, or with ``groups`` the share of ``rank``.
 
-    Raises CheckpointError for missing, misshapen or surplus ones.
+    Raises CheckpointError for missing, misshapen or surplus tensors.
     """
     return _Loader(config, checkpoint, kernels, device, rank or ParallelRank(), groups).load()
 
@@ -108,7 +108,7 @@ class _Loader:
         )
 
     def _vocabulary(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embedding and head, both of this rank's tokens; a tensor without rows on stages that do not need one."""
+        """Embedding and head, both for this rank's tokens; a tensor without rows on stages that do not need one."""
         config, rank = self._config, self._rank
         own, shape = Cut(0, rank.vocabulary(config.vocab_size)), (config.vocab_size, config.hidden)
         nothing = torch.zeros((1, config.hidden), dtype=self._checkpoint.dtype)
@@ -155,7 +155,7 @@ class _Loader:
             sparse = self._experts(prefix + "block_sparse_moe.", ("w1", "w3", "w2"), config.moe)
         else:
             sparse = self._experts(prefix + "mlp.", ("gate_proj", "up_proj", "down_proj"), config.moe)
-        # Each rank has a share of every expert: one sum over the ranks, not one per expert.
+        # Each rank has a share of every expert, so one sum over the ranks is enough.
         return sparse if self._groups is None else ReducedFeedForward(sparse, self._groups.all_reduce)
 
     def _experts(self, prefix: str, names: tuple[str, str, str], moe: MoeConfig) -> SparseFeedForward:
@@ -171,7 +171,7 @@ class _Loader:
         )
 
     def _dense(self, prefix: str, names: tuple[str, str, str], intermediate: int, bias: bool) -> DenseFeedForward:
-        """This rank's columns; ``down`` gives a part of the sum over the ranks."""
+        """This rank's columns; ``down`` computes a part of the sum over the ranks."""
         gate, up, down = names
         own = self._rank.share(intermediate)
         return DenseFeedForward(
@@ -180,8 +180,8 @@ class _Loader:
         )
 
     def _fused(self, prefix: str, parts: list[tuple[str, int, slice]], inputs: int, bias: bool) -> Linear:
-        """One product for several projections of the same input; ``parts`` are names, numbers of outputs, and which of
-        them are this rank's."""
+        """One product for several projections of the same input; ``parts`` are names, numbers of outputs, and this
+        rank's outputs."""
         names, cuts = [prefix + name for name, _, _ in parts], [Cut(0, own) for _, _, own in parts]
         weight = self._checkpoint.stack(
             [f"{n}.weight" for n in names], [(outputs, inputs) for _, outputs, _ in parts], cuts
@@ -193,7 +193,7 @@ class _Loader:
         return self._kernels.linear(weight.to(self._device), offset)
 
     def _row_parallel(self, name: str, inputs: int, bias: bool) -> Linear:
-        """A product back to the hidden size, of this rank's inputs. The bias counts once in the sum over the ranks."""
+        """A product of this rank's inputs back to the hidden size. Only one rank adds the bias."""
         hidden = self._config.hidden
         own = Cut(1, self._rank.share(inputs))
         weight = self._checkpoint.stack([f"{name}.weight"], [(hidden, inputs)], [own])
@@ -205,7 +205,7 @@ class _Loader:
         return linear if groups is None else lambda x: groups.all_reduce(linear(x))
 
     def _moving(self, linear: Linear) -> Linear:
-        """Each layer is a sign of life."""
+        """Report each layer as progress."""
         groups = self._groups
         return linear if groups is None else groups.moving(linear)
 

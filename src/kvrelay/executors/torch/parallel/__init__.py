@@ -1,7 +1,7 @@
 """One model over several processes: tensor and pipeline parallelism behind the executor's contract.
 
-``ParallelExecutor`` is what the engine sees; it starts the rank processes, describes each step to them and gives back
-what the sampling rank answers. Nothing here but the ranks' own modules imports torch.
+The engine uses ``ParallelExecutor``, which starts the rank processes, describes each step to them and returns the
+answer of the sampling rank. Only the modules of the rank processes import torch.
 """
 
 from kvrelay.executors.torch.parallel.rank import ParallelRank

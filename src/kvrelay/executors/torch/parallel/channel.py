@@ -3,8 +3,8 @@
     step memory (memfd)      [ progress table | StepMessage ......... free ]
     one socket per rank      "step 17: 412 bytes are there"  ->        <-  "done"
 
-The description is written once, whatever the number of ranks. A rank waits in ``recv`` and copies the description
-before it computes; the driver writes the next one when all ranks have answered. The memory grows when a step needs it.
+The description is written once for all ranks. A rank waits in ``recv`` and copies the description before it computes.
+The driver writes the next one once all ranks have answered. The memory grows if a step needs more.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _LENGTH = struct.Struct("<I")
 
 
 class ChannelClosedError(Exception):
-    """The other end is gone, or does not take what is sent."""
+    """The other end is gone, or does not read its messages."""
 
 
 class Channel(Generic[T]):
-    """Messages with their length before them, over a connected socket. ``kind`` is the type of those that come in."""
+    """Messages with a length prefix over a connected socket. ``kind`` is the type of received messages."""
 
     def __init__(self, connection: socket.socket, kind: Any) -> None:
         self._socket = connection
@@ -44,7 +44,7 @@ class Channel(Generic[T]):
         return self._socket.fileno()
 
     def set_timeout(self, timeout_s: float | None) -> None:
-        """For each piece of a message; None: wait for ever."""
+        """The timeout for each piece of a message; None: wait for ever."""
         self._socket.settimeout(timeout_s)
 
     def send(self, message: object) -> None:
@@ -79,7 +79,7 @@ class Channel(Generic[T]):
 
 
 class StepMemory:
-    """The shared piece, as the driver or a rank has mapped it."""
+    """The step memory as the driver or a rank has mapped it."""
 
     def __init__(self, fd: int, num_ranks: int) -> None:
         assert progress_bytes(num_ranks) <= HEADER_BYTES
@@ -95,7 +95,7 @@ class StepMemory:
         return cls(fd, num_ranks)
 
     def write(self, frame: bytes) -> Step:
-        """Put a description there; gives what the ranks are to be told."""
+        """Write a description; returns the command for the ranks."""
         if len(frame) > len(self._body):
             capacity = 1 << len(frame).bit_length()
             os.ftruncate(self.fd, HEADER_BYTES + capacity)
@@ -110,7 +110,7 @@ class StepMemory:
         return self._body[: step.num_bytes]
 
     def close(self) -> None:
-        """The driver's end; the progress table goes with the last reference to it."""
+        """Close the driver's mapping. The progress table is freed with its last reference."""
         self._body.close()
         os.close(self.fd)
 

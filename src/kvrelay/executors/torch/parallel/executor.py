@@ -1,16 +1,17 @@
-"""The executor of an engine whose model is spread over several processes.
+"""The executor of an engine whose model is distributed over several processes.
 
     engine ──execute──> ParallelExecutor ──StepMessage, shared memory──> rank 0 ── rank 1 ── ...   one process each
                                          <──tokens── the rank that samples; "done" from the others
 
 It computes nothing itself and does not import torch. It owns the rank processes, the step memory and, on the CPU, the
 memory of all KV pools: block b of the worker is the ranks' blocks b side by side, so that a block of the worker is one
-piece, as the engine and a transport know it.
+piece for the engine and for a transport.
 
     pool    [ block 0: rank 0 | rank 1 | ... ][ block 1: rank 0 | rank 1 | ... ] ...
 
-A rank that ends or hangs ends all of it: ``execute`` and ``check`` then raise EngineDeadError with the reason. Death is
-noticed at once, by the end of the rank's socket; a hang when no rank has got a layer further for ``rank_timeout_s``.
+If one rank ends or hangs, the whole executor fails: ``execute`` and ``check`` then raise EngineDeadError with the
+reason. The end of a rank is noticed at once, because its socket closes. A hang is noticed if no rank has finished a
+layer for ``rank_timeout_s``.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ _log = logging.getLogger(__name__)
 
 LOOKS_PER_TIMEOUT = 8
 BLAME_WAIT_S = 0.5
-"""After a first failure: so long for the others' own reasons, since the first to be heard may be a victim."""
+"""How long to wait, after a first failure, for the reasons of other ranks: the first one heard may be a consequence."""
 PING_INTERVAL_S = 0.4
-"""Ranks that have not been heard for so long are asked, so that a hang is noticed while nothing is computed."""
+"""Ranks without a message for this long get a ping, so that a hang is noticed while nothing is computed."""
 STOP_WAIT_S = 2.0
 KILL_WAIT_S = 10.0
 PREPARE_TIMEOUT_S = 60.0
@@ -83,7 +84,7 @@ class RankMemory:
 
 
 class ParallelExecutor:
-    """Fulfils ``kvrelay.engine.base.Executor`` with ``runner.tp * runner.pp`` rank processes."""
+    """Implements ``kvrelay.engine.base.Executor`` with ``runner.tp * runner.pp`` rank processes."""
 
     def __init__(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> None:
         """Start the ranks and load the model. Raises CheckpointError, UnsupportedModelError or ConfigError."""
@@ -123,7 +124,7 @@ class ParallelExecutor:
 
     @property
     def kv_layout(self) -> KVLayout:
-        """Of the whole worker: all stages' layers and all ranks' KV heads, repeated ones included."""
+        """The layout of the whole worker: all stages' layers and all ranks' KV heads, including repeated ones."""
         part, rank = self._facts.layout, self._ranks[0]
         num_kv_heads = part.num_kv_heads * rank.tp_size
         return KVLayout(
@@ -143,7 +144,7 @@ class ParallelExecutor:
 
     @property
     def kv_region(self) -> MemoryRegion:
-        """On CUDA each rank's pool is in its own device, and this memory is never touched."""
+        """On CUDA each rank's pool is on its own device, and this memory is never touched."""
         return MemoryRegion(self._bytes.ctypes.data, self._bytes.size)
 
     @property
@@ -175,13 +176,14 @@ class ParallelExecutor:
     # -- work ---------------------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Each rank by itself, so that one may wait for another's compiled kernels. Raises EngineDeadError."""
+        """Each rank warms up by itself, so that one may wait for the kernels that another compiles. Raises
+        EngineDeadError."""
         self._tell_all(WarmUp())
         self._collect()
         self._is_warm = True
 
     def execute(self, work: SchedulerOutput) -> ModelOutput:
-        """Raises EngineDeadError when a rank has ended or hangs."""
+        """Raises EngineDeadError if a rank has ended or hangs."""
         if self._failure is not None:
             raise self._failure
         self._tell_all(self._memory.write(encode_step(work, self._drawn_slots, self._drawn_tokens)))
@@ -191,7 +193,7 @@ class ParallelExecutor:
         return done.output()
 
     def check(self) -> None:
-        """Raises EngineDeadError when a rank has ended or does not answer, also while there is nothing to compute."""
+        """Raises EngineDeadError if a rank has ended or does not answer, also while there is nothing to compute."""
         if self._failure is not None:
             raise self._failure
         if any(rank.ending is not None for rank in self._processes.ranks):
@@ -201,7 +203,7 @@ class ParallelExecutor:
             self._collect()
 
     def prepare(self, sampling: SamplingParams) -> None:
-        """Compiled where tokens are drawn. Raises InvalidInputError, EngineDeadError."""
+        """Compile the grammar on the sampling rank. Raises InvalidInputError, EngineDeadError."""
         if sampling.grammar is None:
             return
         side = self._processes.ranks[self._sampler].side
@@ -218,7 +220,8 @@ class ParallelExecutor:
         return tuple(block_checksum(self._bytes[block_id]) for block_id in block_ids)
 
     def shutdown(self) -> None:
-        """End the ranks. Idempotent. The pool's memory goes with the last reference: a transport may still hold it."""
+        """End the ranks. Idempotent. The pool's memory is freed with its last reference, because a transport may still
+        hold it."""
         if self._failure is None:
             self._failure = EngineDeadError("the executor is shut down")
             for rank in self._processes.ranks:
@@ -299,11 +302,11 @@ class ParallelExecutor:
     # -- failure ------------------------------------------------------------------------------------------------------
 
     def _fail(self, failed: dict[int, Failed], hung: Sequence[int] = ()) -> NoReturn:
-        """End all ranks and raise why; for good."""
+        """End all ranks and raise the reason, now and on each later call."""
         if hung:
             names = ", ".join(f"{self._ranks[i]}, pid {self._processes.ranks[i].pid}," for i in hung)
             error: KvrelayError = EngineDeadError(
-                f"{names} has not got a layer further for {self._timeout_s:g} s (--rank-timeout-s): it hangs"
+                f"{names} has finished no layer for {self._timeout_s:g} s (--rank-timeout-s): it hangs"
             )
         else:
             error = self._reason(failed)
@@ -312,7 +315,8 @@ class ParallelExecutor:
         raise error
 
     def _reason(self, failed: dict[int, Failed]) -> KvrelayError:
-        """Who has ended first: without a word, with a reason of its own, or because another one was lost."""
+        """The first cause: a rank that ended without a message, else one with a reason of its own, else one that lost a
+        peer."""
         self._listen(failed)
         silent = [i for i, rank in enumerate(self._processes.ranks) if rank.ending is not None and i not in failed]
         if silent:
@@ -327,7 +331,7 @@ class ParallelExecutor:
         )
 
     def _listen(self, failed: dict[int, Failed]) -> None:
-        """For a moment, to the last words of the others; into ``failed``."""
+        """Collect the last messages of other ranks for a moment, into ``failed``."""
         deadline_s = time.monotonic() + BLAME_WAIT_S
         open_fds = {fd for fd, i in self._by_fd.items() if i not in failed}
         while open_fds and (left_s := deadline_s - time.monotonic()) > 0:
@@ -342,19 +346,20 @@ class ParallelExecutor:
                 if isinstance(answer, Failed):
                     failed[index] = answer
                     open_fds.discard(fd)
-        # The socket of a process closes before the process has ended.
+        # A process's socket closes before the process has ended.
         while time.monotonic() < deadline_s and not any(rank.ending for rank in self._processes.ranks):
             time.sleep(0.01)
 
 
 def _threads_per_rank(requested: int, num_ranks: int) -> int:
-    """The ranks share the worker's threads, which are no more than its cores; one is the least."""
+    """The ranks share the worker's threads, of which there are at most as many as cores. Each rank gets at least
+    one."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(requested or cores, cores) // num_ranks)
 
 
 def _error_of(failed: Failed, message: str) -> KvrelayError:
-    """The error that the rank has raised, if it is one of input; EngineDeadError for all others."""
+    """The rank's own error if it is an InvalidInputError or a CheckpointError, else an EngineDeadError."""
     kind = getattr(errors, failed.kind, None)
     if isinstance(kind, type) and issubclass(kind, errors.InvalidInputError | errors.CheckpointError):
         return kind(failed.message)

@@ -1,4 +1,4 @@
-"""The runner of a rank that draws no tokens: it computes its part and learns the tokens with the next step."""
+"""The runner of a rank that does not sample: it computes its part and receives the tokens with the next step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.executors.torch.model_runner import ModelRunner
 
 
 class FollowingRunner(ModelRunner):
-    """As ModelRunner, with an empty output. Grammars are walked only where tokens are drawn."""
+    """Like ModelRunner, with an empty output. Only the sampling rank walks grammars."""
 
     def execute(self, work: SchedulerOutput) -> ModelOutput:
         states = self._states
@@ -23,7 +23,7 @@ class FollowingRunner(ModelRunner):
             prompt_tokens = self._prompt_logprobs.tokens(batch)
             hidden, num_samples = self._forward(batch, prompt_tokens)
             if len(hidden):
-                # The last stage: the vocabulary is shared out, so every rank has its columns to give.
+                # On the last stage the vocabulary is cut over the ranks, so every rank contributes its columns.
                 self._prompt_logprobs.follow(batch, self._decoder, hidden[num_samples:])
                 if num_samples:
                     self._decoder.logits(hidden[:num_samples])
@@ -31,8 +31,8 @@ class FollowingRunner(ModelRunner):
         return ModelOutput([])
 
     def append(self, slots: Int32Array, token_ids: Int32Array) -> None:
-        """The tokens that were drawn elsewhere in the step before, one per slot."""
+        """Append the tokens that the sampling rank drew in the step before, one per slot."""
         self._states.append(slots, token_ids.astype(np.int64))
 
     def prepare(self, sampling: SamplingParams) -> None:
-        """Nothing: see the class."""
+        """This rank compiles no grammars: see the class."""

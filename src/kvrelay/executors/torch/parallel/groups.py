@@ -1,9 +1,9 @@
-"""Collectives of one rank: torch.distributed's process groups, made here and passed by hand.
+"""Collectives of one rank: torch.distributed's process groups, made here and passed explicitly.
 
     tensor-parallel group     the ranks of one stage: sums of partial results, logits cut by vocabulary
     pipeline neighbours       the rank with the same tp_rank in the stage before and after
 
-There is no default group and no global state, so several engines may live side by side. Every collective has a
+There is no default group and no global state, so several engines can run in one process. Every collective has a
 timeout. A collective that fails means that another rank has ended: PeerLostError.
 
 Sums are taken in the order of the ranks over all-gathered parts on the CPU. Gloo's ring would sum in an order that
@@ -24,7 +24,7 @@ from kvrelay.errors import FatalError
 from kvrelay.executors.torch.parallel.progress import RankProgress
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 
-# Its classes are made in C++ and declared for no type checker.
+# Its classes come from C++ and have no type declarations.
 _dist: Any = torch.distributed
 
 
@@ -33,8 +33,8 @@ class PeerLostError(FatalError):
 
 
 class Groups:
-    """``store`` is where the ranks find each other. ``muted``: collectives give something of the right shape at once,
-    for a rank that warms up alone."""
+    """The ranks find each other by ``store``. ``muted``: collectives return a result of the right shape at once, for a
+    rank that warms up alone."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Groups:
             self._world = _process_group("world", store, rank.index, rank.num_ranks, device, timeout)
 
     def connect(self) -> None:
-        """Wait until all ranks are there. Raises PeerLostError."""
+        """Wait until all ranks have joined. Raises PeerLostError."""
         for group in (self._tp, self._world):
             if group is not None:
                 self._wait(group.barrier)
@@ -72,7 +72,7 @@ class Groups:
             self._is_muted = False
 
     def moving(self, call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """``call``, counted as progress."""
+        """Run ``call``, counted as progress."""
         move = self._progress.move
 
         def counted(x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,8 @@ class Groups:
         return x.copy_(total)
 
     def gather_columns(self, x: torch.Tensor, num_columns: int) -> torch.Tensor:
-        """[R, ``num_columns``]: every rank's columns side by side, on the first rank of the stage; elsewhere anything.
+        """[R, ``num_columns``]: every rank's columns side by side, on the first rank of the stage. Elsewhere the result
+        is undefined.
 
         All ranks but the last have equally many columns.
         """
@@ -117,7 +118,7 @@ class Groups:
         return torch.cat(parts, dim=1)[:, :num_columns] if is_root else x
 
     def send(self, x: torch.Tensor) -> None:
-        """To the next stage; returns before it has arrived. ``x`` must not be changed any more."""
+        """Send ``x`` to the next stage; returns before it has arrived. ``x`` must not be changed any more."""
         if self._is_muted:
             return
         self._settle()
@@ -133,7 +134,7 @@ class Groups:
         return x
 
     def _settle(self) -> None:
-        """Let go of what has been sent; wait for the oldest if the next stage is far behind."""
+        """Free the tensors that have been sent; wait for the oldest if the next stage is far behind."""
         while self._sending and (len(self._sending) >= 2 * self.rank.pp_size or self._sending[0][0].is_completed()):
             work, _ = self._sending.pop(0)
             self._wait(lambda work=work: work)  # type: ignore[misc]
@@ -151,7 +152,7 @@ def _checked(call: Callable[[], Any]) -> Any:
 
 
 def file_store(path: str, num_ranks: int) -> Any:
-    """Where the ranks find each other: a file that they share."""
+    """The store by which the ranks find each other: a file that they share."""
     return _dist.FileStore(path, num_ranks)
 
 

@@ -1,4 +1,4 @@
-"""What driver and ranks say to each other: msgpack with types, arrays as their bytes. Nothing is pickled.
+"""The messages between driver and ranks: typed msgpack, arrays as their bytes. Nothing is pickled.
 
 driver ──Start──> rank      which model, which part          rank ──Loaded──> driver   how much memory a block takes
 driver ──Allocate──> rank   how many blocks                  rank ──Ready──> driver
@@ -25,7 +25,7 @@ from kvrelay.engine.base import Int32Array, ModelOutput, NewSequence, SchedulerO
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """``store`` is a file by which the ranks find each other. ``runner.num_threads`` are this rank's own."""
+    """``store`` is a file by which the ranks find each other. ``runner.num_threads`` counts this rank's threads."""
 
     model_dir: str
     runner: RunnerConfig
@@ -63,7 +63,7 @@ Command = Start | Allocate | WarmUp | Step | Ping | Stop
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The weights are there. ``max_blocks``: as many blocks as this rank has memory for."""
+    """The weights are loaded. ``max_blocks``: the number of blocks that fit into this rank's memory."""
 
     layout: KVLayout
     max_blocks: int
@@ -91,7 +91,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """``kind`` is a class of ``kvrelay.errors``, or empty. ``is_peer_lost``: another rank has failed before."""
+    """``kind`` is a class of ``kvrelay.errors``, or empty. ``is_peer_lost``: another rank had failed before."""
 
     kind: str
     message: str
@@ -116,8 +116,8 @@ class SequenceMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A SchedulerOutput; and before it the tokens that the step before has drawn, ``drawn_slots`` and ``drawn_tokens``,
-    which all ranks but the one that samples learn only here."""
+    """A SchedulerOutput, and the tokens that the step before sampled (``drawn_slots``, ``drawn_tokens``). All ranks
+    except the sampling rank get those tokens here."""
 
     step: int
     drawn_slots: bytes
@@ -188,7 +188,7 @@ def decode_step(frame: bytes | memoryview, block_factor: int, block_offset: int)
 
 
 def drawn(message: StepMessage) -> tuple[Int32Array, Int32Array]:
-    """Slots, and the token that each has drawn in the step before."""
+    """Slots, and the token that each sampled in the step before."""
     return _array(message.drawn_slots), _array(message.drawn_tokens)
 
 
@@ -206,7 +206,7 @@ def _sequence_message(sequence: NewSequence) -> SequenceMessage:
 
 def _tokens(message: SequenceMessage) -> Sequence[int]:
     tokens = _array(message.token_ids)
-    # Grammars are walked in Rust, which takes Python's integers.
+    # The Rust code that walks grammars takes Python integers.
     return tokens.tolist() if message.sampling.grammar is not None else tokens  # type: ignore[return-value]
 
 
@@ -215,5 +215,5 @@ def _ints(values: Sequence[int]) -> Int32Array:
 
 
 def _array(data: bytes) -> Int32Array:
-    # A copy, because compiled kernels take writable arrays: for others they would be compiled once more.
+    # Copy, because compiled kernels take writable arrays: read-only arrays would need another compilation.
     return np.frombuffer(data, dtype=np.int32).copy()

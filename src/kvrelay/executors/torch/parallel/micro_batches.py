@@ -3,8 +3,8 @@
     stage 0   | m0 | m1 | m2 |
     stage 1        | m0 | m1 | m2 |
 
-Rows are cut anywhere: the second piece of a prefill chunk finds the first one's KV, since each stage computes them in
-order. Every rank cuts the same step in the same way. Pure: no torch, no processes.
+A row may be cut anywhere: the second piece of a prefill chunk finds the KV of the first piece, because each stage
+computes them in order. Every rank cuts the same step in the same way. Pure: no torch, no processes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy.typing as npt
 from kvrelay.engine.base import ModelOutput, SchedulerOutput
 
 MIN_TOKENS = 64
-"""A smaller micro-batch takes as long as a larger one, since its time goes into reading the weights."""
+"""A smaller micro-batch would take as long, because reading the weights dominates its time."""
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """``work`` is a step of its own; its row i belongs to row ``rows[i]`` of the whole step."""
+    """``work`` is a complete step; its row i belongs to row ``rows[i]`` of the whole step."""
 
     work: SchedulerOutput
     rows: npt.NDArray[np.intp]
@@ -66,7 +66,7 @@ def split(work: SchedulerOutput, num_parts: int, min_tokens: int = MIN_TOKENS) -
 
 
 def merge(parts: list[MicroBatch], outputs: list[ModelOutput]) -> ModelOutput:
-    """The whole step's output from those of its parts."""
+    """The whole step's output, merged from the outputs of its parts."""
     merged = ModelOutput([])
     for part, output in zip(parts, outputs, strict=True):
         merged.token_ids.extend(output.token_ids)

@@ -1,7 +1,7 @@
-"""The rank processes: started, watched, ended, and reaped, by a thread of their own.
+"""The rank processes: a dedicated thread starts, watches, ends and reaps them.
 
 They end with their parent. The kernel kills a child when the *thread* that started it ends, so that thread lives as
-long as they do. It sleeps until one of them ends.
+long as the ranks. It sleeps until one of them ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODULE = "kvrelay.executors.torch.parallel.rank_process"
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """``commands``: steps and what they are answered by. ``side``: questions that are answered meanwhile."""
+    """``commands``: commands and their answers. ``side``: questions that are answered while a step runs."""
 
     process: subprocess.Popen[bytes]
     commands: Channel[Answer]
@@ -38,7 +38,7 @@ class RankProcess:
 
     @property
     def ending(self) -> str | None:
-        """How it has ended, in words; None while it lives."""
+        """How the process ended, in words; None while it lives."""
         code: int | None = self.process.returncode
         if code is None:
             return None
@@ -61,14 +61,14 @@ class RankProcesses:
             raise FatalError(f"cannot start a rank process: {self._error}") from self._error
 
     def kill(self) -> None:
-        """At once. Idempotent; from any thread."""
+        """Kill all ranks at once. Idempotent; from any thread."""
         with self._lock:
             for rank in self.ranks:
                 if rank.process.returncode is None:
                     rank.process.kill()
 
     def wait(self, timeout_s: float) -> bool:
-        """Until all have ended. False: not in time."""
+        """Wait until all have ended. False if they have not ended in time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -105,7 +105,7 @@ class RankProcesses:
             poller.register(fd, select.POLLIN)
         while alive:
             for fd, _ in poller.poll():
-                # Under the lock, so that no one sends a signal to a pid that is free again.
+                # Under the lock, so that no signal goes to a pid that may have been reused.
                 with self._lock:
                     alive.pop(fd).process.wait()
                 poller.unregister(fd)
@@ -113,7 +113,7 @@ class RankProcesses:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """For the child: the kernel kills it when its parent ends. Ends it now if that has happened already."""
+    """In the child: ask the kernel to kill it when its parent ends. End it now if the parent has ended already."""
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):

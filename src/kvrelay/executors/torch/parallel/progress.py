@@ -1,9 +1,9 @@
-"""How far each rank has come, in memory that all of them and the driver share.
+"""The progress of each rank, in memory that all ranks and the driver share.
 
     [num_ranks, 2] int64:   number of moves     1 while it waits for other ranks, else 0
 
-A rank writes its own row and nothing else; a move costs a store. The driver looks only when an answer is overdue, so
-that a hang is told from a long step: a rank that computes moves with every layer.
+A rank writes only its own row; a move costs one store. The driver reads the table only while an answer is overdue, to
+distinguish a hang from a long step: a computing rank moves with every layer.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class RankProgress:
 
 
 class HangDetector:
-    """Tells that no rank moves any more. ``check`` is called at equal intervals while an answer is awaited, and counts
-    those: a driver that was stopped itself has not waited."""
+    """Detects that no rank moves any more. ``check`` is called at equal intervals while an answer is awaited. It counts
+    calls, not seconds: a driver that was stopped itself has not waited."""
 
     def __init__(self, table: Int64Array, max_checks: int) -> None:
         self._table = table
@@ -61,7 +61,7 @@ class HangDetector:
         self._num_checks = 0
 
     def check(self) -> bool:
-        """True when none has moved for ``max_checks`` looks in a row."""
+        """True if no rank has moved for ``max_checks`` calls in a row."""
         if np.array_equal(self._last, self._table):
             self._num_checks += 1
         else:
@@ -69,7 +69,7 @@ class HangDetector:
         return self._num_checks >= self._max_checks
 
     def culprits(self) -> list[int]:
-        """The ranks for which the others wait; if all wait, those that are furthest behind."""
+        """The ranks that do not wait for others; if all wait, the ranks with the least progress."""
         computing = np.flatnonzero(self._table[:, 1] == 0)
         if len(computing):
             return [int(rank) for rank in computing]

@@ -1,8 +1,8 @@
 """Which part of the model a process holds: its rank in the tensor- and pipeline-parallel groups.
 
 Tensor parallelism (TP) cuts every matrix: heads and feed-forward columns by output, the products that follow by input
-(Megatron-LM, Shoeybi et al. 2019). Pipeline parallelism (PP) gives each stage a run of whole layers. A rank's number is
-``pp_rank * tp_size + tp_rank``. A value handed down by constructor; there is no global state, so two engines can live
+(Megatron-LM, Shoeybi et al. 2019). Pipeline parallelism (PP) gives each stage consecutive whole layers. A rank's number
+is ``pp_rank * tp_size + tp_rank``. The rank is passed by constructor; there is no global state, so two engines can run
 in one process.
 """
 
@@ -16,7 +16,7 @@ from kvrelay.executors.torch.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class ParallelRank:
-    """Rank and size of the tensor- and pipeline-parallel groups, and what follows from them."""
+    """Rank and size of the tensor- and pipeline-parallel groups, and the parts that follow from them."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -48,7 +48,7 @@ class ParallelRank:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn here: on the first rank of the last stage."""
+        """Whether this rank samples: the first rank of the last stage does."""
         return self.is_last_stage and self.tp_rank == 0
 
     def layers(self, num_layers: int) -> range:
@@ -57,7 +57,7 @@ class ParallelRank:
         return range(self.pp_rank * count, (self.pp_rank + 1) * count)
 
     def share(self, count: int) -> slice:
-        """This rank's part of ``count`` outputs or inputs that TP divides."""
+        """This rank's part of ``count`` outputs or inputs that TP cuts."""
         size = count // self.tp_size
         return slice(self.tp_rank * size, (self.tp_rank + 1) * size)
 
@@ -69,13 +69,13 @@ class ParallelRank:
         return slice(head, head + 1)
 
     def vocabulary(self, vocab_size: int) -> slice:
-        """This rank's tokens. The last part may be shorter: a vocabulary need not be divisible."""
+        """This rank's tokens. The last part may be shorter, because a vocabulary need not be divisible."""
         size = -(-vocab_size // self.tp_size)
         return slice(min(self.tp_rank * size, vocab_size), min((self.tp_rank + 1) * size, vocab_size))
 
 
 def check_sizes(config: ModelConfig, tp_size: int, pp_size: int) -> None:
-    """Raise ConfigError, naming the size, if the model cannot be cut into so many parts."""
+    """Raise ConfigError, naming the size, if the model cannot be cut into that many parts."""
     sizes = [("num_attention_heads", config.num_heads)]
     if config.moe is None or not all(config.sparse):
         sizes.append(("intermediate_size", config.intermediate))

@@ -1,9 +1,9 @@
-"""One rank: a process that holds its share of the model and does what the driver says, until either ends.
+"""One rank: a process that holds its share of the model and runs the driver's commands until either ends.
 
     python -m kvrelay.executors.torch.parallel.rank_process PARENT_PID COMMANDS_FD SIDE_FD STEP_FD POOL_FD
 
-It waits for commands in ``recv``. A side thread of the sampling rank compiles grammars meanwhile. What goes wrong is
-said to the driver in one message, and the process ends.
+It waits for commands in ``recv``. A side thread of the sampling rank compiles grammars meanwhile. After an error the
+process sends one message to the driver and ends.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ from kvrelay.executors.torch.parallel.rank import ParallelRank
 _log = logging.getLogger(__name__)
 
 DEFAULT_COLLECTIVE_TIMEOUT_S = 300.0
-"""The driver notices a hang much earlier; this is for a driver that is stopped itself."""
+"""Long, because the driver notices a hang much earlier, unless the driver itself is stopped."""
 
 _DONE = StepDone()
 
 
 class RankShard:
-    """Fulfils ``build.Shard``: how this rank meets the others and gets its memory."""
+    """Implements ``build.Shard``: connects this rank to the others and gets its memory."""
 
     def __init__(self, start: Start, commands: Channel[Command], memory: StepMemory, pool_fd: int) -> None:
         self.rank = ParallelRank.numbered(start.index, start.runner.tp, start.runner.pp)
         self.progress = RankProgress(memory.progress[start.index])
         self.groups: Groups | None = None
         self.block_factor, self.block_offset = 1, 0
-        """From the worker's block ids to those of ``allocate``'s pool."""
+        """Converts the worker's block ids to those of ``allocate``'s pool."""
         self._start = start
         self._commands = commands
         self._pool_fd = pool_fd
@@ -110,7 +110,7 @@ class RankShard:
 
 
 class Rank:
-    """From Start to Stop."""
+    """A rank from Start to Stop."""
 
     def __init__(self, start: Start, commands: Channel[Command], memory: StepMemory, pool_fd: int) -> None:
         self._commands = commands
@@ -124,7 +124,7 @@ class Rank:
         return self._shard.rank.samples
 
     def serve(self) -> None:
-        """Raises ChannelClosedError when the driver is gone, and what a step raises."""
+        """Raises ChannelClosedError if the driver is gone, and whatever a step raises."""
         self._commands.send(Ready())
         while True:
             command = self._commands.receive()
@@ -156,14 +156,14 @@ class Rank:
         return StepDone(output.token_ids, output.logprobs, output.prompt_logprobs, output.failures)
 
     def _warm_up(self) -> None:
-        # Alone: kernels are compiled in turns, so a rank that compiles must not wait for one that awaits its turn.
+        # Warm up alone: ranks compile kernels in turns, so a compiling rank must not wait for one that awaits its turn.
         assert self._shard.groups is not None
         with self._shard.groups.muted():
             self.runner.warm_up()
 
 
 def _choose_device(start: Start, rank: ParallelRank) -> None:
-    """Each rank has a GPU of its own. Raises ConfigError."""
+    """Each rank gets its own GPU. Raises ConfigError."""
     if start.runner.device == "cpu" or not torch.cuda.is_available():
         return
     if torch.cuda.device_count() < rank.num_ranks:
@@ -174,7 +174,7 @@ def _choose_device(start: Start, rank: ParallelRank) -> None:
 
 
 def _prepare(side: Channel[SamplingParams], runner: ModelRunner) -> None:
-    """Compile grammars for the driver; in a thread of its own."""
+    """Compile grammars for the driver, in a separate thread."""
     with suppress(ChannelClosedError):
         while True:
             sampling = side.receive()
@@ -192,10 +192,11 @@ def _failed(exc: BaseException) -> Failed:
 
 
 def run(parent_pid: int, commands_fd: int, side_fd: int, step_fd: int, pool_fd: int) -> int:
-    """The exit code: 0 when the driver has said so, or is gone."""
+    """Returns the exit code: 0 if the driver has sent Stop or is gone."""
     end_with_parent(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Ctrl-C and an orderly stop reach the whole group; the driver still needs its ranks for what runs.
+        # Ctrl-C and an orderly stop reach the whole process group, but the driver still needs its ranks for running
+        # requests.
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     commands: Channel[Command] = Channel(socket.socket(fileno=commands_fd), Command)
@@ -222,5 +223,5 @@ def run(parent_pid: int, commands_fd: int, side_fd: int, step_fd: int, pool_fd: 
 if __name__ == "__main__":
     code = run(*(int(word) for word in sys.argv[1:]))
     logging.shutdown()
-    # Not through the interpreter's end: the process groups' threads may wait for a rank that is gone.
+    # Exit without the interpreter's cleanup: threads of the process groups may wait for a rank that is gone.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""The decoder of one rank: its stage's layers, its share of the vocabulary, and what passes between stages.
+"""The decoder of one rank: its stage's layers, its share of the vocabulary, and the exchange with other stages.
 
 first stage    token ids ──embed──> residual           (each rank looks up its own tokens; the sum is the embedding)
 every stage    residual ──layers──> residual ──send──> the next stage, float32 [T, hidden]
@@ -16,8 +16,8 @@ from kvrelay.executors.torch.parallel.groups import Groups
 
 
 class StageDecoder(Decoder):
-    """``embedding`` (first stage) and ``head`` (last stage) cover the rank's tokens, from ``first_token`` on.
-    ``final_norm`` of other stages than the last only fills a place."""
+    """``embedding`` (first stage) and ``head`` (last stage) cover the rank's tokens, from ``first_token`` on. Only the
+    last stage uses ``final_norm``."""
 
     def __init__(
         self,
@@ -40,18 +40,19 @@ class StageDecoder(Decoder):
         self._first_token = first_token
 
     def forward(self, token_ids: torch.Tensor, attention: Attention, rows: torch.Tensor | None) -> torch.Tensor:
-        """As ``Decoder.forward`` on the last stage; on others an empty tensor, and the residual goes to the next."""
+        """Like ``Decoder.forward`` on the last stage. Other stages send the residual to the next one and return an
+        empty tensor."""
         rank, groups = self._groups.rank, self._groups
         residual = self._embed(token_ids) if rank.is_first_stage else groups.receive(len(token_ids), self._hidden)
         if rank.is_last_stage:
             return self._through_layers(residual, attention, rows)
         self._through_layers(residual, attention, None)
-        # The kernels use the first stage's memory again for the next micro-batch.
+        # The kernels reuse the first stage's memory for the next micro-batch.
         groups.send(residual.clone() if rank.is_first_stage else residual)
         return residual[:0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As ``Decoder.logits`` on the stage's first rank; on the others the rank's own columns."""
+        """Like ``Decoder.logits`` on the stage's first rank; other ranks return their own columns."""
         return self._groups.gather_columns(self._head(hidden), self._vocab_size)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:

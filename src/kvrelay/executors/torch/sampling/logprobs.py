@@ -1,4 +1,4 @@
-"""Log-probabilities as clients see them: of the raw logits, before temperature, penalties and filters."""
+"""Log-probabilities for clients: of the raw logits, before temperature, penalties and filters."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One draw for the whole batch.
 
 Greedy rows take the argmax; random rows invert their cumulative distribution at a number that depends on seed and
-output index alone. A row's token never depends on the other rows: rows are grouped by how they are drawn, and each
-group's arithmetic is row by row. Termination is the engine's business.
+output index alone. A row's token never depends on the other rows: rows are grouped by sampling method, and each group
+is computed row by row. The engine decides when an answer ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvrelay.executors.torch.sampling.adjust import adjust_row
 from kvrelay.executors.torch.sampling.uniform import uniform
 from kvrelay.executors.torch.slots import SlotStates
 
-# Rows whose top_k is at most this are drawn among the best so many; others that filter need a full sort.
+# Rows whose top_k is at most this are sampled from that many best tokens; other rows with filters need a full sort.
 _SMALL_TOP_K = 64
 
 
@@ -30,7 +30,7 @@ class Sampler:
     ) -> npt.NDArray[np.int64]:
         """The next token of each row of ``logits`` [R, vocab], left as they are, for the sequences in ``slots`` [R].
 
-        ``masks`` name rows of ``logits`` and what they may not take.
+        ``masks`` name rows of ``logits`` and their forbidden tokens.
         """
         table = states.sampling
         num_outputs = states.known[slots] - states.num_prompt[slots]
@@ -114,7 +114,7 @@ def _draw_descending(
     slots: Int32Array,
     numbers: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.int64]:
-    """min-p, then top-k, then top-p of what is left, as vLLM orders them; ``values`` are best first."""
+    """min-p, then top-k, then top-p of the remaining tokens, in vLLM's order; ``values`` are best first."""
     table, device = states.sampling, values.device
     values = values / _column(table.temperature[slots], device)
     top_k = np.where(table.top_k[slots] > 0, table.top_k[slots], values.shape[-1])
@@ -124,7 +124,7 @@ def _draw_descending(
     dropped |= relative < _column(table.min_p[slots], device)
     probabilities = torch.softmax(values.masked_fill(dropped, float("-inf")), dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    # The best token always stays: rounding must not leave a row without any.
+    # The best token always stays: rounding must not leave a row without a token.
     outside = (before >= _column(table.top_p[slots], device)) & (ranks > 0)
     places = _invert(probabilities.masked_fill(outside, 0.0), numbers)
     return indices.gather(1, places[:, None])[:, 0].cpu().numpy()

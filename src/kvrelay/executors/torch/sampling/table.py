@@ -8,9 +8,10 @@ from kvrelay.core.sampling import SamplingParams
 
 
 class SamplingTable:
-    """``params`` by slot, and what a step asks of many rows at once.
+    """``params`` by slot, and the settings that a step reads for many rows at once.
 
-    ``adjusts``: the row's logits are changed before the draw. ``min_tokens`` rows adjust until they have them.
+    ``adjusts``: the row's logits are changed before sampling. Rows with ``min_tokens`` are adjusted until they have
+    that many.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
