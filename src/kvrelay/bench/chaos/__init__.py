@@ -1,4 +1,4 @@
 """Chaos: a real cluster under steady load with known answers, while its processes are killed, stopped and moved.
 
-It handles the cluster as an operator does: by pid, by signals, by ``kvrelay``'s admin commands and over HTTP.
+It controls the cluster like an operator: by pid, by signals, by ``kvrelay``'s admin commands and over HTTP.
 """

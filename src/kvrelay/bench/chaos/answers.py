@@ -1,6 +1,6 @@
 """Prompts whose answers are known, and the verdict on an answer. Pure: no sockets, no clock.
 
-A mock engine's answers are computed. A real engine's are those that it gave repeatedly without faults.
+A mock engine's answers are computed. A real engine's known answers are those that it repeated without faults.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 NUM_SHARED_PREFIXES = 3
 FIRST_PLAIN_TOKEN = 16
-"""Ids below are special tokens of the checkpoints that kvrelay makes."""
+"""Lower ids are special tokens of the checkpoints that kvrelay makes."""
 
 
 class Verdict(enum.StrEnum):
@@ -42,7 +42,7 @@ class KnownPrompt:
 def make_prompts(count: int, seed: int, *, vocab_size: int, max_len: int, with_sampling: bool) -> list[KnownPrompt]:
     """A mix: short and long, with shared prefixes and without, streamed (four of five) and not.
 
-    ``with_sampling`` makes every fourth a seeded draw instead of a greedy one.
+    With ``with_sampling`` every fourth prompt is sampled with a seed instead of greedily.
     """
     rng = random.Random(seed)
     prefixes = [_tokens(rng, max_len // 2, vocab_size) for _ in range(NUM_SHARED_PREFIXES)]
@@ -93,7 +93,8 @@ def _is_subsequence(short: Sequence[int], long: Sequence[int]) -> bool:
 
 
 def keep_stable(prompts: Sequence[KnownPrompt], runs: Sequence[Sequence[Sequence[int]]]) -> list[KnownPrompt]:
-    """The prompts that got the same answer in every run, with that answer. ``runs[r][p]`` is run r's to prompt p."""
+    """The prompts that got the same answer in every run, with that answer. ``runs[r][p]`` is the answer of run r to
+    prompt p."""
     return [
         replace(prompt, answer=tuple(answers[0]))
         for prompt, answers in zip(prompts, zip(*runs, strict=True), strict=True)

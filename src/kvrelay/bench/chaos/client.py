@@ -39,7 +39,7 @@ class RequestRefusedError(RetryElsewhereError):
 
 
 class _LeftError(BadResponseError):
-    """The client has seen enough of the answer."""
+    """The client leaves before the end of the answer."""
 
 
 class ChaosClient:
@@ -64,7 +64,7 @@ class ChaosClient:
 
     @contextmanager
     def frontend_away(self) -> Iterator[None]:
-        """While a frontend is dead: a request that loses its connection is sent again, and has not failed."""
+        """While a frontend is dead, a request that loses its connection is sent again and does not count as failed."""
         self._may_break = True
         try:
             yield
@@ -74,13 +74,13 @@ class ChaosClient:
     # -- whole requests -----------------------------------------------------------------------------------------------
 
     async def keep_asking(self, draw: DrawPrompt, seed: int, stop: asyncio.Event) -> None:
-        """One request after the other, until ``stop``."""
+        """Send one request after the other, until ``stop``."""
         rng = random.Random(seed)
         while not stop.is_set():
             await self.ask(draw(rng))
 
     async def ask(self, prompt: KnownPrompt, *, patient: bool = True) -> AskedPrompt:
-        """Send it and judge the answer; a patient client that is refused retries at the time it was told."""
+        """Send it and judge the answer; a patient client that is refused retries after the given time."""
         for attempt in itertools.count(1):
             record = AskedPrompt(time.monotonic(), prompt.stream)
             tokens: list[int] = []
@@ -109,7 +109,7 @@ class ChaosClient:
         raise AssertionError("the loop ends by return")
 
     async def answer(self, prompt: KnownPrompt) -> tuple[list[int], AskedPrompt]:
-        """The tokens, unjudged and unrecorded. Raises BenchError, RequestRefusedError, TimeoutError."""
+        """The answer's tokens, neither judged nor recorded. Raises BenchError, RequestRefusedError, TimeoutError."""
         record = AskedPrompt(time.monotonic(), prompt.stream)
         tokens: list[int] = []
         await self._collect(prompt, tokens, record)
@@ -165,7 +165,7 @@ class ChaosClient:
         await self._leave(prompt, lambda _: None, seconds)
 
     async def _leave(self, prompt: KnownPrompt, take: Callable[[Chunk], None], seconds: float) -> None:
-        """A refused client, and one whose frontend is killed before it leaves, have not failed."""
+        """A client that is refused, or whose frontend is killed before it leaves, does not count as failed."""
         self.num_cancelled += 1
         try:
             with suppress(_LeftError, RequestRefusedError, TimeoutError):

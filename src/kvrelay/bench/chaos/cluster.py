@@ -1,6 +1,6 @@
-"""The cluster under test as an operator sees it: one ``kvrelay serve`` and the workers started by hand beside it.
+"""The cluster under test: one ``kvrelay serve``, and workers that are started by hand.
 
-It owns these processes, and ends them. It always asks the cluster itself for its workers and never remembers them.
+It owns these processes and ends them. It never caches the list of workers, but always asks the cluster.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STOP_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker that is in discovery and has answered. ``is_extra``: started by hand, not by ``serve``."""
+    """A worker that is in discovery and answers. ``is_extra``: started by hand, not by ``serve``."""
 
     worker_id: str
     role: str
@@ -109,7 +109,7 @@ class ClusterUnderTest:
     def log(self) -> str:
         """The output of ``serve`` and its children so far."""
         size = os.fstat(self._log.fileno()).st_size
-        # Not seek and read: the children share this file's position.
+        # Do not seek and read: the children share this file's position.
         return os.pread(self._log.fileno(), size, 0).decode("utf-8", errors="replace")
 
     def unclean_exits(self) -> list[str]:
@@ -176,7 +176,7 @@ class ClusterUnderTest:
         return in_use, problem
 
     def start_worker(self, role: str) -> Child:
-        """One more worker, started by hand as on another machine."""
+        """Start one more worker by hand, as on another machine."""
         command = kvrelay_command("worker", *self._worker_flags, "--role", role, "--control", self.control.control)
         child = start_child(f"{role} worker by hand", command, output=self._log)
         self._extras.append(child)
@@ -192,7 +192,7 @@ class ClusterUnderTest:
     async def until_exit(self, member: Member, timeout_s: float) -> int | None:
         """Wait for the process to end. Returns its exit code, 0 for a child of ``serve`` (see ``unclean_exits``).
 
-        None when it is still there.
+        None if it still runs.
         """
         deadline = time.monotonic() + timeout_s
         child = next((child for child in self._extras if child.pid == member.pid), None)
@@ -217,13 +217,13 @@ class ClusterUnderTest:
                 await send_command(infos[worker_id], keys, command, argument)
 
     async def revoke(self, lease_id: str) -> None:
-        """End a worker's lease, with the server's own means. Raises KvrelayError."""
+        """End a worker's lease by the server's own commands. Raises KvrelayError."""
         async with self._operator() as control:
             await control.discovery.delete(Keys(self.control.namespace).lease(lease_id))
 
     @asynccontextmanager
     async def _operator(self) -> AsyncIterator[ControlPlane]:
-        """A connection with more patience than those that only look who is there. Raises ControlUnavailableError."""
+        """A connection with longer timeouts than those that only list workers. Raises ControlUnavailableError."""
         control = await connect_control(replace(self.control, connect_timeout_s=ORDER_CONNECT_TIMEOUT_S))
         try:
             yield control
@@ -233,14 +233,14 @@ class ClusterUnderTest:
     # -- children of serve --------------------------------------------------------------------------------------------
 
     def nats_pid(self) -> int:
-        """Raises FatalError when there is no NATS server."""
+        """Raises FatalError if there is no NATS server."""
         for child in psutil.Process(self._serve.pid).children():
             if "nats-server" in child.name():
                 return int(child.pid)
         raise FatalError("there is no NATS server")
 
     def frontend_pids(self) -> list[int]:
-        """The frontends that live, in order of their pids."""
+        """The running frontends, in order of their pids."""
         pids = []
         for child in psutil.Process(self._serve.pid).children():
             with suppress(psutil.NoSuchProcess):  # a zombie, too
@@ -249,11 +249,11 @@ class ClusterUnderTest:
         return sorted(pids)
 
     async def until_frontends_answer(self) -> float | None:
-        """Wait until all of them are there and each has answered; gives the seconds that it took, or None."""
+        """Wait until all frontends run and each has answered. Returns the seconds that it took, or None."""
         start_s = time.monotonic()
         answered: set[int] = set()
         while time.monotonic() - start_s < self.heal_timeout_s:
-            # They share a port: each connection goes to any of them.
+            # They share a port: a connection may reach any of them.
             with suppress(KvrelayError):
                 answered.add((await routing_state(self.url))["pid"])
             pids = self.frontend_pids()
@@ -264,7 +264,7 @@ class ClusterUnderTest:
         return None
 
     async def stop(self) -> list[str]:
-        """End everything in order; gives what did not end cleanly. May be called twice."""
+        """End everything in order. Returns what did not end cleanly. May be called twice."""
         children, self._extras = [*self._extras, self._serve], []
         for child in children:
             await stop_children([child], STOP_TIMEOUT_S)
@@ -275,7 +275,8 @@ class ClusterUnderTest:
         ]
 
     def _was_starting(self, child: Child) -> bool:
-        """Whether SIGTERM met it before it could listen for it: the replacement of a fault that came too late."""
+        """Whether SIGTERM arrived before the process handled signals: a replacement that was started too late in the
+        run."""
         has_joined = child is self._serve or child.pid in self._joined_pids
         return child.exit_code == -signal.SIGTERM and not has_joined
 

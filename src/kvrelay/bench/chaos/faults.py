@@ -1,7 +1,7 @@
-"""Injects the faults of a plan into a running cluster, and measures until it is whole again.
+"""Injects the faults of a plan into a running cluster, and measures the time until all workers are back.
 
-Faults run beside each other, but for one rule: of each role one worker is left alone. So a fault against a role waits
-until the one before it has healed; the role's other worker is the one that lives.
+Faults may overlap, with one rule: one worker of each role stays untouched. So a fault against a role waits until the
+one before it has healed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SWITCHED_S = 2.0
 """How long a worker keeps its other role."""
 NUM_LEAVERS = 8
 NATS, FRONTEND = "nats", "frontend"
-"""What else only one fault at a time is done to."""
+"""Other targets that get only one fault at a time."""
 NATS_GONE_S = 0.3
-"""Until then its supervisor has noticed, and the old connections are closed."""
+"""By then its supervisor has noticed, and the old connections are closed."""
 NATS_FROZEN_LEASES = 1.5
 MIN_FREEZE_LEASES = 0.5
 MAX_FREEZE_LEASES = 4.0
-"""Some freezes end before the request plane's heartbeats give up, some before the lease does, some later."""
+"""Some freezes end before the request plane's heartbeats time out, some before the lease ends, some later."""
 
 
 class FaultInjector:
@@ -56,7 +56,7 @@ class FaultInjector:
         self.records: list[FaultRecord] = []
 
     async def run(self, fault: Fault) -> None:
-        """Inject one fault and wait until it has healed. What goes wrong is recorded, not raised."""
+        """Inject one fault and wait until it has healed. Problems are recorded, not raised."""
         began_s = time.monotonic()
         injections: dict[FaultKind, Callable[[Fault], Awaitable[None]]] = {
             FaultKind.KILL: self._kill,
@@ -83,7 +83,7 @@ class FaultInjector:
         self.records.append(FaultRecord(fault.name, at_s, time.monotonic(), recovery_s, problem, num_reconnected))
 
     def _record_healed(self, fault: Fault, at_s: float, recovery_s: float | None, num_reconnected: int = 0) -> None:
-        """None: it has not healed in time."""
+        """Returns None if it has not healed in time."""
         problem = f"the cluster was not whole again after {self._cluster.heal_timeout_s:.0f} s"
         self._record(fault, at_s, recovery_s, problem if recovery_s is None else "", num_reconnected)
 
@@ -98,7 +98,8 @@ class FaultInjector:
 
     @asynccontextmanager
     async def _alone(self, *names: str) -> AsyncIterator[None]:
-        """Nothing else is done to these roles meanwhile, and they are whole at the beginning. Raises FatalError."""
+        """No other fault strikes these roles meanwhile, and all their workers are present at the beginning. Raises
+        FatalError."""
         async with AsyncExitStack() as stack:
             for name in sorted(names):
                 await stack.enter_async_context(self._locks[name])
@@ -110,7 +111,7 @@ class FaultInjector:
 
     @asynccontextmanager
     async def _stopped(self, pid: int, seconds: float) -> AsyncIterator[None]:
-        """The process stands still for so long; the block begins when it goes on."""
+        """Stop the process for ``seconds``; the block begins when the process continues."""
         os.kill(pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(seconds)
@@ -121,7 +122,7 @@ class FaultInjector:
     # -- against workers ----------------------------------------------------------------------------------------------
 
     async def _victim(self, fault: Fault) -> Member:
-        """One of at least two. Raises FatalError."""
+        """A victim among at least two workers. Raises FatalError."""
         for _ in range(20):
             own = [member for member in await self._cluster.members() if member.role == fault.role]
             if len(own) > 1:
@@ -139,7 +140,8 @@ class FaultInjector:
             await self._heal(fault, at_s, [fault.role])
 
     async def _replace(self, fault: Fault) -> None:
-        """Start another one by hand, then make the victim leave; a child that ``serve`` needs is not chosen."""
+        """Start a replacement by hand, then make the victim leave. The last child of ``serve`` of a role is not
+        chosen."""
         async with self._alone(fault.role):
             victim = await self._victim_besides(fault, self._cluster.start_worker(fault.role))
             at_s = time.monotonic()
@@ -232,7 +234,7 @@ class FaultInjector:
         at_s = time.monotonic()
         async with asyncio.TaskGroup() as group:
             for number in range(NUM_LEAVERS):
-                # Prompts that no cache knows, so that the leavers are met in every stage of a prefill.
+                # Prompts that no cache holds, so that clients leave in every stage of a prefill.
                 own = replace(prompt, token_ids=(*prompt.token_ids[number + 1 :], *prompt.token_ids[: number + 1]))
                 if fault.kind is FaultKind.DISCONNECT:
                     group.create_task(self._client.leave_after(own, 1 + 5 * number))

@@ -1,6 +1,6 @@
 """The schedule of a chaos run: which fault, when, against which role. Pure; the same seed gives the same schedule.
 
-Every kind comes once before any comes twice, in an order drawn anew for each round. Knows nothing of processes.
+Every kind occurs once before any occurs twice, in a new random order for each round. Knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_KILLS_PER_WINDOW = 3
 
 
 class FaultKind(enum.StrEnum):
-    """What is done to the cluster, or to its clients."""
+    """What happens to the cluster or to its clients."""
 
     KILL = "kill"
     """SIGKILL of a worker."""
@@ -32,17 +32,17 @@ class FaultKind(enum.StrEnum):
     FREEZE = "freeze"
     """SIGSTOP of a worker for longer than its lease, then SIGCONT."""
     SWITCH_ROLE = "switch_role"
-    """A worker changes sides, and later changes back."""
+    """A worker changes its role, and later changes back."""
     KILL_FRONTEND = "kill_frontend"
-    """SIGKILL of a frontend, which its supervisor starts again; its clients come again with their requests."""
+    """SIGKILL of a frontend, which its supervisor starts again; its clients send their requests again."""
     KILL_NATS = "kill_nats"
     """SIGKILL of the NATS server, which its supervisor starts again."""
     FREEZE_NATS = "freeze_nats"
     """SIGSTOP of the NATS server for a lease and a half, then SIGCONT."""
     DISCONNECT = "disconnect"
-    """Clients that go away in the middle of their streams."""
+    """Clients that leave in the middle of their streams."""
     CANCEL = "cancel"
-    """Clients that go away before their first token."""
+    """Clients that leave before their first token."""
     BURST = "burst"
     """More requests at once than the frontend admits."""
 
@@ -58,13 +58,13 @@ AGAINST_WORKERS = (
 )
 """These strike one role; the others have none."""
 CRASHES = (FaultKind.KILL, FaultKind.KILL_FRONTEND)
-"""What a supervisor counts."""
+"""Kills that a supervisor counts as crashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault. ``at_s`` counts from the start of the load; ``choice`` in [0, 1) picks among the possible victims, and
-    ``severity`` in [0, 1) says how far it goes where there is a more and a less."""
+    ``severity`` in [0, 1) scales faults that have a degree."""
 
     at_s: float
     kind: FaultKind
@@ -81,7 +81,7 @@ class Fault:
 def make_plan(duration_s: float, seed: int, *, interval_s: float = 3.0, quiet_end_s: float = 8.0) -> tuple[Fault, ...]:
     """Faults about every ``interval_s``, none in the first two seconds nor in the last ``quiet_end_s``.
 
-    Raises ConfigError when that leaves no time for any.
+    Raises ConfigError if that leaves no time for a fault.
     """
     end_s = duration_s - quiet_end_s
     if duration_s < MIN_DURATION_S or end_s <= START_QUIET_S:
@@ -110,7 +110,7 @@ def _round(rng: random.Random) -> list[tuple[FaultKind, str]]:
 
 
 def _is_allowed(faults: list[Fault], kind: FaultKind, role: str, at_s: float) -> bool:
-    """Whether one more of this kind stays within the limit on kills."""
+    """Whether one more fault of this kind stays within the limit on kills."""
     if kind not in CRASHES:
         return True
     recent = [f for f in faults if f.kind is kind and f.role == role and at_s - f.at_s < KILL_WINDOW_S]

@@ -1,4 +1,4 @@
-"""What a chaos run found. Pure: records in; figures, a verdict and text out."""
+"""The result of a chaos run. Pure: records in; figures, a verdict and text out."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NUM_WORST = 8
 KILL_GRACE_S = 2.0
 MAX_BROKEN_PAUSE_S = 1.0
 BEFORE_S = 1.0
-"""A fault that ended so shortly before a pause may still have caused it."""
+"""A fault that ended at most this long before a pause may still have caused it."""
 
 
 @dataclass(slots=True)
 class AskedPrompt:
-    """One request as its client saw it; times are monotonic seconds. ``arrivals_s`` has an entry per chunk."""
+    """One request as measured by its client; times are monotonic seconds. ``arrivals_s`` has an entry per chunk."""
 
     begin_s: float
     is_stream: bool
@@ -35,9 +35,9 @@ class AskedPrompt:
     detail: str = ""
 
     def longest_pause_s(self, after_s: float, window_s: float) -> float | None:
-        """The longest silence that was under way at ``after_s`` or began within ``window_s`` of it.
+        """The longest silence that lasted at ``after_s`` or began within ``window_s`` after it.
 
-        None when the request was not in flight at ``after_s``. The wait for the first token counts.
+        None if the request was not in flight at ``after_s``. The wait for the first token counts.
         """
         if not self.begin_s <= after_s < self.end_s:
             return None
@@ -48,7 +48,7 @@ class AskedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class FaultRecord:
-    """A fault from its injection to its end, monotonic seconds; ``recovery_s`` is None where nothing had to recover."""
+    """A fault from its injection to its end, monotonic seconds; ``recovery_s`` is None if nothing had to recover."""
 
     name: str
     at_s: float
@@ -56,7 +56,7 @@ class FaultRecord:
     recovery_s: float | None = None
     problem: str = ""
     num_reconnected: int = 0
-    """Requests that lost their frontend by it, and were sent again."""
+    """Requests that lost their frontend through it and were sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class FaultSummary:
-    """All faults of one name: how long until the cluster was whole, and, for the ``num_alone`` of them that met no
-    other fault, how long the streams in flight were silent."""
+    """All faults of one name: the time until all workers were back, and, for the ``num_alone`` of them that overlapped
+    with no other fault, how long the streams in flight were silent."""
 
     count: int
     num_reconnected: int
@@ -83,7 +83,7 @@ class FaultSummary:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What was promised: ``value`` is at most ``limit``. Without a measurement ``value`` and ``is_met`` are None."""
+    """A target: ``value`` should be at most ``limit``. Without a measurement ``value`` and ``is_met`` are None."""
 
     name: str
     limit: float
@@ -98,9 +98,9 @@ class Promise:
 @dataclass(frozen=True, slots=True)
 class ChaosReport:
     """The whole run. ``refused`` requests got 429 or 503 with Retry-After and were sent again. ``reconnected`` ones
-    lost their frontend and were sent again; they count besides as what became of them. ``remote_prefills`` is a lower
-    bound: what killed workers did last is not known. The two pauses are each stream's longest silence, the wait for the
-    first token included: before the faults, and during them."""
+    lost their frontend and were sent again; they also count by their outcome. ``remote_prefills`` is a lower bound,
+    because the last counts of killed workers are unknown. The two pauses are each stream's longest silence, including
+    the wait for the first token: before the faults, and during them."""
 
     machine: str
     engine: str
@@ -149,8 +149,8 @@ def spread(values: Iterable[float]) -> Spread | None:
 def summarise_faults(
     faults: Sequence[FaultRecord], requests: Sequence[AskedPrompt], window_s: float
 ) -> dict[str, FaultSummary]:
-    """Per name of fault; pauses are those of the streams in flight when it struck, see ``longest_pause_s``. They are
-    taken only where no other fault lasted meanwhile, or a pause would be laid at the wrong door."""
+    """Per name of fault; pauses are those of the streams in flight when it struck, see ``longest_pause_s``. A pause
+    counts only if no other fault lasted meanwhile: it might have another cause."""
     summaries = {}
     for name in sorted({fault.name for fault in faults}):
         own = [fault for fault in faults if fault.name == name]
@@ -169,8 +169,9 @@ def summarise_faults(
 def targets_of(
     verdicts: Counter[Verdict], leaked_blocks: int, faults: dict[str, FaultSummary], lease_ttl_s: float
 ) -> tuple[Promise, ...]:
-    """What reliability promises while one worker of each role lives. A killed decode worker breaks the connections of
-    its streams, so they go on at once; what a killed prefill worker had pulled may have to wait for its lease."""
+    """The targets of docs/reliability.md while one worker of each role lives. A killed decode worker breaks the
+    connections of its streams, so they continue at once. Prefills that a killed prefill worker had pulled may have to
+    wait for its lease."""
     wrong = sum(verdicts[verdict] for verdict in (Verdict.WRONG, Verdict.MISSING, Verdict.REPEATED))
     pauses = {role: faults[f"{FaultKind.KILL} {role}"].pause for role in ROLES if f"{FaultKind.KILL} {role}" in faults}
     p99s = {role: pause.p99_s for role, pause in pauses.items() if pause is not None}
@@ -189,7 +190,7 @@ def targets_of(
 def worst_pauses(
     requests: Sequence[AskedPrompt], faults: Sequence[FaultRecord], count: int = NUM_WORST
 ) -> tuple[str, ...]:
-    """The longest silences of all streams, each with where it was and the faults that lasted meanwhile."""
+    """The longest silences of all streams, each with its place and the faults that lasted meanwhile."""
     pauses = []
     for record in requests:
         if record.is_stream:
@@ -206,17 +207,17 @@ def worst_pauses(
 
 
 def _overlap(fault: FaultRecord, other: FaultRecord, window_s: float) -> bool:
-    """Whether ``other`` lasts into the time in which pauses count as ``fault``'s."""
+    """Whether ``other`` lasts into the time in which pauses are attributed to ``fault``."""
     return other is not fault and other.at_s < fault.at_s + window_s and other.end_s > fault.at_s
 
 
 def count_verdicts(requests: Sequence[AskedPrompt]) -> Counter[Verdict]:
-    """How many requests ended how."""
+    """The number of requests by outcome."""
     return Counter(record.verdict for record in requests)
 
 
 def problems_of(requests: Sequence[AskedPrompt], faults: Sequence[FaultRecord]) -> list[str]:
-    """One line per bad request and per fault that did not go as it should; at most twenty of each."""
+    """One line per bad request and per fault with a problem; at most twenty of each."""
     bad = [f"{record.verdict}: {record.detail}" for record in requests if record.verdict in BAD]
     unhealed = [f"{fault.name}: {fault.problem}" for fault in faults if fault.problem]
     return bad[:MAX_EXAMPLES] + unhealed[:MAX_EXAMPLES]
@@ -250,7 +251,7 @@ def _cells(values: Spread | None, *names: str) -> list[str]:
 
 
 def _shown(value: object) -> object:
-    """A spread of seconds in one line; anything else as it is."""
+    """A spread of seconds in one line; other values unchanged."""
     if not isinstance(value, Spread):
         return value
     return ", ".join(f"{item.name} {getattr(value, item.name):g}" for item in fields(value))

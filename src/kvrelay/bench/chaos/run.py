@@ -1,7 +1,7 @@
-"""A chaos run from start to stop: start a cluster, learn the answers undisturbed, load it, break it, count.
+"""A chaos run: start a cluster, learn the answers without faults, then load the cluster, inject faults, and count.
 
-With the mock engine the answers are computed, so that prompts can be new; one wrong block shows as a wrong token.
-With the torch engine they are what it answered three times: several at once, one at a time, and in another order.
+With the mock engine the answers are computed, so that prompts can be new; one wrong block shows as a wrong token. With
+the torch engine they are the answers that it gave three times: several at once, one at a time, and in another order.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ MAX_PROMPT_LEN = 600
 NUM_PROMPTS = 120
 NUM_LEARNERS = 8
 NUM_BLOCKS = 512
-"""Of a worker's KV pool: few, so that cached prefixes are evicted and prompts have to be computed again."""
+"""Blocks of a worker's KV pool: few, so that cached prefixes are evicted and prompts must be computed again."""
 MAX_WAITING_REQUESTS = 32
 """Of each frontend."""
 DECODE_STEP_S = 0.02
-"""Of the mock engine: streams live long enough to meet a fault."""
+"""Of the mock engine: long enough for a fault to strike during a stream."""
 IDLE_TIMEOUT_S = 20.0
 MIN_STABLE_SHARE = 0.5
 
@@ -53,7 +53,8 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """What ``kvrelay bench chaos`` was told; seconds. ``log_path`` None: the cluster writes to a temporary file."""
+    """The options of ``kvrelay bench chaos``; times in seconds. ``log_path`` None: the cluster writes to a temporary
+    file."""
 
     model_path: Path
     engine_kind: str
@@ -72,7 +73,7 @@ class ChaosOptions:
         """Model and flags of a worker; ``serve`` takes the same."""
         flags = [str(self.model_path), "--engine", self.engine_kind, "--lease-ttl-s", f"{self.lease_ttl_s:g}"]
         flags += ["--max-local-prefill-length", "64", "--num-blocks", str(NUM_BLOCKS)]
-        # A lost prefill must not be rescued by its deadline before its client counts it as hung.
+        # The deadline must not rescue a lost prefill before its client counts it as hung.
         flags += ["--remote-prefill-timeout-s", f"{4 * SILENCE_LIMIT_S:g}"]
         if self.engine_kind == "mock":
             return [*flags, "--decode-base-s", f"{DECODE_STEP_S:g}"]
@@ -80,7 +81,7 @@ class ChaosOptions:
 
 
 async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
-    """Run it. Raises FatalError when the cluster does not start, ConfigError for a duration without room for faults."""
+    """Run it. Raises FatalError if the cluster does not start, ConfigError if the duration is too short for faults."""
     plan = make_plan(options.duration_s, options.seed, interval_s=options.fault_interval_s)
     cluster = ClusterUnderTest(
         [*options.worker_flags, "--max-waiting-requests", str(MAX_WAITING_REQUESTS)],
@@ -139,7 +140,7 @@ def _pauses(records: Iterable[AskedPrompt]) -> Spread | None:
 
 
 class _Questions:
-    """The prompts of a run. ``known`` are those whose answer is sure, empty until ``learn``."""
+    """The prompts of a run. ``known`` are the prompts with known answers, empty until ``learn``."""
 
     def __init__(self, options: ChaosOptions) -> None:
         config = json.loads((options.model_path / "config.json").read_text(encoding="utf-8"))
@@ -151,7 +152,7 @@ class _Questions:
         self.known: list[KnownPrompt] = []
 
     async def learn(self, client: ChaosClient) -> list[AskedPrompt]:
-        """Ask all prompts undisturbed; gives the records of that. Raises FatalError when too few answers are sure."""
+        """Send all prompts without faults. Returns the records. Raises FatalError if too few answers are known."""
         prompts = make_prompts(
             NUM_PROMPTS,
             self._seed,
@@ -216,7 +217,8 @@ async def _disturb(
     heal_timeout_s: float,
     progress: Progress,
 ) -> int:
-    """Load and faults for the whole duration, and until the last fault has healed; gives how many did not."""
+    """Run load and faults for the whole duration, and until the last fault has healed. Returns how many faults did not
+    heal."""
     stop = asyncio.Event()
     start_s = time.monotonic()
     asking = [

@@ -1,8 +1,8 @@
 """A server's address, and HTTP/1.1 on raw asyncio transports: one request at a time per connection.
 
-Each read is stamped before it is parsed, and its body bytes go straight to the request's sink, so a slow consumer
-cannot shift another request's stamps by more than its own work. Parsing is httptools (C). TCP_NODELAY is set by
-asyncio on every connection.
+Each read is timestamped before it is parsed, and its body bytes go directly to the request's sink. So a slow consumer
+can shift another request's timestamps only by its own work. Parsing is httptools (C). TCP_NODELAY is set by asyncio on
+every connection.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Target:
 
 
 def parse_target(url: str, api_key: str | None = None) -> Target:
-    """Read ``http://host:port[/prefix]``; an OpenAI-style ``/v1`` at the end is taken off. Raises InvalidInputError."""
+    """Read ``http://host:port[/prefix]``; an OpenAI-style ``/v1`` at the end is removed. Raises InvalidInputError."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port
@@ -74,7 +74,7 @@ _CLOSE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """A finished answer. ``body`` is kept only where no sink took it. ``done_ns`` is the stamp of its last byte;
+    """A finished answer. ``body`` is kept only without a sink. ``done_ns`` is the timestamp of its last byte;
     ``retry_after`` is that header."""
 
     status: int
@@ -85,7 +85,7 @@ class HttpAnswer:
 
 
 class _AnswerParser:
-    """The answer under way: httptools calls the ``on_*`` methods while it is fed."""
+    """The answer being received: httptools calls the ``on_*`` methods while it parses."""
 
     def __init__(self, sink: Sink | None, done: asyncio.Future[HttpAnswer]) -> None:
         self.parser = httptools.HttpResponseParser(self)
@@ -133,7 +133,7 @@ class _AnswerParser:
             )
 
     def closed(self) -> None:
-        """The connection ended: right for an answer that has no other end, else a failure."""
+        """The connection ended: the normal end of an answer without length or chunks, else a failure."""
         if self._head_complete and not self._delimited:
             self.on_message_complete()
             self.keep_alive = False
@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def wait_closed(self) -> None:
-        """Until the transport has let go of the connection."""
+        """Wait until the transport has closed the connection."""
         await self._lost
 
     async def exchange(self, request: bytes, sink: Sink | None) -> HttpAnswer:
@@ -188,7 +188,7 @@ class Connection(asyncio.Protocol):
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not isinstance: uvloop's transports are of no asyncio class.
+        # isinstance would fail: uvloop's transports derive from no asyncio class.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -213,13 +213,13 @@ class Connection(asyncio.Protocol):
 
 
 class StaleConnectionError(ServerDownError):
-    """The connection was closed before any byte of the answer: normal for one that had been idle."""
+    """The connection was closed before any byte of the answer: normal for an idle connection."""
 
 
 class ConnectionPool:
     """Connections to one server, as many as there are requests in flight; without ``reuse`` one for each request.
 
-    ``reconnects`` counts requests that were sent again, since their idle connection turned out to be closed.
+    ``reconnects`` counts requests that were sent again because their idle connection had been closed.
     """
 
     def __init__(self, target: Target, connect_timeout_s: float = 10.0, *, reuse: bool = True) -> None:
@@ -239,7 +239,8 @@ class ConnectionPool:
         self._idle += [await self._connect() for _ in range(count - len(self._idle))]
 
     async def send(self, request: bytes, sink: Sink | None = None) -> HttpAnswer:
-        """Send over an idle connection or a new one. One that had been closed meanwhile is replaced, once."""
+        """Send over an idle connection or a new one. If the idle connection had been closed, retry once over a new
+        one."""
         connection, reused = self._take(), True
         if connection is None:
             connection, reused = await self._connect(), False

@@ -1,7 +1,7 @@
-"""Sends classes of requests at their times and gathers the records; watches that the client itself keeps up.
+"""Sends classes of requests on schedule and collects the records; checks that the client itself keeps up.
 
-One event loop, one task per request in flight. Bodies are encoded ahead of time, the garbage collector rests during a
-run. Every request that was sent ends up as exactly one record, also when the run is cut short.
+One event loop, one task per request in flight. Bodies are encoded ahead of time, and the garbage collector is off
+during a run. Every sent request yields exactly one record, also if the run is cut short.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LAG_PROBE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class RunLimits:
-    """``time_limit_s`` ends the sending; what is in flight then has ``drain_s`` to end, else it is cut off.
+    """``time_limit_s`` ends the sending. Requests in flight then have ``drain_s`` to end, or else are cut off.
 
-    After ``max_failures`` failures in a row the run is given up: the server is down.
+    After ``max_failures`` failures in a row the run ends: the server is down.
     """
 
     time_limit_s: float | None = None
@@ -52,7 +52,7 @@ class _Prepared:
             self._encode_one()
 
     def pop(self) -> tuple[bytes, int | None] | None:
-        """Body and prompt length; None at the end. The place it leaves is filled when the loop is next free."""
+        """Body and prompt length; None at the end. The queue is refilled when the loop is next free."""
         if not self._ready:
             return None
         asyncio.get_running_loop().call_soon(self._encode_one)
@@ -85,7 +85,8 @@ class LoadDriver:
         self._gave_up = asyncio.Event()
 
     async def run(self, classes: tuple[LoadClass, ...]) -> RunResult:
-        """Send until the classes or the time end. An interrupt (task cancellation) ends the run early, not in vain."""
+        """Send until the classes or the time end. An interrupt (task cancellation) ends the run early and keeps its
+        records."""
         prepared = [_Prepared(load, self._options) for load in classes]
         self._bar.stage("requests", self._total(classes))
         note = None
@@ -116,7 +117,7 @@ class LoadDriver:
         return RunResult(tuple(self._records), start_ns, stop_ns, client, note)
 
     async def _until_stopped(self, senders: Sequence[asyncio.Task[None]], watcher: asyncio.Task[Any]) -> str | None:
-        """Wait for the senders, the time limit, or a dead server; says why where it was not the senders."""
+        """Wait for the senders, the time limit, or a dead server. Returns the reason if the senders were not done."""
         everyone = asyncio.ensure_future(asyncio.wait(senders))
         await asyncio.wait([everyone, watcher], timeout=self._limits.time_limit_s, return_when=asyncio.FIRST_COMPLETED)
         self._stopping = True
@@ -146,7 +147,7 @@ class LoadDriver:
             await self._send_on_time(load, load.offsets, prepared, start_ns)
 
     async def _user(self, load: LoadClass, prepared: _Prepared) -> None:
-        """One user of a closed loop. A failure is followed by a pause, so that a dead server is not hammered."""
+        """One user of a closed loop. It pauses after a failure, so that it does not flood a dead server."""
         while not self._stopping and (next_up := prepared.pop()) is not None:
             task = self._start(load.name, *next_up)
             failures = self._failures_in_row
@@ -168,7 +169,7 @@ class LoadDriver:
             task = self._start(load.name, *next_up)
             if slots is not None:
                 task.add_done_callback(partial(_release, slots))
-        # A class ends with its last answer, not with its last request.
+        # A class ends with its last answer.
         mine = [task for task in self._in_flight if task.get_name() == load.name]
         if mine:
             await asyncio.wait(mine)
@@ -203,7 +204,7 @@ def _release(slots: asyncio.Semaphore, _: asyncio.Task[None]) -> None:
 
 
 class _LagProbe:
-    """Wakes up regularly and remembers how late the worst time was."""
+    """Wakes up regularly and records its largest delay."""
 
     def __init__(self) -> None:
         self.max_s = 0.0
@@ -223,7 +224,8 @@ class _LagProbe:
 
 @contextmanager
 def _quiet_gc() -> Iterator[None]:
-    """No collection during a run: one over many records would stop the stamps for tens of milliseconds."""
+    """No garbage collection during a run: a collection over many records would delay timestamps by tens of
+    milliseconds."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -237,7 +239,8 @@ def _quiet_gc() -> Iterator[None]:
 async def warm_up(
     pool: ConnectionPool, options: BodyOptions, load: LoadClass, count: int, concurrency: int
 ) -> tuple[RequestRecord, ...]:
-    """Send ``count`` requests that are not measured, ``concurrency`` at a time; their records tell whether it works."""
+    """Send ``count`` requests that are not measured, ``concurrency`` at a time. Their records show whether the server
+    works."""
     driver = LoadDriver(pool, options, RunLimits(), ProgressBar(None))
     closed = LoadClass(load.name, load.requests, max_concurrency=min(count, concurrency), num_requests=count)
     return (await driver.run((closed,))).records if count else ()

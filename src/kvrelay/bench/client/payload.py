@@ -1,4 +1,4 @@
-"""The OpenAI API on the wire: bodies written, server-sent events cut out of a byte stream, chunks read. Pure."""
+"""The OpenAI API on the wire: writes bodies, cuts a byte stream into server-sent events, reads chunks. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DONE = b"[DONE]"
 
 
 class Endpoint(StrEnum):
-    """The two that stream; the value is the path."""
+    """The endpoints that stream; the value is the path."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -23,9 +23,9 @@ class Endpoint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BodyOptions:
-    """What each request's body says beside its prompt.
+    """The fields of each request's body besides its prompt.
 
-    ``plain`` leaves out what OpenAI's own API does not know (ignore_eos, return_token_ids, continuous usage).
+    ``plain`` leaves out fields that OpenAI's own API does not have (ignore_eos, return_token_ids, continuous usage).
     ``extra`` is a JSON object whose fields are added last.
     """
 
@@ -60,7 +60,7 @@ class ChunkUsage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """A chunk of a stream. ``error`` is there where the server failed after it had begun."""
+    """A chunk of a stream. ``error`` is set if the server failed after it had begun."""
 
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
@@ -100,7 +100,7 @@ def encode_body(request: LoadRequest, options: BodyOptions) -> bytes:
 
 
 def decode_chunk(data: bytes) -> Chunk:
-    """Read one event's data. Raises BadResponseError for what is not a chunk, and for an error sent as one."""
+    """Read one event's data. Raises BadResponseError for data that is not a chunk, and for an error event."""
     try:
         chunk = _chunk_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -134,7 +134,7 @@ MAX_EVENT_BYTES = 16 * 1024 * 1024
 
 
 class EventSplitter:
-    """Feed bytes as they come, get the data of each event that is complete. Comments and other fields are skipped."""
+    """Takes bytes as they arrive and returns the data of each complete event. Comments and other fields are skipped."""
 
     __slots__ = ("_rest",)
 
@@ -146,7 +146,7 @@ class EventSplitter:
         if self._rest:
             data = self._rest + data
         if b"\r" in data:
-            # A carriage return at the end may be half of a line end.
+            # A carriage return at the end may be the first half of a line end.
             held = b"\r" if data.endswith(b"\r") else b""
             data = data[: len(data) - len(held)].replace(b"\r\n", b"\n") + held
         *events, self._rest = data.split(b"\n\n")

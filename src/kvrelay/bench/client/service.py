@@ -1,4 +1,4 @@
-"""What else a server is asked: whether it is healthy, which model it serves, how many tokens a text has."""
+"""Other queries to a server: its health, its model, the number of tokens of a text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def first_model(pool: ConnectionPool) -> str:
 async def wait_until_healthy(
     pool: ConnectionPool, timeout_s: float, check_alive: Callable[[], None] = lambda: None
 ) -> None:
-    """Poll ``/health`` until it says 200. ``check_alive`` raises where waiting has become pointless.
+    """Poll ``/health`` until it says 200. ``check_alive`` raises if waiting has become pointless.
 
     Raises ServerDownError after ``timeout_s`` seconds.
     """
@@ -71,7 +71,7 @@ async def wait_until_healthy(
 
 
 async def count_tokens(pool: ConnectionPool, model: str, texts: Sequence[str]) -> int | None:
-    """Tokens of all texts by the server's ``/tokenize``; None where it has none."""
+    """Tokens of all texts by the server's ``/tokenize``; None if the server has no such endpoint."""
     slots = asyncio.Semaphore(_TOKENIZE_AT_ONCE)
 
     async def one(text: str) -> int:
@@ -80,7 +80,7 @@ async def count_tokens(pool: ConnectionPool, model: str, texts: Sequence[str]) -
             found = await _ask(pool, "/tokenize", _TokenCount, body)
         return found.count if found.count is not None else len(found.tokens or ())
 
-    # All are waited for, also when one has failed: none may be left behind under way.
+    # Wait for all, also if one has failed: none may stay in flight.
     counts = await asyncio.gather(*(one(text) for text in texts if text), return_exceptions=True)
     total = 0
     for count in counts:
@@ -93,7 +93,7 @@ async def count_tokens(pool: ConnectionPool, model: str, texts: Sequence[str]) -
 
 
 async def cpu_seconds(target: Target) -> float:
-    """CPU time so far of the process that answers, by its Prometheus metrics; NaN where they do not say."""
+    """CPU time so far of the process that answers, from its Prometheus metrics; NaN if they lack it."""
     pool = ConnectionPool(target)
     try:
         answer = await pool.send(pool.target.head("GET", "/metrics", 0))
@@ -107,7 +107,8 @@ async def cpu_seconds(target: Target) -> float:
 
 
 async def detokenize(pool: ConnectionPool, model: str, tokens: Sequence[int]) -> str:
-    """The text of token ids by the server's ``/detokenize``. Raises BadResponseError where it has none."""
+    """The text of token ids by the server's ``/detokenize``. Raises BadResponseError if the server has no such
+    endpoint."""
     return (await _ask(pool, "/detokenize", _Text, {"model": model, "tokens": list(tokens)})).prompt
 
 

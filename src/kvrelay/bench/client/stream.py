@@ -1,6 +1,6 @@
-"""One streaming request: the recorder that turns stamped bytes into a record, and the call that feeds it.
+"""One streaming request: the recorder that turns timestamped bytes into a record, and the call that feeds it.
 
-The recorder is pure, so its figures are tested with made-up stamps.
+The recorder is pure, so its figures are tested with invented timestamps.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class StreamRecorder:
 
     @property
     def complete(self) -> bool:
-        """Whether the stream said that it ended."""
+        """Whether the stream had its end marker."""
         return self._finished or self._done
 
     def sent(self, now_ns: int) -> None:
         self._sent_ns = now_ns
 
     def feed(self, now_ns: int, body: bytes) -> None:
-        """Take what one read brought. Raises BadResponseError for what is not a stream of chunks."""
+        """Take the bytes of one read. Raises BadResponseError for data that is not a stream of chunks."""
         for data in self._events.feed(body):
             if data == DONE:
                 self._done = True
@@ -62,7 +62,7 @@ class StreamRecorder:
                 self._chunk(now_ns, decode_chunk(data))
 
     def record(self, outcome: Outcome, end_ns: int, error: str | None = None) -> RequestRecord:
-        """The record of what has come so far."""
+        """The record of the answer so far."""
         usage = self._usage
         source = self._source or TokenSource.TOKEN_IDS
         tokens = tuple(self._tokens)
@@ -109,13 +109,13 @@ class StreamRecorder:
             self._lengths.append(len(text))
 
     def _count(self, text: str, ids: list[int] | None, before: int, usage: ChunkUsage | None) -> int:
-        """Tokens of a chunk, by the source that the first chunk with a token offered."""
+        """Tokens of a chunk, from the source that the first chunk with a token had."""
         reported = usage.completion_tokens if usage else None
         if self._source is None:
             if ids:
                 self._source = TokenSource.TOKEN_IDS
             elif text:
-                # ChunkUsage that first comes with the last chunk is a total, not a running count.
+                # A usage that first appears in the last chunk is a total, not a running count.
                 running = bool(reported) and not self._finished
                 self._source = TokenSource.USAGE if running else TokenSource.ESTIMATED
         if self._source is TokenSource.TOKEN_IDS:
@@ -126,7 +126,7 @@ class StreamRecorder:
 
 
 async def run_stream(pool: ConnectionPool, endpoint: Endpoint, body: bytes, recorder: StreamRecorder) -> RequestRecord:
-    """Send one request and record its stream. Whatever fails is in the record; nothing is raised but cancellation."""
+    """Send one request and record its stream. Failures are in the record; only cancellation is raised."""
     request = pool.target.head("POST", endpoint.value, len(body)) + body
     recorder.sent(time.perf_counter_ns())
     try:
@@ -142,4 +142,4 @@ def _judge(answer: HttpAnswer, recorder: StreamRecorder) -> str | None:
         return f"HTTP {answer.status}: {error_text(answer.body)}"
     if answer.content_type != "text/event-stream":
         return f"the server answered {answer.content_type or 'something without a type'} instead of a stream"
-    return None if recorder.complete else "the stream ended before it said so"
+    return None if recorder.complete else "the stream ended without its end marker"

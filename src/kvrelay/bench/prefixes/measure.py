@@ -82,7 +82,7 @@ class PrefixReport:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMeasurement:
-    """The report, and the shared prefixes' lengths and uses that a plot draws."""
+    """The report, and the lengths and uses of the shared prefixes for a plot."""
 
     report: PrefixReport
     lengths: tuple[int, ...]
@@ -152,7 +152,7 @@ def _text_bytes(
         for conversation in read_conversations(file, options.fmt):
             text = conversation.text(first_turn_only=options.first_turn_only)
             packed = encode(text)
-            # Blocks hold a fixed number of characters, so they are cut where a character has a fixed width.
+            # Blocks have a fixed number of characters, so the text is cut in an encoding of fixed width.
             fixed = text.encode("utf-32-le", "surrogatepass") if unit is Unit.CHARS else packed
             requests.append(chained_blocks(fixed, 4 * block_size))
             yield packed

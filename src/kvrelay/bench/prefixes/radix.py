@@ -64,12 +64,12 @@ class PackedSequences:
         return len(self.ordered)
 
     def num_items(self, content: bytes) -> int:
-        """How many characters or items the bytes hold."""
+        """The number of characters or items in the bytes."""
         return len(content) // self.item_bytes if self.item_bytes else len(content.decode("utf-8", "surrogatepass"))
 
     def _common(self, left: bytes, right: bytes) -> int:
         size = min(len(left), len(right))
-        # As big numbers they differ from the highest byte on that is not the same in both.
+        # As big-endian numbers they differ from their highest different byte on.
         differing = int.from_bytes(left[:size], "big") ^ int.from_bytes(right[:size], "big")
         common = size - (differing.bit_length() + 7) // 8
         if self.item_bytes:
@@ -80,10 +80,10 @@ class PackedSequences:
 
 
 def shared_prefixes(packed: PackedSequences, min_count: int, min_length: int) -> list[SharedPrefixNode]:
-    """The prefixes shared by at least ``min_count`` sequences that no longer such prefix extends, over ``min_length``.
+    """The longest prefixes that at least ``min_count`` sequences share, if longer than ``min_length``.
 
     Lengths are in items and must be above ``min_length``; the order is that of the sorted sequences. ``min_count`` is
-    at least 2: what one sequence has is not shared.
+    at least 2: the prefix of one sequence is not shared.
     """
     if min_count < 2:
         raise InvalidInputError(f"a shared prefix needs at least 2 uses, not {min_count}", param="min_count")
@@ -96,7 +96,7 @@ def shared_prefixes(packed: PackedSequences, min_count: int, min_length: int) ->
     depth = lows[begins]
     before = np.concatenate(([-1], depth[:-1]))
     after = np.concatenate((depth[1:], [-1]))
-    # An item may span several bytes, never the other way round: the byte test is a safe first sieve.
+    # An item spans one or more bytes, so the test on bytes is a safe first filter.
     deepest = np.flatnonzero((depth > before) & (depth > after) & (depth > min_length))
     nodes = []
     for at in deepest.tolist():

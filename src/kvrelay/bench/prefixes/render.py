@@ -1,4 +1,4 @@
-"""The prefix report as tables for people and as a picture."""
+"""The prefix report as tables and as a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From stamps to figures: pure calculation (``statistics``, ``records``, ``metrics``), then text, JSON and plots.
+"""From timestamps to figures: pure calculation (``records``, ``metrics``), then text, JSON and plots.
 
-Nothing in here reads a clock or a socket, so every figure can be checked exactly.
+No module here reads a clock or a socket, so every figure can be tested exactly.
 """

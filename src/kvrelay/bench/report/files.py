@@ -1,4 +1,4 @@
-"""Results on disk, written whole or not at all and read back with a check of what they are; the machine they are of."""
+"""Results on disk, written completely or not at all, and checked when they are read; and the machine's description."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def to_json(value: object) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write under another name first, so that an interrupted write leaves no half of a result."""
+    """Write under another name first, so that an interrupted write leaves no partial result."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")

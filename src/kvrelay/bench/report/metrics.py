@@ -1,7 +1,8 @@
 """The figures of a serving run, calculated from its records. Pure; seconds and tokens everywhere.
 
-Latencies are over successful requests. Throughput is over the run's window: what arrived between the first sending and
-the end of sending (a run without a time limit ends with its last answer), so that the drain does not water it down.
+Latencies are over successful requests. Throughput is over the run's window: it counts what arrived between the first
+sending and the end of sending (a run without a time limit ends with its last answer), so that the drain does not lower
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REPORT_KIND = "kvrelay-bench-serve/1"
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """What a class was asked to send. ``request_rate`` None: a closed loop, or everything at once."""
+    """The load of a class. ``request_rate`` None: a closed loop, or everything at once."""
 
     name: str
     request_rate: float | None = None
@@ -66,7 +67,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class ErrorCount:
-    """An error and how often it came."""
+    """An error and its number of occurrences."""
 
     message: str
     count: int
@@ -74,7 +75,7 @@ class ErrorCount:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a report says about how it came about. ``started_at`` is UTC, ISO 8601."""
+    """The conditions of a run. ``started_at`` is UTC, ISO 8601."""
 
     backend: str
     url: str
@@ -86,7 +87,7 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
-    """A whole run. ``complete`` is false where it ended early; ``note`` says why."""
+    """A whole run. ``complete`` is false if it ended early; ``note`` has the reason."""
 
     kind: str
     info: RunInfo
@@ -102,7 +103,7 @@ class ServeReport:
 
 
 def figure(load: LoadReport | None, path: str) -> float | None:
-    """A figure by name, ``requests_per_s`` or ``ttft_s.p99``; None where the load does not have it."""
+    """A figure by name, ``requests_per_s`` or ``ttft_s.p99``; None if the load does not have it."""
     value: Any = load
     for name in path.split("."):
         value = None if value is None else getattr(value, name)
@@ -184,7 +185,7 @@ class _Served:
 
 
 def _served(records: Sequence[RequestRecord], stop_ns: int) -> _Served:
-    """What came back up to ``stop_ns``, partial answers with the part that came."""
+    """The tokens received until ``stop_ns``, including those of partial answers."""
     requests = input_tokens = output_tokens = 0
     busy_ns = 0
     for record in records:

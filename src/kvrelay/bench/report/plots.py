@@ -26,7 +26,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write the figure; the name's ending chooses the format. An ending that is no picture is refused."""
+    """Write the figure; the name's ending chooses the format. An ending that is no picture format is refused."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
@@ -35,7 +35,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def plot_beside(plot: Callable[[_T, Path], None], report: _T, path: Path) -> None:
-    """Draw a picture that nobody asked for: without matplotlib, say so and go on."""
+    """Draw an optional picture; without matplotlib, print a note and continue."""
     try:
         plot(report, path)
     except MissingPackageError as exc:

@@ -1,7 +1,7 @@
-"""What is kept of one request, how a set of values is summed up, and which objectives a request meets.
+"""The record of one request, the summary of a set of values, and the objectives of a request.
 
-An *arrival* is all that one read brought: pieces read together reached the user together, so they count as one with
-all their tokens. Stamps are nanoseconds of the client's monotonic clock.
+An *arrival* is the data of one read: pieces read together reached the user together, so they count as one with all
+their tokens. Timestamps are nanoseconds of the client's monotonic clock.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class TokenSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request. ``stamps_ns`` and ``tokens`` run side by side over its arrivals.
+    """One request. ``stamps_ns`` and ``tokens`` have one entry per arrival.
 
-    ``output_tokens`` is what the server's usage says, else the sum of ``tokens``; ``prompt_tokens`` likewise, else what
-    the data set said.
+    ``output_tokens`` comes from the server's usage, or else is the sum of ``tokens``; ``prompt_tokens`` comes from the
+    usage, or else from the data set.
     """
 
     class_name: str
@@ -69,19 +69,20 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first arrival; None where nothing came after it."""
+        """Seconds per token after the first arrival; None if nothing came after it."""
         later = sum(self.tokens[1:])
         return (self.stamps_ns[-1] - self.stamps_ns[0]) / 1e9 / later if later else None
 
     def gaps_s(self) -> npt.NDArray[np.float64]:
-        """Seconds between arrivals, one per arrival after the first: the waits as a reader sees them."""
+        """Seconds between arrivals, one per arrival after the first: the waits of a reader."""
         stamps = np.asarray(self.stamps_ns, np.int64)
         return (stamps[1:] - stamps[:-1]).astype(np.float64) / 1e9
 
     def itl_s(self) -> npt.NDArray[np.float64]:
-        """Inter-token latencies, one per token after the first arrival: a gap that brought k tokens is k times gap / k.
+        """Inter-token latencies, one per token after the first arrival: a gap that brought k tokens is k times gap
+        / k.
 
-        So they add up to the whole time, however the server packs its tokens.
+        So they add up to the whole time, independent of how the server batches its tokens.
         """
         counts = np.asarray(self.tokens[1:], np.int64)
         shares = self.gaps_s() / np.maximum(counts, 1)
@@ -90,9 +91,9 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """Whether the client was the bottleneck: its share of one core, and how late its event loop woke up at worst.
+    """Whether the client was the bottleneck: its share of one core, and the largest delay of its event loop.
 
-    ``reconnects`` counts requests sent a second time, because the server had closed their connection without a word.
+    ``reconnects`` counts requests sent a second time, because the server had closed their connection without an answer.
     """
 
     cpu_share: float
@@ -102,8 +103,8 @@ class ClientLoad:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """All records, and the run's borders. Sending went on from ``start_ns`` to ``stop_ns``; a run without a time limit
-    stops when its last answer is there. ``note`` says why a run ended early."""
+    """All records, and the run's start and end. Requests were sent from ``start_ns`` to ``stop_ns``; a run without a
+    time limit stops with its last answer. ``note`` has the reason if a run ended early."""
 
     records: tuple[RequestRecord, ...]
     start_ns: int
@@ -138,7 +139,7 @@ class Distribution:
 
 
 def distribution(values: npt.ArrayLike) -> Distribution | None:
-    """Summarise; None where there is nothing to summarise."""
+    """Summarise; None if there are no values."""
     data = np.asarray(values, dtype=np.float64)
     if not data.size:
         return None
