@@ -106,6 +106,7 @@ class EngineCore:
         prefills to send away, reads to begin. Without ``announce`` all of this comes with the result.
         """
         self._raise_if_dead()
+        began_s = self._clock.now()
         work = self.scheduler.schedule()
         news = self.scheduler.output
         is_news = news.outputs or news.remote_prefills or news.closed_handoffs or news.kv_loads
@@ -122,7 +123,9 @@ class EngineCore:
         except Exception as exc:  # noqa: BLE001 - whatever a device or a kernel may raise
             return self._die(self.group.explain(exc))
         if work is not None:
+            computed = self.scheduler.step_work()
             self.scheduler.update(result)
+            self.scheduler.pace.costs.add(computed, self._clock.now() - began_s)
         self.limits.observe()
         return self._take_output()
 

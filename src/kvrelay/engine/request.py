@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Protocol
 
 from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus, check_transition
+from kvrelay.handoff.placement import Decision, Objectives, Situation
 
 UINT64_MASK = 2**64 - 1
+
+
+class Placement(Protocol):
+    """Decides on an engine's thread where the prefills of its requests run: ``handoff.placement.CostPlacement``."""
+
+    def decide(self, situation: Situation) -> Decision: ...
+
+    def placed(self, decision: Decision) -> None:
+        """The engine has acted on ``decision``."""
+
+    def came_back(self, request_id: str, num_tokens: int, num_ahead: int, seconds: float) -> None:
+        """A remote prefill of ``num_tokens`` took ``seconds``, with ``num_ahead`` tokens sent away before it."""
 
 
 class PrefillMode(enum.Enum):
@@ -41,6 +55,7 @@ class Request:
     __slots__ = (
         "arrival",
         "block_ids",
+        "decision",
         "ending",
         "first_output_sent",
         "handoff_id",
@@ -56,6 +71,8 @@ class Request:
         "num_prompt_tokens",
         "num_queued_tokens",
         "num_sent_blocks",
+        "objectives",
+        "placement",
         "priority",
         "prompt_logprobs",
         "request_id",
@@ -108,6 +125,11 @@ class Request:
         """Length in tokens at which the answer ends."""
 
         # The scheduler's.
+        self.placement: Placement | None = None
+        """Decides when the request is admitted where its prefill runs; None: its mode says so."""
+        self.decision: Decision | None = None
+        """What ``placement`` decided."""
+        self.objectives: Objectives | None = None
         self.num_queued_tokens = 0
         """Tokens to compute, as estimated when it began to wait; 1 or more while it waits."""
         self.slot = -1

@@ -6,6 +6,7 @@ It owns the alternation between exclusive prefills and all other sequences. It c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.request import PrefillMode, Request, service_order
@@ -30,6 +31,15 @@ class ScheduledBatch:
         return len(self.decodes) + self.num_prefill_tokens
 
 
+class Budget(Protocol):
+    """Bounds the prefill tokens of a step further: ``pace.Pace``."""
+
+    def look_at(self, decodes: list[Request]) -> None:
+        """The decodes of the step that is being planned."""
+
+    def prefill_budget(self, prefilling: list[Request], max_num_tokens: int) -> int: ...
+
+
 class BatchPlanner:
     """Schedules at most ``max_num_tokens`` tokens of ``batch``, which never has more decodes than that.
 
@@ -37,11 +47,14 @@ class BatchPlanner:
     step, so that requests from before a change of role still end.
     """
 
-    def __init__(self, batch: Batch, max_num_tokens: int, *, exclusive_prefill: bool) -> None:
+    def __init__(
+        self, batch: Batch, max_num_tokens: int, *, exclusive_prefill: bool, pace: Budget | None = None
+    ) -> None:
         self.exclusive_prefill = exclusive_prefill
         self._batch = batch
         self._max_num_tokens = max_num_tokens
         self._is_others_turn = False
+        self._pace = pace
 
     def plan(self) -> ScheduledBatch:
         """Schedule the next step."""
@@ -58,7 +71,11 @@ class BatchPlanner:
 
     def _together(self, prefilling: list[Request]) -> ScheduledBatch:
         decodes = self._batch.decode_rows()
-        return ScheduledBatch(decodes, _chunks(prefilling, self._max_num_tokens - len(decodes)))
+        budget = self._max_num_tokens - len(decodes)
+        if self._pace is not None:
+            self._pace.look_at(decodes)
+            budget = self._pace.prefill_budget(prefilling, budget) if prefilling else budget
+        return ScheduledBatch(decodes, _chunks(prefilling, budget))
 
 
 def _chunks(prefilling: list[Request], budget: int) -> list[tuple[Request, int]]:

@@ -15,8 +15,10 @@ A step:  grow      blocks for decodes that fill their last one; preempt the leas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from kvrelay.core.clock import Clock
+from kvrelay.core.cost_model import StepWork
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
@@ -24,6 +26,7 @@ from kvrelay.engine.admission.queue import AdmissionQueue, Backlog, EngineLoad
 from kvrelay.engine.base import KvLoad, ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.pace import Pace
 from kvrelay.engine.reports import report_blocks, report_last_blocks, report_token
 from kvrelay.engine.request import PrefillMode, Request, service_order
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch
@@ -31,6 +34,14 @@ from kvrelay.engine.stopping import finish_reason
 
 StartRemote = Callable[[Request], None]
 """Called with a REMOTE request whose blocks are allocated. Opens the hand-off."""
+
+
+class _Away(NamedTuple):
+    """A prefill that was sent away: its tokens, those that had been sent before it, and when."""
+
+    num_tokens: int
+    num_ahead: int
+    since_s: float
 
 
 class Scheduler:
@@ -70,7 +81,13 @@ class Scheduler:
         self._num_outside = 0
         """Requests admitted without a slot (REMOTE_PREFILLING, LOADING_KV); a slot is reserved for each."""
         self._needs_block: list[Request] = []
-        self._planner = BatchPlanner(self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill)
+        self.pace = Pace()
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._away: dict[Request, _Away] = {}
+        """Remote prefills that the worker's own queue has sent away."""
+        self._planner = BatchPlanner(
+            self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill, pace=self.pace
+        )
         self._scheduled = ScheduledBatch([], [])
 
     def __repr__(self) -> str:
@@ -136,6 +153,7 @@ class Scheduler:
             self._batch.leave(request)
         elif request.status in (RequestStatus.REMOTE_PREFILLING, RequestStatus.LOADING_KV):
             self._num_outside -= 1
+            self._forget_away(request)
         else:
             self.admission.discard(request)
         request.move(status, self._clock.now())
@@ -150,6 +168,10 @@ class Scheduler:
         """The KV of all tokens of a REMOTE request is in its blocks, and ``token_id`` is its next token: it joins the
         batch."""
         self._num_outside -= 1
+        away = self._away.pop(request, None)
+        if away is not None and request.placement is not None:
+            seconds = self._clock.now() - away.since_s
+            request.placement.came_back(request.request_id, away.num_tokens, away.num_ahead, seconds)
         request.num_computed_tokens = len(request.token_ids)
         request.move(RequestStatus.RUNNING, self._clock.now())
         self._batch.enter(request, decoding=True)
@@ -159,11 +181,17 @@ class Scheduler:
     def remote_lost(self, request: Request) -> None:
         """No KV will arrive for a REMOTE request: it waits again, to be computed here."""
         self._num_outside -= 1
+        self._forget_away(request)
         request.mode = PrefillMode.LOCAL
         request.handoff_id = None
         request.move(RequestStatus.WAITING, self._clock.now())
         self._free_blocks(request)
         self.admission.push(request)
+
+    def _forget_away(self, request: Request) -> None:
+        """No KV comes of it: from now on the request, if it goes on, is computed here."""
+        self._away.pop(request, None)
+        request.placement = None
 
     # -- hand-offs (prefill side) -------------------------------------------------------------------------------------
 
@@ -239,6 +267,7 @@ class Scheduler:
         self._batch.leave(request)
         request.move(RequestStatus.PREEMPTED, self._clock.now())
         request.mode = PrefillMode.LOCAL
+        request.placement = None
         self._free_blocks(request)
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()
@@ -253,12 +282,30 @@ class Scheduler:
 
     def _load(self) -> EngineLoad:
         backlog = tuple(Backlog(request.num_missing_tokens, request.arrival) for request in self._batch.prefilling)
-        return EngineLoad(self.num_admitted, len(self._batch), backlog)
+        return EngineLoad(
+            num_admitted=self.num_admitted,
+            num_running=len(self._batch),
+            backlog=backlog,
+            pace=self.pace,
+            chunk=self.pace.prefill_budget(list(self._batch.prefilling), self._max_num_batched_tokens),
+            num_away=self._num_away,
+            num_prefills_away=len(self._away),
+        )
+
+    @property
+    def _num_away(self) -> int:
+        return sum(away.num_tokens for away in self._away.values())
+
+    def step_work(self) -> StepWork:
+        """What the scheduled batch computes, for ``pace.costs``. To be called before ``update``."""
+        return self.pace.work_of(self._scheduled)
 
     def _place(self, request: Request) -> None:
         """Start an admitted request according to its mode."""
         if request.mode is PrefillMode.REMOTE:
             self._num_outside += 1
+            if not request.handoff_number:
+                self._away[request] = _Away(request.num_missing_tokens, self._num_away, self._clock.now())
             request.move(RequestStatus.REMOTE_PREFILLING, self._clock.now())
             self._start_remote(request)
             return

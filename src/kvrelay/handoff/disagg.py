@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvrelay.config import DisaggConfig
 from kvrelay.errors import ConfigError
@@ -14,11 +15,15 @@ from kvrelay.errors import ConfigError
 SETTABLE = ("max_local_prefill_length", "max_prefill_queue_size")
 
 
+_DEFAULTS = DisaggConfig()
+
+
 class PrefillPlace(enum.StrEnum):
     """Where a prefill runs, and for local ones why. Values are metric labels."""
 
     REMOTE = "remote"
     LOCAL_SHORT = "local_short"
+    LOCAL_CHEAPER = "local_cheaper"
     LOCAL_QUEUE_FULL = "local_queue_full"
     LOCAL_NO_PREFILL_WORKER = "local_no_prefill_worker"
     LOCAL_REQUIRED = "local_required"
@@ -47,12 +52,21 @@ class DisaggPolicy:
             number = int(str(value))
         except ValueError as exc:
             raise ConfigError(f"disagg.{name} must be a whole number, got {value!r}", param=name) from exc
-        self.config = replace(self.config, **{name: number})
+        change: dict[str, Any] = {name: number}
+        self.config = replace(self.config, **change)
 
     def unset(self, name: str) -> None:
         """Back to the threshold that was given at the start. Raises ConfigError for an unknown name."""
         self._check(name)
         self.config = replace(self.config, **{name: getattr(self._given, name)})
+
+    @property
+    def is_by_cost(self) -> bool:
+        """Whether ``handoff.placement`` decides, and this policy only where costs are not known."""
+        config = self.config
+        if config.disagg_policy != "auto":
+            return config.disagg_policy == "cost"
+        return all(getattr(config, name) == getattr(_DEFAULTS, name) for name in SETTABLE)
 
     def decide(
         self, *, prompt_length: int, num_cached_tokens: int, prefill_fleet: PrefillFleet, must_be_local: bool = False
@@ -64,6 +78,8 @@ class DisaggPolicy:
         """
         if must_be_local:
             return PrefillPlace.LOCAL_REQUIRED
+        if self.config.disagg_policy == "always":
+            return PrefillPlace.REMOTE if prefill_fleet.num_workers else PrefillPlace.LOCAL_NO_PREFILL_WORKER
         if prompt_length - num_cached_tokens <= self.config.max_local_prefill_length:
             return PrefillPlace.LOCAL_SHORT
         if prefill_fleet.num_workers == 0:

@@ -44,6 +44,7 @@ from kvrelay.errors import (
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.decode import DecodeRules
 from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.handoff.placement import CostPlacement
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
@@ -90,6 +91,7 @@ class DecodeSide:
         self._num_prefill_workers = num_prefill_workers
         self._give_up_after_s = give_up_after_s
         self._queue_size = 0
+        self.placement = CostPlacement(policy, self._fleet, self._count_place)
         self._loop = asyncio.get_running_loop()
         self.handoffs = IncomingHandoffs(
             rules,
@@ -100,6 +102,7 @@ class DecodeSide:
             server=server,
             stats=self.stats,
             push=self._begin_push,
+            on_arrived=self.placement.prefill_took,
         )
         self._peer_of: dict[str, Peer] = {}
         self._handoff_of: dict[str, HandoffId] = {}
@@ -193,20 +196,23 @@ class DecodeSide:
         except KvrelayError as exc:
             self._not_enqueued(handoff_id)
             self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, exc)
+            return
         except Exception as exc:  # noqa: BLE001 - whatever it is, the client waits for an answer
             _log.exception("request %s could not be admitted", message.request_id)
             self._not_enqueued(handoff_id)
             error = KvrelayError(f"the worker failed to admit the request: {exc!r}")
             self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, error)
-        else:
-            self.stats.places[place] = self.stats.places.get(place, 0) + 1
+            return
+        if place is not None:
+            self._count_place(place)
 
     def _not_enqueued(self, handoff_id: HandoffId | None) -> None:
         """A paired request has not got into the engine."""
         if handoff_id is not None:
             self.handoffs.handle(de.Closed(handoff_id))
 
-    def _enqueue(self, core: Engine, message: GenerateRequest, handoff_id: HandoffId | None) -> PrefillPlace:
+    def _enqueue(self, core: Engine, message: GenerateRequest, handoff_id: HandoffId | None) -> PrefillPlace | None:
+        """Where the prefill runs; None: that is decided when the request is admitted."""
         request = Request(
             message.request_id,
             message.prompt_token_ids,
@@ -215,6 +221,12 @@ class DecodeSide:
             priority=message.priority,
             handoff_number=0 if handoff_id is None else handoff_id.number,
         )
+        if self._policy.is_by_cost:
+            request.objectives = self.placement.objectives()
+            if message.order is HandoffOrder.DECODE_FIRST and not request.must_prefill_here:
+                request.placement = self.placement
+                core.add_request(request)
+                return None
         place = self._place_of(core, request, message)
         if place is PrefillPlace.REMOTE:
             request.mode = PrefillMode.REMOTE
@@ -230,9 +242,15 @@ class DecodeSide:
         return self._policy.decide(
             prompt_length=len(request.token_ids),
             num_cached_tokens=core.num_cached_tokens(request),
-            prefill_fleet=PrefillFleet(self._num_prefill_workers(), self._queue_size),
+            prefill_fleet=self._fleet(),
             must_be_local=request.must_prefill_here,
         )
+
+    def _fleet(self) -> PrefillFleet:
+        return PrefillFleet(self._num_prefill_workers(), self._queue_size)
+
+    def _count_place(self, place: PrefillPlace) -> None:
+        self.stats.places[place] = self.stats.places.get(place, 0) + 1
 
     def _refuse_error(self, peer: Peer, request_id: str, error: KvrelayError) -> None:
         self._forget(request_id)

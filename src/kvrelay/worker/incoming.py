@@ -36,8 +36,15 @@ from kvrelay.worker.stats import DecodeStats
 _log = logging.getLogger(__name__)
 
 
+def _ignore(request_id: str, prefill_s: float) -> None:
+    """No one learns from it."""
+
+
 class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
-    """``push(prefill)`` runs on the event loop for each prefill that is to be queued; ``PushFailed`` if that fails."""
+    """``push(prefill)`` runs on the event loop for each prefill that is to be queued; ``PushFailed`` if that fails.
+
+    ``on_arrived(request_id, prefill_s)`` runs on the engine's thread when KV has arrived, before the request goes on.
+    """
 
     def __init__(
         self,
@@ -50,6 +57,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         server: RpcServer,
         stats: DecodeStats,
         push: Callable[[RemotePrefillRequest], None],
+        on_arrived: Callable[[str, float], None] = _ignore,
     ) -> None:
         self.ledger = DecodeLedger(rules)
         self._engine = engine
@@ -58,6 +66,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self._server = server
         self._stats = stats
         self._push = push
+        self._on_arrived = on_arrived
         self._block_bytes = engine.facts.kv_layout.block_bytes
         self._prefills: dict[HandoffId, RemotePrefillRequest] = {}
         self._num_polled_for = 0
@@ -112,6 +121,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
     def _resume(self, action: de.Resume, core: Engine) -> None:
         message = action.message
+        self._on_arrived(action.request_id, message.prefill_s)
         if core.resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs):
             self._stats.num_remote_done += 1
             if isinstance(message, HandoffDone):

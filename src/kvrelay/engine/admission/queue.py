@@ -22,7 +22,10 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.status import RequestStatus
 from kvrelay.engine.admission.fair import Candidate, FairQueue
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.pace import Pace
 from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.handoff.disagg import PrefillPlace
+from kvrelay.handoff.placement import Decision, Situation
 
 MAX_CANDIDATES = 8
 """Requests that are tried in turn; those behind them are longer, so they would not fit either."""
@@ -42,6 +45,11 @@ class EngineLoad:
     num_admitted: int
     num_running: int
     backlog: tuple[Backlog, ...] = ()
+    pace: Pace | None = None
+    chunk: int = 2048
+    num_away: int = 0
+    num_prefills_away: int = 0
+    """Prompt tokens that were sent away and have not come back, and in how many prefills."""
 
     def num_tokens_before(self, candidate: Candidate) -> int:
         """Prompt tokens that will be computed before the candidate's: of shorter prompts, or of older ones if due."""
@@ -60,11 +68,12 @@ class _Shortage:
 
 
 class _Admissible(NamedTuple):
-    """A request that fits, with its prefix hit and the fresh blocks that it needs."""
+    """A request that fits, with its prefix hit and the fresh blocks that it needs. ``decision``: where it is to go."""
 
     request: Request
     hit: list[int]
     num_needed: int
+    decision: Decision | None
 
 
 class AdmissionQueue:
@@ -131,15 +140,23 @@ class AdmissionQueue:
         if self._short is not None:
             self._short.num_passed_blocks += len(found.hit) + found.num_needed
         self._give_blocks(request, found.hit, found.num_needed)
+        if found.decision is not None and request.placement is not None:
+            request.decision = found.decision
+            if found.decision.place is PrefillPlace.REMOTE:
+                request.mode = PrefillMode.REMOTE
+            request.placement.placed(found.decision)
         return request
 
     def _next(self, load: EngineLoad) -> _Admissible | None:
         now_s = self._clock.now()
         queues = [queue.candidates(now_s, MAX_CANDIDATES) for queue in (self._here, self._elsewhere)]
         for candidate in heapq.merge(*queues, key=lambda candidate: candidate.urgency):
-            if self._is_over_budget(candidate, load):
+            decision = self._decide(candidate, load)
+            if decision is None and self._is_over_budget(candidate, load):
                 continue
-            fitting = self._fit(candidate.request, load)
+            if decision is not None and decision.place is None:
+                continue
+            fitting = self._fit(candidate.request, load, decision)
             if fitting is not None:
                 return fitting
             if not self._may_be_passed(candidate.request):
@@ -150,13 +167,33 @@ class AdmissionQueue:
         is_computed_here = candidate.request in self._here
         return is_computed_here and load.num_tokens_before(candidate) >= self._max_backlog_tokens
 
-    def _fit(self, request: Request, load: EngineLoad) -> _Admissible | None:
+    def _decide(self, candidate: Candidate, load: EngineLoad) -> Decision | None:
+        """Where the request is to go, if that is decided now."""
+        request, pace = candidate.request, load.pace
+        if request.placement is None or request.objectives is None or pace is None:
+            return None
+        situation = Situation(
+            num_tokens=request.num_queued_tokens,
+            waited_s=max(self._clock.now() - request.waiting_since_s, 0.0),
+            num_here=load.num_tokens_before(candidate),
+            num_away=load.num_away,
+            num_prefills_away=load.num_prefills_away,
+            chunk=load.chunk,
+            num_decodes=pace.num_decodes,
+            num_context=pace.num_context,
+            is_here_open=not self._is_over_budget(candidate, load),
+            cost=pace.costs.cost,
+            objectives=request.objectives,
+        )
+        return request.placement.decide(situation)
+
+    def _fit(self, request: Request, load: EngineLoad, decision: Decision | None) -> _Admissible | None:
         hit = self.find_hit(request)
         num_needed = self._pool.blocks_for(len(request.token_ids)) - len(hit)
         num_available = self._pool.num_free - self._pool.num_free_among(hit)
         if num_needed > num_available - self._reserve_for(request, load):
             return None
-        return _Admissible(request, hit, num_needed)
+        return _Admissible(request, hit, num_needed, decision)
 
     def _may_be_passed(self, request: Request) -> bool:
         """Whether others may go before ``request``, which does not fit. Only the first such request is protected."""

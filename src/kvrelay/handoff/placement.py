@@ -1,0 +1,179 @@
+"""Remote or local, by cost: both ways are estimated in seconds each time a step is scheduled, until one is taken.
+
+    cost(way) = first token + LATE * its lateness + HARM * delay of running answers + LATE * lateness of their tokens
+
+A request that waits is bound to no way: the decode worker sends a prefill away only while its window is open, a few
+prefills ahead of what the prefill workers compute. So the queue stays short, little has to be taken back from it, and a
+request holds blocks only from then on. If the cheaper way is closed for the moment, the request goes on waiting.
+
+Pure: numbers in, a decision out. ``docs/cost-model.md`` has the formulas with their sources.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvrelay.config import DisaggConfig
+from kvrelay.core.cost_model import MAX_COST_S, RemoteCost, RemoteCostModel, StepCost, StepWork
+from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
+
+LATE = 4.0
+"""Seconds that a second beyond an objective is worth."""
+HARM = 0.25
+"""Seconds that a second by which a running answer is delayed, within its objective, is worth."""
+MIN_WINDOW = 4
+"""Prefills per prefill worker that may always be on their way: one computing, one behind it, two to arrive."""
+WINDOW_S = 0.25
+"""More are sent as long as the wait before them is below this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """Seconds to the first token, and between tokens."""
+
+    ttft_s: float
+    itl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What the engine knows when a prefill is to be placed. Tokens are those still to compute.
+
+    ``num_tokens`` of this request; ``num_here`` will be computed here before it; ``num_away`` were sent away by this
+    worker and have not come back, in ``num_prefills_away`` prefills. ``chunk``: prefill tokens of a step beside
+    ``num_decodes`` answers with ``num_context`` tokens. ``is_here_open``: the step's budget has room.
+    """
+
+    num_tokens: int
+    waited_s: float
+    num_here: int
+    num_away: int
+    num_prefills_away: int
+    chunk: int
+    num_decodes: int
+    num_context: int
+    is_here_open: bool
+    cost: StepCost
+    objectives: Objectives
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Estimates in seconds, from now to the first token. ``place`` None: the request goes on waiting."""
+
+    place: PrefillPlace | None
+    local_s: float = 0.0
+    remote_s: float = 0.0
+    local_cost: float = 0.0
+    remote_cost: float = 0.0
+
+    def __str__(self) -> str:
+        place = "waiting" if self.place is None else self.place.value
+        return f"{place};local={self.local_s:.4f}s;remote={self.remote_s:.4f}s"
+
+
+def decide(situation: Situation, remote: RemoteCost, fleet: PrefillFleet, mean_tokens: float) -> Decision:
+    """Place one prefill. ``mean_tokens``: of a prefill that another decode worker has queued."""
+    if fleet.num_workers <= 0:
+        return Decision(PrefillPlace.LOCAL_NO_PREFILL_WORKER if situation.is_here_open else None)
+    local_s, local_cost = _local(situation)
+    others = max(0, fleet.queue_size - situation.num_prefills_away) * mean_tokens
+    ahead = (situation.num_away + others) / fleet.num_workers
+    remote_s = remote.seconds(situation.num_tokens, ahead)
+    remote_cost = remote_s + LATE * _late(situation, remote_s)
+    is_window_open = (
+        situation.num_prefills_away < MIN_WINDOW * fleet.num_workers or ahead * remote.wait_token_s < WINDOW_S
+    )
+    place: PrefillPlace | None = None
+    if local_cost <= remote_cost:
+        place = PrefillPlace.LOCAL_CHEAPER if situation.is_here_open else None
+    elif is_window_open:
+        place = PrefillPlace.REMOTE
+    return Decision(place, local_s, remote_s, local_cost, remote_cost)
+
+
+def _local(situation: Situation) -> tuple[float, float]:
+    """Seconds to the first token, and the cost, of a prefill here."""
+    cost, chunk = situation.cost, max(situation.chunk, 1)
+    decodes, context = situation.num_decodes, situation.num_context
+    num_before = situation.num_here
+    seconds = cost.prefill_seconds(
+        num_before + situation.num_tokens, chunk=chunk, num_decodes=decodes, num_context=context
+    )
+    delay_s = cost.added_seconds(situation.num_tokens, chunk=chunk)
+    tokens = min(situation.num_tokens, chunk)
+    step_s = cost.step_seconds(StepWork(tokens, 0, decodes, context))
+    num_steps = math.ceil(situation.num_tokens / chunk)
+    stall_s = num_steps * max(0.0, step_s - situation.objectives.itl_s)
+    # An idle worker is not free: chats that arrive meanwhile wait for its steps.
+    harm_s = HARM * delay_s * max(decodes, 1) + LATE * stall_s * decodes
+    total = seconds + LATE * _late(situation, seconds) + harm_s
+    return seconds, min(total, MAX_COST_S * MAX_COST_S)
+
+
+def _late(situation: Situation, seconds: float) -> float:
+    return max(0.0, situation.waited_s + seconds - situation.objectives.ttft_s)
+
+
+class CostPlacement:
+    """Places the prefills of one decode worker, and learns what they cost. All methods run on the engine's thread.
+
+    ``fleet`` reads what the worker knows of the prefill side; ``count`` is told of each decision that was taken.
+    """
+
+    def __init__(
+        self, policy: DisaggPolicy, fleet: Callable[[], PrefillFleet], count: Callable[[PrefillPlace], None]
+    ) -> None:
+        self.model = RemoteCostModel()
+        self.num_fallbacks = 0
+        """Decisions by threshold, since the costs were not sound."""
+        self._policy = policy
+        self._fleet = fleet
+        self._count = count
+        self._mean_tokens = 1000.0
+        self._arriving = ("", 0.0)
+
+    def objectives(self) -> Objectives:
+        """Those in force for requests without their own."""
+        return objectives_of(self._policy.config)
+
+    def decide(self, situation: Situation) -> Decision:
+        """Where the prefill is to go now."""
+        remote, fleet = self.model.cost, self._fleet()
+        if situation.cost.is_sound and remote.is_sound:
+            return decide(situation, remote, fleet, self._mean_tokens)
+        self.num_fallbacks += 1
+        place: PrefillPlace | None = self._policy.decide(
+            prompt_length=situation.num_tokens, num_cached_tokens=0, prefill_fleet=fleet
+        )
+        if place is not PrefillPlace.REMOTE and not situation.is_here_open:
+            place = None
+        return Decision(place)
+
+    def placed(self, decision: Decision) -> None:
+        """The engine has acted on ``decision``."""
+        if decision.place is not None:
+            self._count(decision.place)
+
+    def prefill_took(self, request_id: str, prefill_s: float) -> None:
+        """What the prefill worker says of a request whose KV has arrived; ``came_back`` follows at once, if at all."""
+        self._arriving = (request_id, prefill_s)
+
+    def came_back(self, request_id: str, num_tokens: int, num_ahead: int, seconds: float) -> None:
+        """A remote prefill of ``num_tokens`` took ``seconds``; this worker had ``num_ahead`` tokens away before it."""
+        self._mean_tokens += 0.1 * (num_tokens - self._mean_tokens)
+        num_workers = max(self._fleet().num_workers, 1)
+        arrived, prefill_s = self._arriving
+        self.model.add(num_tokens, num_ahead / num_workers, seconds, prefill_s if arrived == request_id else 0.0)
+
+
+def objectives_of(config: DisaggConfig, ttft_ms: float | None = None, itl_ms: float | None = None) -> Objectives:
+    """The configured objectives with a request's own, where these are possible times."""
+    found = Objectives(config.slo_ttft_ms / 1e3, config.slo_itl_ms / 1e3)
+    if ttft_ms is not None and 0.0 < ttft_ms < math.inf:
+        found = replace(found, ttft_s=ttft_ms / 1e3)
+    if itl_ms is not None and 0.0 < itl_ms < math.inf:
+        found = replace(found, itl_s=itl_ms / 1e3)
+    return found

@@ -1,0 +1,158 @@
+"""Remote or local by cost: the cheaper way, the window, objectives, and costs that cannot be."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.config import DisaggConfig
+from kvrelay.core.cost_model import RemoteCost, StepCost
+from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.handoff.placement import MIN_WINDOW, CostPlacement, Objectives, Situation, decide, objectives_of
+
+COST = StepCost(0.002, 0.003, 1e-5, 0.0, 2.5e-5, 0.0)
+REMOTE = RemoteCost(0.010, 1e-5, 1e-7, 0.001, 1e-5)
+ONE = PrefillFleet(1, 0)
+IDLE = Situation(
+    num_tokens=8000,
+    waited_s=0.0,
+    num_here=0,
+    num_away=0,
+    num_prefills_away=0,
+    chunk=1500,
+    num_decodes=8,
+    num_context=1000,
+    is_here_open=True,
+    cost=COST,
+    objectives=Objectives(0.5, 0.025),
+)
+
+
+def place(situation: Situation, fleet: PrefillFleet = ONE) -> PrefillPlace | None:
+    return decide(situation, REMOTE, fleet, 1000.0).place
+
+
+def test_a_short_prompt_stays_and_a_long_one_beside_answers_goes() -> None:
+    assert place(replace(IDLE, num_tokens=30)) is PrefillPlace.LOCAL_CHEAPER
+    assert place(IDLE) is PrefillPlace.REMOTE
+
+
+def test_a_backlog_away_deflects_a_prefill_to_here() -> None:
+    busy = replace(IDLE, num_away=80_000, num_prefills_away=10)
+    assert place(busy) is PrefillPlace.LOCAL_CHEAPER
+    assert place(busy, PrefillFleet(8, 0)) is PrefillPlace.REMOTE, "eight workers share it"
+    assert place(IDLE, PrefillFleet(1, 100)) is PrefillPlace.LOCAL_CHEAPER, "what others have queued counts, too"
+
+
+def test_a_request_waits_for_the_cheaper_way_if_that_is_closed() -> None:
+    busy = replace(IDLE, num_away=80_000, num_prefills_away=10, is_here_open=False)
+    assert place(busy) is None
+    behind = replace(IDLE, num_here=200_000, num_away=32_000, num_prefills_away=MIN_WINDOW)
+    assert place(behind) is None, "remote is cheaper, and its window is full"
+    assert place(replace(behind, num_prefills_away=MIN_WINDOW - 1)) is PrefillPlace.REMOTE
+    assert place(replace(behind, num_away=10_000)) is PrefillPlace.REMOTE, "short prefills: the wait is short"
+
+
+def test_without_prefill_workers_everything_is_computed_here() -> None:
+    none = PrefillFleet(0, 0)
+    assert place(IDLE, none) is PrefillPlace.LOCAL_NO_PREFILL_WORKER
+    assert place(replace(IDLE, is_here_open=False), none) is None
+
+
+def test_running_answers_weigh_in_the_decision() -> None:
+    few, many = (
+        decide(replace(IDLE, num_decodes=n), REMOTE, ONE, 1000.0).local_cost for n in (1, 64)
+    )  # fmt: skip
+    assert many > few
+    late = replace(IDLE, chunk=8000, objectives=Objectives(0.5, 0.010))
+    assert decide(late, REMOTE, ONE, 1000.0).local_cost > decide(IDLE, REMOTE, ONE, 1000.0).local_cost
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_estimates_are_finite_and_grow_with_what_is_ahead(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(300):
+        cost = StepCost(*(rng.choice((0.0, 1e-9, 1e-5, 0.1, 3600.0)) for _ in range(6)))
+        situation = replace(
+            IDLE,
+            num_tokens=rng.randrange(1, 10**6),
+            num_decodes=rng.randrange(0, 300),
+            num_context=rng.randrange(0, 10**6),
+            chunk=rng.randrange(1, 5000),
+            cost=cost,
+            objectives=Objectives(rng.choice((1e-9, 0.5, 1e9)), rng.choice((1e-9, 0.025, 1e9))),
+        )
+        remote = RemoteCost(*(rng.choice((0.0, 1e-6, 1.0, 3600.0)) for _ in range(5)))
+        last = (0.0, 0.0)
+        for ahead in (0, 1000, 10**6, 10**9):
+            found = decide(replace(situation, num_here=ahead, num_away=ahead), remote, ONE, 1000.0)
+            again = decide(replace(situation, num_here=ahead, num_away=ahead), remote, ONE, 1000.0)
+            assert found == again
+            numbers = (found.local_s, found.remote_s, found.local_cost, found.remote_cost)
+            assert all(math.isfinite(number) and number >= 0.0 for number in numbers)
+            assert found.local_s >= last[0]
+            assert found.remote_s >= last[1]
+            last = (found.local_s, found.remote_s)
+
+
+def placement(queue_size: int = 0) -> tuple[CostPlacement, list[PrefillPlace]]:
+    counted: list[PrefillPlace] = []
+    return CostPlacement(DisaggPolicy(DisaggConfig()), lambda: PrefillFleet(1, queue_size), counted.append), counted
+
+
+def test_costs_that_cannot_be_fall_back_to_the_thresholds_and_are_counted() -> None:
+    nonsense = StepCost(prefill_token_s=math.nan)
+    made, _ = placement()
+    assert made.decide(replace(IDLE, cost=nonsense)).place is PrefillPlace.REMOTE
+    assert made.decide(replace(IDLE, cost=nonsense, num_tokens=100)).place is PrefillPlace.LOCAL_SHORT
+    full, _ = placement(queue_size=99)
+    assert full.decide(replace(IDLE, cost=nonsense)).place is PrefillPlace.LOCAL_QUEUE_FULL
+    assert full.decide(replace(IDLE, cost=nonsense, is_here_open=False)).place is None
+    assert (made.num_fallbacks, full.num_fallbacks) == (2, 2)
+
+
+def test_it_learns_the_way_and_counts_what_was_done() -> None:
+    made, counted = placement()
+    before = made.model.cost
+    made.prefill_took("a", 0.08)
+    made.came_back("a", 8000, 0, 0.1)
+    made.came_back("b", 8000, 8000, -1.0)
+    assert made.model.num_samples == 1
+    assert made.model.num_rejected == 1
+    assert made.model.cost != before
+    decision = made.decide(IDLE)
+    assert counted == []
+    made.placed(decision)
+    assert counted == [decision.place]
+    assert str(decision).startswith(str(decision.place))
+
+
+def test_objectives_of_a_request_replace_the_configured_ones_if_they_are_times() -> None:
+    config = DisaggConfig(slo_ttft_ms=400.0, slo_itl_ms=20.0)
+    assert objectives_of(config) == Objectives(0.4, 0.02)
+    assert objectives_of(config, 100.0, 5.0) == Objectives(0.1, 0.005)
+    for nonsense in (0.0, -5.0, math.nan, math.inf):
+        assert objectives_of(config, nonsense, nonsense) == Objectives(0.4, 0.02)
+
+
+def test_auto_is_by_cost_until_a_threshold_is_given() -> None:
+    assert DisaggPolicy(DisaggConfig()).is_by_cost
+    assert not DisaggPolicy(DisaggConfig(max_local_prefill_length=0)).is_by_cost
+    assert not DisaggPolicy(DisaggConfig(disagg_policy="threshold")).is_by_cost
+    assert DisaggPolicy(DisaggConfig(disagg_policy="cost", max_prefill_queue_size=1)).is_by_cost
+    changed = DisaggPolicy(DisaggConfig())
+    changed.set("max_local_prefill_length", 100)
+    assert not changed.is_by_cost
+    changed.unset("max_local_prefill_length")
+    assert changed.is_by_cost
+
+
+def test_always_sends_everything_away_while_there_is_a_prefill_worker() -> None:
+    policy = DisaggPolicy(DisaggConfig(disagg_policy="always"))
+    assert not policy.is_by_cost
+    for workers, expected in ((1, PrefillPlace.REMOTE), (0, PrefillPlace.LOCAL_NO_PREFILL_WORKER)):
+        fleet = PrefillFleet(workers, 1000)
+        assert policy.decide(prompt_length=1, num_cached_tokens=0, prefill_fleet=fleet) is expected
