@@ -1,7 +1,8 @@
-"""How large a request's fields may be. The parser refuses what is larger, and the OpenAPI document shows each bound.
+"""Bounds on the sizes of a request's fields. The parser refuses larger values, and the OpenAPI document shows each
+bound.
 
-A bound limits what one request can cost before anything is known of its model: lengths are in characters (strings),
-items (lists) or entries (maps). Whether a prompt fits into a context is for the pipeline to say.
+A bound limits the cost of a request before its model is known: lengths are in characters (strings), items (lists) or
+entries (maps). The pipeline checks whether a prompt fits into the context.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Name = Annotated[str, Meta(max_length=1024)]
 Text = Annotated[str, Meta(max_length=2**22)]
 """A prompt or a message. A longer text would not fit into any context."""
 TokenizedText = Annotated[str, Meta(max_length=MAX_TOKENIZED_CHARS)]
-"""A text whose tokens are sent back."""
+"""A text for ``/tokenize``, whose tokens are sent back."""
 TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKEN_IDS)]
 AllowedTokenIds = Annotated[list[int], Meta(max_length=2**15)]
 PromptItems = Annotated[list[Text | int | TokenIds], Meta(max_length=MAX_TOKEN_IDS)]
@@ -48,7 +49,7 @@ MAX_JSON_ESCAPES = 2**22
 
 _PIECE_BYTES = 2**18
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|(").*', re.DOTALL)
-"""A string, or the beginning of one that goes on behind the piece. Possessive, so that its time is linear."""
+"""A string, or the beginning of one that continues after the piece. Possessive, so that its time is linear."""
 _NO_BACKSLASH = re.compile(rb"[^\\]")
 
 
@@ -56,7 +57,7 @@ def check_body(body: bytes) -> None:
     """Raise InvalidInputError if parsing ``body`` would take long. It need not be valid JSON."""
     if body.count(b"\\") > MAX_JSON_ESCAPES:
         raise InvalidInputError(f"the body has more than {MAX_JSON_ESCAPES} escapes")
-    # Characters in strings count here, so this may be too many, but never too few.
+    # Characters in strings count here, so the count may be too high, but never too low.
     if _is_within(body.count(b","), body.count(b"[") + body.count(b"{")):
         return
     num_commas = num_containers = 0
@@ -70,7 +71,7 @@ def check_body(body: bytes) -> None:
 
 
 def _is_within(num_commas: int, num_containers: int) -> bool:
-    """A value is the first of its container, or follows a comma."""
+    """Count values: each is the first of its container or follows a comma."""
     return num_commas + num_containers < MAX_JSON_VALUES and num_containers <= MAX_JSON_CONTAINERS
 
 
@@ -78,7 +79,7 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
     """The body without its strings, in pieces: a search through all of it would hold the interpreter's lock."""
     start, is_in_string = 0, False
     while start < len(body):
-        # No escape may be cut in two.
+        # Do not cut an escape in two.
         last = _NO_BACKSLASH.search(body, start + _PIECE_BYTES)
         end = last.end() if last is not None else len(body)
         piece = _STRING.sub(rb"\1", (b'"' if is_in_string else b"") + body[start:end])
@@ -88,7 +89,7 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
 
 
 def check_free_json(value: object, param: str) -> None:
-    """Bound the fields that may hold any JSON. Raises InvalidInputError."""
+    """Check the bounds of fields that may hold any JSON. Raises InvalidInputError."""
     size, open_values = 0, [value]
     while open_values:
         item = open_values.pop()
@@ -107,5 +108,5 @@ def check_free_json(value: object, param: str) -> None:
 
 
 def free_json_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """The fields of a request that may hold any JSON at some depth."""
+    """The names of a request's fields that may hold any JSON at some depth."""
     return tuple(field.name for field in msgspec.structs.fields(kind) if "object" in str(field.type))

@@ -11,7 +11,7 @@ from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
 from kvrelay.frontend.detokenizer import Detokenizer
 
 MIN_LOGPROB = -9999.0
-"""JSON has no infinity; OpenAI's API gives this for tokens that cannot be."""
+"""JSON has no infinity; OpenAI's API returns this value for impossible tokens."""
 
 
 class TokenTexts(Protocol):
@@ -53,7 +53,7 @@ class PromptTokenLogprob(msgspec.Struct, frozen=True):
 
 
 class TokenIdTexts:
-    """Implements ``TokenTexts``: each token is named by its id, as ``return_tokens_as_token_ids`` asks for."""
+    """Implements ``TokenTexts``: each token is named by its id, for ``return_tokens_as_token_ids``."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -66,8 +66,8 @@ class TokenIdTexts:
 
 
 class TextOffsets:
-    """Where the tokens of one choice begin in its text, which grows with each: characters that take several tokens
-    begin where the first of these does, and a token without text where the next one does."""
+    """The offsets of one choice's tokens in its growing text. A character of several tokens begins at the first of
+    them; a token without text begins where the next token begins."""
 
     def __init__(self, detokenizer: Detokenizer, start: int = 0) -> None:
         self._detokenizer = detokenizer
@@ -83,7 +83,7 @@ class TextOffsets:
 
 
 def prompt_offsets(token_ids: Sequence[int], text: str, make_detokenizer: Callable[[bool], Detokenizer]) -> list[int]:
-    """Where the tokens of an echoed prompt begin in ``text``, which may show special tokens or not; never behind it."""
+    """The offsets of an echoed prompt's tokens in ``text``, which may omit special tokens; never after its end."""
     offsets: list[int] = []
     for is_special_skipped in (True, False):
         counted = TextOffsets(make_detokenizer(is_special_skipped)).of((*token_ids, token_ids[-1]))
@@ -96,7 +96,7 @@ def prompt_offsets(token_ids: Sequence[int], text: str, make_detokenizer: Callab
 def completion_logprobs(
     positions: Sequence[PositionLogprobs | None], token_ids: Sequence[int], texts: TokenTexts, offsets: Sequence[int]
 ) -> CompletionLogprobs:
-    """Shape of ``/v1/completions``. A position without numbers (the first of an echoed prompt) has null."""
+    """Shape of ``/v1/completions``. A position without logprobs (the first of an echoed prompt) has null."""
     result = CompletionLogprobs([], [], [], [])
     for position, token, offset in zip(positions, token_ids, offsets):
         result.text_offset.append(offset)

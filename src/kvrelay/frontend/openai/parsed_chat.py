@@ -1,4 +1,5 @@
-"""The answers of ``/v1/chat/completions`` whose text is read: function calls and reasoning stand beside the content."""
+"""The answers of ``/v1/chat/completions`` whose text is parsed: function calls and reasoning are separate from the
+content."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class MessageDelta(msgspec.Struct, frozen=True):
 
 
 class ParsedChatFormat(ChatFormat):
-    """Implements ``AnswerFormat``. ``make_parser`` gives a parser per choice; a call's id has ``call_id_chars``."""
+    """Implements ``AnswerFormat``. ``make_parser`` returns a parser per choice; a call's id has ``call_id_chars``
+    characters."""
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class ParsedChatFormat(ChatFormat):
         return ToolCallDelta(call.index, FunctionDelta(call.arguments, call.name), self._call_id(), "function")
 
     def _call_id(self) -> str:
-        """Some templates take ids of nine letters and digits only."""
+        """Some templates accept only ids of nine letters and digits."""
         prefix = "call_" if self._call_id_chars > 9 else ""
         return prefix + uuid.uuid4().hex[: self._call_id_chars]
 

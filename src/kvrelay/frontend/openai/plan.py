@@ -1,4 +1,4 @@
-"""From a request's fields to what is to be generated: checked, with defaults filled in. Pure."""
+"""Turns a request's fields into a plan of the generation: checked, with defaults filled in. Pure."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TIMEOUT_HEADER = "x-request-timeout-s"
 DEFAULT_MAX_TOKENS = 16
 MAX_PRIORITY = 2**31
 LOGPROBS_BASE = 8
-"""A token's logprobs cost as much as so many alternatives, and its alternatives besides."""
+"""A token's logprobs cost as much as this number of alternatives, plus its alternatives."""
 MAX_PROMPT_LOGPROBS = 2**18
-"""Of one prompt; half of it in a stream. They arrive in one piece, which takes the event loop 70 ms. In a stream they
-are sent in one piece, too."""
+"""Limit per prompt; half of it in a stream. They arrive in one piece, which takes the event loop 70 ms. In a stream
+they are also sent in one piece."""
 MAX_REQUEST_LOGPROBS = 2**21
 
 _V = TypeVar("_V")
@@ -34,7 +34,7 @@ _V = TypeVar("_V")
 class GenerationPlan:
     """What every sequence of a request has in common. ``max_tokens`` None: as much as the context allows.
 
-    ``sampling`` is complete but for max_tokens, which ``sampling_of`` fills in, and the seed of each choice.
+    ``sampling`` is complete except for max_tokens, which ``sampling_of`` fills in, and the seed of each choice.
     """
 
     sampling: SamplingParams
@@ -53,7 +53,7 @@ class GenerationPlan:
     priority: int
     timeout_s: float | None
     keep_last: int | None = None
-    """Keep so many tokens of each prompt, the last ones; -1: as many as the context holds."""
+    """Keep only this many last tokens of each prompt; -1: as many as the context holds."""
     grammar_param: str | None = None
     """The field that asked for the sampling's grammar, for errors: a worker that refuses it knows only the grammar."""
     detokenize: bool = True
@@ -79,7 +79,7 @@ class GenerationPlan:
             )
 
     def sampling_of(self, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
-        """Of all choices of one prompt. Raises PromptTooLongError, InvalidInputError."""
+        """The sampling of all choices of one prompt. Raises PromptTooLongError, InvalidInputError."""
         room = max_model_len - num_prompt_tokens
         wanted = room if self.max_tokens is None else self.max_tokens
         if self.is_max_default:
@@ -99,9 +99,10 @@ class GenerationPlan:
         return msgspec.structs.replace(self.sampling, max_tokens=wanted)
 
     def within(self, limits: KeyLimits, prompt_lengths: Sequence[int]) -> GenerationPlan:
-        """The plan for prompts of so many tokens, if a key of these limits allows it; raises PayloadTooLargeError.
+        """The plan for prompts of these lengths in tokens, if the key's limits allow it. Raises
+        PayloadTooLargeError.
 
-        An answer whose length was left to us is cut to what is allowed.
+        If the request gives no length, the answer is cut to the limit.
         """
         num_prompt_tokens, num_choices = sum(prompt_lengths), self.n * len(prompt_lengths)
         if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
@@ -125,7 +126,7 @@ class GenerationPlan:
 
 
 def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Each choice of a prompt has a seed of its own, as in vLLM: the seed plus its index."""
+    """Each choice of a prompt has its own seed, as in vLLM: the seed plus its index."""
     if sampling.seed is None or index == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) % 2**63)
@@ -149,7 +150,7 @@ def plan_completion(request: CompletionRequest, defaults: DefaultSampling, max_n
 def plan_chat(
     request: ChatCompletionRequest, defaults: DefaultSampling, max_n: int, constraint: Constraint | None
 ) -> GenerationPlan:
-    """``constraint`` is what the answer must look like. Raises InvalidInputError."""
+    """``constraint`` is the required form of the answer. Raises InvalidInputError."""
     _refuse(request)
     _refuse_chat(request)
     logprobs = None
@@ -205,7 +206,7 @@ def _plan(
 
 
 def check_timeout(timeout_s: float | None) -> float | None:
-    """A deadline that a client gives. Raises InvalidInputError."""
+    """Check a client's deadline. Raises InvalidInputError."""
     if timeout_s is not None and not (0 < timeout_s < math.inf):
         raise InvalidInputError("timeout must be a positive number of seconds", param="timeout")
     return timeout_s
@@ -245,7 +246,7 @@ def _sampling(
 
 
 def _refuse(request: GenerationFields) -> None:
-    """What is asked for must be done or refused by name."""
+    """A field that is not supported must be refused by name."""
     if request.use_beam_search:
         raise InvalidInputError("beam search is not supported", param="use_beam_search")
 

@@ -1,7 +1,7 @@
-"""What the answer must look like: OpenAI's, vLLM's and SGLang's fields for it, brought to one grammar. Pure.
+"""Structured outputs: OpenAI's, vLLM's and SGLang's fields, converted to one grammar. Pure.
 
-A request has at most one of them. What is checked here is what the request's text alone can tell, in bounded time:
-its size, depth and keys. Whether a grammar compiles is for the worker to say.
+A request has at most one of them. This module checks only what the request's text shows in bounded time: size, depth
+and keys. The worker checks whether a grammar compiles.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.bounds import JsonMap, Name, Word
 
 MAX_SCHEMA_DEPTH = 100
-"""Lists and objects inside each other."""
+"""Levels of nested lists and objects."""
 MAX_SCHEMA_KEYS = 4096
 MAX_OBJECT_KEYS = 512
 """Keys of one object. The time to compile an object grows with the square of its properties: 512 take 0.3 s."""
 MAX_CHOICES = 1024
 MAX_BAD_CHARS = 1024
 MAX_CONVERTED_CHARS = 2**15
-"""Of a grammar in another dialect than ours, which costs 20 microseconds a character to bring into ours."""
+"""Limit for a grammar in another dialect than Lark: the conversion takes 20 microseconds per character."""
 _REFUSED_KEYS = frozenset({"x-guidance"})
 """Settings of the library that compiles schemas, not of JSON Schema."""
 
@@ -36,7 +36,7 @@ Choices = Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(max_length
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
-    """``strict`` is accepted and needs nothing: every schema is obeyed to the letter."""
+    """``strict`` is accepted and has no effect: every schema is always enforced."""
 
     name: Name
     schema: JsonMap | None = None
@@ -62,7 +62,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class StructuredFields(Protocol):
-    """The fields of a request that say what the answer must look like."""
+    """The fields of a request for structured outputs."""
 
     @property
     def response_format(self) -> ResponseFormat | None: ...
@@ -90,14 +90,14 @@ class StructuredFields(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A grammar and the field that asked for it, which errors name."""
+    """A grammar and the field that requests it, for errors."""
 
     param: str
     grammar: Grammar
 
 
 def constraint_of(request: StructuredFields) -> Constraint | None:
-    """Raises InvalidInputError for more than one field, and for what cannot be a grammar."""
+    """Raises InvalidInputError for more than one field, and for a value that cannot be a grammar."""
     given = _given(request)
     if len(given) > 1:
         message = f"{given[0][0]} and {given[1][0]} exclude each other: an answer has one form"
@@ -118,7 +118,7 @@ def checked(constraint: Constraint) -> Constraint:
 
 
 def schema_source(schema: object, param: str) -> str:
-    """A JSON schema as text of a Grammar. Raises InvalidInputError for one that is too large or no object."""
+    """A JSON schema as a grammar's text. Raises InvalidInputError if it is too large or not an object."""
     if isinstance(schema, str):
         if len(schema) > MAX_GRAMMAR_CHARS:
             raise InvalidInputError(f"{param} has more than {MAX_GRAMMAR_CHARS} characters", param=param)
@@ -141,7 +141,7 @@ def lark_string(text: str) -> str:
 
 
 def _given(request: StructuredFields) -> list[tuple[str, Callable[[str], Grammar]]]:
-    """The fields that are set, each with what makes its grammar."""
+    """The fields that are set, each with the function that makes its grammar."""
     found: list[tuple[str, Callable[[str], Grammar]]] = []
     form = request.response_format
     if form is not None and form.type != "text":
@@ -208,7 +208,7 @@ def _of_choices(choices: Sequence[str], param: str) -> Grammar:
 
 
 def _of_text(text: str, param: str) -> Grammar:
-    """Lark, or GBNF (``root ::= ...``), which is brought to Lark."""
+    """Lark, or GBNF (``root ::= ...``), which is converted to Lark."""
     if "::=" not in text:
         return Grammar(GrammarKind.LARK, text)
     if len(text) > MAX_CONVERTED_CHARS:
@@ -220,12 +220,12 @@ def _of_text(text: str, param: str) -> Grammar:
         return Grammar(GrammarKind.LARK, gbnf_to_lark(text))
     except RecursionError as exc:
         raise InvalidInputError(f"{param} is nested too deeply", param=param) from exc
-    except Exception as exc:  # the converter's own error, and whatever else it meets in a text that is none
+    except Exception as exc:  # the converter may raise anything for a text that is no grammar
         raise InvalidInputError(f"{param} is no grammar: {exc}", param=param) from exc
 
 
 def _without_words(words: Sequence[str], param: str) -> Grammar:
-    """Any text in which none of the words stands, however it is made of tokens."""
+    """Any text without these words, independent of its tokens."""
     if "" in words or sum(map(len, words)) > MAX_BAD_CHARS:
         message = f"{param} are not empty, and have at most {MAX_BAD_CHARS} characters in all"
         raise InvalidInputError(message, param=param)

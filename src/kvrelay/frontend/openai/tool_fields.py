@@ -1,4 +1,4 @@
-"""The fields of a chat that have to do with functions: definitions, the choice among them, and calls of the past."""
+"""The fields of a chat for functions: definitions, the choice among them, and earlier calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ FunctionName = Annotated[str, Meta(max_length=64)]
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``strict`` holds for calls that are asked for (``required`` or by name), which always obey ``parameters``."""
+    """``strict`` has an effect only for forced calls (``required`` or by name), which always conform to
+    ``parameters``."""
 
     name: FunctionName
     description: Text | None = None
@@ -46,7 +47,7 @@ class CalledFunction(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call, in a message of the past as in an answer."""
+    """A call, in an earlier message or in an answer."""
 
     id: Name
     function: CalledFunction

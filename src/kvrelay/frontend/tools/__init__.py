@@ -1,6 +1,7 @@
-"""Function calls and reasoning in a model's text: what is written, read back as it comes, and made sure of by grammar.
+"""Function calls and reasoning in a model's text: rendered into prompts, parsed from streams, and enforced by
+grammars.
 
-tools, tool_choice ──definitions──> ToolPlan ──grammar──> Constraint          what the answer must look like
+tools, tool_choice ──definitions──> ToolPlan ──grammar──> Constraint          the required form of the answer
 messages with calls ──histories──> messages for the chat template
 text ──reasoning──> text ──parsing──> content, calls                          pure and incremental: text in, deltas out
 """

@@ -1,4 +1,4 @@
-"""What parsers of a model's text give: pieces of content, of reasoning and of function calls."""
+"""The results of parsing a model's text: pieces of content, of reasoning and of function calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a piece of text turned out to be."""
+    """The parsed parts of a piece of text."""
 
     content: str = ""
     reasoning: str = ""
@@ -31,17 +31,17 @@ class Delta:
 
 
 class OutputParser(Protocol):
-    """Reads one answer. However its text is cut, the deltas add up to the same."""
+    """Parses one answer. The deltas add up to the same result, independent of how the text is cut."""
 
     def push(self, text: str) -> Delta:
-        """More text; returns what is certain now."""
+        """Add text; returns the parts that are certain now."""
 
     def flush(self) -> Delta:
-        """The answer has ended, maybe in the middle of a call."""
+        """End the answer, maybe in the middle of a call."""
 
 
 def held_back(text: str, marker: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``marker``."""
+    """The number of characters at the end of ``text`` that may be the beginning of ``marker``."""
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:size]):
             return size

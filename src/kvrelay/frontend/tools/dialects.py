@@ -1,10 +1,9 @@
-"""How models write function calls, and which model writes which way.
+"""The dialects in which models write function calls, and how to find a model's dialect.
 
-| dialect | text |
-|---|---|
-| hermes, qwen3 | ``<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>``, once per call, after any text |
-| llama3_json | ``{"name": "f", "parameters": {...}}``, several separated by ``;``, and no other text |
-| mistral | ``[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]``, or ``[TOOL_CALLS]f[ARGS]{...}`` once per call |
+| dialect | text | |---|---| | hermes, qwen3 | ``<tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>``, once
+per call, after any text | | llama3_json | ``{"name": "f", "parameters": {...}}``, several separated by ``;``, and no
+other text | | mistral | ``[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]``, or ``[TOOL_CALLS]f[ARGS]{...}`` once
+per call |
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """``marker`` opens calls (empty: the answer's first character does), ``end`` closes them; ``skipped`` are
-    characters between calls. ``optional`` is a marker that may stand before a call. ``has_special_tokens``: markers are
-    special tokens, which must not be left out of the text.
+    characters between calls. ``optional`` is a marker that may precede a call. ``has_special_tokens``: markers are
+    special tokens, which the detokenizer must not skip.
 
     For grammars: ``before`` all calls, ``between``, ``behind``, and the ``key`` of the arguments.
     """
@@ -72,9 +71,9 @@ DIALECTS = {"hermes": HERMES, "qwen3": HERMES, "llama3_json": LLAMA3_JSON, "mist
 
 
 def guessed_dialect(template: str) -> Dialect | None:
-    """The dialect that a chat template's source shows; None if it knows tools, but writes calls in no known way.
+    """The dialect that a chat template's source shows; None if it supports tools, but in no known dialect.
 
-    For a template that does not know tools, they are described by ``histories.described``, and calls are plain JSON.
+    For a template without tools, ``histories.described`` describes the functions, and calls are plain JSON.
     """
     if "tools" not in template:
         return LLAMA3_JSON

@@ -1,6 +1,6 @@
-"""Messages as chat templates take them: text, calls of the past and their results, and reasoning. Pure.
+"""Messages in the form that chat templates take: text, earlier calls and their results, and reasoning. Pure.
 
-A template that knows no tools gets them in words: definitions in a system message, calls and results as text.
+A template without tools gets definitions in a system message, and calls and results as text.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _INTRODUCTION = (
 
 
 def template_messages(messages: Sequence[ChatMessage], knows_developer: bool = False) -> list[dict[str, object]]:
-    """Messages for a chat template; text parts are joined by line ends. The role ``developer`` is ``system``, unless
-    the template knows it.
+    """Messages for a chat template; text parts are joined by line ends. The role ``developer`` becomes ``system``
+    unless the template supports it.
 
     Raises InvalidInputError for other parts, and for calls and results that do not match.
     """
@@ -36,8 +36,8 @@ def template_messages(messages: Sequence[ChatMessage], knows_developer: bool = F
 
 
 def described(messages: Sequence[dict[str, object]], tools: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    """For a template that knows no tools: they are described by the first system message, and what was called and
-    returned is told in plain messages."""
+    """For a template without tools: the first system message describes them, and calls and results become plain
+    messages."""
     plain = [_plain_message(message) for message in messages]
     if not tools:
         return plain

@@ -2,10 +2,10 @@
 
     CONTENT ──marker──> BETWEEN ──"{" or a name──> CALL ──> BETWEEN ──end──> CONTENT
        ^                                            │
-       └────────────── it is no call ───────────────┘   what looked like a call is content
+       └────────────── it is no call ───────────────┘   the text was not a call
 
-What cannot be a call of a function that exists is content, character for character. A call whose text ends early has
-the arguments that were written.
+Text that cannot be a call of an existing function is content, character for character. A call whose text ends early has
+the arguments written so far.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_HEAD_CHARS = 256
 
 class ParseState(enum.Enum):
     OPENING = enum.auto()
-    """Nothing but space has come, and calls need no marker."""
+    """Only white space so far, and calls need no marker."""
     CONTENT = enum.auto()
     BETWEEN = enum.auto()
     CALL = enum.auto()
@@ -35,7 +35,7 @@ class ParseState(enum.Enum):
 
 
 class ToolParser:
-    """Implements ``OutputParser``. ``single``: only the first call is given."""
+    """Implements ``OutputParser``. ``single``: only the first call is returned."""
 
     def __init__(self, dialect: Dialect, names: frozenset[str], single: bool = False) -> None:
         self.num_calls = 0
@@ -46,7 +46,7 @@ class ToolParser:
         self._state = self._start
         self._buffer = ""
         self._raw = ""
-        """Of what may be a call, if it is none: its text since the marker."""
+        """The text since the marker, in case it is not a call."""
         self._scanner: CallScanner | None = None
         self._is_named = False
         self._content: list[str] = []
@@ -76,7 +76,7 @@ class ToolParser:
         self._content, self._calls = [], []
         return delta
 
-    # Each step reads some of the buffer and says whether another step may read more.
+    # Each step reads some of the buffer and returns whether another step may read more.
 
     def _plain(self, is_last: bool) -> bool:
         self._content.append(self._buffer)
@@ -96,7 +96,7 @@ class ToolParser:
         marker = self._dialect.marker
         at = self._buffer.find(marker)
         if at < 0:
-            # Space before a marker is not content, so it waits as well.
+            # White space before a marker is not content, so it waits too.
             kept = 0 if is_last else held_back(self._buffer, marker)
             shown = self._buffer[: len(self._buffer) - kept]
             is_kept = is_last and not self.num_calls
@@ -199,7 +199,7 @@ class ToolParser:
         self._raw, self._state, self._is_named = "", self._start, False
 
     def _no_call(self) -> None:
-        """What came since the marker, or since the last call, is content, and so may be what follows."""
+        """The text since the marker or the last call is content."""
         if not self._is_named:
             self._content.append(self._raw)
         self._raw, self._is_named = "", False
@@ -207,5 +207,5 @@ class ToolParser:
 
 
 def _is_head(text: str) -> bool:
-    """What may stand between a function's name and its arguments."""
+    """The text that may separate a function's name and its arguments."""
     return text in ("", _ARGS) or (text.startswith(_CALL_ID) and text.endswith(_ARGS))

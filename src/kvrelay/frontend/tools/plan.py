@@ -1,4 +1,4 @@
-"""From ``tools`` and ``tool_choice`` to what is rendered, how the answer is read, and what it must look like. Pure."""
+"""Turns ``tools`` and ``tool_choice`` into the functions to render, a parser for the answer, and its grammar. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrelay.frontend.tools.dialects import LLAMA3_JSON, Dialect
 from kvrelay.frontend.tools.parsing import ToolParser
 
 MAX_CALLS = 16
-"""Calls of one answer that must have some: a model must not go on calling until its tokens are spent."""
+"""The limit of calls of an answer that must have calls: a model must not call until its tokens are spent."""
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_ARGUMENTS: dict[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -27,7 +27,7 @@ _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "patternProperties", 
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """How the calls of one request's answer are written and read."""
+    """How the calls of one answer are enforced and parsed."""
 
     tools: tuple[dict[str, object], ...]
     """The definitions as chat templates take them."""
@@ -36,20 +36,20 @@ class ToolPlan:
     single: bool
 
     def parser(self) -> ToolParser:
-        """A fresh one, for one choice."""
+        """A new parser, for one choice."""
         return ToolParser(self.dialect, self.names, self.single)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """The form of an answer: with or without calls, free or bound."""
+    """The form of an answer: with or without calls, free or bound by a grammar."""
 
     tools: ToolPlan | None = None
     constraint: Constraint | None = None
 
 
 def chat_form(request: ChatCompletionRequest, dialect: Dialect | None) -> ChatForm:
-    """``dialect`` is the one in which the model was taught to call functions, None if that is not known.
+    """``dialect`` is the model's dialect of function calls, None if unknown.
 
     Raises InvalidInputError.
     """
@@ -107,8 +107,8 @@ def calls_grammar(tools: Sequence[Tool], dialect: Dialect, single: bool) -> Gram
 
 
 def arguments_schema(tool: Tool) -> str:
-    """The schema of a function's arguments as text. An object that lists its properties has no others: a schema rarely
-    says so, and always means it."""
+    """The schema of a function's arguments as text. An object that lists its properties may have no others: schemas
+    rarely state this but mean it."""
     parameters = tool.function.parameters
     schema = dict(parameters) if parameters else dict(_ANY_ARGUMENTS)
     schema_source(schema, "tools")

@@ -1,4 +1,4 @@
-"""Which parsers read an answer: by the frontend's settings, the model's chat template and the request."""
+"""Chooses the parsers of an answer by the frontend's settings, the model's chat template and the request."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Reading:
         self._reasoning_parser = reasoning_parser
 
     def dialect(self, template: ChatTemplate | None) -> Dialect | None:
-        """How the model of this template writes calls; None if that is not known."""
+        """The dialect of a model with this template; None if unknown."""
         if self._tool_call_parser != "auto":
             return DIALECTS[self._tool_call_parser]
         return guessed_dialect(template.source if template is not None else "")
 
     def parser(self, form: ChatForm, prompt: str) -> Callable[[], OutputParser] | None:
-        """What makes a parser for each choice; None if the text is the content.
+        """A factory of parsers, one per choice; None if the text is the content.
 
         An answer that is bound by a grammar has no reasoning: the grammar begins with its first token.
         """

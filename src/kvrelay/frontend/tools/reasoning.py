@@ -1,4 +1,4 @@
-"""A model's reasoning, between ``<think>`` and ``</think>``, apart from its answer."""
+"""Separates a model's reasoning, between ``<think>`` and ``</think>``, from its answer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class _State(enum.Enum):
 
 
 def reasons_at_once(parser: str, prompt: str) -> bool:
-    """Whether the answer's first word is reasoning, because the prompt's end has opened it.
+    """Whether the answer begins with reasoning, because the prompt's end has opened it.
 
-    DeepSeek-R1 reasons even if nothing says so, unless the prompt has closed it.
+    DeepSeek-R1 always reasons, unless the prompt has closed its reasoning.
     """
     end = prompt.rstrip()
     return end.endswith(BEGIN) or (parser == "deepseek_r1" and not end.endswith(END))
 
 
 class ReasoningParser:
-    """Implements ``OutputParser``. What is not reasoning goes to ``answer``, or is content if that is None."""
+    """Implements ``OutputParser``. Text that is not reasoning goes to ``answer``, or is content if that is None."""
 
     def __init__(self, is_inside: bool, answer: OutputParser | None = None) -> None:
         self._answer = answer
@@ -60,7 +60,7 @@ class ReasoningParser:
         return delta + (self._answer.flush() if self._answer is not None else Delta())
 
     def _begin(self) -> bool:
-        """Whether it is clear how the answer begins."""
+        """Whether the answer's beginning is decided."""
         text = self._buffer.lstrip(_SPACE)
         if not text or (BEGIN.startswith(text) and text != BEGIN):
             return False

@@ -1,7 +1,7 @@
 """One call as JSON, character by character: ``{"name": "f", "arguments": {...}}``.
 
-The arguments are passed on as they are written, from the moment on which the name is known; nothing is re-encoded.
-Time is linear in the text.
+Once the name is known, the arguments are passed on as they are written; nothing is re-encoded. Time is linear in the
+text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class ScanState(enum.Enum):
 
 
 class CallScanner:
-    """``names``: functions that exist; a call of another one fails. With ``name`` given, the text is the arguments
-    alone.
+    """``names``: functions that exist; a call of another one fails. With ``name`` given, the text consists of the
+    arguments only.
 
-    ``arguments()`` gives what is certain and was not given yet; ``name`` is None until it is known. A call that fails
-    after its name was given is over, and its arguments are what they are.
+    ``arguments()`` returns the new certain part; ``name`` is None until it is known. A call that fails after its name
+    was returned ends, and keeps its arguments so far.
     """
 
     def __init__(self, names: frozenset[str], name: str | None = None) -> None:
@@ -38,7 +38,7 @@ class CallScanner:
         self._is_bare = name is not None
         self._key = ARGUMENT_KEYS[0] if self._is_bare else ""
         self._piece: list[str] = []
-        """The key, or a value that is needed as a whole."""
+        """A key, or a value that is needed as a whole."""
         self._arguments: list[str] = []
         self._has_arguments = False
         self._depth = 0
@@ -50,7 +50,7 @@ class CallScanner:
 
     @property
     def has_begun(self) -> bool:
-        """The name is known and the arguments have begun, or there are none: it is a call."""
+        """Whether this is a call: the name is known, and the arguments have begun or there are none."""
         return self.name is not None and (self._has_arguments or self.state is ScanState.DONE)
 
     def arguments(self) -> str:
@@ -64,7 +64,7 @@ class CallScanner:
         return text
 
     def feed(self, text: str, start: int = 0) -> int:
-        """Read ``text`` from ``start`` until the call is over; returns where reading ended."""
+        """Read ``text`` from ``start`` to the end of the call; returns the index at which reading ended."""
         for position in range(start, len(text)):
             self._next(text[position])
             if self.is_over:
@@ -114,7 +114,7 @@ class CallScanner:
 
     def _in_value(self, char: str) -> None:
         if self._depth == 0 and not self._is_string and self._piece and char in ", \t\r\n}]":
-            # A number or word has no end of its own; what ended it is read again.
+            # A number or word has no end marker; the character that ended it is read again.
             self._end_value()
             if self.state is ScanState.KEY_OR_END:
                 self._next(char)
@@ -148,7 +148,7 @@ class CallScanner:
                     return
                 self.name = value
             elif self._key in ARGUMENT_KEYS and not self._has_arguments:
-                # Some models write the arguments as a text that is JSON.
+                # Some models write the arguments as a JSON string.
                 if value is not None and not (isinstance(value, str) and isinstance(_decoded(value), dict)):
                     self.state = ScanState.FAILED
                     return
@@ -164,7 +164,7 @@ class CallScanner:
 
 
 def _decoded(text: str) -> object:
-    """The JSON value; for what is none, a value that is neither a text nor an object."""
+    """The JSON value; for invalid JSON a value that is neither a string nor an object."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
