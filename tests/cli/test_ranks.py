@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from kvrelay.cli.main import cli
-from kvrelay.errors import ConfigError
 from kvrelay.launch import serve as launch_serve
 from kvrelay.launch.serve import ServeOptions
 
@@ -50,14 +49,12 @@ def test_one_rank_needs_no_flags(served: list[ServeOptions]) -> None:
     assert all("--tp" not in flags for flags in options.worker_flags)
 
 
-@pytest.mark.parametrize("flag", ["--tp", "--pp", "--tp-prefill", "--pp-decode"])
-def test_a_hand_off_between_several_ranks_is_refused(served: list[ServeOptions], flag: str) -> None:
-    with pytest.raises(ConfigError, match="KV cannot be handed over between workers of several ranks yet"):
-        invoke("serve", "--prefill", "1", "--decode", "1", flag, "2")
-    assert served == []
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_of_several_ranks_is_aggregated(role: str) -> None:
-    with pytest.raises(ConfigError, match=f"--role {role} with --tp 2 --pp 1.*use --role both"):
-        invoke("worker", "--role", role, "--tp", "2", "--control", "nats://127.0.0.1:1")
+@pytest.mark.parametrize("name", ["tp", "pp", "block-size"])
+def test_each_kind_of_worker_gets_its_own(served: list[ServeOptions], name: str) -> None:
+    invoke("serve", "--prefill", "1", "--decode", "1", f"--{name}-prefill", "2", f"--{name}-decode", "4")
+    (options,) = served
+    assert [value_of(flags, f"--{name}") for flags in options.worker_flags] == ["2", "4"]
+    served.clear()
+    invoke("serve", "--prefill", "1", "--decode", "1", f"--{name}-decode", "4")
+    (options,) = served
+    assert [value_of(flags, f"--{name}") for flags in options.worker_flags] == [None, "4"]

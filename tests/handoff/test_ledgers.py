@@ -213,7 +213,7 @@ def test_pull_without_room_waits_for_it() -> None:
     ledger.handle(claim(), 1.0)
     ready = de.Ready(HandoffReady("h", 1, (8, 9), 7, None, 0.0), "to p")
     assert ledger.handle(ready, 2.0) == [de.Allocate("h", 1)]
-    assert ledger.handle(de.Allocated("h", 1, (3, 4)), 3.0) == [de.Read("h", 1, "p", (8, 9), (3, 4))]
+    assert ledger.handle(de.Allocated("h", 1, (3, 4)), 3.0) == [de.Read("h", 1, "p", (8, 9), (3, 4), 0, 0)]
     actions = ledger.handle(de.ReadEnded("h", 1, True), 4.0)
     assert actions[-2:] == [de.Resume("h", "r", 1, ready.message), de.EndLoan("h", 1)]
 
@@ -225,7 +225,7 @@ def prefill_ledger(**rules: object) -> PrefillLedger:
     """With one hand-off, of 5 blocks of which D holds 2, that is being claimed."""
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same", **rules))
     actions = ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 0.0)
-    sent = HandoffClaim("h", "p", "same", ledger.rules.checksums, term=1)
+    sent = HandoffClaim("h", "p", "same", ledger.rules.checksums, term=1, block_size=4)
     assert actions == [pe.Compute("h"), pe.SendClaim("d", sent)]
     return ledger
 
@@ -239,7 +239,75 @@ def test_nothing_is_touched_before_the_grant_and_everything_after_it() -> None:
     assert ledger.handle(pe.LoadWanted("h", load), 1.0) == []
     assert ledger.handle(pe.ChunkComputed("h", chunk), 1.0) == []
     actions = ledger.handle(pe.Granted("d", GRANT), 2.0)
-    assert actions == [pe.Read("h", load, (0, 1)), pe.Write("h", 1, chunk, (2, 3), None)]
+    assert actions == [pe.Read("h", load, (0, 1), 0), pe.Write("h", 1, chunk, (2, 3), None, 2)]
+
+
+def test_writes_pair_blocks_of_two_sizes_and_spare_the_hits() -> None:
+    """D has blocks of 4 tokens, ours have 8; D holds the first 12 of 22 tokens."""
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=8, kv_compatibility="same"))
+    ledger.handle(pe.Pulled("h", "d", 3, 12, 1, num_tokens=22), 0.0)
+    ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (0, 1, 2, 3, 4, 5), 12, block_size=4)), 1.0)
+    (read,) = ledger.handle(pe.LoadWanted("h", pe.Blocks(0, (30,))), 1.0)
+    assert read == pe.Read("h", pe.Blocks(0, (30,)), (0, 1), 0)
+    (first,) = ledger.handle(pe.ChunkComputed("h", pe.Blocks(1, (31,))), 1.0)
+    assert first == pe.Write("h", 1, pe.Blocks(1, (31,)), (3,), None, 3)
+    _, last = ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, (32,)), pe.FirstToken(7)), 1.0)
+    assert isinstance(last, pe.Write)
+    assert (last.remote_first_block, last.remote_block_ids) == (4, (4, 5))
+
+
+def test_a_chunk_that_lies_within_a_larger_block_is_written_into_a_part_of_it() -> None:
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
+    ledger.handle(pe.Pulled("h", "d", 5, 8, 1, num_tokens=18), 0.0)
+    ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (0, 1, 2), 8, block_size=8)), 1.0)
+    (write,) = ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, (42,))), 1.0)
+    assert write == pe.Write("h", 1, pe.Blocks(2, (42,)), (1,), None, 1)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(16, 32), (32, 16)])
+def test_checksums_cover_what_the_decode_worker_lacks(ours: int, theirs: int) -> None:
+    """Units of 16 tokens, whatever the blocks; D holds 32 of 75 tokens."""
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=ours, kv_compatibility="same", checksums=True))
+    num_blocks, granted = -(-75 // ours), tuple(range(-(-75 // theirs)))
+    ledger.handle(pe.Pulled("h", "d", num_blocks, 32, 1, num_tokens=75), 0.0)
+    grant = HandoffGrant("h", 1, granted, 32, checksums=(10, 11), block_size=theirs)
+    ledger.handle(pe.Granted("d", grant), 1.0)
+    load = pe.Blocks(0, tuple(range(32 // ours)))
+    ledger.handle(pe.LoadWanted("h", load), 1.0)
+    assert ledger.handle(pe.ReadEnded("h", True), 1.0) == [pe.VerifyHits("h", load, (10, 11))]
+    ledger.handle(pe.HitsVerified("h", True), 1.0)
+    rest = pe.Blocks(32 // ours, tuple(range(32 // ours, num_blocks)))
+    ledger.handle(pe.ChunkComputed("h", rest, pe.FirstToken(7)), 1.0)
+    of_blocks = tuple(range(20, 20 + len(rest.block_ids) * ours // 16))
+    (write,) = ledger.handle(pe.ChunkChecksummed("h", of_blocks), 1.0)
+    assert isinstance(write, pe.Write)
+    assert write.done is not None
+    assert write.done.checksums == (20, 21, 22)
+
+
+def test_the_decode_side_verifies_the_units_that_hold_tokens() -> None:
+    ledger = DecodeLedger(DecodeRules(block_size=32, kv_compatibility="same", checksums=True))
+    ledger.handle(de.Registered("p", 10.0, 1), 0.0)
+    ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, num_tokens=75), 0.0)
+    ledger.handle(claim(block_size=16), 1.0)
+    ledger.handle(de.HitsChecksummed("h", 1, (10, 11)), 1.0)
+    done = HandoffDone("h", 1, 7, None, 0, 0.0, checksums=(20, 21, 22))
+    assert ledger.handle(de.Done(done), 2.0) == [de.Verify("h", 1, "p", (1, 2), (20, 21, 22), 3)]
+
+
+@pytest.mark.parametrize(("theirs", "kept"), [(4, (8, 9, 10)), (16, (8, 9))])
+def test_pull_reads_from_blocks_of_another_size(theirs: int, kept: tuple[int, ...]) -> None:
+    """D holds 8 of 18 tokens in blocks of 8."""
+    for block_ids in (kept, (*kept, 20)):
+        ledger = DecodeLedger(DecodeRules(block_size=8, kv_compatibility="same"))
+        ledger.handle(de.Registered("p", 10.0, 1), 0.0)
+        ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, direction=KvDirection.PULL, num_tokens=18), 0.0)
+        ledger.handle(claim(block_size=theirs), 1.0)
+        actions = ledger.handle(de.Ready(HandoffReady("h", 1, block_ids, 7, None, 0.0), "to p"), 2.0)
+        if block_ids == kept:
+            assert actions == [de.Read("h", 1, "p", kept, (1, 2), 8 // theirs, 1)]
+        else:
+            assert not any(isinstance(action, de.Read) for action in actions)
 
 
 def test_blocks_are_free_when_the_last_write_has_ended() -> None:

@@ -41,8 +41,6 @@ def test_two_ranks_answer_as_one_and_a_lost_rank_ends_the_idle_engine() -> None:
             time.sleep(0.05)
 
 
-def test_engines_of_several_ranks_do_not_hand_over() -> None:
-    with pytest.raises(ConfigError, match="KV cannot be handed over between engines of several ranks yet"):
-        LLM(prefill=1, tp=2)
+def test_the_mock_engine_has_one_rank() -> None:
     with pytest.raises(ConfigError, match="the mock engine has one rank"):
         LLM(engine="mock", pp=2)

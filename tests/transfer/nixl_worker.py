@@ -37,7 +37,7 @@ class Worker:
         self.thread.on_notification(lambda notification: self.notified(notification.payload))
         self.thread.start()
         region = MemoryRegion(self.pool.ctypes.data, self.pool.nbytes)
-        agent = self.thread.register(region, block_bytes=LAYOUT.block_bytes, kv_compatibility="k").result(60)
+        agent = self.thread.register(region, kv_compatibility="k").result(60)
         self.metadata = KvMetadata(
             worker_id, 0, "nixl", agent, region.address, region.num_bytes, LAYOUT.block_bytes, "cpu", 0, "k"
         )

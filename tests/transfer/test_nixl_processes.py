@@ -79,7 +79,7 @@ class Parent:
         self.thread = TransferThread(build_transport(config, "parent"), config)
         self.thread.start()
         self.region = MemoryRegion(self.pool.ctypes.data, self.pool.nbytes)
-        self.agent = self.thread.register(self.region, block_bytes=LAYOUT.block_bytes).result(60)
+        self.agent = self.thread.register(self.region).result(60)
         self.ended: list[str | None] = []
 
     def metadata(self) -> str:

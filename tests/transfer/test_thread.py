@@ -71,7 +71,7 @@ class Cluster:
             0, 256, (NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8
         )
         region = MemoryRegion(pool.ctypes.data, pool.nbytes)
-        agent = thread.register(region, block_bytes=LAYOUT.block_bytes, kv_compatibility="k").result(60)
+        agent = thread.register(region, kv_compatibility="k").result(60)
         metadata = KvMetadata(
             worker_id, 0, "loopback", agent, region.address, region.num_bytes, LAYOUT.block_bytes, "cpu", 0, "k"
         )
@@ -257,9 +257,7 @@ def test_large_plans_are_posted_in_parts(cluster: Cluster, monkeypatch: pytest.M
     np.testing.assert_array_equal(cluster.decode.pool, cluster.prefill.pool)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"kv_compatibility": "other"}, {"block_bytes": 64}, {"transport": "nixl"}, {"version": 2}]
-)
+@pytest.mark.parametrize("changes", [{"kv_compatibility": "other"}, {"transport": "nixl"}, {"version": 2}])
 def test_incompatible_peers_are_refused(cluster: Cluster, changes: dict[str, object]) -> None:
     metadata = msgspec.structs.replace(cluster.prefill.metadata, worker_id="x", **changes)
     with pytest.raises(IncompatiblePeerError):

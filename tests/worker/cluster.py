@@ -258,7 +258,7 @@ class Cluster:
                 block_bytes = owner.core.executor.kv_layout.block_bytes
                 pieces = zip(post.plan.remote_offsets.tolist(), post.plan.lengths.tolist(), strict=True)
                 blocks = {
-                    block for at, size in pieces for block in range(at // block_bytes, (at + size) // block_bytes)
+                    block for at, size in pieces for block in range(at // block_bytes, -(-(at + size) // block_bytes))
                 }
                 granted = owner.granted_blocks()
                 if not blocks <= granted:

@@ -12,6 +12,7 @@ from kvrelay.core.handoff import HandoffDone, HandoffGrant, HandoffId
 from kvrelay.core.messages import encode_message
 from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ConfigError
+from kvrelay.executors.mock import MockExecutor
 
 
 async def test_long_prompts_are_prefilled_remotely_and_short_ones_locally():
@@ -207,20 +208,20 @@ async def test_roles_change_without_a_restart():
         assert prefill.worker.epoch == 2
 
 
-async def test_a_worker_of_several_ranks_prefills_itself_and_keeps_its_role():
-    """Its KV cannot be handed over yet, whoever is there to take it."""
+async def test_a_worker_whose_kv_no_hand_off_reaches_prefills_itself_and_keeps_its_role():
+    """That of several ranks on CUDA, whoever is there to take it."""
     async with cluster() as shared:
         await shared.join(WorkerRole.PREFILL)
         alone = await shared.join(WorkerRole.BOTH)
-        executor = alone.core.executor
-        executor._layout = msgspec.structs.replace(executor._layout, tp_size=2)
+        region = msgspec.structs.replace(alone.core.executor.kv_region, is_pool=False)
+        alone.core.executor.__class__ = type("Apart", (MockExecutor,), {"kv_region": region})
         await shared.until(lambda: alone.worker._fleet.num_prefill_workers == 1)
         client = await shared.client(alone)
         client.send("long", prompt(300))
         assert await client.answer("long") == expected(prompt(300), 8)
         assert alone.worker._decode.stats.num_remote_done == 0
         for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
-            with pytest.raises(ConfigError, match=f"cannot be a {role} worker yet"):
+            with pytest.raises(ConfigError, match=f"cannot be a {role} worker: its engine hands no KV over"):
                 await alone.worker.set_role(role)
         assert alone.worker.role is WorkerRole.BOTH
 

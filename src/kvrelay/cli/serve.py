@@ -37,13 +37,14 @@ from kvrelay.errors import ConfigError
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_RANKS = 64
+MAX_BLOCK_SIZE = 1024
 
 
-def ranks_option(name: str, help_text: str) -> Callable[[Command], Command]:
-    """One of the options that tell kinds of workers apart; without it --tp and --pp hold for both kinds."""
+def kind_option(name: str, help_text: str, most: int = MAX_RANKS) -> Callable[[Command], Command]:
+    """An option for one kind of worker; without it --tp, --pp and --block-size hold for both kinds."""
     flag = "--" + name.replace("_", "-")
-    whole = f"{help_text}  [default: --{name[:2]}]"
-    return click.option(flag, name, type=click.IntRange(1, MAX_RANKS), default=None, help=whole)
+    whole = f"{help_text}  [default: {flag.rpartition('-')[0]}]"
+    return click.option(flag, name, type=click.IntRange(1, most), default=None, help=whole)
 
 
 SERVE_SETTINGS = (*FRONTEND_SETTINGS, *(cls for cls in WORKER_SETTINGS if cls not in FRONTEND_SETTINGS))
@@ -53,10 +54,12 @@ SERVE_SETTINGS = (*FRONTEND_SETTINGS, *(cls for cls in WORKER_SETTINGS if cls no
 @model_argument
 @click.option("--prefill", "num_prefill", default=1, type=click.IntRange(0, 64), help="Prefill workers; 0: aggregated.")
 @click.option("--decode", "num_decode", default=1, type=click.IntRange(1, 64), help="Decode workers.")
-@ranks_option("tp_prefill", "Tensor-parallel ranks of a prefill worker")
-@ranks_option("pp_prefill", "Pipeline stages of a prefill worker")
-@ranks_option("tp_decode", "Tensor-parallel ranks of a decode or aggregated worker")
-@ranks_option("pp_decode", "Pipeline stages of a decode or aggregated worker")
+@kind_option("tp_prefill", "Tensor-parallel ranks of a prefill worker")
+@kind_option("pp_prefill", "Pipeline stages of a prefill worker")
+@kind_option("tp_decode", "Tensor-parallel ranks of a decode or aggregated worker")
+@kind_option("pp_decode", "Pipeline stages of a decode or aggregated worker")
+@kind_option("block_size_prefill", "Tokens per KV block of a prefill worker", MAX_BLOCK_SIZE)
+@kind_option("block_size_decode", "Tokens per KV block of a decode or aggregated worker", MAX_BLOCK_SIZE)
 @click.option("--frontends", "num_frontends", default=1, type=click.IntRange(1, 64), help="Frontend processes.")
 @engine_option
 @served_name_option
@@ -80,6 +83,8 @@ def serve(
     pp_prefill: int | None,
     tp_decode: int | None,
     pp_decode: int | None,
+    block_size_prefill: int | None,
+    block_size_decode: int | None,
     num_frontends: int,
     engine_kind: str,
     served_model_name: str | None,
@@ -106,10 +111,17 @@ def serve(
         runner = source.build(RunnerConfig, num_threads=max(1, available_cores() // (num_prefill + num_decode)))
     prefill_runner = replace(runner, tp=tp_prefill or runner.tp, pp=pp_prefill or runner.pp)
     decode_runner = replace(runner, tp=tp_decode or runner.tp, pp=pp_decode or runner.pp)
-    _require_hand_off(num_prefill, prefill_runner, decode_runner)
-    worker_settings = tuple(source.build(cls) for cls in (EngineConfig, TransferConfig, DisaggConfig))
+    engine = source.build(EngineConfig)
+    prefill_engine = replace(engine, block_size=block_size_prefill or engine.block_size)
+    decode_engine = replace(engine, block_size=block_size_decode or engine.block_size)
+    prefill_flags = settings_to_flags(prefill_runner) + settings_to_flags(prefill_engine)
+    decode_flags = settings_to_flags(decode_runner) + settings_to_flags(decode_engine)
     worker_flags = ["--engine", engine_kind]
-    for settings in (*worker_settings, *([source.build(MockConfig)] if engine_kind == "mock" else [])):
+    for settings in (
+        source.build(TransferConfig),
+        source.build(DisaggConfig),
+        *([source.build(MockConfig)] if engine_kind == "mock" else []),
+    ):
         worker_flags += settings_to_flags(settings)
     frontend, control = source.build(FrontendConfig), source.build(ControlConfig)
     metrics = source.build(MetricsConfig)
@@ -131,7 +143,7 @@ def serve(
                 metrics=metrics,
                 worker_flags=[
                     worker_flags
-                    + settings_to_flags(prefill_runner if number < num_prefill else decode_runner)
+                    + (prefill_flags if number < num_prefill else decode_flags)
                     + (settings_to_flags(upstreams[number]) if upstreams else [])
                     + flags
                     for number, flags in enumerate(_metrics_flags(metrics, num_prefill + num_decode))
@@ -167,17 +179,6 @@ def _aggregated(num_upstreams: int, num_prefill: int, num_decode: int) -> tuple[
             param="prefill",
         )
     return 0, num_upstreams
-
-
-def _require_hand_off(num_prefill: int, prefill: RunnerConfig, decode: RunnerConfig) -> None:
-    """Raises ConfigError if KV would have to be handed over between workers of several ranks."""
-    if num_prefill and max(prefill.num_ranks, decode.num_ranks) > 1:
-        raise ConfigError(
-            f"--prefill {num_prefill} with tp {prefill.tp}, pp {prefill.pp} (prefill) and tp {decode.tp}, "
-            f"pp {decode.pp} (decode): KV cannot be handed over between workers of several ranks yet; "
-            "use --prefill 0",
-            param="prefill",
-        )
 
 
 def _metrics_flags(metrics: MetricsConfig, num_workers: int) -> list[list[str]]:

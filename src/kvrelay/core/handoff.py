@@ -8,7 +8,8 @@ the values only; they live here since the request plane and the prefill queue ca
 
 Checksums. A hand-off is checksummed in both directions when either end asks for it: P by ``wants_checksums`` in its
 claim, D by the checksums in its grant. P then sends those of the blocks that it writes, and verifies the hit blocks
-that it reads; D verifies what has arrived before its request goes on.
+that it reads; D verifies what has arrived before its request goes on. A checksum covers ``core.checksums.unit_tokens``
+tokens and does not depend on how a worker cuts its KV.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
     """P to D: I have the request and compute it; may I touch your blocks?
 
     ``wants_checksums``: P will not trust hit blocks without. ``term`` is P's (``KvMetadata.term``).
+    ``block_size``: tokens per block of P; 0: as many as D's.
     """
 
     handoff_id: HandoffId
@@ -119,14 +121,15 @@ class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
     wants_checksums: bool = False
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     term: int = 0
+    block_size: int = 0
 
 
 class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
     """D to P: yes. From here on D's ``block_ids`` are quarantined until this generation is done or released.
 
-    The ids override those of the queue entry: a second claimant gets fresh blocks. ``checksums``: one per hit block
-    (those of the first ``num_cached_tokens``), in order. If not None (even empty), P must checksum what it
-    writes. ``term`` is D's.
+    The ids override those of the queue entry: a second claimant gets fresh blocks. ``checksums``: those of the hits
+    (the first ``num_cached_tokens``), in order. If not None (even empty), P must checksum what it writes. ``term`` is
+    D's. ``block_size``: tokens per block of D; 0: as many as P's.
     """
 
     handoff_id: HandoffId
@@ -136,6 +139,7 @@ class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
     checksums: tuple[int, ...] | None = None
     direction: KvDirection = KvDirection.PUSH
     term: int = 0
+    block_size: int = 0
 
 
 class HandoffRefused(msgspec.Struct, frozen=True, tag=True):
@@ -166,8 +170,8 @@ class HandoffReleased(msgspec.Struct, frozen=True, tag=True):
 class HandoffDone(msgspec.Struct, frozen=True, tag=True):
     """P to D, behind the last write: every block is in place; here is the first token (the "bonus" token).
 
-    ``num_transferred_bytes`` and ``prefill_s`` feed D's metrics. ``checksums``: one per block that was written, in the
-    order of the request's blocks; computed from P's memory before the block was sent.
+    ``num_transferred_bytes`` and ``prefill_s`` feed D's metrics. ``checksums``: of all tokens that D lacked, in order;
+    computed from P's memory before they were sent.
     """
 
     handoff_id: HandoffId

@@ -71,6 +71,10 @@ class KVLayout(msgspec.Struct, frozen=True):
         return None
 
     @property
+    def shape(self) -> KVShape:
+        return KVShape(self.num_layers, self.num_model_heads, self.head_dim, self.dtype)
+
+    @property
     def of_rank(self) -> KVLayout:
         """The layout of one rank's part, as if it were a pool of its own."""
         return msgspec.structs.replace(
@@ -111,20 +115,36 @@ class BlockRun(msgspec.Struct, frozen=True):
 
 
 class MemoryRegion(msgspec.Struct, frozen=True):
-    """A contiguous piece of memory that holds a KV pool. ``device`` is "cpu" or "cuda"."""
+    """A contiguous piece of memory that holds a KV pool. ``device`` is "cpu" or "cuda".
+
+    ``is_pool``: False for a stand-in that no KV lies in, since each rank has its own on its own device.
+    """
 
     address: int
     num_bytes: int
     device: str = "cpu"
     device_id: int = 0
+    is_pool: bool = True
+
+
+class KVShape(msgspec.Struct, frozen=True):
+    """What a model's KV is, however a worker cuts it: ``num_kv_heads`` counts each head once."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
 
 
 class Compatibility(msgspec.Struct, frozen=True):
-    """Everything that must agree before two workers may exchange KV. A difference in any field means other bytes."""
+    """Everything that must agree before two workers may exchange KV. A difference in any field means other values.
+
+    TP, PP and block size are not in it: ``transfer.planner`` joins any two of them.
+    """
 
     model: str
     weights_fingerprint: str
-    layout: KVLayout
+    shape: KVShape
     hash_seed: int
     protocol: int
 

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import msgspec
 
+from kvrelay.core.layout import KVLayout
+
 WorkerId = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
 """Part of keys and subjects."""
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -83,7 +85,8 @@ class KvMetadata(msgspec.Struct, frozen=True):
     ``agent`` is the transport's own opaque connection blob; ``address`` and ``num_bytes`` bound the pool in the
     worker's memory; block b lies at ``address + b * block_bytes``. ``public_key`` is the one of ``WorkerInfo``: a
     worker that drains has left the list of workers, but its hand-offs go on. The worker calls others with the same key,
-    and is known by it. ``lease_ttl_s``: it may write for so long after its last sign of life.
+    and is known by it. ``layout``: how its ranks and blocks hold the model's KV (``address`` and
+    ``num_bytes`` span all ranks). ``lease_ttl_s``: it may write for so long after its last sign of life.
     ``term`` rises when it has withdrawn everything that it had begun (``handoff/leases.py``).
     """
 
@@ -100,6 +103,7 @@ class KvMetadata(msgspec.Struct, frozen=True):
     public_key: Name = ""
     lease_ttl_s: LeaseTime = 10.0
     term: Count = 0
+    layout: KVLayout | None = None
     version: int = 1
 
 

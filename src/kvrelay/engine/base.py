@@ -136,7 +136,7 @@ class Executor(Protocol):
         """
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """``core.checksums.block_checksum`` of each block, all its layers, in the order given.
+        """``core.checksums.unit_checksums`` of each block, one after the other, in the order given.
 
         From any thread, also during ``execute``, for blocks that are not written meanwhile.
         """

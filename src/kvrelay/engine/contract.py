@@ -165,7 +165,8 @@ class EngineHost(Protocol):
         """
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """``core.checksums.block_checksum`` of each block. From any thread, for blocks that no one writes to."""
+        """``core.checksums.unit_checksums`` of each block, one after the other. From any thread, for blocks that no one
+        writes to."""
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Stop after the current step and free everything. Idempotent. False when the thread did not end in time.

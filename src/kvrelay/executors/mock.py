@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.config import EngineConfig, MockConfig
-from kvrelay.core.checksums import block_checksum
+from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.sampling import SamplingParams
@@ -159,7 +159,9 @@ class MockExecutor:
             self._grammars.compiler.compile(sampling.grammar)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        return tuple(block_checksum(self._bytes[block_id]) for block_id in block_ids)
+        return tuple(
+            checksum for block_id in block_ids for checksum in unit_checksums(self._bytes[block_id], self._layout)
+        )
 
     # -- the timing model ---------------------------------------------------------------------------------------------
 

@@ -29,7 +29,8 @@ HOSTS = ("openai",)
 @dataclass(frozen=True, slots=True)
 class ExecutorSettings:
     """Everything that a builder may need. ``model_path`` is a checkpoint directory. ``allocate(num_bytes)`` returns
-    zeroed host memory for a KV pool that other processes must map; None: any memory is suitable."""
+    zeroed host memory for a KV pool that other processes must map; None: any memory is suitable. ``reserve()`` returns
+    the open file of that memory in advance, for an engine of several processes."""
 
     model_path: Path
     engine: EngineConfig
@@ -37,6 +38,7 @@ class ExecutorSettings:
     mock: MockConfig
     allocate: Callable[[int], mmap.mmap] | None = None
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
+    reserve: Callable[[], int] | None = None
 
 
 Builder = Callable[[ExecutorSettings], Executor]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field, replace
 
+from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import (
     HandoffAbandon,
     HandoffDone,
@@ -102,6 +103,8 @@ class Grant:
     generation: int
     loan: int
     state: GrantState
+    block_size: int = 0
+    """Tokens per block of the claimant; 0: as many as ours."""
     told_s: float = 0.0
     """When it was last told to stop."""
 
@@ -166,6 +169,8 @@ class DecodeHandoff:
     deadline_s: float
     term: int = 0
     """Our own when it was opened."""
+    num_tokens: int = 0
+    """To be prefilled; 0: as many as the blocks hold."""
     loans: tuple[int, ...] = ()
     """Loans that the engine has not got back."""
     loan: int = 0
@@ -253,7 +258,8 @@ class DecodeHandoff:
         with_checksums = event.claim.wants_checksums or turn.rules.checksums
         must_prepare = with_checksums and self.num_hit_blocks > 0
         state = GrantState.PREPARING if must_prepare else GrantState.OUT
-        grant = Grant(worker_id, event.connection, self.generation, self.loan, state)
+        size = event.claim.block_size
+        grant = Grant(worker_id, event.connection, self.generation, self.loan, state, size)
         self.grants = (*self.grants, grant)
         if must_prepare:
             turn.out.append(ChecksumHits(self.handoff_id, self.generation, self.block_ids[: self.num_hit_blocks]))
@@ -281,6 +287,7 @@ class DecodeHandoff:
             checksums=checksums,
             direction=self.direction,
             term=self.term,
+            block_size=turn.rules.block_size,
         )
         turn.out.append(SendGrant(grant.worker_id, grant.connection, message))
 
@@ -333,12 +340,18 @@ class DecodeHandoff:
 
     def _start_read(self, message: HandoffReady, grant: Grant, turn: Turn) -> None:
         missing = self.block_ids[self.num_hit_blocks :]
-        if len(message.block_ids) != len(missing):
+        ours, theirs = turn.rules.block_size, grant.block_size or turn.rules.block_size
+        num_tokens = self.num_tokens or len(self.block_ids) * ours
+        first = self.num_hit_blocks * ours // theirs if theirs > 0 else 0
+        if theirs < 1 or len(message.block_ids) != -(-num_tokens // theirs) - first:
             self.compute_here(EndReason.READ_FAILED, turn)
             return
         self._move(DecodeState.READING)
         self.is_touched = True
-        turn.out.append(Read(self.handoff_id, grant.generation, grant.worker_id, message.block_ids, missing))
+        read = Read(
+            self.handoff_id, grant.generation, grant.worker_id, message.block_ids, missing, first, self.num_hit_blocks
+        )
+        turn.out.append(read)
 
     def read_ended(self, generation: int, ok: bool, turn: Turn) -> None:
         """Pull: our read touches nothing any more, so P may free its blocks."""
@@ -365,8 +378,11 @@ class DecodeHandoff:
             self._resume(turn)
             return
         self.is_touched = True
-        blocks = self.block_ids[self.num_hit_blocks :]
-        turn.out.append(Verify(self.handoff_id, message.generation, worker_id, blocks, message.checksums))
+        blocks, size = self.block_ids[self.num_hit_blocks :], turn.rules.block_size
+        unit = unit_tokens(size)
+        num_units = -(-(self.num_tokens or len(self.block_ids) * size) // unit) - self.num_hit_blocks * size // unit
+        verify = Verify(self.handoff_id, message.generation, worker_id, blocks, message.checksums, num_units)
+        turn.out.append(verify)
 
     def verified(self, ok: bool, turn: Turn) -> None:
         """What has arrived was compared with what was sent."""

@@ -31,6 +31,7 @@ class Opened:
     """A request waits for a remote prefill, and the engine has lent ``block_ids`` as loan 1.
 
     The first ``num_hit_blocks`` are computed already. Pull may open without blocks: they are asked for when P is ready.
+    ``num_tokens`` are those to be prefilled; 0: as many as the blocks hold.
     ``claimant``: the one prefill worker that may claim it (prefill-first); None: any (decode-first).
     ``term`` is our own; pull needs it.
     """
@@ -43,6 +44,7 @@ class Opened:
     direction: KvDirection = KvDirection.PUSH
     claimant: str | None = None
     term: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,24 +263,34 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Pull: read P's blocks into ours. Answered by ReadEnded, when nothing of it moves any more."""
+    """Pull: read P's blocks, of which ``remote_first_block`` is the request's first, into ours from ``first_block`` on:
+    the tokens that both hold. Blocks of the two workers may differ in size.
+
+    Answered by ReadEnded, when nothing of it moves any more.
+    """
 
     handoff_id: HandoffId
     generation: int
     worker_id: str
     remote_block_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
+    remote_first_block: int
+    first_block: int
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Compare what has arrived in ``block_ids`` with ``checksums`` (None: none were sent). Answered by Verified."""
+    """Compare what has arrived in ``block_ids`` with ``checksums`` (None: none were sent). Answered by Verified.
+
+    ``num_units``: as many units of tokens (``core.checksums``) of these blocks, from the first, hold anything.
+    """
 
     handoff_id: HandoffId
     generation: int
     worker_id: str
     block_ids: tuple[int, ...]
     checksums: tuple[int, ...] | None
+    num_units: int
 
 
 @dataclass(frozen=True, slots=True)

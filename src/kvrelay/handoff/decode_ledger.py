@@ -122,6 +122,7 @@ class DecodeLedger:
             block_ids=event.block_ids,
             num_hit_blocks=event.num_hit_blocks,
             term=event.term,
+            num_tokens=event.num_tokens,
             deadline_s=turn.now_s + self.rules.remote_prefill_timeout_s,
             loans=(1,) if has_blocks else (),
             loan=1 if has_blocks else 0,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field, replace
 
+from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import (
     HandoffClaim,
     HandoffDone,
@@ -50,6 +51,7 @@ from kvrelay.handoff.prefill_events import (
 
 MAX_DOUBLINGS = 16
 MAX_BLOCK_ID = 2**31 - 1
+MAX_BLOCK_SIZE = 2**20
 
 
 class PrefillState(enum.Enum):
@@ -143,6 +145,8 @@ class PrefillHandoff:
     """Computed and not yet submitted, in order; with pull: all of them."""
     checksums: tuple[int, ...] = ()
     """Of the blocks in the order of the request, as far as they are known."""
+    num_tokens: int = 0
+    """The request's; 0: as many as ``num_blocks`` hold."""
     num_in_flight: int = 0
     """Reads, writes and checksums that touch our blocks."""
     is_computed: bool = False
@@ -162,7 +166,13 @@ class PrefillHandoff:
         """Compute and claim at once."""
         rules = turn.rules
         claim = HandoffClaim(
-            self.handoff_id, rules.worker_id, rules.kv_compatibility, rules.checksums, event.order, event.term
+            self.handoff_id,
+            rules.worker_id,
+            rules.kv_compatibility,
+            rules.checksums,
+            event.order,
+            event.term,
+            rules.block_size,
         )
         turn.out += [Compute(self.handoff_id), SendClaim(self.decode_worker_id, claim)]
 
@@ -203,22 +213,26 @@ class PrefillHandoff:
 
     def _fits(self, grant: HandoffGrant, rules: PrefillRules) -> bool:
         """Blocks are paired with ours later, where it is too late to refuse."""
-        num_hit_blocks = grant.num_cached_tokens // rules.block_size
-        num_granted = self.num_blocks if grant.direction is KvDirection.PUSH else num_hit_blocks
+        size = grant.block_size or rules.block_size
+        if not 1 <= size <= MAX_BLOCK_SIZE:
+            return False
+        num_tokens = self.num_tokens or self.num_blocks * rules.block_size
+        num_held = num_tokens if grant.direction is KvDirection.PUSH else grant.num_cached_tokens
+        num_granted = -(-num_held // size)
         return (
-            self._fits_hits(grant.num_cached_tokens, rules)
+            grant.num_cached_tokens % size == 0
+            and self._fits_hits(grant.num_cached_tokens, num_tokens)
             and len(grant.block_ids) == num_granted
             and len(set(grant.block_ids)) == num_granted
             and min(grant.block_ids, default=0) >= 0
             and max(grant.block_ids, default=0) <= MAX_BLOCK_ID
         )
 
-    def _fits_hits(self, num_cached_tokens: int, rules: PrefillRules) -> bool:
+    def _fits_hits(self, num_cached_tokens: int, num_tokens: int) -> bool:
         """With decode-first the entry has said it. With prefill-first D may hold more than was known."""
         if self.order is HandoffOrder.DECODE_FIRST:
             return num_cached_tokens == self.num_cached_tokens
-        num_hit_blocks, rest = divmod(num_cached_tokens, rules.block_size)
-        return num_cached_tokens >= self.num_cached_tokens and rest == 0 and num_hit_blocks < self.num_blocks
+        return self.num_cached_tokens <= num_cached_tokens < num_tokens
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
@@ -250,15 +264,14 @@ class PrefillHandoff:
     def _read(self, load: Blocks, turn: Turn) -> None:
         assert self.grant is not None, "nothing is read before the grant"
         self.num_in_flight += 1
-        remote = self.grant.block_ids[load.first_block : load.first_block + len(load.block_ids)]
+        first, end = self._of_decode(load, turn.rules)
         self.load = load
-        turn.out.append(Read(self.handoff_id, load, remote))
+        turn.out.append(Read(self.handoff_id, load, self.grant.block_ids[first:end], first))
 
     def read_ended(self, ok: bool, turn: Turn) -> None:
         """Without success what was to be read is computed: that is no reason to give up."""
         if ok and self._with_checksums(turn.rules) and self.load is not None and self.grant is not None:
-            first, count = self.load.first_block, len(self.load.block_ids)
-            sent = None if self.grant.checksums is None else self.grant.checksums[first : first + count]
+            sent = None if self.grant.checksums is None else self.grant.checksums[_units(self.load, turn.rules)]
             turn.out.append(VerifyHits(self.handoff_id, self.load, sent))
             return
         self._loaded(ok, turn)
@@ -303,7 +316,7 @@ class PrefillHandoff:
             self.stop(EndReason.CHECKSUM_FAILED, turn)
         elif self.state is PrefillState.SENDING and checksums is not None:
             chunk, self.chunks = self.chunks[0], self.chunks[1:]
-            self.checksums += checksums
+            self.checksums += self._needed(chunk.blocks, checksums, turn.rules)
             self._submit(chunk, turn)
         self.settle(turn)
 
@@ -314,12 +327,30 @@ class PrefillHandoff:
             if chunk.first_token is not None:
                 self._hold(chunk, turn)
             return
-        first, count = chunk.blocks.first_block, len(chunk.blocks.block_ids)
-        remote = self.grant.block_ids[first : first + count]
+        first, end = self._of_decode(chunk.blocks, turn.rules)
+        if chunk.blocks.first_block == self.num_cached_tokens // turn.rules.block_size:
+            # D's hits, which other requests share, may end within our block.
+            first = self.num_cached_tokens // self.decode_block_size(turn.rules)
+        remote = self.grant.block_ids[first : max(first, end)]
         self.num_in_flight += 1
         self.is_sent = chunk.first_token is not None
         done = self._done(chunk, turn)
-        turn.out.append(Write(self.handoff_id, self.grant.generation, chunk.blocks, remote, done))
+        turn.out.append(Write(self.handoff_id, self.grant.generation, chunk.blocks, remote, done, first))
+
+    def decode_block_size(self, rules: PrefillRules) -> int:
+        """Tokens per block of D, as its grant says."""
+        return (0 if self.grant is None else self.grant.block_size) or rules.block_size
+
+    def _of_decode(self, blocks: Blocks, rules: PrefillRules) -> tuple[int, int]:
+        """First and end of D's blocks that hold any of these tokens."""
+        ours, theirs = rules.block_size, self.decode_block_size(rules)
+        return blocks.first_block * ours // theirs, -(-(blocks.first_block + len(blocks.block_ids)) * ours // theirs)
+
+    def _needed(self, blocks: Blocks, checksums: tuple[int, ...], rules: PrefillRules) -> tuple[int, ...]:
+        """Those of tokens that D lacks."""
+        unit, first = unit_tokens(rules.block_size), _units(blocks, rules).start
+        num_tokens = self.num_tokens or self.num_blocks * rules.block_size
+        return checksums[max(0, self.num_cached_tokens // unit - first) : max(0, -(-num_tokens // unit) - first)]
 
     def _done(self, chunk: ChunkComputed, turn: Turn) -> HandoffDone | None:
         if chunk.first_token is None or self.grant is None:
@@ -475,3 +506,9 @@ class PrefillHandoff:
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransitionError(f"hand-off {self.handoff_id} cannot go from {self.state} to {state}")
         self.state = state
+
+
+def _units(blocks: Blocks, rules: PrefillRules) -> slice:
+    """Which checksums of the whole request are those of these blocks of ours."""
+    per_block = rules.block_size // unit_tokens(rules.block_size)
+    return slice(blocks.first_block * per_block, (blocks.first_block + len(blocks.block_ids)) * per_block)

@@ -26,7 +26,8 @@ from kvrelay.handoff.base import EndReason
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Some of our blocks: ``block_ids[i]`` is ours for the request's block number ``first_block + i``."""
+    """Some of our blocks: ``block_ids[i]`` is ours for the request's block number ``first_block + i``. Blocks of other
+    workers may hold more or fewer tokens."""
 
     first_block: int
     block_ids: tuple[int, ...]
@@ -47,8 +48,9 @@ class FirstToken:
 class Pulled:
     """A prefill to compute, from the queue (decode-first) or from the router (prefill-first).
 
-    ``num_blocks`` are the request's; the decode worker holds the first ``num_cached_tokens`` tokens already. With
-    prefill-first it may hold more than that: its grant says. ``term`` is our own.
+    ``num_blocks`` are the request's in our block size; the decode worker holds the first ``num_cached_tokens`` tokens
+    already. With prefill-first it may hold more than that: its grant says. ``term`` is our own. ``num_tokens`` are the
+    request's; 0: as many as the blocks hold.
     """
 
     handoff_id: HandoffId
@@ -57,6 +59,7 @@ class Pulled:
     num_cached_tokens: int
     term: int
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ class HitsVerified:
 
 @dataclass(frozen=True, slots=True)
 class ChunkChecksummed:
-    """The answer to ChecksumChunk; None if the blocks could not be read."""
+    """The answer to ChecksumChunk: ``core.checksums.unit_checksums`` of its blocks; None if they could not be read."""
 
     handoff_id: HandoffId
     checksums: tuple[int, ...] | None
@@ -254,11 +257,15 @@ class SendClaim:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read hit blocks of D into ours. Answered by ReadEnded."""
+    """Read hit blocks of D, of which ``remote_first_block`` is the first, into ours: the tokens that both hold.
+
+    Blocks of the two workers may differ in size. Answered by ReadEnded.
+    """
 
     handoff_id: HandoffId
     blocks: Blocks
     remote_block_ids: tuple[int, ...]
+    remote_first_block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +297,9 @@ class ChecksumChunk:
 class Write:
     """Write our blocks into D's, behind every earlier Write of this hand-off, then deliver ``done`` behind the bytes.
 
-    Never posted past our fence, nor after an earlier Write of this hand-off has failed. Answered by Written.
+    The tokens that both hold: those of D, of which ``remote_first_block`` is the first, begin after its hits, so there
+    may be none. Blocks of the two workers may differ in size. Never posted past our fence, nor after an earlier Write
+    of this hand-off has failed. Answered by Written.
     """
 
     handoff_id: HandoffId
@@ -298,6 +307,7 @@ class Write:
     blocks: Blocks
     remote_block_ids: tuple[int, ...]
     done: HandoffDone | None
+    remote_first_block: int
 
 
 @dataclass(frozen=True, slots=True)

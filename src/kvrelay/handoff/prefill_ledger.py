@@ -96,6 +96,7 @@ class PrefillLedger:
             decode_worker_id=event.decode_worker_id,
             num_blocks=event.num_blocks,
             num_cached_tokens=event.num_cached_tokens,
+            num_tokens=event.num_tokens,
             started_s=turn.now_s,
             due_s=turn.now_s + self.rules.claim_timeout_of(event.order),
             order=event.order,

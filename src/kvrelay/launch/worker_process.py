@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -45,10 +44,11 @@ from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.p2p.control import ControlKeys
 from kvrelay.transfer.p2p.transport import P2pAddress
+from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.peers import Connect
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
-from kvrelay.worker.worker import Worker
+from kvrelay.worker.worker import Worker, require_possible_role
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,6 @@ async def run_worker(options: WorkerOptions) -> None:
 async def _run_worker(options: WorkerOptions) -> None:
     if not options.control.control:
         raise ConfigError("a worker needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
-    _require_possible_role(options)
     curve_keys = request_plane_keys(options.host, options.control)
     require_metrics_key(options.metrics, options.control)
     heartbeat = Heartbeat.for_lease(options.control.lease_ttl_s)
@@ -107,7 +106,8 @@ async def _run_worker(options: WorkerOptions) -> None:
         loading = at_low_priority if is_yielding else asyncio.to_thread
         memory = shared_memory(options.transfer)
         worker_id = new_worker_id(options.role)
-        engine = await loading(partial(_load, options, worker_id, pool_allocator(options.transfer, memory)))
+        engine = await loading(partial(_load, options, worker_id, memory))
+        require_possible_role(options.role, engine.facts)
         settings = _settings(options, engine.facts, worker_id, curve_keys.public.decode() if curve_keys else "")
         worker = Worker(
             settings,
@@ -156,8 +156,12 @@ def assemble_worker(
     *,
     seed: int,
 ) -> Worker:
-    """A worker with an engine over ``executor`` and these planes; not started yet. Needs a running event loop."""
+    """A worker with an engine over ``executor`` and these planes; not started yet. Needs a running event loop.
+
+    Raises ConfigError for a role that the engine does not allow.
+    """
     engine = _engine_over(executor, settings.engine, settings.worker_id, seed)
+    require_possible_role(settings.role, engine.facts)
     return Worker(settings, engine, transport, control, server, connect)
 
 
@@ -166,24 +170,23 @@ def _engine_over(executor: Executor, config: EngineConfig, worker_id: str, seed:
 
 
 def _require_possible_role(options: WorkerOptions) -> None:
-    """Raises ConfigError for a role that the engine, or a worker of several ranks, cannot have."""
-    runner = options.runner
+    """Raises ConfigError for a role that the engine cannot have."""
     if options.engine_kind in HOSTS and options.role is not WorkerRole.BOTH:
         raise ConfigError(
             f"--role {options.role} with engine {options.engine_kind}: its KV stays with the server; use --role both",
             param="role",
         )
-    if runner.num_ranks > 1 and options.role is not WorkerRole.BOTH:
-        raise ConfigError(
-            f"--role {options.role} with --tp {runner.tp} --pp {runner.pp}: KV cannot be handed over between workers "
-            "of several ranks yet; use --role both",
-            param="role",
-        )
 
 
-def _load(options: WorkerOptions, worker_id: str, allocate: Callable[[int], mmap.mmap] | None) -> EngineHost:
+def _load(options: WorkerOptions, worker_id: str, memory: SharedPoolMemory | None) -> EngineHost:
     settings = ExecutorSettings(
-        options.model_path, options.engine, options.runner, options.mock, allocate, options.upstream
+        options.model_path,
+        options.engine,
+        options.runner,
+        options.mock,
+        pool_allocator(options.transfer, memory),
+        options.upstream,
+        None if memory is None else memory.reserve,
     )
     host = build_host(options.engine_kind, settings, worker_id)
     if host is not None:

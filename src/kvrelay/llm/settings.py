@@ -36,12 +36,6 @@ def embedded_settings(
         return load_settings(cls, flags=settings)
 
     runner = build(RunnerConfig)
-    if prefill and runner.num_ranks > 1:
-        raise ConfigError(
-            f"prefill={prefill} with tp={runner.tp}, pp={runner.pp}: KV cannot be handed over between engines of "
-            "several ranks yet; use prefill=0",
-            param="prefill",
-        )
     if runner.num_threads == 0:
         runner = dataclasses.replace(runner, num_threads=available_threads(prefill + decode))
     return EmbeddedSettings(

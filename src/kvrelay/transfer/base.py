@@ -5,7 +5,7 @@ TransferPlan); it does not know requests, schedulers or prefixes.
 
 Protocol, per worker:
   1. ``register(region)`` once, after the pool is allocated; the blob it returns goes to discovery (KvMetadata.agent).
-  2. ``add_peer(metadata)`` at the first hand-off with a peer. Raises IncompatiblePeerError on another block size.
+  2. ``add_peer(metadata)`` at the first hand-off with a peer. Raises IncompatiblePeerError for other KV.
   3. ``post(...)`` any number of reads and writes; the peer's engine takes no part. A ``notify`` payload arrives at the
      peer after all bytes of that write are visible there.
   4. ``poll()`` completes posts and collects notifications. Both sides must poll while a hand-off is open.

@@ -1,4 +1,5 @@
-"""May two workers exchange KV? Only if protocol version, transport, bytes per block and compatibility hash are equal.
+"""May two workers exchange KV? Only if protocol version, transport and compatibility hash are equal, and a plan joins
+their layouts.
 
 This module compares what two workers advertise about their KV pools. It does not know what the compatibility hash
 covers (``core.layout.Compatibility``).
@@ -6,29 +7,44 @@ covers (``core.layout.Compatibility``).
 
 from __future__ import annotations
 
+from kvrelay.core.layout import KVLayout
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError
+from kvrelay.transfer.planner import TransferPlanner
 
 VERSION = 1
 """The version of KvMetadata."""
 
 
-def check_compatible(peer: KvMetadata, *, transport: str, block_bytes: int = 0, kv_compatibility: str = "") -> None:
-    """Raise IncompatiblePeerError unless blocks can be moved between our pool and the peer's without conversion.
-
-    The named arguments are our own values; ``block_bytes`` 0 and ``kv_compatibility`` "" are not compared.
-    """
+def check_compatible(peer: KvMetadata, *, transport: str, kv_compatibility: str = "") -> None:
+    """Raise IncompatiblePeerError unless the peer's values are ours; ``kv_compatibility`` "" is not compared."""
     for field, ours, theirs in (
         ("protocol version", VERSION, peer.version),
         ("transport", transport, peer.transport),
         ("KV compatibility", kv_compatibility or peer.kv_compatibility, peer.kv_compatibility),
-        ("number of bytes per block", block_bytes or peer.block_bytes, peer.block_bytes),
     ):
         if ours != theirs:
             raise IncompatiblePeerError(
                 f"worker {peer.worker_id} cannot exchange KV with us: its {field} is {theirs}, ours is {ours}"
             )
     check_pool(peer)
+
+
+def planner_for(layout: KVLayout, peer: KvMetadata) -> TransferPlanner:
+    """How our blocks and the peer's map onto each other.
+
+    Raises IncompatiblePeerError if the peer's entry does not say how its KV lies, or contradicts itself, or if no plan
+    joins the two layouts.
+    """
+    if peer.layout is None:
+        raise IncompatiblePeerError(f"worker {peer.worker_id} does not say how its KV lies in its memory")
+    planner = TransferPlanner(layout, peer.layout)
+    if peer.layout.block_bytes != peer.block_bytes:
+        raise IncompatiblePeerError(
+            f"worker {peer.worker_id} advertises blocks of {peer.block_bytes} bytes, and its layout has "
+            f"{peer.layout.block_bytes}"
+        )
+    return planner
 
 
 def check_pool(metadata: KvMetadata) -> None:

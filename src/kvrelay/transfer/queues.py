@@ -76,7 +76,7 @@ class TransferQueues:
         self._fence = fence
         self._on_end = on_end
         self._region: MemoryRegion | None = None
-        self._required: tuple[int, str] = (0, "")
+        self._kv_compatibility = ""
         self._known: dict[str, KvMetadata] = {}
         self._peers: dict[str, _PeerQueue] = {}
         self._owners: dict[int, Transfer] = {}
@@ -99,21 +99,18 @@ class TransferQueues:
         """Post none of the transfers submitted until now. From any thread, one call at a time."""
         self.term += 1
 
-    def register(self, region: MemoryRegion, block_bytes: int, kv_compatibility: str) -> bytes:
-        """Register our memory, once, and the values that every peer must share. Raises FatalError."""
+    def register(self, region: MemoryRegion, kv_compatibility: str) -> bytes:
+        """Register our memory, once, and what every peer must share with us. Raises FatalError."""
         agent = self._transport.register(region)
         self._region = region
-        self._required = (block_bytes, kv_compatibility)
+        self._kv_compatibility = kv_compatibility
         return agent
 
     def connect(self, metadata: KvMetadata) -> None:
         """Connect. Raises IncompatiblePeerError, or TransferError if the peer cannot be reached."""
         if self._region is None:
             raise TransferError("the KV pool is not registered yet", peer=metadata.worker_id)
-        block_bytes, kv_compatibility = self._required
-        check_compatible(
-            metadata, transport=self._transport.name, block_bytes=block_bytes, kv_compatibility=kv_compatibility
-        )
+        check_compatible(metadata, transport=self._transport.name, kv_compatibility=self._kv_compatibility)
         self._disconnect(metadata.worker_id, f"worker {metadata.worker_id} was added anew")
         self._transport.add_peer(metadata)
         self._known[metadata.worker_id] = metadata

@@ -89,12 +89,12 @@ class TransferThread:
     def start(self) -> None:
         self._thread.start()
 
-    def register(self, region: MemoryRegion, *, block_bytes: int = 0, kv_compatibility: str = "") -> Future[bytes]:
+    def register(self, region: MemoryRegion, *, kv_compatibility: str = "") -> Future[bytes]:
         """Register the KV pool, once; returns ``KvMetadata.agent``. The future raises FatalError.
 
-        ``block_bytes`` and ``kv_compatibility``, if given, must be the same at every peer.
+        ``kv_compatibility``, if given, must be the same at every peer.
         """
-        return self._post_call(lambda: self._queues.register(region, block_bytes, kv_compatibility))
+        return self._post_call(lambda: self._queues.register(region, kv_compatibility))
 
     def on_notification(self, handler: Callable[[Notification], None]) -> None:
         """``handler`` runs on the transfer thread, must not block, and must not trust the payload."""

@@ -33,14 +33,23 @@ class BlockChecksums:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
 
     def compute(self, block_ids: Sequence[int], on_done: OnComputed) -> None:
-        """``on_done(checksums)``, one per block; None if they could not be computed."""
+        """``on_done(checksums)``, those of the first block first; None if they could not be computed."""
         self._thread.submit(self._run, block_ids, on_done)
 
-    def verify(self, block_ids: Sequence[int], sent: Sequence[int] | None, on_done: OnVerified) -> None:
-        """``on_done(None)`` if the blocks have the checksums that they were ``sent`` with, else why they have not."""
+    def verify(
+        self,
+        block_ids: Sequence[int],
+        sent: Sequence[int] | None,
+        on_done: OnVerified,
+        num_units: int | None = None,
+    ) -> None:
+        """``on_done(None)`` if the blocks have the checksums that they were ``sent`` with, else why they have not.
+
+        ``num_units``: so many units of tokens hold anything; None: all.
+        """
 
         def compare(found: tuple[int, ...] | None) -> None:
-            damage = "it cannot be read" if found is None else find_damage(block_ids, sent, found)
+            damage = "it cannot be read" if found is None else find_damage(block_ids, sent, found[:num_units])
             on_done(damage)
 
         self.compute(block_ids, compare)

@@ -74,6 +74,7 @@ class EngineThread:
             max_model_len=executor.max_model_len,
             vocab_size=executor.vocab_size,
             weights_fingerprint=executor.weights_fingerprint,
+            hands_over_kv=executor.kv_region.is_pool,
         )
 
     @property

@@ -113,7 +113,13 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             if order is HandoffOrder.DECODE_FIRST:
                 self._prefills[handoff_id] = prefill
             opened = de.Opened(
-                handoff_id, prefill.request_id, prefill.block_ids, num_hit_blocks, order=order, claimant=claimant
+                handoff_id,
+                prefill.request_id,
+                prefill.block_ids,
+                num_hit_blocks,
+                order=order,
+                claimant=claimant,
+                num_tokens=len(prefill.token_ids),
             )
             self.handle(opened)
         for handoff_id in step.closed_handoffs:
@@ -173,7 +179,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
                 self._stats.num_kv_checksum_mismatches += 1
                 _log.warning("KV of hand-off %s from %s is refused: %s", action.handoff_id, action.worker_id, damage)
 
-        self._checksums.verify(action.block_ids, action.checksums, verified)
+        self._checksums.verify(action.block_ids, action.checksums, verified, action.num_units)
 
     def _grant(self, action: de.SendGrant) -> None:
         grants, message = self._transfer.grants, action.message

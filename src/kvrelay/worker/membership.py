@@ -81,7 +81,7 @@ class Membership:
         self.kv_compatibility = Compatibility(
             model=settings.model,
             weights_fingerprint=engine.facts.weights_fingerprint,
-            layout=engine.facts.kv_layout,
+            shape=engine.facts.kv_layout.shape,
             hash_seed=HASH_SEED,
             protocol=PROTOCOL_VERSION,
         ).digest()
@@ -250,6 +250,7 @@ class Membership:
             device=region.device,
             device_id=region.device_id,
             kv_compatibility=self.kv_compatibility,
+            layout=self._engine.facts.kv_layout,
             public_key=self._settings.public_key,
             lease_ttl_s=lease_ttl_s,
             term=self.term,

@@ -31,20 +31,21 @@ from kvrelay.core.handoff import (
     HandoffRefused,
     RemotePrefillRequest,
 )
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.core.messages import Message, TokenOutput, encode_message
 from kvrelay.core.status import FinishReason
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.base import HandoffChunk, KvLoad, StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import KvrelayError, TransferError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.prefill import PrefillRules
 from kvrelay.handoff.prefill_ledger import PrefillLedger
-from kvrelay.transfer.base import GrantRef, TransferOp
-from kvrelay.transfer.plan import plan_blocks
+from kvrelay.transfer.base import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.compat import planner_for
+from kvrelay.transfer.planner import TransferPlanner
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.driver import LedgerDriver
@@ -101,6 +102,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self.jobs: dict[HandoffId, Job] = {}
         self._by_name: dict[str, HandoffId] = {}
         self._layout = layout
+        self._planners: dict[str, TransferPlanner] = {}
+        """By decode worker: how its blocks and ours map onto each other. Made with the connection to its memory."""
         self._engine = engine
         self._transfer = transfer
         self._checksums = checksums
@@ -153,7 +156,15 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         num_blocks = -(-len(request.token_ids) // self._layout.block_size)
         num_cached_tokens = request.num_cached_tokens
         self.handle(
-            pe.Pulled(request.handoff_id, request.decode_worker_id, num_blocks, num_cached_tokens, term, job.order)
+            pe.Pulled(
+                request.handoff_id,
+                request.decode_worker_id,
+                num_blocks,
+                num_cached_tokens,
+                term,
+                job.order,
+                num_tokens=len(request.token_ids),
+            )
         )
 
     def decline(self, job: Job, reason: EndReason) -> None:
@@ -200,7 +211,12 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         async with self._connecting.hold(worker_id):
             if not self._transfer.has_peer(worker_id):
                 metadata = await self._peers.kv_metadata(worker_id, 0, self.ledger.rules.kv_compatibility)
+                self._planners[worker_id] = planner_for(self._layout, metadata)
                 await asyncio.wrap_future(self._transfer.add_peer(metadata))
+
+    def forget_memory(self, worker_id: str) -> None:
+        """The connection to a decode worker's memory is torn down; it is loaded anew at the next claim."""
+        self._planners.pop(worker_id, None)
 
     def _settle(self, action: pe.Settle) -> None:
         job = self.jobs.pop(action.handoff_id)
@@ -246,7 +262,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
     def _add_request(self, job: Job, core: Engine) -> None:
         request = job.request
         job.on_received()
-        num_prompt = len(request.token_ids) - request.num_output_tokens
+        num_prompt, size = len(request.token_ids) - request.num_output_tokens, self._layout.block_size
         try:
             core.add_request(
                 Request(
@@ -255,7 +271,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                     output_token_ids=request.token_ids[num_prompt:],
                     sampling=request.sampling,
                     mode=PrefillMode.HANDOFF,
-                    num_load_tokens=request.num_cached_tokens,
+                    # A block of ours of which D holds a part only is computed.
+                    num_load_tokens=request.num_cached_tokens // size * size,
                     priority=request.priority,
                 )
             )
@@ -280,12 +297,15 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
 
     def _read(self, action: pe.Read) -> None:
         job = self.jobs[action.handoff_id]
-        plan = plan_blocks(self._layout, action.blocks.block_ids, action.remote_block_ids)
-        self._count(job, plan.num_bytes)
 
         def ended(error: str | None) -> None:
             self.handle(pe.ReadEnded(action.handoff_id, error is None))
 
+        plan = self._plan(TransferOp.READ, job, action)
+        if plan is None:
+            self._loop.call_soon_threadsafe(ended, "no plan")
+            return
+        self._count(job, plan.num_bytes)
         worker_id, grant = job.request.decode_worker_id, self._grant_of(action.handoff_id)
         self._transfer.submit(TransferOp.READ, worker_id, plan, on_done=ended, grant=grant)
 
@@ -296,20 +316,42 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
 
     def _write(self, action: pe.Write) -> None:
         job = self.jobs[action.handoff_id]
-        plan = plan_blocks(self._layout, action.blocks.block_ids, action.remote_block_ids)
-        self._count(job, plan.num_bytes)
-        notify = None
-        if action.done is not None:
-            notify = encode_message(msgspec.structs.replace(action.done, num_transferred_bytes=job.num_bytes))
 
         def ended(error: str | None) -> None:
             if error is not None:
                 _log.warning("a write of hand-off %s failed: %s", action.handoff_id, error)
             self.handle(pe.Written(action.handoff_id, error is None))
 
+        plan = self._plan(TransferOp.WRITE, job, action)
+        if plan is None:
+            self._loop.call_soon_threadsafe(ended, "no plan")
+            return
+        self._count(job, plan.num_bytes)
+        notify = None
+        if action.done is not None:
+            notify = encode_message(msgspec.structs.replace(action.done, num_transferred_bytes=job.num_bytes))
         worker_id, group = job.request.decode_worker_id, job.name
         grant = GrantRef(group, action.generation)
         self._transfer.submit(TransferOp.WRITE, worker_id, plan, notify, on_done=ended, group=group, grant=grant)
+
+    def _plan(self, op: TransferOp, job: Job, action: pe.Read | pe.Write) -> TransferPlan | None:
+        """None if the grant does not fit the memory that the decode worker has registered, or if that is gone."""
+        planner = self._planners.get(job.request.decode_worker_id)
+        if planner is None:
+            return None  # its connection has gone
+        theirs = self.ledger.handoffs[action.handoff_id].decode_block_size(self.ledger.rules)
+        if theirs != planner.remote.block_size:
+            _log.error(
+                "hand-off %s was granted in blocks of %d tokens, and %r has others", action.handoff_id, theirs, planner
+            )
+            return None
+        here = BlockRun(action.blocks.first_block, action.blocks.block_ids)
+        there = BlockRun(action.remote_first_block, action.remote_block_ids)
+        try:
+            return planner.plan(op, here, there)
+        except TransferError as exc:
+            _log.error("hand-off %s cannot be planned: %s", action.handoff_id, exc)
+            return None
 
     def _count(self, job: Job, num_bytes: int) -> None:
         job.num_bytes += num_bytes

@@ -35,7 +35,7 @@ from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.core.workers import KvMetadata, WorkerRole
 from kvrelay.engine.base import StepOutput
-from kvrelay.engine.contract import EngineHost
+from kvrelay.engine.contract import EngineFacts, EngineHost
 from kvrelay.errors import (
     ConfigError,
     ControlUnavailableError,
@@ -79,6 +79,16 @@ FAILED_JOIN_S = 4.0
 
 GIVE_UP_LEASES = 3.0
 """So many times the lease's time to live a drain waits for peers: long enough that one that is dead is fenced."""
+
+
+def require_possible_role(role: WorkerRole, facts: EngineFacts) -> None:
+    """Raises ConfigError if no hand-off reaches the engine's KV."""
+    if role is not WorkerRole.BOTH and not facts.hands_over_kv:
+        raise ConfigError(
+            f"this worker cannot be a {role} worker: its engine hands no KV over (it computes elsewhere, or its ranks "
+            "hold their KV on several CUDA devices); use --role both",
+            param="role",
+        )
 
 
 class Worker:
@@ -210,7 +220,6 @@ class Worker:
         self._transfer.start()
         registered = self._transfer.register(
             self._engine.kv_region,
-            block_bytes=self._engine.facts.kv_layout.block_bytes,
             kv_compatibility=self._membership.kv_compatibility,
         )
         agent = await asyncio.wrap_future(registered)
@@ -290,10 +299,7 @@ class Worker:
         told: then the worker goes on as it was, and is listed again as soon as that is possible;
         WorkerUnavailableError when it is leaving.
         """
-        if role is not WorkerRole.BOTH and not self._engine.facts.hands_over_kv:
-            raise ConfigError(f"this worker cannot be a {role} worker: its engine hands no KV over")
-        if role is not WorkerRole.BOTH and not self._engine.facts.kv_layout.is_whole:
-            raise ConfigError(f"a worker of several ranks cannot be a {role} worker yet: its KV cannot be handed over")
+        require_possible_role(role, self._engine.facts)
         async with self._role_lock:
             if role is self.role:
                 return
@@ -312,8 +318,7 @@ class Worker:
 
     def _num_prefill_workers(self) -> int:
         """Those that may take over a prefill of this worker."""
-        facts = self._engine.facts
-        is_alone = self.role is WorkerRole.PREFILL or not facts.hands_over_kv or not facts.kv_layout.is_whole
+        is_alone = self.role is WorkerRole.PREFILL or not self._engine.facts.hands_over_kv
         return 0 if is_alone else self._fleet.num_prefill_workers
 
     async def _enter_role(self, role: WorkerRole) -> None:
@@ -424,6 +429,7 @@ class Worker:
         self._transfer.learn(worker_id, "")
         self._decode.handoffs.handle(de.LeaseEnded(worker_id))
         self._prefill.handoffs.handle(pe.LeaseEnded(worker_id))
+        self._prefill.handoffs.forget_memory(worker_id)
         self._transfer.remove_peer(worker_id)
 
     def _on_no_prefill_worker(self) -> None:
@@ -435,6 +441,7 @@ class Worker:
 
     def _on_decode_peer_lost(self, worker_id: str) -> None:
         self._prefill.handoffs.handle(pe.ConnectionLost(worker_id))
+        self._prefill.handoffs.forget_memory(worker_id)
         self._transfer.remove_peer(worker_id)
 
     def _on_lease_lost(self) -> None:

@@ -28,17 +28,17 @@ def build_executor(
     runner: RunnerConfig,
     engine: EngineConfig,
     allocate: Callable[[int], mmap.mmap] | None = None,
+    reserve: Callable[[], int] | None = None,
 ) -> Executor:
     """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or in rank processes if
-    ``runner.tp`` or ``runner.pp`` is above 1. ``allocate`` is that of ``ExecutorSettings``; several ranks do not use
-    it.
+    ``runner.tp`` or ``runner.pp`` is above 1. ``allocate`` and ``reserve`` are those of ``ExecutorSettings``.
 
     Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the cause.
     """
     if runner.num_ranks > 1:
         from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 
-        return ParallelExecutor(model_dir, runner, engine)
+        return ParallelExecutor(model_dir, runner, engine, allocate, reserve)
     from kvrelay.executors.torch.build import build_model_runner
 
     return build_model_runner(model_dir, runner, engine, allocate=allocate)
@@ -46,4 +46,4 @@ def build_executor(
 
 def from_settings(settings: ExecutorSettings) -> Executor:
     """The registry's builder of engine ``torch``. Raises what ``build_executor`` raises."""
-    return build_executor(settings.model_path, settings.runner, settings.engine, settings.allocate)
+    return build_executor(settings.model_path, settings.runner, settings.engine, settings.allocate, settings.reserve)

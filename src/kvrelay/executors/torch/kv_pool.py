@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import psutil
 import torch
 
-from kvrelay.core.checksums import block_checksum
+from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.errors import ConfigError
 
@@ -53,9 +53,10 @@ class KvPool:
         self.region = MemoryRegion(flat.data_ptr(), num_blocks * layout.block_bytes, device.type, device.index or 0)
 
     def checksums(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Those of ``core.checksums``, one per block. A GPU's blocks are copied to the host one by one, behind what
+        """Those of ``core.checksums``, block by block. A GPU's blocks are copied to the host one by one, behind what
         the device has been given to do; a CPU's are read in place."""
-        return tuple(block_checksum(self._bytes[block_id].cpu().numpy()) for block_id in block_ids)
+        blocks = (self._bytes[block_id].cpu().numpy() for block_id in block_ids)
+        return tuple(checksum for block in blocks for checksum in unit_checksums(block, self.layout))
 
     def __repr__(self) -> str:
         return f"KvPool({self.num_blocks} blocks x {self.layout.block_bytes} bytes on {self.region.device})"

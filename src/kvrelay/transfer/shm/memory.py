@@ -32,23 +32,32 @@ class SharedPoolMemory:
     def __repr__(self) -> str:
         return f"SharedPoolMemory({self.name}, {self.num_bytes} bytes)"
 
+    def reserve(self) -> int:
+        """The file, still empty, for processes of the same engine that are to inherit it before ``allocate``.
+
+        Raises ConfigError if the kernel has none.
+        """
+        if self.fd < 0:
+            try:
+                self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            except (OSError, AttributeError) as exc:
+                raise _no_memory(0, exc) from exc
+        return self.fd
+
     def allocate(self, num_bytes: int) -> mmap.mmap:
         """Zeroed memory, not resident before it is touched. Once only. Raises ConfigError if there is none."""
-        if self.fd >= 0:
+        if self.num_bytes:
             raise FatalError("the shared KV pool is allocated already")
-        try:
-            fd = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except (OSError, AttributeError) as exc:
-            raise _no_memory(num_bytes, exc) from exc
+        fd = self.reserve()
         try:
             os.ftruncate(fd, num_bytes)
             seals = [getattr(fcntl, seal) for seal in _SEALS]
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals[0] | seals[1] | seals[2])
             memory = mmap.mmap(fd, num_bytes)
         except (OSError, ValueError, OverflowError) as exc:
-            os.close(fd)
+            self.close()
             raise _no_memory(num_bytes, exc) from exc
-        self.fd, self.num_bytes, self._address = fd, num_bytes, address_of(memory)
+        self.num_bytes, self._address = num_bytes, address_of(memory)
         return memory
 
     def offset_of(self, region: MemoryRegion) -> int:

@@ -25,20 +25,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+from msgspec.structs import replace as replace_struct
 
 from kvrelay import errors
 from kvrelay.config.settings import EngineConfig, RunnerConfig
-from kvrelay.core.checksums import block_checksum
+from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.base import ModelOutput, SchedulerOutput
-from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError
+from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, KvrelayError
 from kvrelay.executors.torch.config import load_model_config
 from kvrelay.executors.torch.parallel.channel import ChannelClosedError, StepMemory
 from kvrelay.executors.torch.parallel.messages import (
@@ -86,8 +87,18 @@ class RankMemory:
 class ParallelExecutor:
     """Implements ``kvrelay.engine.base.Executor`` with ``runner.tp * runner.pp`` rank processes."""
 
-    def __init__(self, model_dir: Path, runner: RunnerConfig, engine: EngineConfig) -> None:
-        """Start the ranks and load the model. Raises CheckpointError, UnsupportedModelError or ConfigError."""
+    def __init__(
+        self,
+        model_dir: Path,
+        runner: RunnerConfig,
+        engine: EngineConfig,
+        allocate: Callable[[int], mmap.mmap] | None = None,
+        reserve: Callable[[], int] | None = None,
+    ) -> None:
+        """Start the ranks and load the model. ``allocate`` and ``reserve``: as in ``ExecutorSettings``.
+
+        Raises CheckpointError, UnsupportedModelError or ConfigError.
+        """
         if sys.platform != "linux":
             raise ConfigError("several ranks need Linux; leave out tp and pp", param="tp")
         config = load_model_config(model_dir)
@@ -102,7 +113,8 @@ class ParallelExecutor:
         self._drawn_slots, self._drawn_tokens = _NO_INTS, list[int]()
         self._side_lock = threading.Lock()
         self._memory = StepMemory.create(len(self._ranks))
-        self._pool_fd = os.memfd_create("kvrelay-kv-pool")
+        self._allocate = allocate
+        self._pool_fd = os.memfd_create("kvrelay-kv-pool") if reserve is None else os.dup(reserve())
         self._detector = HangDetector(self._memory.progress, LOOKS_PER_TIMEOUT)
         self._look_ms = max(1, int(runner.rank_timeout_s * 1000 / LOOKS_PER_TIMEOUT))
         self._timeout_s = runner.rank_timeout_s
@@ -145,7 +157,7 @@ class ParallelExecutor:
     @property
     def kv_region(self) -> MemoryRegion:
         """On CUDA each rank's pool is on its own device, and this memory is never touched."""
-        return MemoryRegion(self._bytes.ctypes.data, self._bytes.size)
+        return MemoryRegion(self._bytes.ctypes.data, self._bytes.size, is_pool=self._facts.device == "cpu")
 
     @property
     def rank_memory(self) -> tuple[RankMemory, ...]:
@@ -217,7 +229,8 @@ class ParallelExecutor:
             raise _error_of(answer, answer.message)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        return tuple(block_checksum(self._bytes[block_id]) for block_id in block_ids)
+        layout = self.kv_layout
+        return tuple(checksum for block_id in block_ids for checksum in unit_checksums(self._bytes[block_id], layout))
 
     def shutdown(self) -> None:
         """End the ranks. Idempotent. The pool's memory is freed with its last reference, because a transport may still
@@ -254,17 +267,35 @@ class ParallelExecutor:
             for rank in self._ranks:
                 command = Start(str(model_dir.absolute()), own, engine, rank.index, str(meeting / "store"))
                 self._tell(rank.index, command)
-            loaded = [answer for answer in self._collect().values() if isinstance(answer, Loaded)]
+            answers = self._collect()
+            loaded = [answer for rank in self._ranks if isinstance(answer := answers[rank.index], Loaded)]
         finally:
             shutil.rmtree(meeting, ignore_errors=True)
         facts, num_blocks = loaded[0], min(each.max_blocks for each in loaded)
-        num_bytes = num_blocks * len(self._ranks) * facts.layout.block_bytes
-        os.ftruncate(self._pool_fd, num_bytes)
-        self._pool = mmap.mmap(self._pool_fd, num_bytes)
+        for rank, each in zip(self._ranks, loaded, strict=True):
+            if replace_struct(each, max_blocks=facts.max_blocks) != facts:
+                raise CheckpointError(f"{rank} has loaded something else than {self._ranks[0]}: {each}, {facts}")
+        self._pool = self._map_pool(num_blocks * len(self._ranks) * facts.layout.block_bytes)
         self._bytes = np.frombuffer(self._pool, dtype=np.uint8).reshape(num_blocks, -1)
         self._tell_all(Allocate(num_blocks))
         self._collect()
         return facts, num_blocks
+
+    def _map_pool(self, num_bytes: int) -> mmap.mmap:
+        """Raises ConfigError."""
+        if self._allocate is not None:
+            pool = self._allocate(num_bytes)
+            if os.fstat(self._pool_fd).st_size >= num_bytes:
+                return pool
+            pool.close()  # memory of its own, which the ranks cannot map
+        try:
+            os.ftruncate(self._pool_fd, num_bytes)
+            return mmap.mmap(self._pool_fd, num_bytes)
+        except (OSError, ValueError, OverflowError) as exc:
+            raise ConfigError(
+                f"cannot allocate {num_bytes} bytes of shared memory for the ranks' KV pools ({exc})",
+                param="kv_cache_memory",
+            ) from exc
 
     # -- talking to the ranks -----------------------------------------------------------------------------------------
 
