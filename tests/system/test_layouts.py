@@ -1,0 +1,140 @@
+"""KV between workers of any TP, PP and block size, with real processes: the plain engine's tokens, the plan's bytes."""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+from tests.patience import PATIENCE_S
+from tests.system.serving import Serve
+
+from kvrelay import LLM, SamplingParams
+from kvrelay.data import bundled_checkpoint_path
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+MAX_LOCAL = 64
+NUM_OUTPUT = 8
+BASE_LEN = 60
+"""Prefilled locally; then a hit that the prefill worker reads."""
+FLAGS = ("--dtype", "float32", "--max-local-prefill-length", str(MAX_LOCAL), "--num-blocks", "512")
+LENGTHS = (65, 96, 127, 300, 401, 640, 1500)
+CONFIG = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Side:
+    """One kind of worker."""
+
+    tp: int = 1
+    pp: int = 1
+    block: int = 16
+
+    def flags(self, kind: str) -> tuple[str, ...]:
+        names = {"tp": self.tp, "pp": self.pp, "block-size": self.block}
+        return tuple(word for name, value in names.items() for word in (f"--{name}-{kind}", str(value)))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of float32, over all ranks: a head that several ranks hold counts for each."""
+        heads = max(CONFIG["num_key_value_heads"], self.tp)
+        head_dim = CONFIG.get("head_dim") or CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
+        return CONFIG["num_hidden_layers"] * 2 * heads * head_dim * 4
+
+
+CASES = {
+    "TP1-TP1": (Side(), Side()),
+    "TP1-TP2": (Side(), Side(tp=2)),
+    "TP2-TP1": (Side(tp=2), Side()),
+    "TP2-TP2": (Side(tp=2), Side(tp=2)),
+    "PP2-TP1": (Side(pp=2), Side()),
+    "TP1-PP2": (Side(), Side(pp=2)),
+    "TP2xPP2-TP1": (Side(tp=2, pp=2), Side()),
+    "block16-32": (Side(), Side(block=32)),
+    "block32-16": (Side(block=32), Side()),
+}
+THIN = (("TP1-TP2", "nixl"), ("TP2-TP1", "shm"))
+MATRIX = [
+    pytest.param(
+        case, transport, id=f"{case}-{transport}", marks=() if (case, transport) in THIN else pytest.mark.matrix
+    )
+    for case in CASES
+    for transport in ("nixl", "shm")
+]
+
+
+def make_prompts() -> tuple[list[int], list[list[int]], list[list[int]]]:
+    """A short one, long ones that share nothing, and some that begin with the short one."""
+    draw = random.Random(11)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(16, CONFIG["vocab_size"]) for _ in range(count)]
+
+    base = tokens(BASE_LEN)
+    return base, [tokens(length) for length in LENGTHS], [base + tokens(length) for length in (100, 333)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[int, ...], list[int]]:
+    """What the plain engine answers."""
+    base, apart, longer = make_prompts()
+    prompts = [base, *apart, *longer]
+    with LLM(dtype="float32", num_blocks=512, device="cpu") as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.0, ignore_eos=True))
+    return {tuple(prompt): list(output.token_ids) for prompt, output in zip(prompts, outputs, strict=True)}
+
+
+def complete(server: Serve, prompt: list[int]) -> list[int]:
+    body = {"model": server.model, "prompt": prompt, "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        data=json.dumps({**body, "return_token_ids": True}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=3 * PATIENCE_S) as answer:
+        return json.load(answer)["choices"][0]["token_ids"]
+
+
+def moved(worker: dict, op: str) -> int:
+    """Bytes that a worker's transfers of one kind have moved."""
+    return sum(peer["num_bytes"] for peer in worker["transfer"]["peers"] if peer["op"] == op)
+
+
+def planned(prefill: Side, decode: Side) -> tuple[int, int]:
+    """Bytes to write and to read, for all prompts."""
+
+    def end(length: int) -> int:
+        """Whole blocks move, as far as both sides have them."""
+        return min(-(-length // side.block) * side.block for side in (prefill, decode))
+
+    hit = BASE_LEN // decode.block * decode.block
+    _, apart, longer = make_prompts()
+    written = sum(end(len(prompt)) for prompt in apart) + sum(end(len(prompt)) - hit for prompt in longer)
+    # The prefill worker has the first one's blocks when the second comes.
+    read = hit // prefill.block * prefill.block
+    return written * decode.bytes_per_token, read * prefill.bytes_per_token
+
+
+@pytest.mark.parametrize(("case", "transport"), MATRIX)
+def test_any_two_layouts_give_the_plain_engines_tokens(
+    case: str, transport: str, expected: dict[tuple[int, ...], list[int]]
+) -> None:
+    prefill, decode = CASES[case]
+    flags = (*FLAGS, *prefill.flags("prefill"), *decode.flags("decode"), "--transport", transport)
+    base, apart, longer = make_prompts()
+    with Serve(flags) as server:
+        assert complete(server, base) == expected[tuple(base)]
+        for prompt in longer:
+            assert complete(server, prompt) == expected[tuple(prompt)]
+        with ThreadPoolExecutor(4) as threads:
+            answers = list(threads.map(lambda prompt: complete(server, prompt), apart))
+        assert answers == [expected[tuple(prompt)] for prompt in apart]
+        (giver,), (taker,) = server.workers("prefill"), server.workers("decode")
+        assert taker["decode"]["num_remote_done"] == giver["prefill"]["num_prefills"] == len(apart) + len(longer)
+        assert giver["prefill"]["num_failed"] == 0
+        assert (moved(giver, "write"), moved(giver, "read")) == planned(prefill, decode)
+        assert server.is_idle()
