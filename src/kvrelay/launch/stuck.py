@@ -1,7 +1,7 @@
 """The last resort against a process in which neither the event loop nor the watchdog runs any more.
 
 A worker's watchdog is a thread of the interpreter, and so is its event loop: native code that keeps the interpreter's
-lock stops both. faulthandler's timer is a native thread; the event loop resets it every second.
+lock stops both. faulthandler's timer is a native thread; the event loop resets it several times before it is due.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import faulthandler
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-PUT_OFF_INTERVAL_S = 1.0
+MAX_PUT_OFF_INTERVAL_S = 10.0
+PUT_OFFS_PER_TIMEOUT = 5
+"""Each starts a native thread, so they are rare."""
 
 
 @asynccontextmanager
@@ -33,4 +35,4 @@ async def ended_when_stuck(timeout_s: float) -> AsyncIterator[None]:
 async def _put_off_forever(timeout_s: float) -> None:
     while True:
         faulthandler.dump_traceback_later(timeout_s, exit=True)
-        await asyncio.sleep(PUT_OFF_INTERVAL_S)
+        await asyncio.sleep(min(MAX_PUT_OFF_INTERVAL_S, timeout_s / PUT_OFFS_PER_TIMEOUT))

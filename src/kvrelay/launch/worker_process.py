@@ -55,6 +55,12 @@ _log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005
 """Longest time for which the engine thread may hold the interpreter; Python's 5 ms would be the time of a token."""
 
+RANKS_CHECK_INTERVAL_S = 0.5
+"""How often an idle engine looks whether the processes that compute still live."""
+
+IDLE_CHECK_INTERVAL_S = 10.0
+"""The same when it computes by itself. Work wakes it at once."""
+
 STUCK_MARGIN_S = 60.0
 """Seconds after --step-timeout-s that the watchdog has to end the process cleanly."""
 
@@ -165,8 +171,11 @@ def assemble_worker(
     return Worker(settings, engine, transport, control, server, connect)
 
 
-def _engine_over(executor: Executor, config: EngineConfig, worker_id: str, seed: int) -> EngineThread:
-    return EngineThread(EngineCore(executor, config, MonotonicClock(), worker_id=worker_id, seed=seed))
+def _engine_over(
+    executor: Executor, config: EngineConfig, worker_id: str, seed: int, idle_wait_s: float = RANKS_CHECK_INTERVAL_S
+) -> EngineThread:
+    core = EngineCore(executor, config, MonotonicClock(), worker_id=worker_id, seed=seed)
+    return EngineThread(core, idle_wait_s)
 
 
 def _require_possible_role(options: WorkerOptions) -> None:
@@ -194,7 +203,8 @@ def _load(options: WorkerOptions, worker_id: str, memory: SharedPoolMemory | Non
     executor = build_executor(options.engine_kind, settings)
     executor.warm_up()
     config = replace(options.engine, num_blocks=executor.num_blocks, max_model_len=executor.max_model_len)
-    return _engine_over(executor, config, worker_id, options.runner.seed)
+    idle_wait_s = RANKS_CHECK_INTERVAL_S if options.runner.num_ranks > 1 else IDLE_CHECK_INTERVAL_S
+    return _engine_over(executor, config, worker_id, options.runner.seed, idle_wait_s)
 
 
 def _settings(options: WorkerOptions, facts: EngineFacts, worker_id: str, public_key: str) -> WorkerSettings:

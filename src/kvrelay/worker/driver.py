@@ -20,7 +20,6 @@ _log = logging.getLogger(__name__)
 
 TICK_INTERVAL_S = 0.02
 """Precision of the ledgers' timers while they have something to wait for."""
-IDLE_INTERVAL_S = 0.25
 
 E = TypeVar("E")
 E_contra = TypeVar("E_contra", contravariant=True)
@@ -44,6 +43,9 @@ class LedgerDriver(Generic[E]):
         self._carriers = carriers
         self._lock = threading.Lock()
         self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._is_idle = False
+        """Whether the ticks wait for ``_wake``. Under the lock."""
         self._loop_thread = threading.get_ident()
 
     def handle(self, event: E) -> None:
@@ -52,18 +54,26 @@ class LedgerDriver(Generic[E]):
             for action in self._ledger.handle(event, self._clock.now()):
                 self._carriers[type(action)](action)
             self.handled(event)
+            if self._is_idle and self._ledger.next_tick_s() is not None:
+                self._is_idle = False
+                self.on_loop(self._wake.set)
 
     def handled(self, event: E) -> None:
         """For subclasses: under the lock, after an event and its actions."""
 
     async def tick_forever(self) -> None:
-        """Tell the ledger of time when it asks for that."""
+        """Tell the ledger of time when it asks for that. It costs nothing while the ledger waits for nothing."""
         while True:
             with self._lock:
                 due_s = self._ledger.next_tick_s()
-            if due_s is not None and due_s <= self._clock.now():
+                self._is_idle = due_s is None
+            if due_s is None:
+                await self._wake.wait()
+                self._wake.clear()
+                continue
+            if due_s <= self._clock.now():
                 self.handle(self._tick_event)
-            await asyncio.sleep(IDLE_INTERVAL_S if due_s is None else TICK_INTERVAL_S)
+            await asyncio.sleep(TICK_INTERVAL_S)
 
     def on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run it on the event loop: at once if this is its thread. Once the loop is closed nobody waits for it."""
