@@ -116,45 +116,19 @@ class Worker:
         self._failed = asyncio.Event()
         self._failure: FatalError | None = None
         self._tasks = TaskSet()
-        self._membership = Membership(
-            settings,
-            engine,
-            control.discovery,
-            transport_name=transport.name,
-            address=lambda: server.address,
-            on_lost=self._on_lease_lost,
-            on_revoked=self._on_lease_revoked,
-            withdraw=self._withdraw,
-        )
+        self._membership = self._build_membership(transport.name)
         self._transfer = TransferThread(
             transport, settings.transfer, fence=self._membership.fence_s, on_failed=self._on_transfer_failed
         )
         self._checksums = BlockChecksums(engine, required=settings.transfer.kv_checksums)
-        events = KvEventLog(settings.worker_id, self.epoch)
         self._secret = new_secret() if settings.public_key else b""
-        self._publisher = Publisher(
-            settings.worker_id,
-            self.epoch,
-            control.events,
-            self._keys,
-            events,
-            step_age_s=lambda: self._engine.progress.age_s,
-            secret=self._secret,
-        )
+        self._publisher = self._build_publisher()
         self._watchdog = Watchdog(
             self._engine.progress, settings.engine.step_timeout_s, self._on_failure, MonotonicClock()
         )
         self._policy = DisaggPolicy(settings.disagg)
         self._callers = Callers(control.discovery, self._keys, is_open=not settings.public_key)
-        self._fleet = Fleet(
-            control.discovery,
-            self._keys,
-            settings.model,
-            on_registered=self._on_worker_registered,
-            on_ended=self._on_worker_ended,
-            on_no_prefill=self._on_no_prefill_worker,
-            transfer=self._transfer if transport.has_bar else None,
-        )
+        self._fleet = self._build_fleet(has_bar=transport.has_bar)
         self._peers = DecodePeers(
             connect,
             control.discovery,
@@ -162,35 +136,87 @@ class Worker:
             on_message=self._on_decode_peer_message,
             on_lost=self._on_decode_peer_lost,
         )
-        self._prefill = PrefillSide(
+        self._prefill = self._build_prefill_side()
+        self._paired = self._build_paired_prefills()
+        self._decode = self._build_decode_side()
+        self._preparation = Preparation(engine.prepare, self._generate, server.send, self._tasks)
+        self._transfer.on_notification(lambda notification: self._decode.handoffs.notified(notification.payload))
+
+    def _build_membership(self, transport_name: str) -> Membership:
+        settings = self.settings
+        return Membership(
+            settings,
+            self._engine,
+            self._control.discovery,
+            transport_name=transport_name,
+            address=lambda: self._server.address,
+            on_lost=self._on_lease_lost,
+            on_revoked=self._on_lease_revoked,
+            withdraw=self._withdraw,
+        )
+
+    def _build_publisher(self) -> Publisher:
+        settings = self.settings
+        events = KvEventLog(settings.worker_id, self.epoch)
+        return Publisher(
+            settings.worker_id,
+            self.epoch,
+            self._control.events,
+            self._keys,
+            events,
+            step_age_s=lambda: self._engine.progress.age_s,
+            secret=self._secret,
+        )
+
+    def _build_fleet(self, *, has_bar: bool) -> Fleet:
+        settings = self.settings
+        return Fleet(
+            self._control.discovery,
+            self._keys,
+            settings.model,
+            on_registered=self._on_worker_registered,
+            on_ended=self._on_worker_ended,
+            on_no_prefill=self._on_no_prefill_worker,
+            transfer=self._transfer if has_bar else None,
+        )
+
+    def _build_prefill_side(self) -> PrefillSide:
+        settings = self.settings
+        return PrefillSide(
             worker_id=settings.worker_id,
             model=settings.model,
-            layout=engine.facts.kv_layout,
+            layout=self._engine.facts.kv_layout,
             kv_compatibility=self._membership.kv_compatibility,
             engine=self._engine,
             transfer=self._transfer,
             checksums=self._checksums,
-            queue=control.prefill_queue,
+            queue=self._control.prefill_queue,
             peers=self._peers,
             term=lambda: self._membership.term,
             detection_s=Heartbeat.for_lease(settings.control.lease_ttl_s).detection_s,
         )
-        self._paired = PairedPrefills(
+
+    def _build_paired_prefills(self) -> PairedPrefills:
+        settings = self.settings
+        return PairedPrefills(
             worker_id=settings.worker_id,
             model=settings.model,
             kv_compatibility=self._membership.kv_compatibility,
             engine=self._engine,
-            server=server,
+            server=self._server,
             handoffs=self._prefill.handoffs,
             term=lambda: self._membership.term,
             address_of=self._fleet.address_of,
         )
-        self._decode = DecodeSide(
+
+    def _build_decode_side(self) -> DecodeSide:
+        settings = self.settings
+        return DecodeSide(
             worker_id=settings.worker_id,
             model=settings.model,
-            address=lambda: server.address,
+            address=lambda: self._server.address,
             rules=DecodeRules(
-                block_size=engine.facts.kv_layout.block_size,
+                block_size=self._engine.facts.kv_layout.block_size,
                 kv_compatibility=self._membership.kv_compatibility,
                 remote_prefill_timeout_s=settings.disagg.remote_prefill_timeout_s,
                 max_attempts=settings.disagg.max_handoff_attempts,
@@ -199,14 +225,12 @@ class Worker:
             engine=self._engine,
             transfer=self._transfer,
             checksums=self._checksums,
-            queue=control.prefill_queue,
-            server=server,
+            queue=self._control.prefill_queue,
+            server=self._server,
             policy=self._policy,
             num_prefill_workers=self._num_prefill_workers,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
-        self._preparation = Preparation(engine.prepare, self._generate, server.send, self._tasks)
-        self._transfer.on_notification(lambda notification: self._decode.handoffs.notified(notification.payload))
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
