@@ -19,7 +19,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.engine.step_sync.group import StepGroup
 from kvrelay.engine.step_sync.member import GroupMember
-from kvrelay.errors import EngineDeadError
+from kvrelay.errors import EngineDeadError, PeerLostError
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.worker.engine_thread import EngineThread
 
@@ -44,7 +44,10 @@ class MeetingExecutor(MockExecutor):
 
     def execute_dummy(self) -> None:
         self.num_steps += 1
-        self.meeting.wait(PATIENCE_S)
+        try:
+            self.meeting.wait(PATIENCE_S)
+        except threading.BrokenBarrierError as exc:
+            raise PeerLostError("a collective failed") from exc
 
 
 class Rank:
@@ -157,6 +160,23 @@ async def test_a_lost_rank_ends_the_engines(carrier: str, is_busy: bool, tmp_pat
         for rank in ranks[:2]:
             await eventually(lambda rank=rank: bool(rank.dead))
             assert "rank 2 of the data-parallel group (place 2) has ended" in rank.dead[0].message
+        for rank in ranks:
+            assert rank.thread.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+async def test_every_rank_hears_why_one_has_failed(carrier: str, tmp_path: Path):
+    def fail(work: SchedulerOutput) -> ModelOutput:
+        raise RuntimeError("out of memory")
+
+    with formed(carrier, tmp_path, lookahead=LOOKAHEAD) as members:
+        ranks = await start_all(members)
+        ranks[1].executor.execute = fail
+        ranks[1].add("a", [1, 2, 3], 200)
+        await eventually(lambda: bool(ranks[0].dead and ranks[1].dead))
+        assert "out of memory" in ranks[1].dead[0].message
+        assert "rank 1 of the data-parallel group (place 1) has failed: RuntimeError" in ranks[0].dead[0].message
+        ranks[0].executor.meeting.abort()
         for rank in ranks:
             assert rank.thread.close(PATIENCE_S)
 

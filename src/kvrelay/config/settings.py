@@ -90,6 +90,39 @@ class RunnerConfig(Settings):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupConfig(Settings):
+    """Data-parallel ranks of a worker group, and expert parallelism."""
+
+    section: ClassVar[str] = "group"
+
+    dp: int = setting(1, "Data-parallel ranks: engines with requests and KV of their own.", low=1, high=64)
+    ep: bool = setting(False, "Expert parallelism: experts spread over all dp * tp ranks, each on one of them.")
+    dp_lookahead: int = setting(
+        24,
+        "With ep: steps that idle ranks are told to run ahead; fewer messages, more dummy steps.",
+        low=0,
+        high=10_000,
+    )
+    dp_rank: int = setting(
+        -1, "This engine's data-parallel rank; -1: all ranks are started on this host.", low=-1, high=63
+    )
+    dp_address: str = setting(
+        "",
+        "With dp_rank: where the ranks meet, HOST:PORT of rank 0 (and the next port), or an empty directory if all run "
+        "on one host.",
+    )
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        if self.dp_rank >= self.dp:
+            raise ConfigError(f"dp_rank {self.dp_rank} must be below dp {self.dp}: ranks count from 0", param="dp_rank")
+        if self.dp_rank >= 0 and not self.dp_address:
+            raise ConfigError(f"dp_rank {self.dp_rank} needs dp_address, where the ranks meet", param="dp_address")
+        if self.dp_address and self.dp_rank < 0:
+            raise ConfigError("dp_address is for single ranks: give dp_rank, too", param="dp_rank")
+
+
+@dataclass(frozen=True, slots=True)
 class TransferConfig(Settings):
     """The KV data plane."""
 

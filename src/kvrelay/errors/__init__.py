@@ -165,6 +165,10 @@ class EngineDeadError(FatalError):
     """The engine's thread or the executor has failed; its requests continue on other workers."""
 
 
+class PeerLostError(EngineDeadError):
+    """A collective failed, or does not come to an end: another rank has ended or hangs."""
+
+
 class EngineHungError(FatalError):
     """The engine's thread has been at one step for too long; its requests continue on other workers."""
 

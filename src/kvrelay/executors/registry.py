@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig
+from kvrelay.config import EngineConfig, GroupConfig, MockConfig, RunnerConfig, UpstreamConfig
 from kvrelay.engine.base import Executor
 from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import ConfigError
@@ -39,6 +39,7 @@ class ExecutorSettings:
     allocate: Callable[[int], mmap.mmap] | None = None
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
     reserve: Callable[[], int] | None = None
+    group: GroupConfig = field(default_factory=GroupConfig)
 
 
 Builder = Callable[[ExecutorSettings], Executor]

@@ -47,6 +47,13 @@ class GroupAddress:
     def is_shared_memory(self) -> bool:
         return self.directory is not None
 
+    def own_host(self) -> str:
+        """The address of this host that the others reach it by: the one that it reaches ``host`` from."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((self.host, self.port))
+            return str(probe.getsockname()[0])
+
     def listen(self, backlog: int) -> socket.socket:
         """Raises AddressInUseError."""
         if self.directory is not None:

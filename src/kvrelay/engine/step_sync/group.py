@@ -8,18 +8,16 @@ The engine's thread makes the calls from ``listen`` on; what the connection hear
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from kvrelay.engine.step_sync.member import GroupMember, Notice
 from kvrelay.engine.step_sync.messages import AllLeft, AllReady, Ended
 from kvrelay.engine.step_sync.protocol import Participant, Round, StepsUntil
-from kvrelay.errors import EngineDeadError, KvrelayError
+from kvrelay.errors import EngineDeadError, KvrelayError, PeerLostError
 
 BLAME_WAIT_S = 1.0
-BLAME_LOOK_S = 0.02
-"""After a failed step: so long for the news that another rank has ended, which is then the reason."""
+"""After a failed collective: so long for the news that another rank has ended, which is then the reason."""
 
 Post = Callable[[Callable[[], None]], None]
 """Runs a function on the engine's thread, and wakes it."""
@@ -54,7 +52,7 @@ class Group(Protocol):
         """From now on what is heard goes to the engine."""
 
     def explain(self, error: Exception) -> Exception:
-        """The reason for a step's failure: ``error``, unless another rank has ended."""
+        """A step has failed: tell the group. Returns the reason: ``error``, unless another rank has ended."""
 
     def leave(self) -> None:
         """The engine has nothing left to do."""
@@ -99,7 +97,7 @@ class StepGroup:
         self._ended: EngineDeadError | None = None
         self._has_left = False
         self._have_all_left = False
-        self._are_all_ready = threading.Event()
+        self._are_all_ready, self._has_ended = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._post: Post | None = None
         self._early: list[Notice] = []
@@ -151,13 +149,12 @@ class StepGroup:
                 self._hand_to_engine(post, notice)
 
     def explain(self, error: Exception) -> Exception:
-        deadline_s = time.monotonic() + BLAME_WAIT_S
-        while self._ended is None and time.monotonic() < deadline_s:
-            time.sleep(BLAME_LOOK_S)
-        if self._ended is None or error is self._ended:
+        reason = error.message if isinstance(error, KvrelayError) else repr(error)
+        if not isinstance(error, PeerLostError):
+            self._member.fail(reason)
             return error
-        detail = error.message if isinstance(error, KvrelayError) else repr(error)
-        return EngineDeadError(f"{self._ended.message} ({detail})")
+        self._has_ended.wait(BLAME_WAIT_S)
+        return error if self._ended is None else EngineDeadError(f"{self._ended.message} ({reason})")
 
     def leave(self) -> None:
         if not self._has_left:
@@ -175,6 +172,7 @@ class StepGroup:
         if isinstance(notice, Ended):
             # At once, for a step that is running and fails for the same reason.
             self._ended = EngineDeadError(notice.reason)
+            self._has_ended.set()
         if isinstance(notice, AllReady | Ended):
             self._are_all_ready.set()
         with self._lock:

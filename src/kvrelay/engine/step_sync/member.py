@@ -20,6 +20,7 @@ from kvrelay.engine.step_sync.messages import (
     AllLeft,
     AllReady,
     Ended,
+    Failed,
     Formed,
     FrameReader,
     FromCoordinator,
@@ -48,7 +49,7 @@ Notice = AllReady | StepsUntil | AllLeft | Ended
 
 
 class GroupMember:
-    """See ``join``. ``ready``, ``start_step`` and ``leave`` are called by one thread at a time."""
+    """See ``join``. All but ``close`` are called by one thread at a time."""
 
     def __init__(self, connection: socket.socket, server: GroupServer | None) -> None:
         self._socket = connection
@@ -110,6 +111,10 @@ class GroupMember:
         else:
             self.num_sent += 1
             self._send(message)
+
+    def fail(self, reason: str) -> None:
+        """This rank's engine has failed: the group ends, and every rank hears why."""
+        self._send(Failed(reason))
 
     def leave(self) -> None:
         """This rank has no requests left. It goes on as it is told until ``AllLeft`` comes."""

@@ -3,6 +3,7 @@
     rank -> coordinator     RegPart     here is rank r of n, and these are its facts
                             StartStep   see ``protocol``; not over sockets if the ranks share memory
                             Ready       this rank is loaded, and can step
+                            Failed      this rank's engine has failed, for this reason
                             Leave       this rank has no requests left and gets none
     coordinator -> ranks    Hello       the port belongs to a coordinator
                             Formed      all ranks are there and agree
@@ -48,6 +49,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -80,7 +85,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromRank = RegPart | Ready | StartStep | Leave
+FromRank = RegPart | Ready | StartStep | Failed | Leave
 FromCoordinator = Hello | Formed | Refused | AllReady | StepsUntil | AllLeft | Ended
 
 _encoder = msgspec.msgpack.Encoder()

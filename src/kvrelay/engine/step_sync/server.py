@@ -18,6 +18,7 @@ import uuid
 from kvrelay.engine.step_sync.addresses import GroupAddress
 from kvrelay.engine.step_sync.messages import (
     Ended,
+    Failed,
     Formed,
     FrameReader,
     FromCoordinator,
@@ -131,6 +132,8 @@ class GroupServer:
                 self._tell_all(self._roster.ready(part))
             case StartStep(step) if self._roster.has(part):
                 self._tell_all(self._coordinator.start_step(step))
+            case Failed(reason) if self._roster.has(part):
+                self._tell_all(self._roster.lost(part, f"has failed: {reason}"))
             case Leave() if self._roster.has(part):
                 self._tell_all(self._roster.left(part))
             case _:

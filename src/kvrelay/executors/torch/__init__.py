@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvrelay.config.settings import EngineConfig, RunnerConfig
+from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.engine.base import Executor
 from kvrelay.executors.registry import ExecutorSettings
 
@@ -29,16 +29,18 @@ def build_executor(
     engine: EngineConfig,
     allocate: Callable[[int], mmap.mmap] | None = None,
     reserve: Callable[[], int] | None = None,
+    group: GroupConfig | None = None,
 ) -> Executor:
     """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or in rank processes if
-    ``runner.tp`` or ``runner.pp`` is above 1. ``allocate`` and ``reserve`` are those of ``ExecutorSettings``.
+    ``runner.tp`` or ``runner.pp`` is above 1, or with ``group.ep``. ``allocate`` and ``reserve`` are those of
+    ``ExecutorSettings``.
 
     Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the cause.
     """
-    if runner.num_ranks > 1:
+    if runner.num_ranks > 1 or (group is not None and group.ep):
         from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 
-        return ParallelExecutor(model_dir, runner, engine, allocate, reserve)
+        return ParallelExecutor(model_dir, runner, engine, allocate, reserve, group)
     from kvrelay.executors.torch.build import build_model_runner
 
     return build_model_runner(model_dir, runner, engine, allocate=allocate)
@@ -46,4 +48,11 @@ def build_executor(
 
 def from_settings(settings: ExecutorSettings) -> Executor:
     """The registry's builder of engine ``torch``. Raises what ``build_executor`` raises."""
-    return build_executor(settings.model_path, settings.runner, settings.engine, settings.allocate, settings.reserve)
+    return build_executor(
+        settings.model_path,
+        settings.runner,
+        settings.engine,
+        settings.allocate,
+        settings.reserve,
+        settings.group,
+    )

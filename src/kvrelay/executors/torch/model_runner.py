@@ -126,6 +126,13 @@ class ModelRunner:
         states.advance(batch)
         return output
 
+    def execute_dummy(self) -> None:
+        """A step without a batch, for other ranks whose forward passes wait for this one's."""
+        with torch.inference_mode():
+            self._decoder.take_part()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
     def prepare(self, sampling: SamplingParams) -> None:
         if sampling.grammar is not None:
             self._grammars.compiler.compile(sampling.grammar)

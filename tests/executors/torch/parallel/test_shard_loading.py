@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def alone(rank: ParallelRank) -> Any:
     """Groups of a rank that has no others."""
-    return SimpleNamespace(rank=rank, all_reduce=lambda x: x, moving=lambda call: call)
+    return SimpleNamespace(rank=rank, experts=None, all_reduce=lambda x: x, moving=lambda call: call)
 
 
 def read_by(model: Path, rank: ParallelRank, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:

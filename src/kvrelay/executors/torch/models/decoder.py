@@ -24,6 +24,10 @@ class DenseFeedForward:
     gate_up: Linear
     down: Linear
 
+    @property
+    def is_collective(self) -> bool:
+        return False
+
     def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         return self.down(kernels.silu_mul(self.gate_up(x)))
 
@@ -36,6 +40,10 @@ class SparseFeedForward:
     experts: tuple[DenseFeedForward, ...]
     top_k: int
     normalize: bool
+
+    @property
+    def is_collective(self) -> bool:
+        return False
 
     def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         weights, chosen = torch.softmax(self.router(x).float(), dim=-1).topk(self.top_k, dim=-1)
@@ -66,11 +74,19 @@ class ReducedFeedForward:
     inner: SparseFeedForward
     all_reduce: Callable[[torch.Tensor], torch.Tensor]
 
+    @property
+    def is_collective(self) -> bool:
+        return False
+
     def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         return self.all_reduce(self.inner.forward(x, kernels))
 
 
 class FeedForward(Protocol):
+    @property
+    def is_collective(self) -> bool:
+        """Whether other data-parallel ranks wait in ``forward``, also for one that has no tokens."""
+
     def forward(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor: ...
 
 
@@ -108,6 +124,13 @@ class Decoder:
         After its attention the last layer computes only ``rows``: no caller uses the other results.
         """
         return self._through_layers(self._kernels.embed(self._embedding, token_ids), attention, rows)
+
+    def take_part(self) -> None:
+        """A forward pass without tokens: what other ranks wait for happens, nothing is computed for this one."""
+        x = torch.empty(0, self._embedding.shape[1], dtype=self._embedding.dtype, device=self._embedding.device)
+        for layer in self._layers:
+            if layer.feed_forward.is_collective:
+                layer.feed_forward.forward(x, self._kernels)
 
     def _through_layers(self, residual: torch.Tensor, attention: Attention, rows: torch.Tensor | None) -> torch.Tensor:
         """The result of ``forward`` for embedded tokens; ``residual`` is changed in place unless ``rows`` cut it."""

@@ -26,6 +26,7 @@ from kvrelay.executors.torch.parallel.rank import ParallelRank
 from kvrelay.executors.torch.weights import Checkpoint, Cut
 
 if TYPE_CHECKING:
+    from kvrelay.executors.torch.parallel.experts import ExpertGroup
     from kvrelay.executors.torch.parallel.groups import Groups
 
 _LM_HEAD = "lm_head.weight"
@@ -152,9 +153,12 @@ class _Loader:
             dense = self._dense(prefix + "mlp.", names, config.intermediate, config.mlp_bias)
             return DenseFeedForward(dense.gate_up, self._reduced(dense.down))
         if config.family == "mixtral":
-            sparse = self._experts(prefix + "block_sparse_moe.", ("w1", "w3", "w2"), config.moe)
+            place, names = prefix + "block_sparse_moe.", ("w1", "w3", "w2")
         else:
-            sparse = self._experts(prefix + "mlp.", ("gate_proj", "up_proj", "down_proj"), config.moe)
+            place, names = prefix + "mlp.", ("gate_proj", "up_proj", "down_proj")
+        if self._groups is not None and self._groups.experts is not None:
+            return self._spread_experts(place, names, config.moe, self._groups, self._groups.experts)
+        sparse = self._experts(place, names, config.moe)
         # Each rank has a share of every expert, so one sum over the ranks is enough.
         return sparse if self._groups is None else ReducedFeedForward(sparse, self._groups.all_reduce)
 
@@ -168,6 +172,35 @@ class _Loader:
             ),
             moe.top_k,
             moe.normalize,
+        )
+
+    def _spread_experts(
+        self, prefix: str, names: tuple[str, str, str], moe: MoeConfig, groups: Groups, exchange: ExpertGroup
+    ) -> FeedForward:
+        """Whole experts, those of this rank."""
+        from kvrelay.executors.torch.parallel.experts import SpreadFeedForward
+
+        own = exchange.seat.experts(moe.num_experts)
+        for i in range(moe.num_experts):
+            if i not in own:
+                self._checkpoint.ignore_under(f"{prefix}experts.{i}.")
+        router = ("gate", moe.num_experts, slice(0, moe.num_experts))
+        return SpreadFeedForward(
+            self._fused(prefix, [router], self._config.hidden, bias=False),
+            tuple(self._whole_expert(f"{prefix}experts.{i}.", names, moe.intermediate) for i in own),
+            moe.top_k,
+            moe.normalize,
+            groups,
+            exchange,
+        )
+
+    def _whole_expert(self, prefix: str, names: tuple[str, str, str], intermediate: int) -> DenseFeedForward:
+        gate, up, down = names
+        whole, hidden = slice(0, intermediate), self._config.hidden
+        weight = self._checkpoint.stack([f"{prefix}{down}.weight"], [(hidden, intermediate)])
+        return DenseFeedForward(
+            self._fused(prefix, [(gate, intermediate, whole), (up, intermediate, whole)], hidden, bias=False),
+            self._kernels.linear(weight.to(self._device)),
         )
 
     def _dense(self, prefix: str, names: tuple[str, str, str], intermediate: int, bias: bool) -> DenseFeedForward:

@@ -34,18 +34,19 @@ import numpy as np
 from msgspec.structs import replace as replace_struct
 
 from kvrelay import errors
-from kvrelay.config.settings import EngineConfig, RunnerConfig
+from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.base import ModelOutput, SchedulerOutput
-from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, KvrelayError
+from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, KvrelayError, PeerLostError
 from kvrelay.executors.torch.config import load_model_config
 from kvrelay.executors.torch.parallel.channel import ChannelClosedError, StepMemory
 from kvrelay.executors.torch.parallel.messages import (
     Allocate,
     Answer,
     Command,
+    DummyStep,
     Failed,
     Loaded,
     Ping,
@@ -94,6 +95,7 @@ class ParallelExecutor:
         engine: EngineConfig,
         allocate: Callable[[int], mmap.mmap] | None = None,
         reserve: Callable[[], int] | None = None,
+        group: GroupConfig | None = None,
     ) -> None:
         """Start the ranks and load the model. ``allocate`` and ``reserve``: as in ``ExecutorSettings``.
 
@@ -102,7 +104,8 @@ class ParallelExecutor:
         if sys.platform != "linux":
             raise ConfigError("several ranks need Linux; leave out tp and pp", param="tp")
         config = load_model_config(model_dir)
-        check_sizes(config, runner.tp, runner.pp)
+        self._group = group or GroupConfig()
+        check_sizes(config, runner.tp, runner.pp, self._group)
         self._num_model_heads = config.num_kv_heads
         self._ranks = [ParallelRank.numbered(i, runner.tp, runner.pp) for i in range(runner.tp * runner.pp)]
         self._sampler = next(rank.index for rank in self._ranks if rank.samples)
@@ -204,6 +207,13 @@ class ParallelExecutor:
         self._drawn_slots, self._drawn_tokens = work.slots[work.samples], done.token_ids
         return done.output()
 
+    def execute_dummy(self) -> None:
+        """A step without a batch, for the other ranks of the group. Raises EngineDeadError as ``execute`` does."""
+        if self._failure is not None:
+            raise self._failure
+        self._tell_all(DummyStep())
+        self._collect()
+
     def check(self) -> None:
         """Raises EngineDeadError if a rank has ended or does not answer, also while there is nothing to compute."""
         if self._failure is not None:
@@ -265,7 +275,8 @@ class ParallelExecutor:
         meeting = Path(tempfile.mkdtemp(prefix="kvrelay-ranks-"))
         try:
             for rank in self._ranks:
-                command = Start(str(model_dir.absolute()), own, engine, rank.index, str(meeting / "store"))
+                store = str(meeting / "store")
+                command = Start(str(model_dir.absolute()), own, engine, rank.index, store, self._group)
                 self._tell(rank.index, command)
             answers = self._collect()
             loaded = [answer for rank in self._ranks if isinstance(answer := answers[rank.index], Loaded)]
@@ -334,9 +345,13 @@ class ParallelExecutor:
 
     def _fail(self, failed: dict[int, Failed], hung: Sequence[int] = ()) -> NoReturn:
         """End all ranks and raise the reason, now and on each later call."""
-        if hung:
+        if hung and self._group.ep and all(self._detector.is_waiting(rank.index) for rank in self._ranks):
+            error: KvrelayError = PeerLostError(
+                f"this engine has waited {self._timeout_s:g} s (--rank-timeout-s) for another rank of its group"
+            )
+        elif hung:
             names = ", ".join(f"{self._ranks[i]}, pid {self._processes.ranks[i].pid}," for i in hung)
-            error: KvrelayError = EngineDeadError(
+            error = EngineDeadError(
                 f"{names} has finished no layer for {self._timeout_s:g} s (--rank-timeout-s): it hangs"
             )
         else:
@@ -390,7 +405,10 @@ def _threads_per_rank(requested: int, num_ranks: int) -> int:
 
 
 def _error_of(failed: Failed, message: str) -> KvrelayError:
-    """The rank's own error if it is an InvalidInputError or a CheckpointError, else an EngineDeadError."""
+    """The rank's own error if it is an InvalidInputError, a CheckpointError or a PeerLostError, else an
+    EngineDeadError."""
+    if failed.is_peer_lost:
+        return PeerLostError(message)
     kind = getattr(errors, failed.kind, None)
     if isinstance(kind, type) and issubclass(kind, errors.InvalidInputError | errors.CheckpointError):
         return kind(failed.message)

@@ -2,6 +2,7 @@
 
     tensor-parallel group     the ranks of one stage: sums of partial results, logits cut by vocabulary
     pipeline neighbours       the rank with the same tp_rank in the stage before and after
+    experts                   all ranks of a data-parallel group: ``experts``
 
 There is no default group and no global state, so several engines can run in one process. Every collective has a
 timeout. A collective that fails means that another rank has ended: PeerLostError.
@@ -15,21 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 
-from kvrelay.errors import FatalError
+from kvrelay.errors import PeerLostError
 from kvrelay.executors.torch.parallel.progress import RankProgress
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 
+if TYPE_CHECKING:
+    from kvrelay.executors.torch.parallel.experts import ExpertGroup
+
 # Its classes come from C++ and have no type declarations.
 _dist: Any = torch.distributed
-
-
-class PeerLostError(FatalError):
-    """A collective failed: another rank has ended or does not answer."""
 
 
 class Groups:
@@ -45,31 +45,32 @@ class Groups:
         progress: RankProgress,
     ) -> None:
         self.rank = rank
-        self._device = device
+        self.device = device
         self._progress = progress
-        self._is_muted = False
+        self.is_muted = False
+        self.experts: ExpertGroup | None = None
+        """With experts spread over more ranks than this engine's."""
         self._sending: list[tuple[Any, torch.Tensor]] = []
-        timeout = timedelta(seconds=timeout_s)
         self._tp: Any = None
         self._world: Any = None
         if rank.tp_size > 1:
-            self._tp = _process_group(f"tp{rank.pp_rank}", store, rank.tp_rank, rank.tp_size, device, timeout)
+            self._tp = process_group(f"tp{rank.pp_rank}", store, rank.tp_rank, rank.tp_size, device, timeout_s)
         if rank.pp_size > 1:
-            self._world = _process_group("world", store, rank.index, rank.num_ranks, device, timeout)
+            self._world = process_group("world", store, rank.index, rank.num_ranks, device, timeout_s)
 
     def connect(self) -> None:
         """Wait until all ranks have joined. Raises PeerLostError."""
         for group in (self._tp, self._world):
             if group is not None:
-                self._wait(group.barrier)
+                self.wait(group.barrier)
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        self._is_muted = True
+        self.is_muted = True
         try:
             yield
         finally:
-            self._is_muted = False
+            self.is_muted = False
 
     def moving(self, call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         """Run ``call``, counted as progress."""
@@ -84,13 +85,13 @@ class Groups:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the stage's ranks, in ``x``'s memory."""
         group = self._tp
-        if group is None or self._is_muted:
+        if group is None or self.is_muted:
             return x
-        if self._device.type != "cpu":
-            self._wait(lambda: group.allreduce([x]))
+        if self.device.type != "cpu":
+            self.wait(lambda: group.allreduce([x]))
             return x
         parts = [torch.empty_like(x) for _ in range(self.rank.tp_size)]
-        self._wait(lambda: group.allgather([parts], [x.contiguous()]))
+        self.wait(lambda: group.allgather([parts], [x.contiguous()]))
         if len(parts) == 2:
             return torch.add(parts[0], parts[1], out=x)
         total = parts[0].float()
@@ -109,17 +110,17 @@ class Groups:
             return x
         width = -(-num_columns // tp_size)
         padded = x if x.shape[1] == width else torch.nn.functional.pad(x, (0, width - x.shape[1]))
-        if self._is_muted:
+        if self.is_muted:
             return padded.repeat(1, tp_size)[:, :num_columns]
         padded = padded.contiguous()
         is_root = self.rank.tp_rank == 0
         parts = [torch.empty_like(padded) for _ in range(tp_size)] if is_root else []
-        self._wait(lambda: group.gather(parts, padded, 0))
+        self.wait(lambda: group.gather(parts, padded, 0))
         return torch.cat(parts, dim=1)[:, :num_columns] if is_root else x
 
     def send(self, x: torch.Tensor) -> None:
         """Send ``x`` to the next stage; returns before it has arrived. ``x`` must not be changed any more."""
-        if self._is_muted:
+        if self.is_muted:
             return
         self._settle()
         target, group = self.rank.index + self.rank.tp_size, self._world
@@ -127,19 +128,20 @@ class Groups:
 
     def receive(self, num_rows: int, width: int) -> torch.Tensor:
         """[num_rows, width] float32 from the stage before."""
-        x = torch.zeros(num_rows, width, dtype=torch.float32, device=self._device)
-        if not self._is_muted:
+        x = torch.zeros(num_rows, width, dtype=torch.float32, device=self.device)
+        if not self.is_muted:
             source, group = self.rank.index - self.rank.tp_size, self._world
-            self._wait(lambda: group.recv([x], source, 0))
+            self.wait(lambda: group.recv([x], source, 0))
         return x
 
     def _settle(self) -> None:
         """Free the tensors that have been sent; wait for the oldest if the next stage is far behind."""
         while self._sending and (len(self._sending) >= 2 * self.rank.pp_size or self._sending[0][0].is_completed()):
             work, _ = self._sending.pop(0)
-            self._wait(lambda work=work: work)  # type: ignore[misc]
+            self.wait(lambda work=work: work)  # type: ignore[misc]
 
-    def _wait(self, begin: Callable[[], Any]) -> None:
+    def wait(self, begin: Callable[[], Any]) -> None:
+        """For the collective that ``begin`` starts. Raises PeerLostError."""
         with self._progress.waiting():
             _checked(lambda: begin().wait())
 
@@ -156,7 +158,17 @@ def file_store(path: str, num_ranks: int) -> Any:
     return _dist.FileStore(path, num_ranks)
 
 
-def _process_group(name: str, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+def tcp_store(host: str, port: int, *, is_host: bool, timeout_s: float) -> Any:
+    """Where ranks of several hosts find each other: one of them serves it. Raises PeerLostError."""
+    timeout = timedelta(seconds=timeout_s)
+    return _checked(lambda: _dist.TCPStore(host, port, None, is_host, timeout, wait_for_workers=False))
+
+
+def process_group(
+    name: str, store: Any, rank: int, size: int, device: torch.device, timeout_s: float, host: str = "127.0.0.1"
+) -> Any:
+    """A group of ``size`` ranks that meet in ``store``. ``host``: the address of this rank, for gloo."""
+    timeout = timedelta(seconds=timeout_s)
     own = _dist.PrefixStore(name, store)
     if device.type == "cuda":
         nccl = _dist.ProcessGroupNCCL.Options()
@@ -165,5 +177,5 @@ def _process_group(name: str, store: Any, rank: int, size: int, device: torch.de
     gloo = _dist.ProcessGroupGloo._Options()
     gloo._timeout = timeout
     gloo._threads = 1
-    gloo._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    gloo._devices = [_dist.ProcessGroupGloo.create_device(hostname=host)]
     return _checked(lambda: _dist.ProcessGroupGloo(own, rank, size, gloo))

@@ -4,6 +4,7 @@ driver ──Start──> rank      which model, which part          rank ──
 driver ──Allocate──> rank   how many blocks                  rank ──Ready──> driver
 driver ──WarmUp──> rank                                      rank ──Ready──> driver
 driver ──Step──> rank       a step lies in shared memory     rank ──StepDone──> driver   the sampling rank's has tokens
+driver ──DummyStep──> rank  a step without a batch           rank ──StepDone──> driver
     driver ──Ping──> rank       between two steps                rank ──Ready──> driver
 driver ──Stop──> rank                                        rank ──Failed──> driver     in place of any answer
 """
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kvrelay.config.settings import EngineConfig, RunnerConfig
+from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.sampling import SamplingParams
@@ -32,6 +33,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     engine: EngineConfig
     index: int
     store: str
+    group: GroupConfig
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
@@ -49,6 +51,10 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     capacity: int
 
 
+class DummyStep(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -57,7 +63,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Start | Allocate | WarmUp | Step | Ping | Stop
+Command = Start | Allocate | WarmUp | Step | DummyStep | Ping | Stop
 
 # -- answers ----------------------------------------------------------------------------------------------------------
 

@@ -68,6 +68,10 @@ class HangDetector:
             self.begin()
         return self._num_checks >= self._max_checks
 
+    def is_waiting(self, rank: int) -> bool:
+        """Whether this rank waits for others in a collective."""
+        return bool(self._table[rank, 1])
+
     def culprits(self) -> list[int]:
         """The ranks that do not wait for others; if all wait, the ranks with the least progress."""
         computing = np.flatnonzero(self._table[:, 1] == 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.config.settings import GroupConfig
 from kvrelay.errors import ConfigError
 from kvrelay.executors.torch.config import ModelConfig
 
@@ -74,12 +75,14 @@ class ParallelRank:
         return slice(min(self.tp_rank * size, vocab_size), min((self.tp_rank + 1) * size, vocab_size))
 
 
-def check_sizes(config: ModelConfig, tp_size: int, pp_size: int) -> None:
+def check_sizes(config: ModelConfig, tp_size: int, pp_size: int, group: GroupConfig | None = None) -> None:
     """Raise ConfigError, naming the size, if the model cannot be cut into that many parts."""
+    if group is not None and group.ep:
+        _check_expert_sizes(config, tp_size, pp_size, group)
     sizes = [("num_attention_heads", config.num_heads)]
     if config.moe is None or not all(config.sparse):
         sizes.append(("intermediate_size", config.intermediate))
-    if config.moe is not None:
+    if config.moe is not None and not (group is not None and group.ep):
         sizes.append(("the experts' intermediate size", config.moe.intermediate))
     for name, size in sizes:
         if size % tp_size:
@@ -92,4 +95,25 @@ def check_sizes(config: ModelConfig, tp_size: int, pp_size: int) -> None:
     if config.num_layers % pp_size:
         raise ConfigError(
             f"pp {pp_size} does not divide num_hidden_layers {config.num_layers} of this model", param="pp"
+        )
+
+
+def _check_expert_sizes(config: ModelConfig, tp_size: int, pp_size: int, group: GroupConfig) -> None:
+    """Raise ConfigError, naming the size, if the model's experts cannot be spread so."""
+    size = group.dp * tp_size
+    if config.moe is None:
+        raise ConfigError("--ep spreads experts, and this model has none; leave it out", param="ep")
+    if pp_size > 1:
+        raise ConfigError(f"--ep with --pp {pp_size}: stages and spread experts do not combine; use pp 1", param="ep")
+    if config.moe.num_experts < size:
+        raise ConfigError(
+            f"--ep: this model has {config.moe.num_experts} experts, fewer than the {size} ranks (dp {group.dp} * tp "
+            f"{tp_size})",
+            param="ep",
+        )
+    if config.moe.num_experts % size:
+        raise ConfigError(
+            f"--ep: dp {group.dp} * tp {tp_size} = {size} ranks do not divide the {config.moe.num_experts} experts of "
+            "this model",
+            param="ep",
         )

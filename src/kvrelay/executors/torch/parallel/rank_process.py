@@ -17,22 +17,26 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import kvrelay.executors.torch  # noqa: F401  settings of OpenMP, before its library is loaded
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.errors import ConfigError, KvrelayError
+from kvrelay.engine.step_sync.addresses import GroupAddress
+from kvrelay.errors import ConfigError, KvrelayError, PeerLostError
 from kvrelay.executors.torch.build import build_model_runner
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks, parse_bytes
 from kvrelay.executors.torch.model_runner import ModelFacts, ModelRunner
 from kvrelay.executors.torch.parallel.channel import Channel, ChannelClosedError, StepMemory
+from kvrelay.executors.torch.parallel.experts import ExpertGroup, ExpertSeat
 from kvrelay.executors.torch.parallel.following import FollowingRunner
-from kvrelay.executors.torch.parallel.groups import Groups, PeerLostError, file_store
+from kvrelay.executors.torch.parallel.groups import Groups, file_store, tcp_store
 from kvrelay.executors.torch.parallel.messages import (
     Allocate,
     Command,
+    DummyStep,
     Failed,
     Loaded,
     Ping,
@@ -76,7 +80,24 @@ class RankShard:
         timeout_s = self._start.engine.step_timeout_s or DEFAULT_COLLECTIVE_TIMEOUT_S
         self.groups = Groups(self.rank, store, device, timeout_s, self.progress)
         self.groups.connect()
+        if self._start.group.ep:
+            self.groups.experts = self._join_experts(self.groups, store, timeout_s)
         return self.groups
+
+    def _join_experts(self, groups: Groups, own_store: Any, timeout_s: float) -> ExpertGroup:
+        group = self._start.group
+        seat = ExpertSeat.of(self.rank, group)
+        store, host = own_store, "127.0.0.1"
+        if group.dp > 1:
+            address = GroupAddress.parse(group.dp_address)
+            if address.directory is not None:
+                store = file_store(str(address.directory / "experts"), seat.size)
+            else:
+                store = tcp_store(address.host, address.port + 1, is_host=seat.index == 0, timeout_s=timeout_s)
+                host = address.own_host()
+        experts = ExpertGroup(seat, groups, store, timeout_s, host)
+        experts.connect()
+        return experts
 
     def allocate(self, facts: ModelFacts, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> KvPool:
         self._commands.send(
@@ -131,6 +152,10 @@ class Rank:
             match command:
                 case Step():
                     self._commands.send(self._step(command))
+                case DummyStep():
+                    self._shard.progress.move()
+                    self.runner.execute_dummy()
+                    self._commands.send(_DONE)
                 case WarmUp():
                     self._warm_up()
                     self._commands.send(Ready())
