@@ -178,11 +178,20 @@ def bench_burst(**given: Any) -> None:
 def bench_transfer(total_mib: int, rounds: int, as_json: bool, config_file: Path | None, **flags: object) -> None:
     """Read and write a pool of another process on this machine, in pieces of several sizes, beside a plain memcpy.
 
+    With --transport p2p: its three send types beside nixl, shm and raw gloo, in turns.
+
     Example: kvrelay bench transfer --total-mib 256
     """
     from kvrelay.bench.parts.transfer import run_transfer_benchmark, transfer_text
     from kvrelay.bench.report.files import print_result
 
     config = SettingsSource((TransferConfig,), config_file, flags).build(TransferConfig)
+    if config.transport == "p2p":
+        # Imported only then: the module loads torch.
+        from kvrelay.bench.parts.p2p import p2p_text, run_p2p_benchmark
+
+        compared = run_p2p_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
+        print_result(compared, p2p_text(compared), as_json)
+        return
     result = run_transfer_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
     print_result(result, transfer_text(result), as_json)

@@ -106,7 +106,7 @@ def run_transfer_benchmark(
     pool = _touched(2 * total_bytes, pool_allocator(config, memory))
     region = MemoryRegion(pool.ctypes.data, pool.nbytes)
     plain = _touched(2 * total_bytes)
-    thread = TransferThread(build_transport(config, "benchmark-parent", memory=memory), config)
+    thread = TransferThread(build_transport(config, "benchmark-parent", memory=memory, is_guarded=False), config)
     thread.start()
     try:
         with _peer_process(config, region.num_bytes) as peer:
@@ -134,6 +134,28 @@ def run_transfer_benchmark(
         plan_1000_blocks_s=_time_plan(),
         rows=rows,
     )
+
+
+@contextmanager
+def mover(config: TransferConfig, total_bytes: int) -> Iterator[Callable[[int, int], float]]:
+    """Gives a function from (bytes of a piece, bytes in all) to the seconds of such a write to a peer process; at most
+    ``total_bytes``. Raises TransferError."""
+    memory = shared_memory(config)
+    pool = _touched(2 * total_bytes, pool_allocator(config, memory))
+    region = MemoryRegion(pool.ctypes.data, pool.nbytes)
+    name = f"benchmark-{config.transport}-{config.send_type}"
+    thread = TransferThread(build_transport(config, name, memory=memory, is_guarded=False), config)
+    thread.start()
+    try:
+        with _peer_process(config, region.num_bytes) as peer:
+            thread.register(region, kv_compatibility=_COMPATIBILITY).result(_START_TIMEOUT_S)
+            thread.add_peer(peer).result(_START_TIMEOUT_S)
+            thread.open_handoff()
+            yield lambda piece_bytes, num_bytes: _move(thread, TransferOp.WRITE, _plan(num_bytes, piece_bytes), None)
+    finally:
+        thread.close()
+        if memory is not None:
+            memory.close()
 
 
 def _measure(
@@ -252,7 +274,7 @@ def _peer_main(num_bytes: int, config: TransferConfig) -> None:
     """A pool that can be read and written, until stdin ends."""
     memory = shared_memory(config)
     pool = _touched(num_bytes, pool_allocator(config, memory))
-    thread = TransferThread(build_transport(config, "benchmark-peer", memory=memory), config)
+    thread = TransferThread(build_transport(config, "benchmark-peer", memory=memory, is_guarded=False), config)
     thread.on_notification(lambda _: None)
     thread.start()
     region = MemoryRegion(pool.ctypes.data, pool.nbytes)

@@ -65,17 +65,18 @@ class _Receive:
 
     def __init__(self, acceptor: Acceptor, item: _Open) -> None:
         self._acceptor, self._item = acceptor, item
+        self._landing: Any = None
 
-    def run(self, group: Callable[[], PairGroup]) -> None:
+    def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
+        item = self._item
+        assert item.reservation is not None
+        self._landing = landing_of(item.pair, item.reservation, slot, self._acceptor.shared)
+        return group().receive(self._landing, item.number)
+
+    def finish(self) -> None:
         item, shared = self._item, self._acceptor.shared
         assert item.reservation is not None
-        tensor = item.reservation.tensor
-        if item.reservation.is_spilled and not shared.pool.is_host:
-            landing = staging(item.pair, "receive", shared)[: item.num_bytes]
-            group().receive(landing, item.number)
-            tensor.copy_(landing)
-        else:
-            group().receive(tensor, item.number)
+        tensor = settled(self._landing, item.reservation)
         touching = shared.grants.touching(item.op, item.worker_id, item.grant, item.offsets, item.lengths)
         with touching as item.refusal:
             if item.refusal is None:
@@ -91,16 +92,19 @@ class _Send:
     def __init__(self, acceptor: Acceptor, item: _Open) -> None:
         self._acceptor, self._item = acceptor, item
 
-    def run(self, group: Callable[[], PairGroup]) -> None:
+    def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
         item, shared = self._item, self._acceptor.shared
-        tensor = staging(item.pair, "send", shared)[: item.num_bytes]
+        tensor = staging(item.pair, "send", slot, shared)[: item.num_bytes]
         touching = shared.grants.touching(item.op, item.worker_id, item.grant, item.offsets, item.lengths)
         with touching as item.refusal:
             if item.refusal is None:
                 shared.pool.gather(item.offsets, item.lengths, tensor)
             else:
                 tensor.zero_()
-        group().send(tensor, item.number)
+        return group().send(tensor, item.number)
+
+    def finish(self) -> None:
+        pass
 
     def ended(self, error: str | None) -> None:
         self._acceptor.shared.control.call(self._acceptor.moved, self._item, error)
@@ -310,8 +314,22 @@ class Acceptor:
         self.shared.control.answer(worker_id, message)
 
 
-def staging(pair: Pair, direction: str, shared: Shared) -> Any:
+def staging(pair: Pair, direction: str, slot: int, shared: Shared) -> Any:
     """Memory of a lane to gather into: made at first use, freed with the pair."""
-    if direction not in pair.staging:
-        pair.staging[direction] = empty_bytes(CHUNK_BYTES, shared.pool.device, is_host=False)
-    return pair.staging[direction]
+    if (direction, slot) not in pair.staging:
+        pair.staging[direction, slot] = empty_bytes(CHUNK_BYTES, shared.pool.device, is_host=False)
+    return pair.staging[direction, slot]
+
+
+def landing_of(pair: Pair, reservation: Reservation, slot: int, shared: Shared) -> Any:
+    """Where data is received: in its room, or beside it if NCCL cannot reach that."""
+    if reservation.is_spilled and not shared.pool.is_host:
+        return staging(pair, "receive", slot, shared)[: reservation.num_bytes]
+    return reservation.tensor
+
+
+def settled(landing: Any, reservation: Reservation) -> Any:
+    """The data, in its room."""
+    if landing is not reservation.tensor:
+        reservation.tensor.copy_(landing)
+    return reservation.tensor

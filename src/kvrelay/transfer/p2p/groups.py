@@ -110,13 +110,20 @@ class PairGroup:
         except RuntimeError as exc:
             raise TransferError(f"the communicator could not be made: {_first_line(exc)}") from exc
 
-    def send(self, tensor: torch.Tensor, tag: int) -> None:
-        """Raises TransferError when the peer does not take it within the deadline."""
-        self._wait(lambda: self._group.send([tensor], self._other, tag))
+    def send(self, tensor: torch.Tensor, tag: int) -> Any:
+        """Begin; ``wait`` for what it returns. The peer's receive has the same tag. Raises TransferError."""
+        return _checked(lambda: self._group.send([tensor], self._other, tag))
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> None:
-        """Raises TransferError when the peer does not send it within the deadline."""
-        self._wait(lambda: self._group.recv([tensor], self._other, tag))
+    def receive(self, tensor: torch.Tensor, tag: int) -> Any:
+        """Begin; ``wait`` for what it returns. Raises TransferError."""
+        return _checked(lambda: self._group.recv([tensor], self._other, tag))
+
+    def wait(self, work: Any) -> None:
+        """Raises TransferError when the peer does not do its part within the deadline."""
+        if self._device == "cpu":
+            _checked(lambda: work.wait(timedelta(seconds=self._timeout_s)))
+        else:
+            _checked(lambda: _wait_for_device(work, self._timeout_s))
 
     def hang_up(self) -> None:
         """Close the connection under waits of other threads: they fail. From any thread."""
@@ -126,15 +133,12 @@ class PairGroup:
             with contextlib.suppress(RuntimeError):
                 self._group.abort()
 
-    def _wait(self, begin: Callable[[], Any]) -> None:
-        try:
-            work = begin()
-            if self._device == "cpu":
-                work.wait(timedelta(seconds=self._timeout_s))
-            else:
-                _wait_for_device(work, self._timeout_s)
-        except RuntimeError as exc:
-            raise TransferError(f"the communicator failed: {_first_line(exc)}") from exc
+
+def _checked(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except RuntimeError as exc:
+        raise TransferError(f"the communicator failed: {_first_line(exc)}") from exc
 
 
 def _wait_for_device(work: Any, timeout_s: float) -> None:

@@ -18,9 +18,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvrelay.transfer.base import GrantRef, TransferOp, TransferPlan
-from kvrelay.transfer.p2p.acceptor import staging
+from kvrelay.transfer.p2p.acceptor import landing_of, settled, staging
 from kvrelay.transfer.p2p.groups import PairGroup
 from kvrelay.transfer.p2p.messages import (
     MAX_PIECES,
@@ -115,10 +116,13 @@ class _Keep:
     def __init__(self, initiator: Initiator, item: _Item) -> None:
         self._initiator, self._item = initiator, item
 
-    def run(self, group: Callable[[], PairGroup]) -> None:
+    def begin(self, group: Callable[[], PairGroup], slot: int) -> None:
         item = self._item
         assert item.reservation is not None
         self._initiator.shared.pool.gather(item.plan.local_offsets, item.plan.lengths, item.reservation.tensor)
+
+    def finish(self) -> None:
+        pass
 
     def ended(self, error: str | None) -> None:
         self._initiator.shared.control.call(self._initiator.kept, self._item, error)
@@ -130,20 +134,23 @@ class _Send:
     def __init__(self, initiator: Initiator, item: _Item) -> None:
         self._initiator, self._item = initiator, item
 
-    def run(self, group: Callable[[], PairGroup]) -> None:
+    def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
         item, shared = self._item, self._initiator.shared
         assert item.pair is not None
         offsets, lengths = item.plan.local_offsets, item.plan.lengths
         if item.reservation is not None:
             tensor = item.reservation.tensor
             if item.reservation.is_spilled and not shared.pool.is_host:
-                tensor = staging(item.pair, "send", shared)[: item.num_bytes].copy_(tensor)
+                tensor = staging(item.pair, "send", slot, shared)[: item.num_bytes].copy_(tensor)
         else:
             tensor = shared.pool.run(offsets, lengths)
             if tensor is None:
-                tensor = staging(item.pair, "send", shared)[: item.num_bytes]
+                tensor = staging(item.pair, "send", slot, shared)[: item.num_bytes]
                 shared.pool.gather(offsets, lengths, tensor)
-        group().send(tensor, item.number)
+        return group().send(tensor, item.number)
+
+    def finish(self) -> None:
+        pass
 
     def ended(self, error: str | None) -> None:
         self._initiator.shared.control.call(self._initiator.moved, self._item, error)
@@ -154,18 +161,19 @@ class _Receive:
 
     def __init__(self, initiator: Initiator, item: _Item) -> None:
         self._initiator, self._item = initiator, item
+        self._landing: Any = None
 
-    def run(self, group: Callable[[], PairGroup]) -> None:
-        item, shared = self._item, self._initiator.shared
+    def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
+        item = self._item
         assert item.reservation is not None
         assert item.pair is not None
-        tensor = item.reservation.tensor
-        if item.reservation.is_spilled and not shared.pool.is_host:
-            landing = staging(item.pair, "receive", shared)[: item.num_bytes]
-            group().receive(landing, item.number)
-            tensor.copy_(landing)
-        else:
-            group().receive(tensor, item.number)
+        self._landing = landing_of(item.pair, item.reservation, slot, self._initiator.shared)
+        return group().receive(self._landing, item.number)
+
+    def finish(self) -> None:
+        item, shared = self._item, self._initiator.shared
+        assert item.reservation is not None
+        tensor = settled(self._landing, item.reservation)
         with self._initiator.post_lock:
             if not item.post.is_over:
                 shared.pool.scatter(tensor, item.plan.local_offsets, item.plan.lengths)

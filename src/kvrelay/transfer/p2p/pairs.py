@@ -15,29 +15,42 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from kvrelay.errors import TransferError
 from kvrelay.transfer.p2p.groups import PairGroup, PairStore
 
+DEPTH = 2
+"""Sends or receives that a lane has begun: the next one moves while the last one is copied into its blocks."""
+
 
 class Task(Protocol):
     """One send or receive, with what belongs to it."""
 
-    def run(self, group: Callable[[], PairGroup]) -> None:
-        """On a lane's thread. ``group`` makes the group if need be. Raises TransferError, which ends the pair."""
+    def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
+        """On a lane's thread: the work that was begun, None if there is nothing to wait for. ``slot`` counts from 0 to
+        DEPTH - 1: no other task of the lane that has begun has the same. ``group`` makes the group if need be. Raises
+        TransferError, which ends the pair."""
+
+    def finish(self) -> None:
+        """On the same thread, when the work has been done."""
 
     def ended(self, error: str | None) -> None:
         """Exactly once, whether it ran or not: nothing of it touches memory any more. On any thread."""
 
 
 class _Lane:
-    """A thread that runs tasks in order. Once the pair has ended, tasks fail without being run."""
+    """A thread that runs tasks in order, DEPTH of them overlapping. Once the pair has ended, tasks fail unbegun."""
 
     def __init__(self, name: str, pair: Pair) -> None:
         self._pair = pair
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._begun: deque[tuple[Task, Any]] = deque()
+        self._num_begun = 0
+        self._is_closed = False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
@@ -45,21 +58,54 @@ class _Lane:
         self._tasks.put(task)
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            error = self._attempt(task)
-            if error is not None:
-                self._pair.fail(error)
+        while self._begun or not self._is_closed:
+            self._begin_some()
+            if self._begun:
+                task, work = self._begun.popleft()
+                error = None if work is None else self._attempt(partial(self._wait, work))
+                del work
+                if error is None:
+                    # What follows moves while this one is copied.
+                    self._begin_some(may_block=False)
+                    task.finish()
+                task.ended(error)
+
+    def _wait(self, work: Any) -> None:
+        self._pair.group().wait(work)
+
+    def _begin_some(self, *, may_block: bool = True) -> None:
+        """Begin tasks up to DEPTH; wait for one only if none is under way."""
+        while not self._is_closed and len(self._begun) < DEPTH:
+            try:
+                task = self._tasks.get(block=may_block and not self._begun)
+            except queue.Empty:
+                return
+            if task is None:
+                self._is_closed = True
+                return
+            self._begin(task)
+
+    def _begin(self, task: Task) -> None:
+        works: list[Any] = []
+        slot = self._num_begun % (DEPTH + 1)
+        error = "the communicator is closed" if self._pair.is_closed else None
+        error = error or self._attempt(lambda: works.append(task.begin(self._pair.group, slot)))
+        if error is None:
+            self._num_begun += 1
+            self._begun.append((task, works.pop()))
+        else:
             task.ended(error)
 
-    def _attempt(self, task: Task) -> str | None:
-        # The exception dies with this frame, and with it the last reference to the buffers of a failed wait.
-        if self._pair.is_closed:
-            return "the communicator is closed"
+    def _attempt(self, call: Callable[[], object]) -> str | None:
+        """The error, after which the pair is closed. The exception dies here, and with it its hold on buffers."""
         try:
-            task.run(self._pair.group)
+            call()
         except TransferError as exc:
-            return exc.message
-        return None
+            error = exc.message
+        else:
+            return None
+        self._pair.fail(error)
+        return error
 
 
 class Pair:
@@ -93,8 +139,8 @@ class Pair:
         self._group: PairGroup | None = None
         self.is_closed = False
         self._lanes: dict[str, _Lane] = {}
-        self.staging: dict[str, Any] = {}
-        """Memory to gather into, of each lane: made by its tasks, and only theirs."""
+        self.staging: dict[tuple[str, int], Any] = {}
+        """Memory to gather into, by lane and slot: made by its tasks, and only theirs."""
 
     def __repr__(self) -> str:
         return f"Pair({self.name} with {self.peer_id}, rank {self.rank}, {self.num_open} open)"
@@ -120,10 +166,11 @@ class Pair:
     def group(self) -> PairGroup:
         """For tasks. Raises TransferError."""
         with self._making:
-            if self.is_closed:
-                raise TransferError("the communicator is closed", peer=self.peer_id)
             if self._group is None:
+                if self.is_closed:
+                    raise TransferError("the communicator is closed", peer=self.peer_id)
                 self._group = PairGroup(self.store, self.rank, self._device, self._timeout_s)
+                self._hang_up_if_closed()
             return self._group
 
     def fail(self, error: str) -> None:
@@ -146,12 +193,16 @@ class Pair:
             lane.thread.join(timeout_s)
         return not any(lane.thread.is_alive() for lane in self._lanes.values())
 
-    def _end(self) -> None:
-        self.store.close()
-        group, self._group = self._group, None
-        if group is not None and any(lane.thread is not threading.current_thread() for lane in self._lanes.values()):
+    def _hang_up_if_closed(self) -> None:
+        """Called after the group was made and after the pair was closed, so one of the two sees both."""
+        group = self._group
+        if self.is_closed and group is not None:
             with contextlib.suppress(OSError):
                 group.hang_up()
+
+    def _end(self) -> None:
+        self.store.close()
+        self._hang_up_if_closed()
         for lane in self._lanes.values():
             lane.put(None)
 
