@@ -12,7 +12,9 @@ from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import ConfigError
+from kvrelay.launch import admin
 from kvrelay.launch.admin import config_get, config_set, list_workers, status_table
+from kvrelay.rpc import new_curve_keys
 
 WORKER_IDS = ("prefill-0a1b2c3d4e", "decode-0a1b2c3d4f")
 
@@ -63,3 +65,16 @@ async def test_malformed_entries_are_left_out_of_the_list(caplog: pytest.LogCapt
     assert await list_workers(plane, keys) == [good]
     assert caplog.text.count("ignored the discovery entry") == 3
     await plane.close()
+
+
+async def test_an_entry_that_points_to_another_worker_is_no_second_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(*_: object, **__: object) -> dict[str, Any]:
+        return status_of("w-1")
+
+    monkeypatch.setattr(admin, "send_command", answer)
+    good = WorkerInfo("w-1", 0, WorkerRole.DECODE, "m", "/m", "tcp://127.0.0.1:1", 4096, 16, 100, 1000, "hash")
+    evil = msgspec.structs.replace(good, worker_id="evil")
+    keys = new_curve_keys()
+    assert "error" not in await admin._status_of(good, keys, False)
+    shown = await admin._status_of(evil, keys, False)
+    assert (shown["worker_id"], shown["error"]) == ("evil", "w-1 answers at its address")

@@ -97,6 +97,8 @@ async def cluster_status(config: ControlConfig, *, check: bool = False) -> dict[
 async def _status_of(info: WorkerInfo, keys: CurveKeys, check: bool) -> dict[str, Any]:
     try:
         status: dict[str, Any] = await send_command(info, keys, "status", timeout_s=STATUS_TIMEOUT_S)
+        if status.get("worker_id") != info.worker_id:
+            raise WorkerUnavailableError(f"{status.get('worker_id')} answers at its address")
         if check:
             status["integrity"] = await send_command(info, keys, "check_integrity", timeout_s=STATUS_TIMEOUT_S)
         return status
