@@ -116,7 +116,7 @@ async def test_without_a_known_template_calls_are_plain_json(model_dir: Path) ->
         await api.chat.completions.create(model="tiny", messages=[USER], tools=TOOLS, tool_choice="required")
         grammar = cluster.workers["w0"].requests[1].sampling.grammar
         assert grammar is not None
-        assert '"name": "add"' in grammar.source.replace("\\", "")
+        assert '"add"' in grammar.source.replace("\\", "")
 
 
 class Person(pydantic.BaseModel):

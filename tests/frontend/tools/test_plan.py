@@ -71,6 +71,38 @@ def test_no_parallel_calls_means_one() -> None:
         assert len(read(form, random_answer(form.constraint.grammar, Random(seed)))[1]) == 1
 
 
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "a",
+        "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+                   "additionalProperties": False},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(DIALECTS))
+def test_with_a_format_an_answer_is_calls_or_of_that_form(name: str) -> None:
+    form = chat_form(request(response_format=FORMAT), DIALECTS[name])
+    assert form.constraint is not None
+    kinds = set()
+    for seed in range(12):
+        delta, calls = read(form, random_answer(form.constraint.grammar, Random(seed), max_tokens=20_000))
+        kinds.add(bool(calls))
+        assert bool(delta.content) != bool(calls)
+        if delta.content:
+            assert isinstance(json.loads(delta.content)["ok"], bool)
+        for function, _ in calls:
+            assert function in ("get_weather", "now")
+    assert kinds == {True, False}
+
+
+def test_an_answer_that_must_call_has_no_content_of_any_form() -> None:
+    assert chat_form(request(tool_choice="required", response_format=FORMAT), HERMES) == chat_form(
+        request(tool_choice="required"), HERMES
+    )
+
+
 def test_auto_is_free_and_none_has_no_tools() -> None:
     auto = chat_form(request(), HERMES)
     assert auto.constraint is None

@@ -19,6 +19,8 @@ from kvrelay.frontend.tools.parsing import ToolParser
 
 MAX_CALLS = 16
 """The limit of calls of an answer that must have calls: a model must not call until its tokens are spent."""
+CONTENT_FORM = "response_format"
+"""The field that says what content must look like; an answer that calls functions has none."""
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_ARGUMENTS: dict[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -69,7 +71,7 @@ def chat_form(request: ChatCompletionRequest, dialect: Dialect | None) -> ChatFo
         dialect=dialect or LLAMA3_JSON,
         single=request.parallel_tool_calls is False or chosen not in ("auto", "required"),
     )
-    if wanted is not None:
+    if wanted is not None and wanted.param != CONTENT_FORM:
         message = f"{wanted.param} and tools exclude each other, unless tool_choice is none: an answer has one form"
         raise InvalidInputError(message, param=wanted.param)
     if chosen == "auto":
@@ -79,7 +81,10 @@ def chat_form(request: ChatCompletionRequest, dialect: Dialect | None) -> ChatFo
                 "call with tool_choice required or a function's name"
             )
             raise InvalidInputError(message, param="tool_choice")
-        return ChatForm(plan, None)
+        if wanted is None:
+            return ChatForm(plan, None)
+        grammar = calls_grammar(tools, plan.dialect, plan.single, wanted.grammar)
+        return ChatForm(plan, checked(Constraint(wanted.param, grammar)))
     called = (
         tools if chosen == "required" else [tool for tool in tools if tool.function.name == chosen.partition(":")[2]]
     )
@@ -88,20 +93,23 @@ def chat_form(request: ChatCompletionRequest, dialect: Dialect | None) -> ChatFo
     return ChatForm(plan, checked(Constraint("tools", calls_grammar(called, plan.dialect, plan.single))))
 
 
-def calls_grammar(tools: Sequence[Tool], dialect: Dialect, single: bool) -> Grammar:
-    """One call of one of the functions, or several, as ``dialect`` writes them. Raises InvalidInputError."""
+def calls_grammar(tools: Sequence[Tool], dialect: Dialect, single: bool, content: Grammar | None = None) -> Grammar:
+    """One call of one of the functions, or several, as ``dialect`` writes them; or ``content``, a JSON schema, if there
+    is one. Raises InvalidInputError."""
     several = "" if single else f" ({lark_string(dialect.between)} call){{0,{MAX_CALLS - 1}}}"
+    behind = " " + lark_string(dialect.behind) if dialect.behind else ""
     lines = [
-        "start: "
-        + _literal(dialect.before)
-        + "call"
-        + several
-        + (" " + lark_string(dialect.behind) if dialect.behind else ""),
+        "start: calls" + (" | content" if content is not None else ""),
+        "calls: " + _literal(dialect.before) + "call" + several + behind,
         "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
     ]
+    if content is not None:
+        schema = msgspec.json.decode(content.source, type=dict[str, object])
+        lines.append(f"content: %json {msgspec.json.encode({**schema, 'x-guidance': _COMPACT}).decode()}")
     for number, tool in enumerate(tools):
-        head = f'{{"name": "{tool.function.name}", "{dialect.key}": '
-        lines.append(f'call_{number}: {lark_string(head)} args_{number} "}}"')
+        # Word by word, as JSON is read: a longer literal would hide documents that begin like a call.
+        head = ("{", '"name"', ": ", f'"{tool.function.name}"', ", ", f'"{dialect.key}"', ": ")
+        lines.append(f'call_{number}: {" ".join(map(lark_string, head))} args_{number} "}}"')
         lines.append(f"args_{number}: %json {arguments_schema(tool)}")
     return Grammar(GrammarKind.LARK, "\n".join(lines))
 
