@@ -20,6 +20,7 @@ from kvrelay.core.clock import ManualClock
 from kvrelay.core.handoff import (
     HandoffAbandon,
     HandoffDone,
+    HandoffFetched,
     HandoffGrant,
     HandoffId,
     HandoffRefused,
@@ -136,6 +137,8 @@ class World:
                     self.tell_prefill(worker, pe.Refused(message))
                 case HandoffAbandon():
                     self.tell_prefill(worker, pe.Abandoned("d", message))
+                case HandoffFetched():
+                    self.tell_prefill(worker, pe.Fetched(message))
 
         self.later(deliver)
 
@@ -186,6 +189,10 @@ class World:
                 engine.sending_finished(str(action.handoff_id))
             case pe.SayReleased():
                 self.later(lambda: self.hear_release(worker, action))
+            case pe.SendProgress():
+                self.later(lambda: self.tell_decode(de.Progress(action.message)))
+            case pe.SendDone():
+                self.later(lambda: self.tell_decode(de.Done(action.message, worker.name)))
             case pe.Computed() | pe.Settle():
                 pass
             case _:

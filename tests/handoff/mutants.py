@@ -35,6 +35,8 @@ class Mutant:
     rule: int
     scenario: Scenario
     patch: Patch = lambda patch: None
+    is_long: bool = False
+    """Takes most of a minute: for continuous integration only."""
 
 
 def scenario(*faults: str, num_faults: int = 1, **settings: Any) -> Scenario:
@@ -48,8 +50,8 @@ def replacing(owner: type, name: str, wrap: Callable[[Any], Any]) -> Patch:
 
 
 def any_generation_is_current(done: Any) -> Any:
-    def mutated(self: DecodeHandoff, message: Any, turn: Any) -> None:
-        done(self, msgspec.structs.replace(message, generation=self.generation), turn)
+    def mutated(self: DecodeHandoff, message: Any, connection: Any, turn: Any) -> None:
+        done(self, msgspec.structs.replace(message, generation=self.generation), connection, turn)
 
     return mutated
 
@@ -130,6 +132,16 @@ def only_current_loans_of_open_hand_offs(settle: Any) -> Any:
     return mutated
 
 
+def done_is_said_once(tick: Any) -> Any:
+    def mutated(self: PrefillHandoff, ended_s: float | None, turn: Any) -> None:
+        if self.state is PrefillState.CONFIRMING:
+            self._move(PrefillState.ENDED)
+        else:
+            tick(self, ended_s, turn)
+
+    return mutated
+
+
 def any_claim_is_granted(claim: Any) -> Any:
     return lambda self, handoff, event, turn: handoff.claimed(event, turn)
 
@@ -191,10 +203,17 @@ MUTANTS = [
         replacing(PrefillHandoff, "tick", a_release_is_said_once),
     ),
     Mutant(
+        "a lost HandoffDone is not said again",
+        2,
+        scenario("lose", "break", num_faults=2),
+        replacing(PrefillHandoff, "tick", done_is_said_once),
+    ),
+    Mutant(
         "an abandon of something unknown is not answered",
         2,
-        scenario("lose"),
+        scenario("lose", "stop decode", num_faults=2),
         replacing(PrefillLedger, "_release_unknown", nothing),
+        is_long=True,
     ),
     Mutant("a write is posted past the fence", 3, scenario("stop prefill", transport_fence=False)),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -53,6 +54,8 @@ class Scenario:
     """Hand-offs that a prefill worker has at once."""
     slow: bool = False
     """Timeouts far apart, so that only faults run into them."""
+    progress: bool = False
+    """P tells that it computes, and D takes back what a silent claimant has."""
     transport_fence: bool = True
     transport_order: bool = True
 
@@ -66,7 +69,8 @@ class Scenario:
             block_size=1,
             kv_compatibility="same",
             remote_prefill_timeout_s=6 if self.slow else 2,
-            grant_timeout_s=6 if self.slow else 2,
+            grant_timeout_s=6 if self.slow else 4 if self.progress else 2,
+            silence_timeout_s=2 if self.progress else 6,
             max_attempts=2,
             early_claim_timeout_s=3 if self.slow else 1,
             abandon_repeat_s=1,
@@ -82,6 +86,7 @@ class Scenario:
             claim_timeout_s=3 if self.slow else 1,
             paired_claim_timeout_s=3 if self.slow else 1,
             ready_repeat_s=1,
+            progress_s=1 if self.progress else math.inf,
             release_repeat_s=1,
             max_release_repeat_s=1,
             gone_for_s=TTL + 1,
@@ -263,8 +268,8 @@ def leases_key(leases: PeerLeases, now: int) -> tuple[Any, ...]:
     )
 
 
-_DECODE_FIELDS = [f.name for f in fields(DecodeHandoff) if f.name not in ("deadline_s", "grants")]
-_PREFILL_FIELDS = [f.name for f in fields(PrefillHandoff) if f.name not in ("due_s", "started_s", "ready")]
+_DECODE_FIELDS = [f.name for f in fields(DecodeHandoff) if f.name not in ("deadline_s", "heard_s", "grants")]
+_PREFILL_FIELDS = [f.name for f in fields(PrefillHandoff) if f.name not in ("due_s", "started_s", "ready", "done")]
 
 
 def decode_ledger_key(ledger: DecodeLedger, now: int) -> tuple[Any, ...]:
@@ -283,7 +288,8 @@ def decode_ledger_key(ledger: DecodeLedger, now: int) -> tuple[Any, ...]:
             for grant in handoff.grants
         )
         deadline = max(handoff.deadline_s - now, 0) if waits else 0
-        handoffs.append((deadline, grants, *(getattr(handoff, name) for name in _DECODE_FIELDS)))
+        silent = max(handoff.heard_s + ledger.rules.silence_timeout_s - now, 0) if handoff.is_awaited else 0
+        handoffs.append((deadline, silent, grants, *(getattr(handoff, name) for name in _DECODE_FIELDS)))
     early = tuple((handoff_id, e.event, max(e.until_s - now, 0)) for handoff_id, e in ledger.early.items())
     paired = (tuple(ledger.expected.items()), tuple(ledger.declined.items()))
     return (tuple(handoffs), leases_key(ledger.leases, now), tuple(sorted(ledger.connections.items())), early, paired)

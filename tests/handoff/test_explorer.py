@@ -27,6 +27,8 @@ SCENARIOS = {
     "push, a claimant dies": scenario("crash prefill", num_prefill=2),
     "push, leases, with hits and checksums": scenario(*PREFILL, "damage", num_hit_blocks=1, checksums=True),
     "push, the decode worker fails": scenario("crash decode", "cut decode", "revoke decode"),
+    "push, HandoffDone is lost, and the connection": scenario("lose", "break", num_faults=2, num_prefill=1),
+    "push, a claimant that falls silent": scenario("lose", "late", "cancel", progress=True, num_prefill=1),
     "push, two chunks": scenario(*LOCAL, "break", "damage", num_chunks=2, checksums=True),
     "push, blocks that cannot be replaced": scenario(*NETWORK, *LOCAL, "crash prefill", can_replace_blocks=False),
     "push, prefill-first": scenario(*NETWORK, *LOCAL, "crash prefill", order=PREFILL_FIRST),
@@ -71,7 +73,10 @@ def test_with_more_faults_at_once(name: str) -> None:
     assert report.violation is None, (report.violation, report.trace)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(mutant, id=mutant.name, marks=[pytest.mark.matrix] * mutant.is_long) for mutant in MUTANTS],
+)
 def test_a_protocol_without_the_rule_is_found_out(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.patch(monkeypatch)
     report = explore(mutant.scenario)

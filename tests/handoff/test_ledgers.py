@@ -8,7 +8,9 @@ from kvrelay.core.handoff import (
     HandoffAbandon,
     HandoffClaim,
     HandoffDone,
+    HandoffFetched,
     HandoffGrant,
+    HandoffProgress,
     HandoffReady,
     HandoffRefused,
     HandoffReleased,
@@ -28,11 +30,12 @@ from kvrelay.handoff.prefill_ledger import PrefillLedger
 
 BLOCKS = (0, 1, 2, 3, 4)
 """Of a request with blocks of 4 tokens: the first two are prefix hits."""
+SECRET = 99
 
 
 def decode_ledger(**rules: object) -> DecodeLedger:
     """With one open hand-off, "h" of request "r", and a prefill worker "p" in term 1."""
-    ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same", **rules))
+    ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same", **rules), lambda: SECRET)
     ledger.handle(de.Registered("p", 10.0, 1), 0.0)
     opened = ledger.handle(de.Opened("h", "r", BLOCKS, 2), 0.0)
     assert opened == [de.Push("h")]
@@ -53,8 +56,13 @@ def refusal_of(actions: list[de.DecodeAction]) -> str:
     return sent.message.reason
 
 
-def done(handoff_id: str = "h", generation: int = 1, checksums: tuple[int, ...] | None = None) -> de.Done:
-    return de.Done(HandoffDone(handoff_id, generation, 7, None, 0, 0.0, checksums))
+def done(
+    handoff_id: str = "h", generation: int = 1, checksums: tuple[int, ...] | None = None, secret: int = SECRET
+) -> de.Done:
+    return de.Done(HandoffDone(handoff_id, generation, 7, None, 0, 0.0, checksums, secret))
+
+
+HEARD = de.Send("to p", HandoffFetched("h", 1))
 
 
 # -- the decode side --------------------------------------------------------------------------------------------------
@@ -70,7 +78,7 @@ def test_done_resumes_the_request_and_then_ends_the_loan() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
     message = done()
-    assert ledger.handle(message, 2.0) == [de.Resume("h", "r", 1, message.message), de.EndLoan("h", 1)]
+    assert ledger.handle(message, 2.0) == [HEARD, de.Resume("h", "r", 1, message.message), de.EndLoan("h", 1)]
     assert not ledger.handoffs
     assert ledger.handle(message, 2.0) == []
     assert ledger.counters.num_stale == 1
@@ -94,6 +102,61 @@ def test_done_of_another_generation_changes_nothing(generation: int) -> None:
     assert (ledger.num_open, ledger.num_grants, ledger.counters.num_stale) == (1, 1, 1)
 
 
+def test_only_the_claimant_can_say_that_it_is_done_or_computes() -> None:
+    """Others may guess hand-off ids and generations, not the secret of a grant."""
+    ledger = decode_ledger()
+    assert grant_of(ledger.handle(claim(), 1.0)).secret == SECRET
+    for secret in (0, SECRET + 1):
+        assert ledger.handle(done(secret=secret), 2.0) == []
+        assert ledger.handle(de.Done(done(secret=secret).message, "to q"), 2.0) == []
+        assert ledger.handle(de.Progress(HandoffProgress("h", 1, secret)), 9.0) == []
+    assert ledger.counters.num_stale == 6
+    assert de.ComputeHere("h", "r", EndReason.CLAIMANT_SILENT) in ledger.handle(de.Tick(), 11.0)
+
+
+def test_grants_have_different_secrets() -> None:
+    ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"))
+    ledger.handle(de.Registered("p", 10.0, 1), 0.0)
+    ledger.handle(de.Registered("q", 10.0, 1), 0.0)
+    ledger.handle(de.Opened("h", "r", BLOCKS, 2), 0.0)
+    first = grant_of(ledger.handle(claim(), 1.0))
+    ledger.handle(claim("q"), 2.0)
+    second = grant_of(ledger.handle(de.Allocated("h", 2, (0, 1, 7, 8, 9)), 3.0))
+    assert 0 < first.secret != second.secret > 0
+
+
+def test_done_is_answered_however_often_it_is_said() -> None:
+    ledger = decode_ledger()
+    ledger.handle(claim(), 1.0)
+    again = de.Done(done().message, "again to p")
+    heard = de.Send("again to p", HandoffFetched("h", 1))
+    assert ledger.handle(again, 2.0)[0] == heard
+    assert ledger.handle(again, 3.0) == [heard]
+
+
+def test_a_claimant_that_falls_silent_loses_the_request() -> None:
+    ledger = decode_ledger(silence_timeout_s=10.0, grant_timeout_s=120.0)
+    ledger.handle(claim(), 1.0)
+    ledger.handle(de.Progress(HandoffProgress("h", 1, SECRET)), 9.0)
+    assert ledger.handle(de.Tick(), 18.9) == []
+    assert ledger.next_tick_s() == 19.0
+    actions = ledger.handle(de.Tick(), 19.0)
+    assert actions == [
+        de.Send("to p", HandoffAbandon("h", 1)),
+        de.ComputeHere("h", "r", EndReason.CLAIMANT_SILENT),
+    ]
+    assert ledger.num_grants == 1, "it may write still"
+
+
+def test_a_claimant_is_not_silent_before_it_knows_of_its_grant() -> None:
+    ledger = decode_ledger(silence_timeout_s=10.0)
+    ledger.handle(claim(wants_checksums=True), 1.0)
+    assert ledger.handle(de.Tick(), 60.0) == []
+    ledger.handle(de.HitsChecksummed("h", 1, (5, 6)), 60.0)
+    assert ledger.handle(de.Tick(), 69.9) == []
+    assert ledger.handle(de.Tick(), 70.0) != []
+
+
 def test_what_was_granted_stays_lent_until_the_claimant_has_stopped() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
@@ -114,9 +177,9 @@ def test_a_second_claimant_gets_other_blocks() -> None:
     actions = ledger.handle(de.Allocated("h", 2, (0, 1, 7, 8, 9)), 3.0)
     assert actions[0] == de.Send("to p", HandoffAbandon("h", 1))
     assert (grant_of(actions).generation, grant_of(actions).block_ids) == (2, (0, 1, 7, 8, 9))
-    assert ledger.handle(done(), 4.0) == [de.EndLoan("h", 1)], "too late, but it has stopped"
+    assert ledger.handle(done(), 4.0) == [HEARD, de.EndLoan("h", 1)], "too late, but it has stopped"
     message = done(generation=2)
-    assert ledger.handle(message, 5.0) == [de.Resume("h", "r", 2, message.message), de.EndLoan("h", 2)]
+    assert ledger.handle(message, 5.0)[1:] == [de.Resume("h", "r", 2, message.message), de.EndLoan("h", 2)]
 
 
 def test_without_other_blocks_a_second_claimant_is_refused() -> None:
@@ -125,7 +188,7 @@ def test_without_other_blocks_a_second_claimant_is_refused() -> None:
     ledger.handle(claim(), 1.0)
     ledger.handle(claim("q", 2), 2.0)
     assert refusal_of(ledger.handle(de.Allocated("h", 2, None), 3.0)) == RefusalReason.NO_BLOCKS
-    assert isinstance(ledger.handle(done(), 4.0)[0], de.Resume)
+    assert isinstance(ledger.handle(done(), 4.0)[1], de.Resume)
 
 
 def test_claims_are_bounded() -> None:
@@ -207,11 +270,11 @@ def test_an_engine_that_cannot_replace_blocks_computes_only_when_the_claimant_ha
 
 
 def test_pull_without_room_waits_for_it() -> None:
-    ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"))
+    ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
     ledger.handle(de.Registered("p", 10.0, 1), 0.0)
     ledger.handle(de.Opened("h", "r", (), 0, direction=KvDirection.PULL), 0.0)
     ledger.handle(claim(), 1.0)
-    ready = de.Ready(HandoffReady("h", 1, (8, 9), 7, None, 0.0), "to p")
+    ready = de.Ready(HandoffReady("h", 1, (8, 9), 7, None, 0.0, secret=SECRET), "to p")
     assert ledger.handle(ready, 2.0) == [de.Allocate("h", 1)]
     assert ledger.handle(de.Allocated("h", 1, (3, 4)), 3.0) == [de.Read("h", 1, "p", (8, 9), (3, 4), 0, 0)]
     actions = ledger.handle(de.ReadEnded("h", 1, True), 4.0)
@@ -230,7 +293,7 @@ def prefill_ledger(**rules: object) -> PrefillLedger:
     return ledger
 
 
-GRANT = HandoffGrant("h", 1, BLOCKS, 8)
+GRANT = HandoffGrant("h", 1, BLOCKS, 8, secret=SECRET)
 
 
 def test_nothing_is_touched_before_the_grant_and_everything_after_it() -> None:
@@ -286,24 +349,24 @@ def test_checksums_cover_what_the_decode_worker_lacks(ours: int, theirs: int) ->
 
 
 def test_the_decode_side_verifies_the_units_that_hold_tokens() -> None:
-    ledger = DecodeLedger(DecodeRules(block_size=32, kv_compatibility="same", checksums=True))
+    ledger = DecodeLedger(DecodeRules(block_size=32, kv_compatibility="same", checksums=True), lambda: SECRET)
     ledger.handle(de.Registered("p", 10.0, 1), 0.0)
     ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, num_tokens=75), 0.0)
     ledger.handle(claim(block_size=16), 1.0)
     ledger.handle(de.HitsChecksummed("h", 1, (10, 11)), 1.0)
-    done = HandoffDone("h", 1, 7, None, 0, 0.0, checksums=(20, 21, 22))
-    assert ledger.handle(de.Done(done), 2.0) == [de.Verify("h", 1, "p", (1, 2), (20, 21, 22), 3)]
+    done = HandoffDone("h", 1, 7, None, 0, 0.0, checksums=(20, 21, 22), secret=SECRET)
+    assert ledger.handle(de.Done(done), 2.0) == [HEARD, de.Verify("h", 1, "p", (1, 2), (20, 21, 22), 3)]
 
 
 @pytest.mark.parametrize(("theirs", "kept"), [(4, (8, 9, 10)), (16, (8, 9))])
 def test_pull_reads_from_blocks_of_another_size(theirs: int, kept: tuple[int, ...]) -> None:
     """D holds 8 of 18 tokens in blocks of 8."""
     for block_ids in (kept, (*kept, 20)):
-        ledger = DecodeLedger(DecodeRules(block_size=8, kv_compatibility="same"))
+        ledger = DecodeLedger(DecodeRules(block_size=8, kv_compatibility="same"), lambda: SECRET)
         ledger.handle(de.Registered("p", 10.0, 1), 0.0)
         ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, direction=KvDirection.PULL, num_tokens=18), 0.0)
         ledger.handle(claim(block_size=theirs), 1.0)
-        actions = ledger.handle(de.Ready(HandoffReady("h", 1, block_ids, 7, None, 0.0), "to p"), 2.0)
+        actions = ledger.handle(de.Ready(HandoffReady("h", 1, block_ids, 7, None, 0.0, secret=SECRET), "to p"), 2.0)
         if block_ids == kept:
             assert actions == [de.Read("h", 1, "p", kept, (1, 2), 8 // theirs, 1)]
         else:
@@ -316,9 +379,66 @@ def test_blocks_are_free_when_the_last_write_has_ended() -> None:
     computed, written = ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
     assert computed == pe.Computed("h")
     assert isinstance(written, pe.Write)
-    assert written.done == HandoffDone("h", 1, 7, None, 0, 2.0)
+    assert written.done == HandoffDone("h", 1, 7, None, 0, 2.0, secret=SECRET)
+    assert ledger.handle(pe.Written("h", True), 3.0) == [pe.FreeBlocks("h"), pe.Settle("h", None)]
+    assert ledger.num_active == 0
+
+
+def sent_ledger() -> PrefillLedger:
+    """Everything is computed; the last write is under way."""
+    ledger = prefill_ledger()
+    ledger.handle(pe.Granted("d", GRANT), 1.0)
+    ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, (22, 23, 24)), pe.FirstToken(7)), 2.0)
+    return ledger
+
+
+def test_done_is_said_again_until_it_is_heard() -> None:
+    """The notification may be lost, and only P can connect to D."""
+    ledger = sent_ledger()
+    ledger.handle(pe.Written("h", True), 3.0)
+    assert ledger.handle(pe.Tick(), 3.9) == []
+    said = [pe.SendDone("d", HandoffDone("h", 1, 7, None, 0, 2.0, secret=SECRET))]
+    assert ledger.handle(pe.Tick(), 4.0) == said
+    assert ledger.handle(pe.Tick(), 5.0) == said
+    ledger.handle(pe.Fetched(HandoffFetched("h", 1)), 5.1)
+    assert not ledger.handoffs
+
+
+def test_done_may_be_heard_before_its_write_is_known_to_have_ended() -> None:
+    ledger = sent_ledger()
+    assert ledger.handle(pe.Fetched(HandoffFetched("h", 1)), 2.5) == []
     assert ledger.handle(pe.Written("h", True), 3.0) == [pe.FreeBlocks("h"), pe.Settle("h", None)]
     assert not ledger.handoffs
+
+
+def test_an_abandon_that_crosses_done_is_answered_until_that_is_heard() -> None:
+    ledger = sent_ledger()
+    ledger.handle(pe.Written("h", True), 3.0)
+    (said,) = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 3.1)
+    assert isinstance(said, pe.SayReleased)
+    assert ledger.num_unheard == 1
+    ledger.handle(pe.ReleaseHeard("h"), 3.2)
+    assert not ledger.handoffs
+
+
+def test_done_for_a_decode_worker_that_has_been_gone_for_long_is_forgotten() -> None:
+    ledger = sent_ledger()
+    ledger.handle(pe.Registered("d", 10.0, 1), 2.5)
+    ledger.handle(pe.Written("h", True), 3.0)
+    ledger.handle(pe.LeaseEnded("d"), 4.0)
+    ledger.handle(pe.Tick(), 33.0)
+    assert ledger.handoffs
+    ledger.handle(pe.Tick(), 34.0)
+    assert not ledger.handoffs
+
+
+def test_a_decode_worker_hears_that_its_prefill_is_being_computed() -> None:
+    ledger = prefill_ledger(progress_s=2.0)
+    ledger.handle(pe.Granted("d", GRANT), 1.0)
+    said = [pe.SendProgress("d", HandoffProgress("h", 1, SECRET))]
+    assert ledger.handle(pe.Tick(), 2.9) == []
+    assert ledger.handle(pe.Tick(), 3.0) == said
+    assert ledger.handle(pe.Tick(), 5.0) == said
 
 
 def test_a_refused_claim_costs_a_prefill_and_needs_no_release() -> None:

@@ -40,6 +40,7 @@ from kvrelay.core.handoff import (
     HandoffFetched,
     HandoffGrant,
     HandoffOrder,
+    HandoffProgress,
     HandoffReady,
     HandoffRefused,
     HandoffReleased,
@@ -49,6 +50,8 @@ from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.prefill_ledger import PrefillLedger
+
+SECRET = 5
 
 
 @dataclass
@@ -68,7 +71,7 @@ class World(Hazards, Memory):
 
     @classmethod
     def begin(cls, scenario: Scenario) -> World:
-        decode = DecodeNode(ledger=DecodeLedger(scenario.decode_rules()))
+        decode = DecodeNode(ledger=DecodeLedger(scenario.decode_rules(), lambda: SECRET))
         prefill = [
             PrefillNode(ledger=PrefillLedger(scenario.prefill_rules(number))) for number in range(scenario.num_prefill)
         ]
@@ -411,7 +414,7 @@ class World(Hazards, Memory):
                     self._send(number, D, p.conn, action.message)
                 else:
                     p.todo += (("claim failed", action.message.handoff_id),)
-            case pe.SendReady() | pe.SayReleased():
+            case pe.SendProgress() | pe.SendDone() | pe.SendReady() | pe.SayReleased():
                 if self._connect(number):
                     self._send(number, D, p.conn, without_times(action.message))
             case pe.Read():
@@ -526,7 +529,9 @@ def decode_event(source: int, conn: int, message: Any) -> Any:
         case HandoffClaim():
             return de.Claimed(message, conn)
         case HandoffDone():
-            return de.Done(message)
+            return de.Done(message, conn or None)
+        case HandoffProgress():
+            return de.Progress(message)
         case HandoffReady():
             return de.Ready(message, conn)
         case HandoffReleased():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -13,7 +14,15 @@ from tests.worker.cluster import FRONTEND_KEY, WAIT_S, Cluster, Node, cluster, e
 
 from kvrelay.control.base import Discovery, Keys
 from kvrelay.control.memory import MemoryBroker
-from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffDone, HandoffGrant, HandoffId, HandoffReleased
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffGrant,
+    HandoffId,
+    HandoffProgress,
+    HandoffReleased,
+)
 from kvrelay.core.messages import (
     AbortRequest,
     AdminReply,
@@ -24,6 +33,7 @@ from kvrelay.core.messages import (
     Ping,
     Pong,
     RequestRefused,
+    encode_message,
 )
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerRole
@@ -41,6 +51,7 @@ MESSAGES: list[Message] = [
     AdminRequest(1, "drain"),
     HandoffClaim(HANDOFF, "p", "same"),
     HandoffReleased(HANDOFF, "p"),
+    HandoffProgress(HANDOFF, 1),
     HandoffDone(HANDOFF, 1, 7, None, 0, 0.0),
     HandoffAbandon(HANDOFF, 1),
     HandoffGrant(HANDOFF, 1, (1,), 0),
@@ -269,6 +280,45 @@ async def test_blocks_return_from_a_claimant_that_is_gone() -> None:
             assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
         await shared.until(lambda: ledger.num_grants == 0)
         assert decode.worker._decode.num_open_grants == 0
+
+
+async def test_a_claimant_that_lives_and_says_nothing_does_not_keep_a_request() -> None:
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        hold_claims(prefill)
+        ledger = decode.ledger
+        ledger.rules = replace(ledger.rules, silence_timeout_s=0.1)
+        rogue = Rogue(shared, decode)
+        await rogue.register(prefill)
+        await rogue.connect()
+        client.send("r", prompt(600))
+        await shared.until(lambda: ledger.counters.num_opened == 1)
+        rogue.claim(next(iter(ledger.handoffs)))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        assert (len(rogue.grants), ledger.counters.num_expired) == (1, 1)
+        await rogue.lease.revoke()
+
+
+async def test_nobody_but_the_claimant_says_that_a_hand_off_is_done() -> None:
+    """Neither over the request plane nor by a notification; both know its id and generation."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        rogue = Rogue(shared, decode)
+        await rogue.register(prefill)
+        await rogue.connect()
+        prefill.slow_down(0.05)
+        client.send("r", prompt(1500))
+        await shared.until(lambda: decode.worker._decode.num_open_grants == 1)
+        (handoff_id,) = decode.ledger.handoffs
+        forged = HandoffDone(handoff_id, 1, 7, None, 0, 0.0)
+        decode.worker._decode.handoffs.notified(encode_message(forged))
+        for message in (forged, HandoffProgress(handoff_id, 1), Ping(1)):
+            rogue.client.send(message)
+        await shared.until(lambda: bool(rogue.heard))
+        assert decode.ledger.counters.num_stale == 3
+        assert await client.answer("r") == expected(prompt(1500), 8)
+        assert decode.worker._decode.stats.num_remote_done == 1
+        await rogue.lease.revoke()
 
 
 def hold_claims(node: Node) -> None:

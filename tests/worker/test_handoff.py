@@ -226,6 +226,36 @@ async def test_a_worker_whose_kv_no_hand_off_reaches_prefills_itself_and_keeps_i
         assert alone.worker.role is WorkerRole.BOTH
 
 
+async def test_a_hand_off_whose_notification_is_lost_is_done_a_moment_later():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        decode.worker._transfer.on_notification(lambda notification: None)
+        client.send("r", prompt(300))
+        assert await client.answer("r") == expected(prompt(300), 8)
+        assert decode.worker._decode.stats.num_remote_done == 1
+        await shared.until(lambda: not prefill.outgoing.handoffs)
+
+
+async def test_blocks_return_when_a_notification_is_lost_with_the_connection():
+    """The prefill worker has nothing more to claim, and the decode worker has no way to it: it connects again."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+
+        def lose(notification: object) -> None:
+            asyncio.run_coroutine_threadsafe(break_connections(), loop)
+
+        async def break_connections() -> None:
+            (peer,) = decode.ledger.connections.values()
+            decode.server.drop(peer)
+
+        loop = asyncio.get_running_loop()
+        decode.worker._transfer.on_notification(lose)
+        client.send("r", prompt(300))
+        assert await client.answer("r") == expected(prompt(300), 8)
+        await shared.until(lambda: decode.ledger.num_grants == 0)
+        await shared.until(lambda: not prefill.outgoing.handoffs)
+
+
 async def test_stale_and_forged_notifications_are_dropped():
     async with cluster() as shared:
         _, decode, client = await shared.pair()

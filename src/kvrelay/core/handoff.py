@@ -3,8 +3,8 @@
 The protocol, the order of these messages, and who owns which blocks meanwhile: ``kvrelay/handoff/base.py``. These are
 the values only; they live here since the request plane and the prefill queue carry them.
 
-    P to D    HandoffClaim, HandoffDone (or HandoffReady, pull), HandoffReleased
-    D to P    HandoffGrant or HandoffRefused, HandoffAbandon, HandoffFetched (pull)
+    P to D    HandoffClaim, HandoffProgress, HandoffDone (or HandoffReady, pull), HandoffReleased
+    D to P    HandoffGrant or HandoffRefused, HandoffAbandon, HandoffFetched
 
 Checksums. A hand-off is checksummed in both directions when either end asks for it: P by ``wants_checksums`` in its
 claim, D by the checksums in its grant. P then sends those of the blocks that it writes, and verifies the hit blocks
@@ -140,6 +140,8 @@ class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
     direction: KvDirection = KvDirection.PUSH
     term: int = 0
     block_size: int = 0
+    secret: int = 0
+    """A random number that only this claimant learns. What it says of this grant carries it."""
 
 
 class HandoffRefused(msgspec.Struct, frozen=True, tag=True):
@@ -167,9 +169,18 @@ class HandoffReleased(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
 
 
+class HandoffProgress(msgspec.Struct, frozen=True, tag=True):
+    """P to D, every few seconds from the grant on: I am still computing it."""
+
+    handoff_id: HandoffId
+    generation: int
+    secret: int = 0
+
+
 class HandoffDone(msgspec.Struct, frozen=True, tag=True):
     """P to D, behind the last write: every block is in place; here is the first token (the "bonus" token).
 
+    It comes as the notification of that write. Until P hears HandoffFetched it says it again over the request plane.
     ``num_transferred_bytes`` and ``prefill_s`` feed D's metrics. ``checksums``: of all tokens that D lacked, in order;
     computed from P's memory before they were sent.
     """
@@ -181,6 +192,7 @@ class HandoffDone(msgspec.Struct, frozen=True, tag=True):
     num_transferred_bytes: int
     prefill_s: float
     checksums: tuple[int, ...] | None = None
+    secret: int = 0
 
 
 class HandoffReady(msgspec.Struct, frozen=True, tag=True):
@@ -196,10 +208,11 @@ class HandoffReady(msgspec.Struct, frozen=True, tag=True):
     logprobs: PositionLogprobs | None
     prefill_s: float
     checksums: tuple[int, ...] | None = None
+    secret: int = 0
 
 
 class HandoffFetched(msgspec.Struct, frozen=True, tag=True):
-    """D to P, pull only: D has read everything and reads no more."""
+    """D to P: push: HandoffDone was heard. Pull: D has read everything and reads no more."""
 
     handoff_id: HandoffId
     generation: int

@@ -15,6 +15,7 @@ from kvrelay.core.handoff import (
     HandoffFetched,
     HandoffGrant,
     HandoffOrder,
+    HandoffProgress,
     HandoffReady,
     HandoffRefused,
     HandoffReleased,
@@ -25,7 +26,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.errors import ProtocolError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
@@ -141,6 +142,7 @@ Message = (
     | RequestRefused
     | HandoffClaim
     | HandoffGrant
+    | HandoffProgress
     | HandoffRefused
     | HandoffAbandon
     | HandoffReleased

@@ -23,7 +23,9 @@ The way of a hand-off (push; pull differs from "computed" on):
       generation += 1
                 ─────────────── HandoffGrant ────────────> Granted: only now are hit blocks read from D,
                                                            and computed blocks written into it
-      Done      <── HandoffDone, behind the last write ─── its blocks are free
+      Progress  <────────────── HandoffProgress ────────── every few seconds
+      Done      <── HandoffDone, behind the last write ─── its blocks are free; said again over the request plane
+                ─────────────── HandoffFetched ──────────> until this is heard
       verify checksums, if asked for; the loan ends; Resume
 
     pull:       <────────────── HandoffReady ───────────── computed: the blocks stay P's, unchanged
@@ -94,6 +96,7 @@ class EndReason(enum.StrEnum):
     DEADLINE = "its deadline has passed"
     CLAIMS_EXHAUSTED = "it was claimed too often"
     CLAIMANT_REFUSED = "its claimant was refused"
+    CLAIMANT_SILENT = "its claimant has not been heard for too long"
     CLAIMANT_LOST = "the connection to its claimant has ended"
     CLAIMANT_LEASE_ENDED = "the lease of its claimant has ended"
     RELEASED = "its claimant has given it up"

@@ -18,6 +18,7 @@ A *grant* outlives its hand-off: until its holder is known to have stopped it ke
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvrelay.core.checksums import unit_tokens
@@ -27,6 +28,7 @@ from kvrelay.core.handoff import (
     HandoffFetched,
     HandoffGrant,
     HandoffId,
+    HandoffProgress,
     HandoffReady,
     HandoffRefused,
     KvDirection,
@@ -107,6 +109,8 @@ class Grant:
     """Tokens per block of the claimant; 0: as many as ours."""
     told_s: float = 0.0
     """When it was last told to stop."""
+    secret: int = 0
+    """What its holder says of it carries this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,8 @@ class DecodeRules:
     """Not claimed by then, it is computed here."""
     grant_timeout_s: float = 120.0
     """Claimed and not done by then, it is computed here."""
+    silence_timeout_s: float = 10.0
+    """The same for a claimant that has not been heard for so long. It says HandoffProgress several times as often."""
     max_attempts: int = 2
     """Claims that are granted before the request is computed here."""
     early_claim_timeout_s: float = 1.0
@@ -153,6 +159,7 @@ class Turn:
     rules: DecodeRules
     counters: DecodeCounters
     connections: dict[str, Connection]
+    new_secret: Callable[[], int]
     out: list[DecodeAction] = field(default_factory=list)
 
 
@@ -187,6 +194,8 @@ class DecodeHandoff:
     arrived: HandoffDone | HandoffReady | None = None
     is_touched: bool = False
     """Reads or checksums of our own touch the current loan."""
+    heard_s: float = 0.0
+    """When the current claimant was granted or last said that it computes."""
     owed: EndReason | None = None
     """Why the request is to be computed here, until that was said."""
 
@@ -258,8 +267,8 @@ class DecodeHandoff:
         with_checksums = event.claim.wants_checksums or turn.rules.checksums
         must_prepare = with_checksums and self.num_hit_blocks > 0
         state = GrantState.PREPARING if must_prepare else GrantState.OUT
-        size = event.claim.block_size
-        grant = Grant(worker_id, event.connection, self.generation, self.loan, state, size)
+        size, secret = event.claim.block_size, turn.new_secret()
+        grant = Grant(worker_id, event.connection, self.generation, self.loan, state, size, secret=secret)
         self.grants = (*self.grants, grant)
         if must_prepare:
             turn.out.append(ChecksumHits(self.handoff_id, self.generation, self.block_ids[: self.num_hit_blocks]))
@@ -278,6 +287,7 @@ class DecodeHandoff:
             self._send_grant(grant, checksums, turn)
 
     def _send_grant(self, grant: Grant, checksums: tuple[int, ...] | None, turn: Turn) -> None:
+        self.heard_s = turn.now_s
         pushed = self.direction is KvDirection.PUSH
         message = HandoffGrant(
             handoff_id=self.handoff_id,
@@ -288,6 +298,7 @@ class DecodeHandoff:
             direction=self.direction,
             term=self.term,
             block_size=turn.rules.block_size,
+            secret=grant.secret,
         )
         turn.out.append(SendGrant(grant.worker_id, grant.connection, message))
 
@@ -300,12 +311,29 @@ class DecodeHandoff:
 
     # -- arrival ------------------------------------------------------------------------------------------------------
 
-    def done(self, message: HandoffDone, turn: Turn) -> None:
-        """Push: a generation's last write has arrived. A late one still ends its own grant: no write follows it."""
+    def progress(self, message: HandoffProgress, turn: Turn) -> None:
+        """The claimant lives and computes."""
+        holder = self.holder
+        if holder is not None and (message.generation, message.secret) == (holder.generation, holder.secret):
+            self.heard_s = turn.now_s
+        else:
+            turn.counters.num_stale += 1
+
+    def done(self, message: HandoffDone, connection: Connection | None, turn: Turn) -> None:
+        """Push: a generation's last write has arrived. A late one still ends its own grant: no write follows it.
+
+        ``connection``: where it was said again; None: it came as a notification.
+        """
         grant = self.find(message.generation)
-        if grant is None or grant.state in (GrantState.PREPARING, GrantState.WITHDRAWN):
+        if grant is None:
+            turn.counters.num_stale += 1
+            tell_fetched(message, connection, turn)
+            return
+        is_known = grant.state in (GrantState.OUT, GrantState.ABANDONED)
+        if not is_known or grant.secret != message.secret:
             turn.counters.num_stale += 1
             return
+        tell_fetched(message, connection or turn.connections.get(grant.worker_id, grant.connection), turn)
         self._end_grant(grant)
         is_current = message.generation == self.generation
         if not is_current or self.state not in (DecodeState.GRANTED, DecodeState.RENEWING):
@@ -319,6 +347,8 @@ class DecodeHandoff:
         if grant is not None and self._is_read_from(grant):
             return True
         if grant is None or grant.state is not GrantState.OUT or message.generation != self.generation:
+            return False
+        if grant.secret != message.secret:
             return False
         if self.state is DecodeState.GRANTED:
             self.arrived = message
@@ -489,6 +519,9 @@ class DecodeHandoff:
         if self.deadline_s <= turn.now_s and self.state in WAITING_FOR_CLAIMANT:
             turn.counters.num_expired += 1
             self.compute_here(EndReason.DEADLINE, turn)
+        elif self.is_awaited and self.heard_s + turn.rules.silence_timeout_s <= turn.now_s:
+            turn.counters.num_expired += 1
+            self.compute_here(EndReason.CLAIMANT_SILENT, turn)
         for grant in self.grants:
             if grant.state is GrantState.ABANDONED and grant.told_s + turn.rules.abandon_repeat_s <= turn.now_s:
                 self.tell_to_stop(grant, turn)
@@ -498,7 +531,15 @@ class DecodeHandoff:
         times = [g.told_s + rules.abandon_repeat_s for g in self.grants if g.state is GrantState.ABANDONED]
         if self.state in WAITING_FOR_CLAIMANT:
             times.append(self.deadline_s)
+        if self.is_awaited:
+            times.append(self.heard_s + rules.silence_timeout_s)
         return min(times, default=None)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the claimant knows of its grant, and nothing but its computing is missing."""
+        holder = self.holder
+        return self.state is DecodeState.GRANTED and holder is not None and holder.state is GrantState.OUT
 
     def settle(self, turn: Turn) -> None:
         """Give back every loan that nothing needs any more."""
@@ -594,3 +635,9 @@ def refuse(event: Claimed, reason: RefusalReason, turn: Turn) -> None:
     """Turn a claim down."""
     turn.counters.num_refused += 1
     turn.out.append(Send(event.connection, HandoffRefused(event.claim.handoff_id, reason)))
+
+
+def tell_fetched(message: HandoffDone, connection: Connection | None, turn: Turn) -> None:
+    """P need not say HandoffDone again."""
+    if connection is not None:
+        turn.out.append(Send(connection, HandoffFetched(message.handoff_id, message.generation)))

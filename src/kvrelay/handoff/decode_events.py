@@ -16,6 +16,7 @@ from kvrelay.core.handoff import (
     HandoffGrant,
     HandoffId,
     HandoffOrder,
+    HandoffProgress,
     HandoffReady,
     HandoffRefused,
     HandoffReleased,
@@ -114,10 +115,18 @@ class GrantNotSent:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """A claimant is still computing."""
+
+    message: HandoffProgress
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
-    """Push: every write of a generation has arrived."""
+    """Push: every write of a generation has arrived. ``connection``: where it was said; None: as a notification."""
 
     message: HandoffDone
+    connection: Connection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +210,7 @@ DecodeEvent = (
     | Allocated
     | HitsChecksummed
     | GrantNotSent
+    | Progress
     | Done
     | Ready
     | ReadEnded

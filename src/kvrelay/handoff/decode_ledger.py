@@ -6,6 +6,7 @@ with a live lease, claims that come before their request (prefill-first) wait, s
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from kvrelay.handoff.decode import (
     GrantState,
     Turn,
     refuse,
+    tell_fetched,
 )
 from kvrelay.handoff.decode_events import (
     Allocated,
@@ -38,6 +40,7 @@ from kvrelay.handoff.decode_events import (
     LeaseLost,
     NoPrefillWorker,
     Opened,
+    Progress,
     Push,
     PushFailed,
     ReadEnded,
@@ -63,10 +66,12 @@ class EarlyClaim:
 
 
 class DecodeLedger:
-    """One per decode worker. ``handle`` is the only way in; its calls must not overlap."""
+    """One per decode worker. ``handle`` is the only way in; its calls must not overlap. ``new_secret`` gives each grant
+    a number that nobody can guess."""
 
-    def __init__(self, rules: DecodeRules) -> None:
+    def __init__(self, rules: DecodeRules, new_secret: Callable[[], int] = lambda: secrets.randbits(63)) -> None:
         self.rules = rules
+        self.new_secret = new_secret
         self.counters = DecodeCounters()
         self.handoffs: dict[HandoffId, DecodeHandoff] = {}
         self.leases = PeerLeases()
@@ -93,7 +98,7 @@ class DecodeLedger:
 
     def handle(self, event: DecodeEvent, now_s: float) -> list[DecodeAction]:
         """Take in what has happened at ``now_s`` (monotonic); what is to be done, in order."""
-        turn = Turn(now_s, self.rules, self.counters, self.connections)
+        turn = Turn(now_s, self.rules, self.counters, self.connections, self.new_secret)
         for handoff in _HANDLERS[type(event)](self, event, turn):
             handoff.settle(turn)
             if handoff.is_over:
@@ -245,9 +250,16 @@ class DecodeLedger:
     # -- what arrives -------------------------------------------------------------------------------------------------
 
     def _done(self, event: Done, turn: Turn) -> Iterable[DecodeHandoff]:
+        message = event.message
+        if message.handoff_id not in self.handoffs:
+            self.counters.num_stale += 1
+            tell_fetched(message, event.connection, turn)
+        return self._one(message.handoff_id, lambda handoff: handoff.done(message, event.connection, turn))
+
+    def _progress(self, event: Progress, turn: Turn) -> Iterable[DecodeHandoff]:
         if event.message.handoff_id not in self.handoffs:
             self.counters.num_stale += 1
-        return self._one(event.message.handoff_id, lambda handoff: handoff.done(event.message, turn))
+        return self._one(event.message.handoff_id, lambda handoff: handoff.progress(event.message, turn))
 
     def _ready(self, event: Ready, turn: Turn) -> Iterable[DecodeHandoff]:
         message = event.message
@@ -367,6 +379,7 @@ _HANDLERS: dict[type, Callable[[DecodeLedger, Any, Turn], Iterable[DecodeHandoff
     Allocated: DecodeLedger._allocated,
     HitsChecksummed: DecodeLedger._hits_checksummed,
     GrantNotSent: DecodeLedger._grant_not_sent,
+    Progress: DecodeLedger._progress,
     Done: DecodeLedger._done,
     Ready: DecodeLedger._ready,
     ReadEnded: DecodeLedger._read_ended,

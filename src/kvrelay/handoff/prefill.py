@@ -1,6 +1,6 @@
 """One hand-off at the prefill worker: compute, and once it is granted read, write or keep; then say how it ended.
 
-    CLAIMING ──Granted──> SENDING ──push: last write done──────────────> ENDED
+    CLAIMING ──Granted──> SENDING ──push: last write done──> CONFIRMING ──Fetched──> ENDED
        │                     │    └─pull: all computed──> HOLDING ──Fetched──> ENDED
        └── refused ──────────┴── lost, abandoned, failed ────┴──> STOPPING
 
@@ -8,7 +8,9 @@
 
 In CLAIMING the engine computes already. What it wants to read, and what it has computed, waits for the grant: before it
 nothing of D is touched. In STOPPING nothing is submitted; blocks stay in use until what was submitted has ended.
-RELEASING holds no blocks; it repeats the release until D has heard, or has been gone for long.
+
+CONFIRMING and RELEASING hold no blocks. They repeat HandoffDone, or the release, until D has heard it or has been gone
+for long: the last write's notification may be lost, and only P can connect to D. Abandoned, CONFIRMING is RELEASING.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from kvrelay.core.handoff import (
     HandoffGrant,
     HandoffId,
     HandoffOrder,
+    HandoffProgress,
     HandoffReady,
     HandoffReleased,
     KvDirection,
@@ -41,6 +44,8 @@ from kvrelay.handoff.prefill_events import (
     Read,
     SayReleased,
     SendClaim,
+    SendDone,
+    SendProgress,
     SendReady,
     Settle,
     StopComputing,
@@ -63,6 +68,8 @@ class PrefillState(enum.Enum):
     """Granted: D's hit blocks may be read, computed blocks may be written."""
     HOLDING = "holding"
     """Pull: everything is computed, and D may read it."""
+    CONFIRMING = "confirming"
+    """Push: everything is written; D has not said yet that it knows."""
     STOPPING = "stopping"
     """Nothing more is submitted; transfers in flight still touch our blocks."""
     RELEASING = "releasing"
@@ -73,7 +80,8 @@ class PrefillState(enum.Enum):
 _S = PrefillState
 TRANSITIONS: dict[PrefillState, frozenset[PrefillState]] = {
     _S.CLAIMING: frozenset({_S.SENDING, _S.STOPPING}),
-    _S.SENDING: frozenset({_S.HOLDING, _S.STOPPING, _S.ENDED}),
+    _S.SENDING: frozenset({_S.HOLDING, _S.CONFIRMING, _S.STOPPING, _S.ENDED}),
+    _S.CONFIRMING: frozenset({_S.RELEASING, _S.ENDED}),
     _S.HOLDING: frozenset({_S.STOPPING, _S.ENDED}),
     _S.STOPPING: frozenset({_S.RELEASING, _S.ENDED}),
     _S.RELEASING: frozenset({_S.ENDED}),
@@ -91,7 +99,10 @@ class PrefillRules:
     claim_timeout_s: float = 5.0
     paired_claim_timeout_s: float = 30.0
     """Prefill-first: the claim also waits for blocks of the decode worker."""
+    progress_s: float = 2.0
+    """How often a decode worker hears that its prefill is being computed."""
     ready_repeat_s: float = 1.0
+    """How often HandoffReady, or a HandoffDone that was not answered, is said again."""
     release_repeat_s: float = 0.05
     """The first; doubled each time."""
     max_release_repeat_s: float = 2.0
@@ -152,6 +163,10 @@ class PrefillHandoff:
     is_computed: bool = False
     is_sent: bool = False
     """Push: the last write was submitted."""
+    done: HandoffDone | None = None
+    """Push: what goes behind the last write."""
+    is_heard: bool = False
+    """Push: D has answered it."""
     held: tuple[int, ...] = ()
     """Pull: our blocks for what D lacks, in the order of the request."""
     ready: HandoffReady | None = None
@@ -198,6 +213,7 @@ class PrefillHandoff:
             return
         self.grant = grant
         self.num_cached_tokens = grant.num_cached_tokens
+        self.due_s = turn.now_s + turn.rules.progress_s
         self._move(PrefillState.SENDING)
         load, self.load = self.load, None
         if load is not None:
@@ -334,8 +350,8 @@ class PrefillHandoff:
         remote = self.grant.block_ids[first : max(first, end)]
         self.num_in_flight += 1
         self.is_sent = chunk.first_token is not None
-        done = self._done(chunk, turn)
-        turn.out.append(Write(self.handoff_id, self.grant.generation, chunk.blocks, remote, done, first))
+        self.done = self._done(chunk, turn)
+        turn.out.append(Write(self.handoff_id, self.grant.generation, chunk.blocks, remote, self.done, first))
 
     def decode_block_size(self, rules: PrefillRules) -> int:
         """Tokens per block of D, as its grant says."""
@@ -363,6 +379,7 @@ class PrefillHandoff:
             num_transferred_bytes=0,
             prefill_s=turn.now_s - self.started_s,
             checksums=self.checksums if self._with_checksums(turn.rules) else None,
+            secret=self.grant.secret,
         )
 
     def written(self, ok: bool, turn: Turn) -> None:
@@ -387,6 +404,7 @@ class PrefillHandoff:
             logprobs=chunk.first_token.logprobs,
             prefill_s=turn.now_s - self.started_s,
             checksums=self.checksums if self._with_checksums(turn.rules) else None,
+            secret=self.grant.secret,
         )
         self._say_ready(turn)
 
@@ -396,9 +414,15 @@ class PrefillHandoff:
             turn.out.append(SendReady(self.decode_worker_id, self.ready))
 
     def fetched(self, generation: int, turn: Turn) -> None:
-        """D has read everything."""
-        if self.state is PrefillState.HOLDING and self.grant is not None and self.grant.generation == generation:
+        """D has read everything, or has heard that everything is written, maybe before we know that ourselves."""
+        if self.grant is None or self.grant.generation != generation:
+            return
+        if self.state is PrefillState.HOLDING:
             self._end(turn)
+        elif self.state is PrefillState.CONFIRMING:
+            self._move(PrefillState.ENDED)
+        elif self.state is PrefillState.SENDING:
+            self.is_heard = self.is_sent
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -420,6 +444,10 @@ class PrefillHandoff:
     def abandoned(self, generation: int, turn: Turn) -> None:
         """D neither waits nor reads any more. A grant that this has overtaken is of no use either."""
         if self.state is PrefillState.RELEASING:
+            self._say_released(turn)
+        elif self.state is PrefillState.CONFIRMING:
+            self.reason = EndReason.ABANDONED
+            self._move(PrefillState.RELEASING)
             self._say_released(turn)
         elif self.state is PrefillState.CLAIMING or (self.grant is not None and self.grant.generation == generation):
             self.stop(EndReason.ABANDONED, turn)
@@ -444,19 +472,22 @@ class PrefillHandoff:
             return
         if self.state is PrefillState.CLAIMING:
             self.stop(EndReason.CLAIM_TIMEOUT, turn)
+        elif self.state is PrefillState.SENDING:
+            self._say_progress(turn)
         elif self.state is PrefillState.HOLDING:
             self._say_ready(turn)
-        elif self.state is PrefillState.RELEASING:
+        elif self.state in (PrefillState.CONFIRMING, PrefillState.RELEASING):
             if ended_s is not None and ended_s + turn.rules.gone_for_s <= turn.now_s:
                 self._move(PrefillState.ENDED)
+            elif self.state is PrefillState.CONFIRMING:
+                self._say_done(turn)
             else:
                 self._say_released(turn)
 
     @property
     def next_s(self) -> float | None:
         """When ``tick`` acts next."""
-        waits = (PrefillState.CLAIMING, PrefillState.HOLDING, PrefillState.RELEASING)
-        return self.due_s if self.state in waits else None
+        return None if self.state in (PrefillState.STOPPING, PrefillState.ENDED) else self.due_s
 
     def settle(self, turn: Turn) -> None:
         """End once nothing touches our blocks any more."""
@@ -474,8 +505,21 @@ class PrefillHandoff:
 
     def _end(self, turn: Turn) -> None:
         turn.counters.num_prefills += 1
-        self._move(PrefillState.ENDED)
+        must_confirm = self.state is PrefillState.SENDING and not self.is_heard
+        self.due_s = turn.now_s + turn.rules.ready_repeat_s
+        self._move(PrefillState.CONFIRMING if must_confirm else PrefillState.ENDED)
         self._free(turn)
+
+    def _say_done(self, turn: Turn) -> None:
+        assert self.done is not None, "the last write has ended"
+        self.due_s = turn.now_s + turn.rules.ready_repeat_s
+        turn.out.append(SendDone(self.decode_worker_id, self.done))
+
+    def _say_progress(self, turn: Turn) -> None:
+        assert self.grant is not None
+        self.due_s = turn.now_s + turn.rules.progress_s
+        progress = HandoffProgress(self.handoff_id, self.grant.generation, self.grant.secret)
+        turn.out.append(SendProgress(self.decode_worker_id, progress))
 
     def _free(self, turn: Turn) -> None:
         if self.has_blocks:

@@ -16,6 +16,7 @@ from kvrelay.core.handoff import (
     HandoffGrant,
     HandoffId,
     HandoffOrder,
+    HandoffProgress,
     HandoffReady,
     HandoffRefused,
     HandoffReleased,
@@ -166,7 +167,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Pull: the decode worker has read everything."""
+    """The decode worker has heard HandoffDone (push), or has read everything (pull)."""
 
     message: HandoffFetched
 
@@ -311,6 +312,23 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class SendProgress:
+    """Tell the decode worker that its prefill is being computed. If it cannot be sent, nothing follows."""
+
+    worker_id: str
+    message: HandoffProgress
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    """Push: say over the request plane what the last write's notification said, over a new connection if need be.
+    Repeated until the decode worker answers."""
+
+    worker_id: str
+    message: HandoffDone
+
+
+@dataclass(frozen=True, slots=True)
 class SendReady:
     """Pull: tell the decode worker what to read. Repeated until it answers."""
 
@@ -363,6 +381,8 @@ PrefillAction = (
     | TellLoaded
     | ChecksumChunk
     | Write
+    | SendProgress
+    | SendDone
     | SendReady
     | StopComputing
     | FreeBlocks

@@ -20,7 +20,7 @@ import msgspec
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_caller
-from kvrelay.core.handoff import HandoffClaim, HandoffReleased
+from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffProgress, HandoffReleased
 from kvrelay.core.messages import AbortRequest, AdminRequest, GenerateRequest, Message, Ping, PrefillLost
 from kvrelay.core.tasks import TaskSet
 
@@ -37,7 +37,7 @@ class CallerKind(enum.StrEnum):
 MAY_SAY: dict[CallerKind, tuple[type[Message], ...]] = {
     CallerKind.FRONTEND: (GenerateRequest, AbortRequest, PrefillLost, Ping),
     CallerKind.OPERATOR: (AdminRequest, Ping),
-    CallerKind.WORKER: (HandoffClaim, HandoffReleased, Ping),
+    CallerKind.WORKER: (HandoffClaim, HandoffProgress, HandoffDone, HandoffReleased, Ping),
 }
 
 

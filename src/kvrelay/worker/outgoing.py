@@ -110,6 +110,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._peers = peers
         self._stats = stats
         self._tasks = TaskSet()
+        self._telling: set[HandoffId] = set()
         self._connecting = KeyedLocks()
         self._releases = Releases(peers, lambda handoff_id: self.handle(pe.ReleaseHeard(handoff_id)))
         super().__init__(
@@ -128,6 +129,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 pe.FreeBlocks: self._free_blocks,
                 pe.Computed: lambda action: self.on_loop(self.jobs[action.handoff_id].on_computed),
                 pe.Settle: lambda action: self.on_loop(self._settle, action),
+                pe.SendProgress: lambda action: self.on_loop(self._tell, action),
+                pe.SendDone: lambda action: self.on_loop(self._tell, action),
                 pe.SayReleased: lambda action: self.on_loop(self._releases.say, action.worker_id, action.message),
             },
         )
@@ -205,6 +208,22 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         except Exception:  # noqa: BLE001 - the outermost frame of a claim: somebody waits for its end
             _log.exception("claiming hand-off %s failed", handoff_id)
             self.handle(pe.ClaimFailed(handoff_id))
+
+    def _tell(self, action: pe.SendProgress | pe.SendDone) -> None:
+        """Unless the last attempt still waits for a connection: the ledger says it again."""
+        handoff_id = action.message.handoff_id
+        if handoff_id not in self._telling:
+            self._telling.add(handoff_id)
+            self._tasks.spawn(self._send(action))
+
+    async def _send(self, action: pe.SendProgress | pe.SendDone) -> None:
+        try:
+            peer = await self._peers.get(action.worker_id)
+            peer.client.send(action.message)
+        except KvrelayError as exc:
+            _log.debug("%s does not hear of hand-off %s: %s", action.worker_id, action.message.handoff_id, exc)
+        finally:
+            self._telling.discard(action.message.handoff_id)
 
     async def _connect_memory(self, worker_id: str) -> None:
         """Load and cache the peer's memory metadata, at first use."""

@@ -20,7 +20,7 @@ import msgspec
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.handoff import HandoffClaim, HandoffReleased
+from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffProgress, HandoffReleased
 from kvrelay.core.messages import (
     AbortRequest,
     AdminReply,
@@ -399,6 +399,10 @@ class Worker:
                 self._decode.prefill_lost(peer, message)
             case HandoffClaim():
                 self._decode.handoffs.handle(de.Claimed(message, peer))
+            case HandoffProgress():
+                self._decode.handoffs.handle(de.Progress(message))
+            case HandoffDone():
+                self._decode.handoffs.handle(de.Done(message, peer))
             case HandoffReleased():
                 self._decode.handoffs.handle(de.Released(message))
             case Ping():
