@@ -14,6 +14,7 @@ import click
 
 from kvrelay.cli.grouped_help import GroupedOption, heading
 from kvrelay.config import load_settings
+from kvrelay.config.kv_transfer import read_kv_transfer_config
 from kvrelay.config.loading import read_config_file
 from kvrelay.config.settings import Settings
 
@@ -45,6 +46,25 @@ engine_option = click.option(
 )
 served_name_option = click.option("--served-model-name", help="Name that clients use; default: the directory's.")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+
+
+def kv_transfer_option(*, is_serve: bool) -> Callable[[Command], Command]:
+    """``--kv-transfer-config JSON``: values of other options of the command, under the peer-to-peer design's names.
+    An option that is given itself wins."""
+
+    def spread(ctx: click.Context, param: click.Parameter, text: str | None) -> None:
+        if text is not None:
+            ctx.default_map = {**(ctx.default_map or {}), **read_kv_transfer_config(text, is_serve=is_serve)}
+
+    return click.option(
+        "--kv-transfer-config",
+        metavar="JSON",
+        callback=spread,
+        is_eager=True,
+        expose_value=False,
+        help="Settings of transport p2p by the names kv_role, kv_buffer_size, kv_port, proxy_ip, proxy_port, "
+        "http_port, send_type and the producers' and consumers' parallel sizes; default: none.",
+    )
 
 
 def settings_options(*classes: type[Settings], exclude: tuple[str, ...] = ()) -> Callable[[Command], Command]:

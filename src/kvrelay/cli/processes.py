@@ -13,6 +13,7 @@ from kvrelay.cli.grouped_help import GroupedCommand
 from kvrelay.cli.options import (
     SettingsSource,
     engine_option,
+    kv_transfer_option,
     model_argument,
     served_name_option,
     settings_options,
@@ -60,6 +61,7 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
 @served_name_option
 @click.option("--worker-host", default="127.0.0.1", help="Address that frontends and peers connect to.")
 @click.option("--worker-port", default=0, type=click.IntRange(0, 65535), help="Request-plane port; 0: ephemeral.")
+@kv_transfer_option(is_serve=False)
 @settings_options(*WORKER_SETTINGS)
 def worker(
     model: str | None,

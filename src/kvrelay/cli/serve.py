@@ -14,6 +14,7 @@ from kvrelay.cli.grouped_help import GroupedCommand
 from kvrelay.cli.options import (
     SettingsSource,
     engine_option,
+    kv_transfer_option,
     model_argument,
     served_name_option,
     settings_options,
@@ -74,6 +75,7 @@ SERVE_SETTINGS = (*FRONTEND_SETTINGS, *(cls for cls in WORKER_SETTINGS if cls no
 @click.option(
     "--drain-timeout", default=30.0, type=click.FloatRange(0.0), help="Seconds to finish open requests on shutdown."
 )
+@kv_transfer_option(is_serve=True)
 @settings_options(*SERVE_SETTINGS)
 def serve(
     model: str | None,
@@ -117,8 +119,9 @@ def serve(
     prefill_flags = settings_to_flags(prefill_runner) + settings_to_flags(prefill_engine)
     decode_flags = settings_to_flags(decode_runner) + settings_to_flags(decode_engine)
     worker_flags = ["--engine", engine_kind]
+    transfer = source.build(TransferConfig)
     for settings in (
-        source.build(TransferConfig),
+        replace(transfer, kv_port=0),
         source.build(DisaggConfig),
         *([source.build(MockConfig)] if engine_kind == "mock" else []),
     ):
@@ -145,6 +148,7 @@ def serve(
                     worker_flags
                     + (prefill_flags if number < num_prefill else decode_flags)
                     + (settings_to_flags(upstreams[number]) if upstreams else [])
+                    + (["--kv-port", str(transfer.kv_port + number)] if transfer.kv_port else [])
                     + flags
                     for number, flags in enumerate(_metrics_flags(metrics, num_prefill + num_decode))
                 ],

@@ -153,7 +153,12 @@ class TransferConfig(Settings):
     )
     p2p_max_connections: int = setting(64, "p2p: communicators that may exist at once.", low=1, high=4096)
     p2p_idle_s: float = setting(60.0, "p2p: seconds after which an idle communicator is closed.", low=0.1)
-    kv_port: int = setting(0, "p2p: port of the control connections; 0: a free one.", low=0, high=65535)
+    kv_port: int = setting(
+        0,
+        "p2p: port of the control connections; 0: a free one. serve: port of the first worker, others count up.",
+        low=0,
+        high=65535,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,124 @@
+"""``--kv-transfer-config``: a JSON object with the keys of the peer-to-peer design, as options of our commands.
+
+    {"kv_role": "kv_producer", "send_type": "PUT_ASYNC", "kv_port": 21001, "proxy_ip": "10.0.0.1", "proxy_port": 4222}
+
+Keys may also stand in a nested ``kv_connector_extra_config``. It does not know the command line; flags win over it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.config.loading import nearest
+from kvrelay.errors import ConfigError
+
+NAME = "kv_transfer_config"
+NESTED = "kv_connector_extra_config"
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+SEND_TYPES = ("PUT", "PUT_ASYNC", "GET")
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """How a key's value is read, and which option it is for one worker and for ``serve``. None: the command refuses it;
+    empty: it is used in another way."""
+
+    read: Callable[[str, Any], object]
+    worker: str | None
+    serve: str | None
+
+
+def _whole(low: int, high: int = 2**53) -> Callable[[str, Any], int]:
+    def read(name: str, value: Any) -> int:
+        try:
+            number = float(value)  # "1e9" is usual for sizes
+        except (TypeError, ValueError) as exc:
+            raise ConfigError(f"{name} must be a number, got {value!r}", param=NAME) from exc
+        if isinstance(value, bool) or not number.is_integer() or not low <= number <= high:
+            raise ConfigError(f"{name} must be a whole number between {low} and {high}, got {value!r}", param=NAME)
+        return int(number)
+
+    return read
+
+
+def _one_of(choices: Mapping[str, object]) -> Callable[[str, Any], object]:
+    def read(name: str, value: Any) -> object:
+        if not isinstance(value, str) or value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}", param=NAME)
+        return choices[value]
+
+    return read
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a text, got {value!r}", param=NAME)
+    return value
+
+
+_PORT, _RANKS, _COUNT = _whole(0, 65535), _whole(1, 64), _whole(1, 64)
+KEYS: dict[str, _Key] = {
+    "kv_connector": _Key(_one_of({"P2pNcclConnector": "p2p", "P2pConnector": "p2p"}), "transport", "transport"),
+    "kv_role": _Key(_one_of(ROLES), "role", None),
+    "kv_buffer_size": _Key(_whole(0), "kv_buffer_size", "kv_buffer_size"),
+    "kv_port": _Key(_PORT, "kv_port", "kv_port"),
+    "proxy_ip": _Key(_text, "", ""),
+    "proxy_port": _Key(_PORT, "", ""),
+    "http_port": _Key(_PORT, "metrics_port", "port"),
+    "send_type": _Key(_one_of({name: name for name in SEND_TYPES}), "send_type", "send_type"),
+    "kv_producers_parallel_size": _Key(_COUNT, "", "num_prefill"),
+    "kv_producers_tensor_parallel_size": _Key(_RANKS, "tp", "tp_prefill"),
+    "kv_producers_pipeline_parallel_size": _Key(_RANKS, "pp", "pp_prefill"),
+    "kv_consumers_parallel_size": _Key(_COUNT, "", "num_decode"),
+    "kv_consumers_tensor_parallel_size": _Key(_RANKS, "tp", "tp_decode"),
+    "kv_consumers_pipeline_parallel_size": _Key(_RANKS, "pp", "pp_decode"),
+}
+
+
+def read_kv_transfer_config(text: str, *, is_serve: bool) -> dict[str, object]:
+    """The options that ``text`` stands for, by their names in ``kvrelay serve`` or ``kvrelay worker``.
+
+    ``proxy_ip`` and ``proxy_port`` name the control server: workers send their heartbeats there. ``http_port`` is a
+    worker's monitoring port, and with serve the frontend's. Of the parallel sizes a worker takes those of its role.
+    Raises ConfigError, for an unknown key with the nearest known one.
+    """
+    given = _flat(text)
+    options: dict[str, object] = {"transport": "p2p"}
+    role = str(given.get("kv_role", ""))
+    for name, value in given.items():
+        if name not in KEYS:
+            raise ConfigError(f"unknown key {name} in --kv-transfer-config{nearest(name, KEYS)}", param=NAME)
+        key = KEYS[name]
+        option, read = (key.serve if is_serve else key.worker), key.read(name, value)
+        if option is None:
+            raise ConfigError(f"{name} is for one worker, and serve starts several: leave it out", param=NAME)
+        if option and (is_serve or _concerns(name, role)):
+            options[option] = read
+    if "proxy_ip" in given or "proxy_port" in given:
+        if not given.get("proxy_ip") or not given.get("proxy_port"):
+            raise ConfigError("proxy_ip and proxy_port go together in --kv-transfer-config", param=NAME)
+        host, port = str(given["proxy_ip"]), _PORT("proxy_port", given["proxy_port"])
+        options["control"] = f"nats://{f'[{host}]' if ':' in host else host}:{port}"
+    return options
+
+
+def _concerns(name: str, role: str) -> bool:
+    """Producers' sizes are not a consumer's."""
+    is_producer = role == "kv_producer"
+    return not (name.startswith("kv_producers_") and not is_producer) and not (
+        name.startswith("kv_consumers_") and is_producer
+    )
+
+
+def _flat(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"--kv-transfer-config is not JSON: {exc}", param=NAME) from exc
+    nested = given.pop(NESTED, {}) if isinstance(given, dict) else None
+    if not isinstance(given, dict) or not isinstance(nested, dict):
+        raise ConfigError('--kv-transfer-config must be a JSON object, e.g. \'{"kv_role": "kv_producer"}\'', param=NAME)
+    return {**nested, **given}
