@@ -1,6 +1,6 @@
-"""The disaggregated router: prefill here, or send it away?
+"""The disaggregated router: local or remote prefill?
 
-A pure decision over numbers that others measured; both thresholds can be replaced while requests run.
+A pure decision over given numbers; both thresholds can be changed while requests run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DEFAULTS = DisaggConfig()
 
 
 class PrefillPlace(enum.StrEnum):
-    """Where a prefill runs, and for local ones why. Values are metric labels."""
+    """Where a prefill runs, and the reason for a local one. Values are metric labels."""
 
     REMOTE = "remote"
     LOCAL_SHORT = "local_short"
@@ -33,7 +33,7 @@ class PrefillPlace(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillFleet:
-    """What a decode worker knows of the prefill side."""
+    """A decode worker's knowledge of the prefill side."""
 
     num_workers: int
     queue_size: int
@@ -56,7 +56,7 @@ class DisaggPolicy:
         self.config = replace(self.config, **change)
 
     def unset(self, name: str) -> None:
-        """Back to the threshold that was given at the start. Raises ConfigError for an unknown name."""
+        """Restore the threshold of the start. Raises ConfigError for an unknown name."""
         self._check(name)
         self.config = replace(self.config, **{name: getattr(self._given, name)})
 
@@ -74,7 +74,7 @@ class DisaggPolicy:
         """``absolute_prefill_length > max_local_prefill_length and queue_size < max_prefill_queue_size``.
 
         ``num_cached_tokens`` is the true prefix hit on this worker, so prompt_length * (1 - hit_rate) is exact.
-        ``must_be_local``: the request needs what only a local prefill gives (prompt logprobs).
+        ``must_be_local``: the request needs a local prefill (for prompt logprobs).
         """
         if must_be_local:
             return PrefillPlace.LOCAL_REQUIRED

@@ -1,15 +1,15 @@
-"""What a ledger knows of its peers' leases: who may still touch memory.
+"""A ledger's knowledge of its peers' leases: which peers may still touch memory.
 
     registered ──> alive ──lease ended──> ended ──time to live later──> fenced
                      ^                      └──registered in a later term──> fenced, and alive again
 
-An ended lease does not stop its holder: a revoked one ends before its time, and the holder may not have heard of it.
-Its own fence is at most a time to live after its last refresh, so after that long it writes nothing.
+An ended lease does not stop its holder: a revoked one ends before its time, and its holder may not know that yet. The
+holder's own fence is at most a time to live after its last refresh, so after that time it writes nothing.
 
-A worker counts its *terms*. It begins another one when it has lost its lease, or has withdrawn everything for another
-reason; it registers in the new term when nothing that it had begun before moves any more. Discovery tells late: a
-worker may have lost a lease and claimed in its next term before we hear of any of that, and what we hear then must not
-fence the new claim. So claims name their term, and wait until it is the one that we know.
+A worker counts its *terms*. It begins another term when it has lost its lease, or has withdrawn everything for another
+reason. It registers in the new term when nothing begun before moves any more. Discovery reports late: a worker may have
+lost a lease and claimed in its next term before we learn of either, and the late report must not fence the new claim.
+So claims carry their term, and wait until it is the term that we know.
 
 It knows no clock: time is an argument.
 """
@@ -24,7 +24,7 @@ MAX_LEASE_TTL_S = 3600.0
 
 
 class PeerLeases:
-    """Leases of other workers, in the order in which discovery tells of them."""
+    """Leases of other workers, in the order of discovery's events."""
 
     def __init__(self) -> None:
         self._live: dict[str, tuple[int, float]] = {}
@@ -34,12 +34,12 @@ class PeerLeases:
         self._fences_s: dict[str, float] = {}
 
     def is_live(self, worker_id: str, term: int) -> bool:
-        """Whether the worker has a lease and is in this term, as far as we have heard."""
+        """Whether the worker has a lease and is in this term, as far as known."""
         live = self._live.get(worker_id)
         return live is not None and live[0] == term
 
     def is_over(self, worker_id: str, term: int) -> bool:
-        """Whether we have heard that this term has ended."""
+        """Whether this term is known to have ended."""
         known = self._live.get(worker_id)
         if known is not None:
             return term < known[0]
@@ -52,12 +52,12 @@ class PeerLeases:
         return None if ended is None else ended[1]
 
     def registered(self, worker_id: str, ttl_s: float, term: int) -> bool:
-        """It has a lease and is in this term. True if that fences what was begun in an earlier one."""
+        """The worker has a lease and is in this term. True if that fences what it began in an earlier term."""
         live = self._live.get(worker_id)
         before = live or self._ended.get(worker_id)
         self._ended.pop(worker_id, None)
         if live is not None:
-            # An entry that was overwritten with a shorter time says nothing of what its owner goes by.
+            # An entry may be overwritten with a shorter time, which does not change its owner's fence.
             ttl_s = max(ttl_s, live[1])
         self._live[worker_id] = (term, ttl_s)
         if before is None or before[0] >= term:
@@ -83,5 +83,5 @@ class PeerLeases:
         return fenced
 
     def next_fence_s(self) -> float | None:
-        """When ``take_fenced`` will have something to give."""
+        """When ``take_fenced`` will next return a worker."""
         return min(self._fences_s.values(), default=None)

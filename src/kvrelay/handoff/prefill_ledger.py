@@ -1,8 +1,8 @@
 """All hand-offs of one prefill worker: events to their machines, leases of the decode workers.
 
-A hand-off is claimed here at most once, so that "I gave it up" stays true: an entry that is delivered again is settled
-without a claim. Whatever a decode worker asks of a hand-off that is unknown here is answered by a release, since it may
-have missed an earlier one.
+A hand-off is claimed here at most once, so that a release stays true: an entry that is delivered again is settled
+without a claim. Any message of a decode worker about an unknown hand-off is answered by a release, because the decode
+worker may have missed an earlier one.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ class PrefillLedger:
 
     @property
     def num_unheard(self) -> int:
-        """Hand-offs that ended without their decode worker knowing it yet."""
+        """Hand-offs that ended and whose decode worker does not know it yet."""
         return sum(handoff.state is PrefillState.RELEASING for handoff in list(self.handoffs.values()))
 
     def handle(self, event: PrefillEvent, now_s: float) -> list[PrefillAction]:
-        """Take in what has happened at ``now_s`` (monotonic); what is to be done, in order."""
+        """Handle an event at ``now_s`` (monotonic); returns the actions, in order."""
         turn = Turn(now_s, self.rules, self.counters)
         _HANDLERS[type(event)](self, event, turn)
         return turn.out
 
     def next_tick_s(self) -> float | None:
-        """When Tick is due next; None: not before another event."""
+        """When the next Tick is due; None: not before another event."""
         times = [handoff.next_s for handoff in self.handoffs.values() if handoff.next_s is not None]
         fence_s = self.leases.next_fence_s()
         if fence_s is not None:
@@ -171,7 +171,7 @@ class PrefillLedger:
             self._release_unknown(event.worker_id, event.message.handoff_id, turn)
 
     def _release_unknown(self, worker_id: str, handoff_id: HandoffId, turn: Turn) -> None:
-        """Once: the decode worker asks again if it does not hear it."""
+        """Sent once: the decode worker asks again if the release is lost."""
         self._remember(handoff_id)
         released = HandoffReleased(handoff_id, self.rules.worker_id, EndReason.ABANDONED.value)
         turn.out.append(SayReleased(worker_id, released))

@@ -1,11 +1,11 @@
-"""The end of a worker's lease counts only when the worker is not in the middle of a copy; until then it is held back.
+"""Holds back the end of a worker's lease while the worker is in the middle of a copy.
 
     kv_metadata/X deleted ──> transfer.bar(X), again and again ──True──> told on      (X's writes fail from here on)
-    kv_metadata/X put ──────> behind what is held back ──> transfer.admit(X) ──> told on
+    kv_metadata/X put ──────> after held-back events ──> transfer.admit(X) ──> told on
 
-With shared memory the copying thread is the peer's own, and a process that is stopped in the middle of a copy goes on
-with it when it wakes, whatever time has passed. So no timer may free its target: ``Transport.bar`` asks the kernel. The
-fence (``handoff/leases.py``) runs from the moment at which the end is told on.
+With shared memory the peer's own thread copies. A process that is stopped in the middle of a copy continues the copy
+when it wakes, after any time. So no timer may free its target: ``Transport.bar`` asks the kernel. The fence
+(``handoff/leases.py``) starts when the end of the lease is passed on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 RETRY_S = 0.05
 SAY_AFTER = 40
-"""Attempts after which the log tells of a worker that cannot be barred."""
+"""After this many attempts the log names a worker that cannot be barred."""
 
 
 class LeaseEnds:
@@ -43,7 +43,7 @@ class LeaseEnds:
         return len(self._held)
 
     def on_event(self, event: WatchEvent) -> None:
-        """From the watch. Raises what ``on_change`` raises for an entry that it refuses at once."""
+        """An event of the watch. Raises what ``on_change`` raises for an entry that it refuses at once."""
         worker_id = self._worker_of(event)
         if worker_id in self._held:
             self._held[worker_id].append(event)
@@ -71,7 +71,7 @@ class LeaseEnds:
         del self._held[worker_id]
 
     async def _barred(self, worker_id: str) -> bool:
-        """False: this worker is leaving."""
+        """False if this worker is leaving."""
         num_attempts = 0
         try:
             while not await asyncio.wrap_future(self._transfer.bar(worker_id)):

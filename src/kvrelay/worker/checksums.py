@@ -1,8 +1,8 @@
 """Checksums of KV blocks in the background: a thread that reads blocks while the engine computes others.
 
-A checksum takes as long as a copy, too long for the engine's thread, which computes, for the transfer thread, which
-polls, and for the event loop. It owns that thread, which starts with the first block. Whose the blocks are, and that
-nobody writes to them meanwhile, is the caller's business, and so is what follows.
+A checksum takes as long as a copy: too long for the engine's thread, for the transfer thread, which polls, and for the
+event loop. This module owns the thread, which starts with the first block. The caller ensures that the blocks are not
+written meanwhile, and acts on the result.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ OnVerified = Callable[[str | None], None]
 
 
 class BlockChecksums:
-    """Computes and verifies checksums of an engine's blocks, in the order in which it is asked to.
+    """Computes and verifies checksums of an engine's blocks, in the order of the calls.
 
-    ``required``: this worker trusts no KV without them. Callbacks run on the checksum thread, never within the call.
+    ``required``: this worker accepts no KV without checksums. Callbacks run on the checksum thread, never within the
+    call.
     """
 
     def __init__(self, engine: EngineHost, *, required: bool) -> None:
@@ -33,7 +34,7 @@ class BlockChecksums:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
 
     def compute(self, block_ids: Sequence[int], on_done: OnComputed) -> None:
-        """``on_done(checksums)``, those of the first block first; None if they could not be computed."""
+        """Calls ``on_done(checksums)`` with one per block, in order; with None if they could not be computed."""
         self._thread.submit(self._run, block_ids, on_done)
 
     def verify(
@@ -43,9 +44,9 @@ class BlockChecksums:
         on_done: OnVerified,
         num_units: int | None = None,
     ) -> None:
-        """``on_done(None)`` if the blocks have the checksums that they were ``sent`` with, else why they have not.
+        """Calls ``on_done(None)`` if the blocks have the checksums in ``sent``, else ``on_done(reason)``.
 
-        ``num_units``: so many units of tokens hold anything; None: all.
+        ``num_units``: only this many units of tokens have content; None: all.
         """
 
         def compare(found: tuple[int, ...] | None) -> None:
@@ -55,13 +56,13 @@ class BlockChecksums:
         self.compute(block_ids, compare)
 
     async def of(self, block_ids: Sequence[int]) -> tuple[int, ...] | None:
-        """The same as ``compute``, for the event loop. Without blocks there is nothing to wait for."""
+        """Like ``compute``, for the event loop. Returns at once if there are no blocks."""
         if not block_ids:
             return ()
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, block_ids)
 
     def close(self) -> None:
-        """Wait for what is being computed; what waits behind it is dropped without a word. Idempotent."""
+        """Wait for the running computation; drop all later ones silently. Idempotent."""
         self._thread.shutdown(cancel_futures=True)
 
     def _run(self, block_ids: Sequence[int], on_done: OnComputed) -> None:

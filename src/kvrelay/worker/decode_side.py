@@ -1,10 +1,10 @@
-"""A worker's decode side: requests of frontends, where their prefills run, their tokens.
+"""A worker's decode side: requests of frontends, the placement of their prefills, and their tokens.
 
     GenerateRequest ──> admit (engine thread): prefix hit, remote or local? ──> engine
     RemotePrefillRequest ──> the hand-off ledger ──> push to the prefill queue
     TokenOutput ──> the frontend that asked
 
-It owns who asked for what (peer of each request). The hand-offs that bring KV from elsewhere are ``incoming.py``'s.
+It owns the peer of each request. ``incoming.py`` owns the hand-offs that bring KV from other workers.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class DecodeSide:
         )
         self._peer_of: dict[str, Peer] = {}
         self._handoff_of: dict[str, HandoffId] = {}
-        """Of requests that came as half of a pair."""
+        """Of requests that are half of a pair."""
         self._requests_of: defaultdict[Peer, set[str]] = defaultdict(set)
         self._tasks = TaskSet()
         self._last_request_s = 0.0
@@ -150,7 +150,7 @@ class DecodeSide:
         self._engine.post(lambda core: self._admit(core, peer, message, handoff_id))
 
     def _paired_handoff(self, message: GenerateRequest) -> HandoffId | None:
-        """The hand-off of a request whose prefill worker is chosen already. Raises InvalidInputError."""
+        """The hand-off of a request whose prefill worker is already chosen. Raises InvalidInputError."""
         if message.pair is None:
             return None
         try:
@@ -166,19 +166,20 @@ class DecodeSide:
         return handoff_id
 
     def prefill_lost(self, peer: Peer, message: PrefillLost) -> None:
-        """The frontend of a paired request says that its prefill worker will not claim."""
+        """The frontend of a paired request reports that the prefill worker will not claim."""
         handoff_id = self._handoff_of.get(message.request_id)
         if handoff_id is not None and self._peer_of.get(message.request_id) == peer:
             self.handoffs.handle(de.ClaimantGone(handoff_id))
 
     def abort(self, peer: Peer, message: AbortRequest) -> None:
-        """The frontend wants no more of it."""
+        """The frontend has aborted the request."""
         if self._peer_of.get(message.request_id) == peer:
             self._forget(message.request_id)
             self._abort(message.request_id)
 
     def peer_gone(self, peer: Peer) -> None:
-        """A connection ended: a frontend's requests are cancelled, a prefill worker's hand-offs go on without it."""
+        """A connection ended: cancel a frontend's requests; a prefill worker's hand-offs continue without the
+        connection."""
         for request_id in list(self._requests_of.get(peer, ())):
             self._forget(request_id)
             self._abort(request_id)
@@ -189,7 +190,7 @@ class DecodeSide:
         self._engine.post(lambda core: core.abort(request_id))
 
     def _admit(self, core: Engine, peer: Peer, message: GenerateRequest, handoff_id: HandoffId | None) -> None:
-        """On the engine thread: decide where the prefill runs and enqueue."""
+        """On the engine thread: decide where the prefill runs and add the request."""
         self._admission.received(message)
         try:
             place = self._enqueue(core, message, handoff_id)
@@ -207,7 +208,7 @@ class DecodeSide:
             self._count_place(place)
 
     def _not_enqueued(self, handoff_id: HandoffId | None) -> None:
-        """A paired request has not got into the engine."""
+        """A paired request was not admitted to the engine."""
         if handoff_id is not None:
             self.handoffs.handle(de.Closed(handoff_id))
 
@@ -317,7 +318,7 @@ class DecodeSide:
     # -- background ---------------------------------------------------------------------------------------------------
 
     def _watch_queue(self) -> None:
-        """Keep the queue's size fresh while requests arrive; stop asking a second after the last one."""
+        """Poll the queue's size while requests arrive; stop a second after the last one."""
         self._last_request_s = time.monotonic()
         if self._num_prefill_workers() and (self._queue_watch is None or self._queue_watch.done()):
             self._queue_watch = self._tasks.spawn(self._refresh_queue_size())
@@ -332,8 +333,8 @@ class DecodeSide:
         self._queue_size = 0
 
     async def drain(self) -> None:
-        """Take nothing new; return when every request and every hand-off has ended. A claimant that lives and does not
-        answer ``HandoffAbandon`` is waited for ``give_up_after_s``: its blocks stay quarantined, we go on."""
+        """Accept no new requests; return when every request and every hand-off has ended. Wait ``give_up_after_s`` for
+        a claimant that lives and does not answer ``HandoffAbandon``; then return, and its blocks stay quarantined."""
         self.accepting = False
         while self._peer_of:
             await asyncio.sleep(DRAIN_INTERVAL_S)

@@ -1,9 +1,10 @@
-"""What both drivers of hand-offs share: a ledger that any thread may tell, its ticks, a way onto the event loop.
+"""The common part of both drivers of hand-offs: a ledger that any thread may call, its ticks, a way onto the event
+loop.
 
     any thread ── handle(event) ──> ledger ──> actions, carried out at once, in order, under one lock
 
-Carrying out an action only hands it on (an inbox, a queue, the event loop), so the lock is held for microseconds. What
-an action asks for comes back as an event of its own, never within the call.
+Carrying out an action only passes it on (to an inbox, a queue, the event loop), so the lock is held for microseconds.
+The answer to an action comes back as a separate event, never within the call.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ E_contra = TypeVar("E_contra", contravariant=True)
 
 
 class Ledger(Protocol[E_contra]):
-    """One of ``kvrelay.handoff``'s."""
+    """A ledger of ``kvrelay.handoff``."""
 
     def handle(self, event: E_contra, now_s: float) -> list[Any]: ...
 
@@ -34,7 +35,7 @@ class Ledger(Protocol[E_contra]):
 
 
 class LedgerDriver(Generic[E]):
-    """``carriers``: what carries out an action, by its type."""
+    """``carriers``: the function that carries out an action, by the action's type."""
 
     def __init__(self, ledger: Ledger[E], tick: E, clock: Clock, carriers: dict[type, Callable[[Any], None]]) -> None:
         self._ledger = ledger
@@ -45,11 +46,11 @@ class LedgerDriver(Generic[E]):
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._is_idle = False
-        """Whether the ticks wait for ``_wake``. Under the lock."""
+        """Whether the ticks wait for ``_wake``. Guarded by the lock."""
         self._loop_thread = threading.get_ident()
 
     def handle(self, event: E) -> None:
-        """Tell the ledger, from any thread, and carry out what follows."""
+        """Pass an event to the ledger, from any thread, and carry out the resulting actions."""
         with self._lock:
             for action in self._ledger.handle(event, self._clock.now()):
                 self._carriers[type(action)](action)
@@ -59,10 +60,10 @@ class LedgerDriver(Generic[E]):
                 self.on_loop(self._wake.set)
 
     def handled(self, event: E) -> None:
-        """For subclasses: under the lock, after an event and its actions."""
+        """For subclasses: called under the lock, after an event and its actions."""
 
     async def tick_forever(self) -> None:
-        """Tell the ledger of time when it asks for that. It costs nothing while the ledger waits for nothing."""
+        """Send the ledger ticks when one is due. Costs nothing while the ledger waits for nothing."""
         while True:
             with self._lock:
                 due_s = self._ledger.next_tick_s()
@@ -76,12 +77,12 @@ class LedgerDriver(Generic[E]):
             await asyncio.sleep(TICK_INTERVAL_S)
 
     def on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Run it on the event loop: at once if this is its thread. Once the loop is closed nobody waits for it."""
+        """Run it on the event loop: at once if this is the loop's thread. Dropped if the loop is closed."""
         if threading.get_ident() == self._loop_thread:
             function(*arguments)
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def soon(self, event: E) -> None:
-        """``handle`` from within an action, on the event loop."""
+        """Call ``handle`` on the event loop, from within an action."""
         self._loop.call_soon(self.handle, event)

@@ -1,9 +1,9 @@
-"""The thread that an engine lives on.
+"""The thread on which an engine runs.
 
 It owns the loop "drain the inbox, step, deliver". It does not know what the callbacks in the inbox do. They run between
 two steps, so nothing else ever touches the engine, which therefore needs no locks. With nothing to step the thread
-sleeps on its inbox. When it ends, every caller that waits for a result gets an error.
-A closed engine of a data-parallel group keeps taking part in the group's steps until the other ranks are closed, too.
+sleeps on its inbox. When it ends, every caller that waits for a result gets an error. A closed engine of a
+data-parallel group keeps taking part in the group's steps until the other ranks are closed too.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _log = logging.getLogger(__name__)
 
 
 LOAD_INTERVAL_S = 0.05
-"""Load is worth telling at most this often while the engine works."""
+"""Shortest interval of load samples while the engine works."""
 
 
 def _ignore(_: object) -> None:
-    """No one waits for it."""
+    """No caller waits for the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Entry:
 
 
 class EngineThread:
-    """The EngineHost of an EngineCore: steps ``core`` on a thread of its own until closed."""
+    """The EngineHost of an EngineCore: steps ``core`` on a separate thread until closed."""
 
     def __init__(self, core: EngineCore, idle_wait_s: float = 0.5, clock: Clock | None = None) -> None:
         clock = clock or MonotonicClock()
@@ -171,7 +171,7 @@ class EngineThread:
         self._on_dead(error)
 
     def _fail_waiting(self, error: EngineDeadError) -> None:
-        """The thread has ended: nobody runs what is in the inbox."""
+        """The thread has ended: fail the callbacks that are left in the inbox."""
         while True:
             try:
                 entry = self._inbox.get_nowait()
@@ -206,7 +206,7 @@ class EngineThread:
             wait = False
 
     def _wait_for_entry(self) -> _Entry | None:
-        """Raises queue.Empty when none comes for a while."""
+        """Raises queue.Empty if none arrives for a while."""
         self._progress.rest()
         try:
             return self._inbox.get(timeout=self._idle_wait_s)

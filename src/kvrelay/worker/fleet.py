@@ -1,6 +1,6 @@
-"""What a worker knows of the other workers: who is there, and whose lease has ended.
+"""A worker's knowledge of the other workers: which exist, and which leases have ended.
 
-Two different ends, since a draining worker leaves ``workers/`` first and goes on writing KV until it is done:
+A worker ends in two ways, because a draining worker leaves ``workers/`` first and writes KV until it is done:
   - its entry under ``workers/`` disappears: it takes no more work;
   - its entry under ``kv_metadata/`` disappears: its lease has ended, until it registers again. A lease that was revoked
     ends before its time, and its holder, who may not have heard of it, still writes (``handoff/leases.py``).
@@ -45,7 +45,7 @@ class Fleet:
         self._prefill_workers: set[str] = set()
         self._addresses: dict[str, str] = {}
         self._ranks: dict[str, set[str]] = {}
-        """Those of each worker that are registered."""
+        """The registered entries of each worker."""
         self._tasks = TaskSet()
         self._lease_ends = LeaseEnds(transfer, keys.kv_metadata, self._on_memory) if transfer is not None else None
 
@@ -55,11 +55,11 @@ class Fleet:
         return len(self._prefill_workers)
 
     def address_of(self, worker_id: str) -> str | None:
-        """Where a worker of this model listens; None unless it is listed."""
+        """The address of a worker of this model; None unless it is listed."""
         return self._addresses.get(worker_id)
 
     def has_ended(self, worker_id: str) -> bool:
-        """Whether it has no lease: it has ended, and the worker has not registered again; or it never had one."""
+        """Whether it has no lease: the lease has ended and the worker has not registered again, or it never had one."""
         return worker_id not in self._ranks
 
     def start(self) -> None:
@@ -88,7 +88,7 @@ class Fleet:
         ranks = self._ranks.get(worker_id, set())
         ranks.discard(rank)
         if ranks:
-            return  # its lease lives by its other entries
+            return  # its other entries show that its lease lives
         self._ranks.pop(worker_id, None)
         self._on_ended(worker_id)
 

@@ -1,12 +1,12 @@
-"""The decode side's hand-offs at work: drives a ``DecodeLedger``.
+"""The decode side's driver of hand-offs, over a ``DecodeLedger``.
 
     engine thread     remote prefills, closed hand-offs ──> Opened, Closed          Allocate, EndLoan, Resume,
                                                             Allocated          <──  ComputeHere
     event loop        claims, releases, connections, leases ──> Claimed, ...   <──  Push, SendGrant, Send
-    transfer thread   notification behind the last write ──> Done
+    transfer thread   notification after the last write ──> Done
     checksum thread                                 HitsChecksummed, Verified  <──  ChecksumHits, Verify
 
-It owns no rule of the protocol: ``kvrelay/handoff`` does. It does not know frontends.
+The rules of the protocol are in ``kvrelay/handoff``. This module does not know frontends.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def _ignore(request_id: str, prefill_s: float) -> None:
 
 
 class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
-    """``push(prefill)`` runs on the event loop for each prefill that is to be queued; ``PushFailed`` if that fails.
+    """``push(prefill)`` runs on the event loop for each prefill to be queued; if it fails, ``PushFailed`` follows.
 
-    ``on_arrived(request_id, prefill_s)`` runs on the engine's thread when KV has arrived, before the request goes on.
+    ``on_arrived(request_id, prefill_s)`` runs on the engine's thread when KV has arrived, before the request continues.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         )
 
     def handled(self, event: de.DecodeEvent) -> None:
-        """Peers need our polling while grants are out."""
+        """Keep the transfer thread polling while grants are out: peers depend on it."""
         num_grants = self.ledger.num_grants
         for _ in range(self._num_polled_for, num_grants):
             self._transfer.open_handoff()
@@ -104,7 +104,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
     # -- engine thread ------------------------------------------------------------------------------------------------
 
     def on_step(self, step: StepOutput) -> None:
-        """What a step has opened and closed."""
+        """Report the hand-offs that a step has opened and closed."""
         for prefill in step.remote_prefills:
             handoff_id = prefill.handoff_id
             num_hit_blocks = prefill.num_cached_tokens // self.ledger.rules.block_size
@@ -138,7 +138,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
     # -- transfer thread ----------------------------------------------------------------------------------------------
 
     def notified(self, payload: bytes) -> None:
-        """The last write's notification has arrived. Whatever else ``payload`` may be is refused."""
+        """The last write's notification has arrived. Any other ``payload`` is refused."""
         try:
             message = decode_message(payload)
         except ProtocolError as exc:
@@ -186,7 +186,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         handoff = self.ledger.handoffs.get(message.handoff_id)
         grant = None if handoff is None else handoff.find(message.generation)
         if grants is not None and grant is not None:
-            # Before the claimant hears of it. D's hits are read, the other blocks are written.
+            # Before the claimant gets the grant. It reads D's hits and writes the other blocks.
             num_hit_blocks = message.num_cached_tokens // self.ledger.rules.block_size
             hits, others = message.block_ids[:num_hit_blocks], message.block_ids[num_hit_blocks:]
             ref = GrantRef(str(message.handoff_id), message.generation)
@@ -200,7 +200,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
     def _end_loan(self, action: de.EndLoan) -> None:
         if self._transfer.grants is not None:
-            # Before the engine may use the blocks: a peer's bytes that come later are refused.
+            # Before the engine may use the blocks, so that later writes of the peer are refused.
             self._transfer.grants.close(str(action.handoff_id), action.loan)
         self._engine.post(lambda core: core.end_loan(action.handoff_id, action.loan))
 

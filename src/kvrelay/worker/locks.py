@@ -1,4 +1,4 @@
-"""A lock per name, kept only while somebody holds it or waits for it."""
+"""A lock per name, kept only while a task holds it or waits for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KeyedLocks:
 
     @asynccontextmanager
     async def hold(self, name: str) -> AsyncIterator[None]:
-        """One at a time per name."""
+        """Enter alone per name."""
         lock = self._locks.get(name)
         if lock is None:
             lock = self._locks[name] = asyncio.Lock()

@@ -1,13 +1,13 @@
-"""This worker's place in discovery: its lease, where its KV memory lies, its entry in the list of workers.
+"""This worker's entries in discovery: its lease, its KV memory, its entry in the list of workers.
 
     join()       the lease begins, kv_metadata/ID/0 appears    peers can reach our memory
     register()   workers/ID appears, or changes                frontends and peers send work
-    unlist()     workers/ID disappears                         no new work; hand-offs go on
-    leave()      the lease ends, everything goes               peers reuse the blocks that we were allowed to write
+    unlist()     workers/ID disappears                         no new work; hand-offs continue
+    leave()      the lease ends, all entries disappear               peers reuse the blocks that we were allowed to write
 
-What somebody else changes or deletes of these entries while the lease lives is put back (``keep_entries``).
+If another process changes or deletes these entries while the lease lives, they are restored (``keep_entries``).
 
-It does not know when these are due, nor what has to end when the lease is lost.
+It does not know when these calls are due, nor what must end when the lease is lost.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ RETRY_INTERVAL_S = 0.5
 TERM_RETRY_INTERVAL_S = 0.05
 RESTORE_DELAY_S = 1.0
 FENCE_MARGIN_SHARE = 0.1
-"""Of a lease's time to live: so much before its end the last byte is to be posted. Covers a post that blocks for its
-copy, and clocks that do not run alike."""
+"""Share of a lease's time to live: the last byte must be posted this long before the lease ends. Covers a post that
+blocks for its copy, and clocks of different speed."""
 
 
 class Membership:
     """From ``join`` to ``leave``. Methods that talk to discovery raise ControlUnavailableError, or LeaseLostError while
     there is no lease to put a key under.
 
-    ``address`` gives the request plane's; ``on_lost`` and ``on_revoked`` are the lease's. ``withdraw`` returns when no
-    transfer of ours moves any more: peers that lost sight of our memory take their blocks back when they find it again.
+    ``address`` returns the request plane's address; ``on_lost`` and ``on_revoked`` are callbacks of the lease.
+    ``withdraw`` returns when no transfer of ours moves any more: peers that missed our entry take their blocks back
+    when it reappears.
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class Membership:
         self._on_revoked = on_revoked
         self._withdraw = withdraw
         self._entries: dict[str, bytes] = {}
-        """What stands in discovery by our will."""
+        """The entries that should be in discovery."""
         self._disturbed = asyncio.Event()
         self.term = 0
-        """Raised when everything that was begun before is withdrawn: peers may take back what we were given then."""
+        """Incremented when everything begun before is withdrawn: peers may then reuse blocks that they had granted
+        us."""
         self._term_raised = asyncio.Event()
         self.kv_compatibility = Compatibility(
             model=settings.model,
@@ -85,7 +87,7 @@ class Membership:
             hash_seed=HASH_SEED,
             protocol=PROTOCOL_VERSION,
         ).digest()
-        """What two workers must share to exchange KV."""
+        """The digest that two workers must share to exchange KV."""
         self._lease: Lease | None = None
         self._agent = b""
         self._is_listed = False
@@ -97,16 +99,16 @@ class Membership:
 
     @property
     def is_listed(self) -> bool:
-        """Whether others find this worker in the list, as far as it knows without asking."""
+        """Whether this worker is in the list of workers, by local knowledge."""
         return self._is_listed and self._is_alive
 
     def fence_s(self) -> float:
-        """Until when a write may be posted, by the monotonic clock. From any thread."""
+        """The monotonic time until which writes may be posted. From any thread."""
         lease = self._lease
         return -math.inf if lease is None else lease.alive_until_s - lease.ttl_s * FENCE_MARGIN_SHARE
 
     async def join(self, agent: bytes) -> None:
-        """Begin the lease and say where the KV memory lies. ``agent`` is the transport's connection blob."""
+        """Begin the lease and publish the KV memory. ``agent`` is the transport's connection blob."""
         self._agent = agent
         self._lease = await self._discovery.grant(self._settings.control.lease_ttl_s)
         self._lease.on_lost(self._lose)
@@ -115,16 +117,18 @@ class Membership:
         await self._publish_memory(self._lease)
 
     def _lose(self) -> None:
-        """What is begun from now on belongs to another term, which begins in discovery when the old one has stopped."""
+        """Start another term for everything begun from now on. It is registered once everything of the old term has
+        stopped."""
         self.term += 1
         self._on_lost()
         self._term_raised.set()
 
     async def keep_term(self) -> None:
-        """Without end: after each loss of the lease, withdraw what was begun before, then register in the new term.
+        """Runs for ever: after each loss of the lease, withdraw everything begun before, then register in the new
+        term.
 
-        When peers find our memory in another term they take back what we were allowed to write: none of that may still
-        move.
+        When peers find our memory in another term, they reuse the blocks that we were allowed to write. So no write may
+        still be in flight.
         """
         while True:
             await self._term_raised.wait()
@@ -145,14 +149,14 @@ class Membership:
         self._is_listed = True
 
     async def unlist(self) -> None:
-        """Get no new work."""
+        """Leave the list of workers, to get no new work."""
         self._is_listed = False
         key = self._keys.worker(self._settings.worker_id)
         self._entries.pop(key, None)
         await self._discovery.delete(key)
 
     async def leave(self) -> None:
-        """End the lease: to be called when nothing of ours moves any more. While discovery is away it runs out."""
+        """End the lease. Call it when no transfer of ours moves any more. If discovery is away, the lease expires."""
         self._entries.clear()
         if self._lease is None:
             return
@@ -173,13 +177,13 @@ class Membership:
     # -- what others do to our entries ----------------------------------------------------------------------------
 
     async def keep_entries(self) -> None:
-        """Without end: put back what others have changed or deleted, an operator's slip or an attacker's deed."""
+        """Runs for ever: restore entries that others have changed or deleted, by mistake or by attack."""
         own = (self._keys.worker(self._settings.worker_id), f"{self._keys.kv_metadata}{self._settings.worker_id}/")
         watches = [asyncio.create_task(follow(self._discovery, prefix, self._notice)) for prefix in own]
         try:
             while True:
                 await self._disturbed.wait()
-                # Not at once: our own lease puts its keys again after a gap, and a loop of two writers stays slow.
+                # Delayed: our own lease restores its keys after a gap, and a loop of two writers stays slow.
                 await asyncio.sleep(RESTORE_DELAY_S)
                 self._disturbed.clear()
                 await self._restore()
@@ -199,7 +203,7 @@ class Membership:
                     continue
                 _log.warning("somebody has changed or deleted our discovery entry %s: putting it back", key)
                 if found is None and key.startswith(self._keys.kv_metadata):
-                    # Peers saw it go, as if our lease had ended.
+                    # To peers this looked like the end of our lease.
                     self.term += 1
                     self._term_raised.set()
                 elif self._entries.get(key) is wanted:

@@ -1,8 +1,8 @@
-"""A worker's numbers in Prometheus's terms. Nothing is counted here: a scrape reads what the worker counts anyway.
+"""A worker's numbers as Prometheus metrics. Nothing is counted here: a scrape reads the worker's own counts.
 
 Counts that the worker keeps in a dataclass become metrics by their fields' names, so that a new one appears by itself:
-``num_granted`` of the hand-off ledger is ``kvrelay_worker_handoffs_granted_total``. How they are fetched is not known
-here.
+``num_granted`` of the hand-off ledger is ``kvrelay_worker_handoffs_granted_total``. This module does not know how they
+are fetched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PREFIX = "kvrelay_worker_"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """A worker at a moment. ``is_ready``: in discovery, as far as it knows, and not leaving."""
+    """A snapshot of a worker. ``is_ready``: in discovery, by local knowledge, and not leaving."""
 
     worker_id: str
     model: str
@@ -45,7 +45,7 @@ class WorkerStats:
 
 
 class WorkerMetrics(Collector):
-    """Renders what ``stats`` gives at that moment, and Prometheus's usual figures of the process."""
+    """Renders the current result of ``stats``, and Prometheus's standard metrics of the process."""
 
     def __init__(self, stats: Callable[[], WorkerStats]) -> None:
         self._stats = stats
@@ -116,7 +116,7 @@ def _engine_counters(engine: EngineStats) -> Iterator[Metric]:
 
 
 def _transfers(transfer: TransferStats) -> Iterator[Metric]:
-    """Summed over peers: workers come and go, and each would be a time series."""
+    """Summed over peers: workers join and leave, and each would be a time series."""
     yield _gauge("transfers_unfinished", "Reads and writes under way.", transfer.num_unfinished)
     fields = {
         "transfers": ("num_transfers", "Ended reads and writes of peers' KV."),
@@ -133,7 +133,7 @@ def _transfers(transfer: TransferStats) -> Iterator[Metric]:
 
 
 def _p2p(counters: P2pCounters) -> Iterator[Metric]:
-    """What only the peer-to-peer transport has."""
+    """Metrics of the peer-to-peer transport only."""
     yield _gauge("p2p_communicators", "Communicators that exist.", counters.pairs)
     yield _gauge("p2p_buffer_used_bytes", "Buffer taken by KV under way.", counters.buffer_used_bytes)
     yield _gauge("p2p_pool_used_bytes", "Memory pool taken by KV under way.", counters.pool_used_bytes)
@@ -144,7 +144,7 @@ def _p2p(counters: P2pCounters) -> Iterator[Metric]:
 
 
 def _counts(group: str, title: str, counts: DecodeStats | PrefillStats | DecodeCounters) -> Iterator[Metric]:
-    """A counter per number that a dataclass of counts holds."""
+    """A counter for each field of a dataclass of counts."""
     for field in dataclasses.fields(counts):
         value = getattr(counts, field.name)
         if isinstance(value, int):

@@ -1,7 +1,6 @@
-"""A step's outputs on their way to one frontend: in one message, or in as many as the transport's limit asks for.
+"""Sends a step's outputs to one frontend: in one message, or in several if the transport's limit requires it.
 
-It does not know who asked for what, nor what becomes of a frontend that cannot be reached: the request plane ends its
-connection.
+It does not know the requests' owners. If a frontend cannot be reached, the request plane ends its connection.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from kvrelay.rpc.base import Peer, RpcServer
 
 
 def send_outputs(server: RpcServer, peer: Peer, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
-    """Send ``outputs`` in order. Returns those that fit into no message even alone; they were not sent."""
+    """Send ``outputs`` in order. Returns the outputs that are too large for a message of their own; they were not
+    sent."""
     try:
         server.send(peer, OutputBatch(tuple(outputs)))
     except PayloadTooLargeError:

@@ -1,10 +1,10 @@
-"""Prefill-first requests at their prefill worker: what frontends ask for, and the first token that they get back.
+"""Prefill-first requests at their prefill worker: requests from frontends, and the first tokens that go back.
 
     GenerateRequest with a pair ──> check, admission control ──> hand-off ledger: compute, claim at the decode worker
-    the last chunk's first token ──> TokenOutput to the frontend, while the KV is still on its way
+    the last chunk's first token ──> TokenOutput to the frontend, while the KV is still being sent
 
-It owns who asked for which prefill until the first token is told. What becomes of the KV is the ledger's
-(``outgoing.py``). A request id names addresses, which are compared with discovery and never trusted.
+It owns the peer of each prefill until the first token is sent. The ledger owns the hand-off of the KV
+(``outgoing.py``). A request id contains addresses, which are compared with discovery and never trusted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class PairedPrefills:
-    """The prefill halves of pairs. Everything runs on the event loop, but for ``AdmissionControl.received``.
+    """The prefill halves of pairs. Everything runs on the event loop, except for ``AdmissionControl.received``.
 
     ``address`` is this worker's own, ``address_of`` another worker's by discovery; ``term`` gives this worker's of now.
     """
@@ -64,7 +64,7 @@ class PairedPrefills:
         self._term = term
         self._address_of = address_of
         self._waiting: dict[str, tuple[Peer, HandoffId]] = {}
-        """By request id: who waits for the first token."""
+        """By request id: the peer that waits for the first token."""
 
     @property
     def num_waiting(self) -> int:
@@ -83,7 +83,8 @@ class PairedPrefills:
         self._handoffs.take(job, self._term())
 
     def abort(self, peer: Peer, request_id: str) -> None:
-        """The frontend wants no more of it. Once the first token is told, only the decode worker can say so."""
+        """The frontend has aborted the request. Once the first token is sent, only the decode worker can abandon the
+        hand-off."""
         waiting = self._waiting.get(request_id)
         if waiting is not None and waiting[0] == peer:
             del self._waiting[request_id]
@@ -126,7 +127,7 @@ class PairedPrefills:
         )
 
     def _checked(self, message: GenerateRequest) -> tuple[HandoffId, str]:
-        """The hand-off, and where its decode worker listens. Raises WorkerUnavailableError, InvalidInputError."""
+        """The hand-off, and its decode worker's address. Raises WorkerUnavailableError, InvalidInputError."""
         assert message.pair is not None, "only pairs come here"
         decode_worker_id = message.pair.decode_worker_id
         try:
@@ -154,11 +155,11 @@ class PairedPrefills:
         try:
             self._server.send(waiting[0], OutputBatch((msgspec.structs.replace(output, request_id=request_id),)))
         except PayloadTooLargeError as exc:
-            # The decode worker meets the same limit, and says so.
+            # The decode worker has the same limit, and reports it.
             self._refuse(waiting[0], request_id, exc)
 
     def _settled(self, request_id: str) -> None:
-        """The hand-off is over. Without a first token the frontend waits for the decode worker alone."""
+        """The hand-off is over. Without a first token the frontend waits only for the decode worker."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self._refuse(waiting[0], request_id, WorkerUnavailableError("the prefill was given up"))

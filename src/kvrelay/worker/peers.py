@@ -1,7 +1,7 @@
 """Connections of a prefill worker to the decode workers whose prefills it computes, made at first use and kept.
 
-It owns the RPC clients, and the pings behind releases that wait for an answer. What was said over a connection that
-ends may or may not have been heard; whoever said it decides what follows.
+It owns the RPC clients, and the pings that follow releases. A message over a connection that ends may or may not have
+arrived; its sender decides what follows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DecodePeer:
         client.on_message(self._receive)
 
     async def tell(self, messages: Sequence[HandoffReleased], timeout_s: float) -> None:
-        """Return when all of them have been heard. Raises WorkerUnavailableError when that is not known in time."""
+        """Return when all messages have arrived. Raises WorkerUnavailableError if that is not confirmed in time."""
         nonce = next(self._nonces)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pings[nonce] = future
@@ -59,7 +59,7 @@ class DecodePeer:
             del self._pings[nonce]
 
     def lost(self) -> None:
-        """The connection has ended: nobody will answer."""
+        """The connection has ended: no answer will come."""
         for future in self._pings.values():
             if not future.done():
                 future.set_exception(WorkerUnavailableError(f"connection to {self.worker_id} lost"))
@@ -99,7 +99,7 @@ class DecodePeers:
         self._closing = TaskSet()
 
     def remember(self, worker_id: str, address: str) -> None:
-        """Where the worker listens, as its queue entries say."""
+        """The worker's address, from its queue entries."""
         self._addresses[worker_id] = address
         self._addresses.move_to_end(worker_id)
         if len(self._addresses) > MAX_REMEMBERED:
@@ -115,7 +115,7 @@ class DecodePeers:
             if old is not None:
                 if old.client.is_connected:
                     return old
-                # What hangs on the old connection ends before anything begins on a new one.
+                # Everything of the old connection ends before anything begins on a new one.
                 self._lost(old)
             key = (await self._load(worker_id, 0)).public_key
             peer = DecodePeer(worker_id, address, await self._connect(address, key), self._on_message)

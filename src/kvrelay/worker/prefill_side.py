@@ -1,10 +1,10 @@
 """A worker's prefill side: pull from the global queue, and compute for decode workers.
 
-It owns the pull loop, and each queue entry until it is acknowledged. What becomes of a hand-off is the ledger's
-(``kvrelay/handoff``), driven by ``outgoing.py``; what runs next to what is the engine's.
+It owns the pull loop, and each queue entry until it is acknowledged. The ledger (``kvrelay/handoff``), driven by
+``outgoing.py``, owns each hand-off; the engine schedules the prefills.
 
-One prefill computes while the next one is pulled, and while the previous one's last writes are under way, so the engine
-never waits for the queue. Claims are under way while their prefills compute, so it does not wait for those either.
+One prefill computes while the next one is pulled and the last writes of the previous one are in flight, so the engine
+never waits for the queue. Claims are in flight while their prefills compute, so it does not wait for claims either.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _log = logging.getLogger(__name__)
 
 PULL_TIMEOUT_S = 1.0
 CLAIM_TIMEOUT_S = 10.0
-"""From the pull to the answer, with the connection in between if it is the first."""
+"""From the pull to the answer, including the connection if it is the first."""
 CLOSE_TIMEOUT_S = 2.0
 DRAIN_INTERVAL_S = 0.02
 DRAIN_TIMEOUT_S = 150.0
 """Longer than any decode worker waits for a hand-off that was claimed (``DecodeRules.grant_timeout_s``)."""
 MAX_COMPUTING = 2
-"""Hand-offs pulled and not yet computed: one in the engine, one behind it."""
+"""Hand-offs pulled and not yet computed: one in the engine, one waiting."""
 MIN_GONE_FOR_S = 30.0
 GONE_FOR_DETECTIONS = 3.0
-"""Longer than a connection outlives a silent peer: after that its requests have gone elsewhere, too. Several times as
-long, since frontends go by the decode worker's lease, which may be longer than ours."""
+"""Longer than a connection outlives a silent peer: after that its requests have also migrated. Several times as long,
+because frontends use the decode worker's lease, which may be longer than ours."""
 
 
 class PrefillSide:
-    """Serves the prefill queue while it is told to. ``term`` gives this worker's of now; ``detection_s`` is how long a
-    connection outlives a silent peer."""
+    """Serves the prefill queue between ``start`` and ``stop``. ``term`` returns this worker's current term;
+    ``detection_s`` is how long a connection outlives a silent peer."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class PrefillSide:
 
     @property
     def num_handoffs(self) -> int:
-        """Those that hold blocks, or whose entries are not acknowledged."""
+        """Hand-offs that hold blocks, or whose entries are not acknowledged."""
         return len(self.handoffs.jobs)
 
     def start(self) -> None:
@@ -112,7 +112,7 @@ class PrefillSide:
             self._pulling = None
 
     async def drain(self) -> None:
-        """Stop pulling; return when every hand-off, with all its reads and writes, has ended, or when no decode worker
+        """Stop pulling; return when every hand-off, including its reads and writes, has ended, or when no decode worker
         waits for it any more."""
         pulling = self._pulling
         self.stop()
@@ -126,7 +126,7 @@ class PrefillSide:
         await self._settling.wait()
 
     async def close(self) -> None:
-        """Stop at once. Begins no transfer any more; those under way are the transfer thread's to end."""
+        """Stop at once. Begins no more transfers; the transfer thread ends those in flight."""
         self.stop()
         self.give_up_all(EndReason.LEAVING)
         await self._idle(CLOSE_TIMEOUT_S)
@@ -135,9 +135,10 @@ class PrefillSide:
         await self.handoffs.close()
 
     def give_up_all(self, reason: EndReason) -> None:
-        """Others may believe us dead and reuse their blocks, so nothing more may be written.
+        """Others may count us as dead and reuse their blocks, so nothing more may be written.
 
-        Submits nothing from now on, also of what is being claimed; what is submitted is the caller's to withdraw.
+        Submits nothing from now on, including hand-offs that are being claimed. The caller withdraws submitted
+        transfers.
         """
         self.handoffs.handle(pe.LeaseLost(reason))
 
@@ -147,7 +148,7 @@ class PrefillSide:
             await asyncio.sleep(DRAIN_INTERVAL_S)
 
     async def _pull_forever(self) -> None:
-        # Cancellation alone does not do: asyncio.wait_for, in 3.11, swallows one that comes with the result.
+        # Cancellation alone is not enough: asyncio.wait_for, in 3.11, swallows one that arrives with the result.
         while asyncio.current_task() is self._pulling:
             await self._slots.acquire()
             delivery = None
@@ -188,7 +189,7 @@ class PrefillSide:
 
 
 class _Slot:
-    """One permit of the pull loop's semaphore, given back once however many try."""
+    """One permit of the pull loop's semaphore, released only once."""
 
     def __init__(self, semaphore: asyncio.Semaphore) -> None:
         self._semaphore = semaphore

@@ -1,7 +1,7 @@
-"""Requests that need something compiled before the engine may see them: those with a grammar.
+"""Requests that need compilation before they go to the engine: those with a grammar.
 
 Compiling may take long, and neither the event loop nor the engine's thread may wait for it. Requests without a grammar
-pass by untouched.
+skip this module.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvrelay.rpc.base import Peer
 
 
 class Preparation:
-    """``prepare`` runs in a thread and raises InvalidInputError for what cannot be served; ``go_on`` takes the request
-    when it has succeeded, ``refuse`` the refusal when it has not. Neither is called for a request that was dropped."""
+    """``prepare`` runs in a thread and raises InvalidInputError for a request that cannot be served. ``go_on`` gets the
+    request after success, ``refuse`` the refusal after a failure. Neither is called for a dropped request."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Preparation:
         self._pending: set[tuple[Peer, str]] = set()
 
     def begin(self, peer: Peer, message: GenerateRequest) -> None:
-        """Prepare ``message``, then hand it on."""
+        """Prepare ``message``, then pass it on."""
         self._pending.add((peer, message.request_id))
         self._tasks.spawn(self._run(peer, message))
 

@@ -1,8 +1,8 @@
-"""Publishes what routers need to know: the prefix cache's events, numbered and replayable, and the load.
+"""Publishes a worker's state for routers: the prefix cache's events, numbered and replayable, and the load.
 
 A first load sample goes out at start, before any forward pass; then one on change, at most 20 a second, and at least
-one a second. Events and load carry the epoch that the worker was born with: a change of role keeps the prefix cache, so
-indexes have nothing to forget.
+one a second. Events carry the epoch of the worker's start: a change of role keeps the prefix cache, so indexes stay
+valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 MIN_INTERVAL_S = 0.05
 MAX_INTERVAL_S = 1.0
 MAX_BATCH_BLOCKS = 20_000
-"""At about 19 bytes each well within the megabyte that a message of the bus may have."""
+"""At about 19 bytes per block this is well within the bus's limit of 1 MB per message."""
 
 
 class Publisher:
@@ -69,7 +69,7 @@ class Publisher:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def update(self, events: list[KvEvent], load: LoadMetrics | None) -> None:
-        """What a step changed; without a sample the load is as it was."""
+        """Publish a step's changes; without a sample the load is unchanged."""
         self._pending += events
         if load is not None:
             self._load = load
@@ -104,7 +104,7 @@ class Publisher:
             try:
                 await self._publish(self._keys.worker_kv_events(self._worker_id), encode_events(batch))
             except KvrelayError as exc:
-                # The log has them: indexes see the gap in the numbers and ask for a replay.
+                # The log keeps them: indexes notice the gap in the numbers and request a replay.
                 _log.debug("events %d.. not published: %s", batch.first_seq, exc)
 
     async def _publish_load(self) -> None:
@@ -114,7 +114,7 @@ class Publisher:
         self._sent_load, self._sent_s = load, now
         self._seq += 1
         try:
-            # Of now: while a step hangs there is no new sample, but this one is sent again and again.
+            # The current age: while a step hangs there is no new sample, and this one is sent repeatedly.
             sample = msgspec.structs.replace(load, seq=self._seq, step_age_s=self._step_age_s())
             await self._publish(self._keys.worker_load(self._worker_id), encode_load(sample))
         except KvrelayError as exc:
@@ -128,7 +128,7 @@ class Publisher:
 
 
 def split_events(events: Sequence[KvEvent], max_blocks: int = MAX_BATCH_BLOCKS) -> Iterator[tuple[KvEvent, ...]]:
-    """Runs of ``events`` with at most ``max_blocks`` blocks; an event is not split."""
+    """Slices of ``events`` with at most ``max_blocks`` blocks; an event is not split."""
     some: list[KvEvent] = []
     num_blocks = 0
     for event in events:

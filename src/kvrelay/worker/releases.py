@@ -1,9 +1,9 @@
-"""Tells decode workers of hand-offs that have stopped, over a new connection if need be, and notes what was heard.
+"""Sends releases to decode workers, over a new connection if necessary, and reports which were acknowledged.
 
     say ──> HandoffReleased ..., Ping ──> decode worker
                                  Pong ──> heard: everything before it
 
-It tries once. The hand-off ledger says a release again until it was heard, and knows when to give up.
+It tries once. The hand-off ledger repeats a release until it is acknowledged, and decides when to give up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 class Releases:
-    """One task per decode worker that is being told. For the event loop. ``on_heard(handoff_id)`` runs there."""
+    """One task per decode worker with pending releases. For the event loop. ``on_heard(handoff_id)`` runs there."""
 
     def __init__(self, peers: DecodePeers, on_heard: Callable[[HandoffId], None]) -> None:
         self._peers = peers
@@ -31,7 +31,7 @@ class Releases:
         self._tasks = TaskSet()
 
     def say(self, worker_id: str, message: HandoffReleased) -> None:
-        """Tell the decode worker, together with whatever else it is to be told next."""
+        """Send a release, together with other pending releases for the same decode worker."""
         if worker_id in self._unsaid:
             self._unsaid[worker_id][message.handoff_id] = message
             return

@@ -1,4 +1,4 @@
-"""Settings that are changed while the worker runs, as discovery tells them."""
+"""Applies settings that change in discovery while the worker runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECTION = "disagg."
 
 
 async def follow_thresholds(discovery: Discovery, keys: Keys, policy: DisaggPolicy) -> None:
-    """Without end: what ``kvrelay config set`` and ``unset`` change is effective at once."""
+    """Runs for ever: changes by ``kvrelay config set`` and ``unset`` take effect at once."""
     prefix = keys.config_value(SECTION)
 
     def apply(event: WatchEvent) -> None:

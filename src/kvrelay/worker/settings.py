@@ -1,4 +1,4 @@
-"""What a worker is told at start."""
+"""A worker's settings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from kvrelay.core.workers import WorkerRole
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """``worker_id`` is drawn anew at every start; ``public_key`` is what its request plane asks for, empty when it is
-    open."""
+    """``worker_id`` is new at every start; ``public_key`` is the key of its request plane, empty if that is open."""
 
     model: str
     model_path: str
@@ -28,5 +27,5 @@ class WorkerSettings:
 
 
 def new_worker_id(role: WorkerRole) -> str:
-    """An id that no earlier incarnation of any worker had; it begins with the role at birth, for the eye only."""
+    """An id that no earlier incarnation of any worker had. It begins with the initial role, only for readability."""
     return f"{role}-{uuid.uuid4().hex[:10]}"

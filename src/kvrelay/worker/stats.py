@@ -1,4 +1,4 @@
-"""What a worker counts of its two sides, since start, for metrics and status. It does not know who reads them."""
+"""A worker's counts of its two sides, since start, for metrics and status."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class DecodeStats:
-    """Counters of the decode side. ``places`` counts prefills by where they ran and why; ``num_verified_blocks`` are
-    those whose checksums were right, ``num_kv_checksum_mismatches`` the hand-offs with a block that was not."""
+    """Counters of the decode side. ``places`` counts prefills by where they ran and why; ``num_verified_blocks`` counts
+    blocks with correct checksums, ``num_kv_checksum_mismatches`` hand-offs with a wrong block."""
 
     num_requests: int = 0
     num_refused: int = 0
@@ -23,7 +23,7 @@ class DecodeStats:
 
 @dataclass(slots=True)
 class PrefillStats:
-    """Counters of the prefill side; the two of checksums are about the hit blocks that it reads."""
+    """Counters of the prefill side; the two counts of checksums concern the hit blocks that it reads."""
 
     num_prefills: int = 0
     num_refused: int = 0

@@ -1,12 +1,12 @@
 """Ends a worker whose engine hangs.
 
     a turn runs for --step-timeout-s ──> stacks of all threads on stderr, a line in the log
-                                     ──> on_hang: the worker closes its connections (requests go on elsewhere), leaves
+                                     ──> on_hang: the worker closes its connections (requests migrate), leaves
                                          discovery, and the process ends with EngineHungError's exit code
-    it has not ended GRACE_S later   ──> it is ended here, by force: the event loop hangs as well
+    it has not ended GRACE_S later   ──> killed here: the event loop hangs as well
 
-It has a thread of its own, since a hang may hold any other. Native code that keeps the interpreter's lock stops this
-thread too; ``launch/stuck.py`` is for that.
+It has its own thread, because a hang may block any other. Native code that keeps the interpreter's lock stops this
+thread too; ``launch/stuck.py`` covers that case.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def dump_stacks() -> None:
 class Watchdog:
     """Watches ``progress`` from ``start`` to ``stop``. ``on_hang`` is called once, on the watchdog's thread.
 
-    ``end_process`` gets the exit code when ``stop`` has not been called ``grace_s`` after that.
+    ``end_process`` gets the exit code if ``stop`` has not been called ``grace_s`` later.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Watchdog:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the engine has been at one turn for so long that no orchestrator should count on this worker."""
+        """Whether the engine has been at one turn for so long that this worker is not healthy."""
         return self._detector.is_stalled
 
     def start(self) -> None:
@@ -76,7 +76,7 @@ class Watchdog:
         self._stopped.set()
 
     def tick(self) -> bool:
-        """Look once. True when the engine hangs; it has been told then."""
+        """Check once. True if the engine hangs; ``on_hang`` has been called then."""
         self._detector.observe(self._progress.turn, self._clock.now())
         if not self._detector.is_hung:
             return False
