@@ -1,7 +1,7 @@
 """Holds back the end of a worker's lease while the worker is in the middle of a copy.
 
-    kv_metadata/X deleted ──> transfer.bar(X), again and again ──True──> told on      (X's writes fail from here on)
-    kv_metadata/X put ──────> after held-back events ──> transfer.admit(X) ──> told on
+    kv_metadata/X deleted ──> transfer.bar(X), again and again ──True──> passed on      (X's writes fail from here on)
+    kv_metadata/X put ──────> after held-back events ──> transfer.admit(X) ──> passed on
 
 With shared memory the peer's own thread copies. A process that is stopped in the middle of a copy continues the copy
 when it wakes, after any time. So no timer may free its target: ``Transport.bar`` asks the kernel. The fence

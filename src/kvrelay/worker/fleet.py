@@ -2,10 +2,11 @@
 
 A worker ends in two ways, because a draining worker leaves ``workers/`` first and writes KV until it is done:
   - its entry under ``workers/`` disappears: it takes no more work;
-  - its entry under ``kv_metadata/`` disappears: its lease has ended, until it registers again. A lease that was revoked
-    ends before its time, and its holder, who may not have heard of it, still writes (``handoff/leases.py``).
-When the control plane is away the last known workers stay. A worker that never registered counts as ended: whatever it
-were given, nothing would ever tell that it is gone.
+  - its entry under ``kv_metadata/`` disappears: its lease has ended, until it registers again. A revoked lease ends
+    before its time, and its holder, which may not know that yet, may still write (``handoff/leases.py``).
+
+While the control plane is away the last known workers stay. A worker that never registered counts as ended, because
+nothing would ever show its end.
 """
 
 from __future__ import annotations

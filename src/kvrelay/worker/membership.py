@@ -3,7 +3,7 @@
     join()       the lease begins, kv_metadata/ID/0 appears    peers can reach our memory
     register()   workers/ID appears, or changes                frontends and peers send work
     unlist()     workers/ID disappears                         no new work; hand-offs continue
-    leave()      the lease ends, all entries disappear               peers reuse the blocks that we were allowed to write
+    leave()      the lease ends, all entries disappear         peers reuse the blocks that we were allowed to write
 
 If another process changes or deletes these entries while the lease lives, they are restored (``keep_entries``).
 
