@@ -48,13 +48,15 @@ class Serve:
 
     arguments: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
+    prefix: tuple[str, ...] = ()
+    """Of the command, to run it within something else."""
     url: str = ""
     control: str = ""
     model: str = ""
     output: str = ""
 
     def __enter__(self) -> Serve:
-        command = [sys.executable, "-m", "kvrelay", "serve", "--port", "0", *self.arguments]
+        command = [*self.prefix, sys.executable, "-m", "kvrelay", "serve", "--port", "0", *self.arguments]
         self._log = tempfile.NamedTemporaryFile(mode="w+", encoding="utf-8")
         self.process = subprocess.Popen(
             command, stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, **self.env}

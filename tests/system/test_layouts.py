@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -137,4 +138,23 @@ def test_any_two_layouts_give_the_plain_engines_tokens(
         assert taker["decode"]["num_remote_done"] == giver["prefill"]["num_prefills"] == len(apart) + len(longer)
         assert giver["prefill"]["num_failed"] == 0
         assert (moved(giver, "write"), moved(giver, "read")) == planned(prefill, decode)
+        assert server.is_idle()
+
+
+SMALL_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "$0" "$@"')
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("transport", ["nixl", "shm"])
+def test_a_full_dev_shm_changes_nothing(transport: str, expected: dict[tuple[int, ...], list[int]]) -> None:
+    """Pools and steps are in anonymous files, which it does not hold, and UCX has other ways."""
+    if subprocess.run([*SMALL_SHM, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount a small /dev/shm")
+    flags = (*FLAGS, *Side(tp=2).flags("prefill"), *Side().flags("decode"), "--transport", transport)
+    _, apart, _ = make_prompts()
+    with Serve(flags, prefix=SMALL_SHM) as server:
+        for prompt in apart[:3]:
+            assert complete(server, prompt) == expected[tuple(prompt)]
+        (taker,) = server.workers("decode")
+        assert taker["decode"]["num_remote_done"] == 3
         assert server.is_idle()

@@ -27,6 +27,7 @@ from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, Output
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import CallerInfo, WorkerRole
+from kvrelay.engine.base import Executor
 from kvrelay.engine.core import EngineCore
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.handoff.decode_ledger import DecodeLedger
@@ -222,12 +223,20 @@ class Cluster:
     nodes: list[Node] = field(default_factory=list)
     late_writes: list[str] = field(default_factory=list)
 
-    async def join(self, role: WorkerRole, **engine: int) -> Node:
+    async def join(
+        self, role: WorkerRole, build: Callable[[EngineConfig], Executor] | None = None, **engine: int
+    ) -> Node:
+        """``build``: another executor than the mock."""
         config = EngineConfig(**{"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256, **engine})
         worker_id = new_worker_id(role)
         memory = shared_memory(self.transfer)
         allocate = pool_allocator(self.transfer, memory)
-        executor = MockExecutor(config, self.mock, vocab_size=VOCAB_SIZE, max_model_len=4096, allocate=allocate)
+        if build is None:
+            executor: Executor = MockExecutor(
+                config, self.mock, vocab_size=VOCAB_SIZE, max_model_len=4096, allocate=allocate
+            )
+        else:
+            executor = await asyncio.to_thread(build, config)
         core = EngineCore(
             executor,
             config,

@@ -33,7 +33,7 @@ from kvrelay.bench.chaos.report import (
 )
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.report.files import describe_machine
-from kvrelay.errors import FatalError
+from kvrelay.errors import ConfigError, FatalError
 from kvrelay.executors.mock import mock_generate
 
 MAX_PROMPT_LEN = 600
@@ -67,6 +67,8 @@ class ChaosOptions:
     lease_ttl_s: float
     fault_interval_s: float
     log_path: Path | None = None
+    tp: int = 1
+    pp: int = 1
 
     @property
     def worker_flags(self) -> list[str]:
@@ -77,11 +79,14 @@ class ChaosOptions:
         flags += ["--remote-prefill-timeout-s", f"{4 * SILENCE_LIMIT_S:g}"]
         if self.engine_kind == "mock":
             return [*flags, "--decode-base-s", f"{DECODE_STEP_S:g}"]
-        return [*flags, "--dtype", "float32", "--num-threads", "1"]
+        return [*flags, "--dtype", "float32", "--num-threads", "1", "--tp", str(self.tp), "--pp", str(self.pp)]
 
 
 async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
-    """Run it. Raises FatalError if the cluster does not start, ConfigError if the duration is too short for faults."""
+    """Run it. Raises FatalError if the cluster does not start, ConfigError if the duration is too short for faults, or
+    for several ranks of the mock engine."""
+    if options.engine_kind != "torch" and options.tp * options.pp > 1:
+        raise ConfigError(f"--tp {options.tp} --pp {options.pp} need --engine torch", param="tp")
     plan = make_plan(options.duration_s, options.seed, interval_s=options.fault_interval_s)
     cluster = ClusterUnderTest(
         [*options.worker_flags, "--max-waiting-requests", str(MAX_WAITING_REQUESTS)],

@@ -19,6 +19,8 @@ from kvrelay.cli.processes import run_async
 @engine_option
 @click.option("--prefill", "num_prefill", default=2, type=click.IntRange(2, 16), help="Prefill workers.")
 @click.option("--decode", "num_decode", default=2, type=click.IntRange(2, 16), help="Decode workers.")
+@click.option("--tp", default=1, type=click.IntRange(1, 8), help="Tensor-parallel ranks of each worker (torch).")
+@click.option("--pp", default=1, type=click.IntRange(1, 8), help="Pipeline stages of each worker (torch).")
 @click.option("--frontends", "num_frontends", default=2, type=click.IntRange(1, 16), help="Frontend processes.")
 @click.option("--clients", "num_clients", default=8, type=click.IntRange(1, 256), help="Clients that ask all the time.")
 @click.option(

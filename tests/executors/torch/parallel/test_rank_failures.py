@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -10,13 +11,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from tests.executors.harness import Harness
 from tests.patience import PATIENCE_S
 
-from kvrelay.errors import ConfigError, EngineDeadError
-from kvrelay.executors.torch.parallel.executor import ParallelExecutor
+from kvrelay.config.settings import EngineConfig, RunnerConfig
+from kvrelay.core.layout import KVLayout
+from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, FatalError
+from kvrelay.executors.torch.parallel.executor import ParallelExecutor, require_agreement
+from kvrelay.executors.torch.parallel.messages import Loaded
+from kvrelay.executors.torch.parallel.rank import ParallelRank
+from kvrelay.transfer.shm.memory import SharedPoolMemory
 
 pytestmark = pytest.mark.slow
 
@@ -133,3 +140,41 @@ def test_what_a_rank_cannot_do_is_refused_at_start(start_ranks: Start, checkpoin
         start_ranks(model, 1, 3)
     with pytest.raises(ConfigError, match="max_model_len"):
         start_ranks(model, 2, 1, max_model_len=10**6)
+
+
+LOADED = Loaded(KVLayout(2, 1, 16, 64, "float32"), 100, "cpu", 512, 1024, (1,), "weights")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"weights_fingerprint": "others"}, {"layout": KVLayout(2, 1, 32, 64, "float32")}, {"vocab_size": 513}],
+    ids=["weights", "layout", "vocabulary"],
+)
+def test_ranks_that_disagree_are_refused_at_start(changes: dict[str, object]) -> None:
+    ranks = [ParallelRank.numbered(index, 2, 1) for index in range(2)]
+    require_agreement(ranks, [LOADED, msgspec.structs.replace(LOADED, max_blocks=7)])
+    with pytest.raises(CheckpointError, match=r"rank 1 .* has loaded another model than rank 0"):
+        require_agreement(ranks, [LOADED, msgspec.structs.replace(LOADED, **changes)])
+
+
+def test_without_memory_to_share_with_peers_the_ranks_still_share_theirs(checkpoint_of: Callable[[str], Path]) -> None:
+    """What transport auto falls back to: its allocator gives memory that no one else can map."""
+    memory = SharedPoolMemory()
+    runner = RunnerConfig(dtype="float32", device="cpu", tp=2, rank_timeout_s=60.0)
+    engine = EngineConfig(num_blocks=64, max_model_len=256, max_num_seqs=4)
+
+    def anonymous(num_bytes: int) -> mmap.mmap:
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    executor = ParallelExecutor(checkpoint_of("llama"), runner, engine, anonymous, memory.reserve)
+    try:
+        harness = Harness(executor)
+        sequence = harness.add(0, [1, 2, 3])
+        harness.step((sequence, 3))
+        used = sequence.blocks[0]
+        assert len(set(executor.checksum_blocks([used, (used + 1) % 64]))) == 2
+        with pytest.raises(FatalError, match="did not allocate its KV pool in shared memory"):
+            memory.offset_of(executor.kv_region)
+    finally:
+        executor.shutdown()
+        memory.close()

@@ -283,9 +283,7 @@ class ParallelExecutor:
         finally:
             shutil.rmtree(meeting, ignore_errors=True)
         facts, num_blocks = loaded[0], min(each.max_blocks for each in loaded)
-        for rank, each in zip(self._ranks, loaded, strict=True):
-            if replace_struct(each, max_blocks=facts.max_blocks) != facts:
-                raise CheckpointError(f"{rank} has loaded something else than {self._ranks[0]}: {each}, {facts}")
+        require_agreement(self._ranks, loaded)
         self._pool = self._map_pool(num_blocks * len(self._ranks) * facts.layout.block_bytes)
         self._bytes = np.frombuffer(self._pool, dtype=np.uint8).reshape(num_blocks, -1)
         self._tell_all(Allocate(num_blocks))
@@ -395,6 +393,13 @@ class ParallelExecutor:
         # A process's socket closes before the process has ended.
         while time.monotonic() < deadline_s and not any(rank.ending for rank in self._processes.ranks):
             time.sleep(0.01)
+
+
+def require_agreement(ranks: Sequence[ParallelRank], loaded: Sequence[Loaded]) -> None:
+    """Raise CheckpointError if the ranks do not hold parts of one model: files may change while they load."""
+    for rank, facts in zip(ranks, loaded, strict=True):
+        if replace_struct(facts, max_blocks=loaded[0].max_blocks) != loaded[0]:
+            raise CheckpointError(f"{rank} has loaded another model than {ranks[0]}: {facts}, not {loaded[0]}")
 
 
 def _threads_per_rank(requested: int, num_ranks: int) -> int:
