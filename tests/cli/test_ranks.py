@@ -58,3 +58,14 @@ def test_each_kind_of_worker_gets_its_own(served: list[ServeOptions], name: str)
     invoke("serve", "--prefill", "1", "--decode", "1", f"--{name}-decode", "4")
     (options,) = served
     assert [value_of(flags, f"--{name}") for flags in options.worker_flags] == [None, "4"]
+
+
+def test_data_parallel_ranks_of_each_kind(served: list[ServeOptions]) -> None:
+    invoke(
+        "serve", "--prefill", "1", "--decode", "2", "--dp-prefill", "2", "--dp", "3", "--ep", "--metrics-port", "9000"
+    )
+    (options,) = served
+    assert options.num_engines == 2 + 3 + 3
+    assert [value_of(flags, "--dp") for flags in options.worker_flags] == ["2", "3", "3"]
+    assert [value_of(flags, "--metrics-port") for flags in options.worker_flags] == ["9000", "9002", "9005"]
+    assert all("--ep" in flags for flags in options.worker_flags)

@@ -20,6 +20,7 @@ def options(model_path: Path) -> ServeOptions:
         model_name="tiny",
         num_prefill=1,
         num_decode=1,
+        num_engines=1,
         num_frontends=1,
         frontend=FrontendConfig(port=0),
         control=ControlConfig(),

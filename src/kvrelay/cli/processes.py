@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -17,12 +19,14 @@ from kvrelay.cli.options import (
     model_argument,
     served_name_option,
     settings_options,
+    settings_to_flags,
 )
 from kvrelay.config import (
     ControlConfig,
     DisaggConfig,
     EngineConfig,
     FrontendConfig,
+    GroupConfig,
     MetricsConfig,
     MockConfig,
     RouterConfig,
@@ -31,11 +35,15 @@ from kvrelay.config import (
     UpstreamConfig,
 )
 
+if TYPE_CHECKING:
+    from kvrelay.launch.worker_process import WorkerOptions
+
 T = TypeVar("T")
 
 WORKER_SETTINGS = (
     EngineConfig,
     RunnerConfig,
+    GroupConfig,
     TransferConfig,
     ControlConfig,
     DisaggConfig,
@@ -73,7 +81,7 @@ def worker(
     config_file: Path | None,
     **flags: object,
 ) -> None:
-    """Run one worker: an engine that joins a cluster.
+    """Run one worker: an engine that joins a cluster. With --dp N a group of N workers.
 
     Example: kvrelay worker ./model --control nats://10.0.0.1:4222 --role prefill
     """
@@ -98,8 +106,48 @@ def worker(
         mock=source.build(MockConfig),
         metrics=source.build(MetricsConfig),
         upstream=source.build(UpstreamConfig),
+        group=source.build(GroupConfig),
     )
-    run_async(run_worker(options))
+    if options.group.dp > 1 and options.group.dp_rank < 0:
+        _run_group(options)
+    else:
+        run_async(run_worker(options))
+
+
+def _run_group(options: WorkerOptions) -> None:
+    """All ranks of a data-parallel group, as child processes."""
+    from kvrelay.config.loading import environment_with
+    from kvrelay.launch.dp_group import GroupOptions, run_group
+    from kvrelay.launch.serve import available_cores
+
+    runner, group = options.runner, options.group
+    threads = runner.num_threads or max(1, available_cores() // group.dp)
+    arguments = [str(options.model_path), "--served-model-name", options.model_name, "--role", str(options.role)]
+    arguments += ["--engine", options.engine_kind, "--worker-host", options.host]
+    for settings in (
+        options.engine,
+        replace(runner, num_threads=threads),
+        group,
+        replace(options.transfer, kv_port=0),
+        options.disagg,
+        options.mock,
+        options.upstream,
+    ):
+        arguments += settings_to_flags(settings)
+    arguments += settings_to_flags(options.control, skip=("control", "discovery"))
+    arguments += settings_to_flags(options.metrics, skip=("metrics_port",))
+    group_options = GroupOptions(
+        arguments,
+        environment_with(control=options.control.control, discovery=options.control.discovery),
+        num_ranks=group.dp,
+        num_devices=runner.num_ranks,
+        worker_port=options.port,
+        metrics_port=options.metrics.metrics_port,
+        kv_port=options.transfer.kv_port,
+    )
+    code = run_async(run_group(group_options))
+    if code:
+        sys.exit(code)
 
 
 @click.command(cls=GroupedCommand)

@@ -26,6 +26,7 @@ from kvrelay.config import (
     DisaggConfig,
     EngineConfig,
     FrontendConfig,
+    GroupConfig,
     MetricsConfig,
     MockConfig,
     RouterConfig,
@@ -59,6 +60,8 @@ SERVE_SETTINGS = (*FRONTEND_SETTINGS, *(cls for cls in WORKER_SETTINGS if cls no
 @kind_option("pp_prefill", "Pipeline stages of a prefill worker")
 @kind_option("tp_decode", "Tensor-parallel ranks of a decode or aggregated worker")
 @kind_option("pp_decode", "Pipeline stages of a decode or aggregated worker")
+@kind_option("dp_prefill", "Data-parallel ranks of a prefill worker")
+@kind_option("dp_decode", "Data-parallel ranks of a decode or aggregated worker")
 @kind_option("block_size_prefill", "Tokens per KV block of a prefill worker", MAX_BLOCK_SIZE)
 @kind_option("block_size_decode", "Tokens per KV block of a decode or aggregated worker", MAX_BLOCK_SIZE)
 @click.option("--frontends", "num_frontends", default=1, type=click.IntRange(1, 64), help="Frontend processes.")
@@ -76,7 +79,7 @@ SERVE_SETTINGS = (*FRONTEND_SETTINGS, *(cls for cls in WORKER_SETTINGS if cls no
     "--drain-timeout", default=30.0, type=click.FloatRange(0.0), help="Seconds to finish open requests on shutdown."
 )
 @kv_transfer_option(is_serve=True)
-@settings_options(*SERVE_SETTINGS)
+@settings_options(*SERVE_SETTINGS, exclude=("dp_rank", "dp_address"))
 def serve(
     model: str | None,
     num_prefill: int,
@@ -85,6 +88,8 @@ def serve(
     pp_prefill: int | None,
     tp_decode: int | None,
     pp_decode: int | None,
+    dp_prefill: int | None,
+    dp_decode: int | None,
     block_size_prefill: int | None,
     block_size_decode: int | None,
     num_frontends: int,
@@ -109,8 +114,13 @@ def serve(
     if upstreams:
         num_prefill, num_decode = _aggregated(len(upstreams), num_prefill, num_decode)
     runner = source.build(RunnerConfig)
+    group = source.build(GroupConfig)
+    groups = [replace(group, dp=dp_prefill or group.dp)] * num_prefill
+    groups += [replace(group, dp=dp_decode or group.dp)] * num_decode
+    num_engines = sum(each.dp for each in groups)
+    first_engines = [sum(each.dp for each in groups[:number]) for number in range(len(groups))]
     if runner.num_threads == 0:
-        runner = source.build(RunnerConfig, num_threads=max(1, available_cores() // (num_prefill + num_decode)))
+        runner = source.build(RunnerConfig, num_threads=max(1, available_cores() // num_engines))
     prefill_runner = replace(runner, tp=tp_prefill or runner.tp, pp=pp_prefill or runner.pp)
     decode_runner = replace(runner, tp=tp_decode or runner.tp, pp=pp_decode or runner.pp)
     engine = source.build(EngineConfig)
@@ -140,6 +150,7 @@ def serve(
                 model_name=served_name(path, served_model_name),
                 num_prefill=num_prefill,
                 num_decode=num_decode,
+                num_engines=num_engines,
                 num_frontends=num_frontends,
                 frontend=frontend,
                 control=control,
@@ -148,9 +159,10 @@ def serve(
                     worker_flags
                     + (prefill_flags if number < num_prefill else decode_flags)
                     + (settings_to_flags(upstreams[number]) if upstreams else [])
-                    + (["--kv-port", str(transfer.kv_port + number)] if transfer.kv_port else [])
+                    + settings_to_flags(groups[number])
+                    + (["--kv-port", str(transfer.kv_port + first_engines[number])] if transfer.kv_port else [])
                     + flags
-                    for number, flags in enumerate(_metrics_flags(metrics, num_prefill + num_decode))
+                    for number, flags in enumerate(_metrics_flags(metrics, first_engines, num_engines))
                 ],
                 frontend_flags=frontend_flags,
                 control_flags=settings_to_flags(control, skip=("control", "discovery")),
@@ -185,9 +197,10 @@ def _aggregated(num_upstreams: int, num_prefill: int, num_decode: int) -> tuple[
     return 0, num_upstreams
 
 
-def _metrics_flags(metrics: MetricsConfig, num_workers: int) -> list[list[str]]:
-    """Consecutive ports, one per worker. Raises ConfigError if there are not enough."""
+def _metrics_flags(metrics: MetricsConfig, first_engines: list[int], num_engines: int) -> list[list[str]]:
+    """Consecutive ports, one per engine; a group of data-parallel ranks gets its first. Raises ConfigError if there are
+    not enough."""
     if not metrics.metrics_port:
-        return [[] for _ in range(num_workers)]
-    ports = range(metrics.metrics_port, metrics.metrics_port + num_workers)
-    return [settings_to_flags(replace(metrics, metrics_port=port)) for port in ports]
+        return [[] for _ in first_engines]
+    replace(metrics, metrics_port=metrics.metrics_port + num_engines - 1)
+    return [settings_to_flags(replace(metrics, metrics_port=metrics.metrics_port + first)) for first in first_engines]

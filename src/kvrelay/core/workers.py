@@ -53,6 +53,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     ``weights_fingerprint`` says whether two workers of one name give the same answers,
     ``tokenizer_fingerprint`` whether a frontend's copy of the tokenizer is this worker's (empty: unknown).
     ``lease_ttl_s``: silent for so long, it is gone; who connects to it chooses heartbeats by that.
+    A rank of a data-parallel group is a worker of its own: rank ``dp_rank`` of the ``dp_size`` ranks of ``dp_group``
+    (empty: no group). ``dp_parent_pid`` is the process that started the group's ranks.
     """
 
     worker_id: WorkerId
@@ -75,6 +77,10 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     weights_fingerprint: Name = ""
     tokenizer_fingerprint: Name = ""
     lease_ttl_s: LeaseTime = 10.0
+    dp_group: Name = ""
+    dp_rank: Count = 0
+    dp_size: PositiveCount = 1
+    dp_parent_pid: Count = 0
     version: int = 1
 
 

@@ -66,6 +66,8 @@ class ServeOptions:
     model_name: str
     num_prefill: int
     num_decode: int
+    num_engines: int
+    """Engines in discovery: each data-parallel rank of a worker is one."""
     num_frontends: int
     frontend: FrontendConfig
     control: ControlConfig
@@ -76,10 +78,6 @@ class ServeOptions:
     nats_dir: Path | None
     start_timeout_s: float
     drain_timeout_s: float
-
-    @property
-    def num_workers(self) -> int:
-        return self.num_prefill + self.num_decode
 
 
 class Cluster:
@@ -185,12 +183,12 @@ class Cluster:
             while not self._stop.is_set():
                 self._check_starting()
                 workers = await list_workers(control, keys)
-                if len(workers) >= self._options.num_workers and await self._healthy():
+                if len(workers) >= self._options.num_engines and await self._healthy():
                     return True
                 if time.monotonic() > deadline:
                     raise FatalError(
                         f"not ready after {self._options.start_timeout_s:g} s: "
-                        f"{len(workers)} of {self._options.num_workers} workers are in discovery"
+                        f"{len(workers)} of {self._options.num_engines} workers are in discovery"
                     )
                 await asyncio.sleep(POLL_INTERVAL_S)
         finally:

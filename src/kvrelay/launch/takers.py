@@ -15,12 +15,13 @@ LOOK_INTERVAL_S = 1.0
 
 
 def is_child(worker: WorkerInfo, pids: Collection[int]) -> bool:
-    """Whether that worker is one of these processes on this host."""
-    return worker.pid in pids and worker.host == socket.gethostname()
+    """Whether that worker is one of these processes on this host, or was started by one as a rank of its group."""
+    return worker.host == socket.gethostname() and (worker.pid in pids or worker.dp_parent_pid in pids)
 
 
 def no_worker_takes_requests(workers: Sequence[WorkerInfo], child_pids: Collection[int]) -> bool:
     """Decide from the entries in discovery. A child without an entry may be starting or restarting. Its role is unknown
     until it registers, so until then the answer is no."""
-    listed = {worker.pid for worker in workers if is_child(worker, child_pids)}
+    children = [worker for worker in workers if is_child(worker, child_pids)]
+    listed = {worker.pid if worker.pid in child_pids else worker.dp_parent_pid for worker in children}
     return not any(worker.role.takes_requests for worker in workers) and listed.issuperset(child_pids)

@@ -16,6 +16,7 @@ from kvrelay.config import (
     ControlConfig,
     DisaggConfig,
     EngineConfig,
+    GroupConfig,
     MetricsConfig,
     MockConfig,
     RunnerConfig,
@@ -30,9 +31,11 @@ from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.engine.base import Executor
 from kvrelay.engine.contract import EngineFacts, EngineHost
 from kvrelay.engine.core import EngineCore
-from kvrelay.errors import CheckpointError, ConfigError, EngineHungError
+from kvrelay.engine.step_sync.group import StepGroup
+from kvrelay.errors import CheckpointError, ConfigError, EngineHungError, KvrelayError
 from kvrelay.executors import ExecutorSettings, build_executor, build_host
 from kvrelay.executors.registry import HOSTS
+from kvrelay.launch.group_rank import join_group, together
 from kvrelay.launch.low_priority import at_low_priority
 from kvrelay.launch.request_plane import connector
 from kvrelay.launch.security import request_plane_keys, require_metrics_key, transfer_settings
@@ -83,6 +86,8 @@ class WorkerOptions:
     mock: MockConfig
     metrics: MetricsConfig
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
+    group: GroupConfig = field(default_factory=GroupConfig)
+    """With ``dp`` above 1, ``dp_rank`` is one rank."""
 
 
 async def run_worker(options: WorkerOptions) -> None:
@@ -105,16 +110,23 @@ async def _run_worker(options: WorkerOptions) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     async with AsyncExitStack() as stack:
         watch = await _start_monitoring(options.metrics, stack)
+        group = await asyncio.to_thread(join_group, options)
+        if group is not None:
+            stack.callback(group.close)
         control = await connect_control(options.control)
         stack.push_async_callback(control.close)
         # Ranks are processes, and would keep the low priority of the thread that starts them.
-        is_yielding = options.runner.yield_while_starting and options.runner.num_ranks == 1
+        is_yielding = options.runner.yield_while_starting and not _has_rank_processes(options)
         loading = at_low_priority if is_yielding else asyncio.to_thread
         memory = shared_memory(options.transfer)
         worker_id = new_worker_id(options.role)
-        engine = await loading(partial(_load, options, worker_id, memory))
+        engine = await loading(partial(_load_in_group, options, worker_id, memory, group))
         require_possible_role(options.role, engine.facts)
         settings = _settings(options, engine.facts, worker_id, curve_keys.public.decode() if curve_keys else "")
+        if group is not None:
+            settings = replace(
+                settings, dp_group=group.group_id, dp_rank=options.group.dp_rank, dp_size=options.group.dp
+            )
         worker = Worker(
             settings,
             engine,
@@ -172,9 +184,14 @@ def assemble_worker(
 
 
 def _engine_over(
-    executor: Executor, config: EngineConfig, worker_id: str, seed: int, idle_wait_s: float = RANKS_CHECK_INTERVAL_S
+    executor: Executor,
+    config: EngineConfig,
+    worker_id: str,
+    seed: int,
+    idle_wait_s: float = RANKS_CHECK_INTERVAL_S,
+    group: StepGroup | None = None,
 ) -> EngineThread:
-    core = EngineCore(executor, config, MonotonicClock(), worker_id=worker_id, seed=seed)
+    core = EngineCore(executor, config, MonotonicClock(), worker_id=worker_id, seed=seed, group=group)
     return EngineThread(core, idle_wait_s)
 
 
@@ -187,7 +204,25 @@ def _require_possible_role(options: WorkerOptions) -> None:
         )
 
 
-def _load(options: WorkerOptions, worker_id: str, memory: SharedPoolMemory | None) -> EngineHost:
+def _has_rank_processes(options: WorkerOptions) -> bool:
+    return options.runner.num_ranks > 1 or options.group.ep
+
+
+def _load_in_group(
+    options: WorkerOptions, worker_id: str, memory: SharedPoolMemory | None, group: StepGroup | None
+) -> EngineHost:
+    """Returns when all ranks of the group are loaded. If this one cannot be, the others hear why."""
+    try:
+        return _load(options, worker_id, memory, group)
+    except KvrelayError as exc:
+        if group is not None:
+            group.explain(exc)
+        raise
+
+
+def _load(
+    options: WorkerOptions, worker_id: str, memory: SharedPoolMemory | None, group: StepGroup | None
+) -> EngineHost:
     settings = ExecutorSettings(
         options.model_path,
         options.engine,
@@ -196,6 +231,7 @@ def _load(options: WorkerOptions, worker_id: str, memory: SharedPoolMemory | Non
         pool_allocator(options.transfer, memory),
         options.upstream,
         None if memory is None else memory.reserve,
+        options.group,
     )
     host = build_host(options.engine_kind, settings, worker_id)
     if host is not None:
@@ -203,8 +239,10 @@ def _load(options: WorkerOptions, worker_id: str, memory: SharedPoolMemory | Non
     executor = build_executor(options.engine_kind, settings)
     executor.warm_up()
     config = replace(options.engine, num_blocks=executor.num_blocks, max_model_len=executor.max_model_len)
-    idle_wait_s = RANKS_CHECK_INTERVAL_S if options.runner.num_ranks > 1 else IDLE_CHECK_INTERVAL_S
-    return _engine_over(executor, config, worker_id, options.runner.seed, idle_wait_s)
+    idle_wait_s = RANKS_CHECK_INTERVAL_S if _has_rank_processes(options) else IDLE_CHECK_INTERVAL_S
+    if group is not None:
+        group.ready(together(options, executor))
+    return _engine_over(executor, config, worker_id, options.runner.seed, idle_wait_s, group)
 
 
 def _settings(options: WorkerOptions, facts: EngineFacts, worker_id: str, public_key: str) -> WorkerSettings:

@@ -239,6 +239,10 @@ class Membership:
             weights_fingerprint=facts.weights_fingerprint,
             tokenizer_fingerprint=settings.tokenizer_fingerprint,
             lease_ttl_s=settings.control.lease_ttl_s,
+            dp_group=settings.dp_group,
+            dp_rank=settings.dp_rank,
+            dp_size=settings.dp_size,
+            dp_parent_pid=os.getppid() if settings.dp_size > 1 else 0,
         )
 
     def _metadata(self, lease_ttl_s: float) -> KvMetadata:

@@ -24,6 +24,10 @@ class WorkerSettings:
     worker_id: str
     public_key: str = ""
     tokenizer_fingerprint: str = ""
+    dp_group: str = ""
+    """The data-parallel group that the engine belongs to, and its rank in it."""
+    dp_rank: int = 0
+    dp_size: int = 1
 
 
 def new_worker_id(role: WorkerRole) -> str:

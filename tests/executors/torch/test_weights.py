@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvrelay.errors import CheckpointError, ConfigError
 from kvrelay.executors.torch.kernels import numba_kernels
-from kvrelay.executors.torch.weights import weights_fingerprint
+from kvrelay.executors.torch.shards import weights_fingerprint
 
 
 @pytest.fixture

@@ -163,6 +163,8 @@ class StepGroup:
 
     def close(self) -> None:
         """An engine that still runs ends; so do the other ranks, unless all have left."""
+        with self._lock:
+            self._post = self._post or (lambda change: change())
         self._member.close()
         if not self.is_over and self._ended is None:
             self._deliver(Ended("this rank's connection to its data-parallel group is closed"))

@@ -30,8 +30,9 @@ from kvrelay.executors.torch.models.loading import LoadedModel, load_model
 from kvrelay.executors.torch.parallel.following import FollowingRunner
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 from kvrelay.executors.torch.rope import rope_table
+from kvrelay.executors.torch.shards import weights_fingerprint
 from kvrelay.executors.torch.slots import SlotStates
-from kvrelay.executors.torch.weights import Checkpoint, weights_fingerprint
+from kvrelay.executors.torch.weights import Checkpoint
 
 if TYPE_CHECKING:
     from kvrelay.executors.torch.parallel.groups import Groups

@@ -46,7 +46,7 @@ class Rank:
         self.group = StepGroup(member, self.dead.append)
         # Waiting for a rank of a busy machine is no hang.
         runner = RunnerConfig(dtype="float32", device="cpu", tp=tp, num_threads=tp, rank_timeout_s=PATIENCE_S)
-        self.executor = ParallelExecutor(model, runner, ENGINE, config)
+        self.executor = ParallelExecutor(model, runner, ENGINE, group=config)
         self.executor.warm_up()
         core = EngineCore(self.executor, ENGINE, MonotonicClock(), worker_id="w", group=self.group)
         self.core, self.thread = core, EngineThread(core)

@@ -1,0 +1,182 @@
+"""A data-parallel group of processes: which GPUs a rank sees, what ends it, what is refused before it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.config import (
+    ControlConfig,
+    DisaggConfig,
+    EngineConfig,
+    GroupConfig,
+    MetricsConfig,
+    MockConfig,
+    RunnerConfig,
+    TransferConfig,
+)
+from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.data import bundled_checkpoint_path
+from kvrelay.errors import ConfigError
+from kvrelay.launch import dp_group
+from kvrelay.launch.dp_group import GroupOptions, devices_of_rank, run_group
+from kvrelay.launch.group_rank import join_group
+from kvrelay.launch.takers import is_child, no_worker_takes_requests
+from kvrelay.launch.worker_process import WorkerOptions
+
+
+def test_ranks_share_out_the_gpus(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"gpu{number}").touch()
+    assert [devices_of_rank(rank, 2, 2, None, tmp_path) for rank in (0, 1)] == ["0,1", "2,3"]
+    assert [devices_of_rank(rank, 2, 1, "7,5,3", tmp_path) for rank in (0, 1)] == ["7", "5"]
+    assert devices_of_rank(0, 3, 2, None, tmp_path) is None
+    assert devices_of_rank(0, 2, 1, "", tmp_path) is None
+    assert devices_of_rank(0, 2, 1, None, tmp_path / "none") is None
+
+
+# -- the processes ----------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import signal, sys, time
+rank = int(sys.argv[sys.argv.index("--dp-rank") + 1])
+def end(*_):
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end if "stubborn" not in sys.argv else signal.SIG_IGN)
+print("up", rank, flush=True)
+if "fails" in sys.argv and rank == 1:
+    sys.exit(3)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Ranks are small scripts. Returns the callback of SIGTERM."""
+    stops: list[Any] = []
+    monkeypatch.setattr(dp_group, "kvrelay_command", lambda *words: [sys.executable, "-c", SCRIPT, *words])
+    monkeypatch.setattr(dp_group, "on_terminate", stops.append)
+    return stops
+
+
+def group_options(*arguments: str) -> GroupOptions:
+    return GroupOptions(list(arguments), {}, num_ranks=3, num_devices=1, worker_port=0, metrics_port=0)
+
+
+async def test_a_rank_that_fails_ends_the_group(scripted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dp_group, "GROUP_END_S", 0.1)
+    assert await run_group(group_options("fails", "stubborn")) == 3
+
+
+async def test_a_group_that_is_told_to_leave_ends_in_order(
+    scripted: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    running = asyncio.create_task(run_group(group_options()))
+    printed, deadline = "", time.monotonic() + 60.0
+    while not all(f"up {rank}" in printed for rank in range(3)):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+        printed += capfd.readouterr().out
+    scripted[0]()
+    assert await running == 0
+
+
+def test_ports_of_ranks_count_up(scripted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(dp_group, "start_child", lambda name, command, environment: commands.append(command))
+    options = GroupOptions(["m"], {}, num_ranks=2, num_devices=1, worker_port=7000, metrics_port=9000)
+    for rank in (0, 1):
+        dp_group._start(options, rank, "/d")
+    ports = ["--dp-rank", "1", "--dp-address", "/d", "--worker-port", "7001", "--metrics-port", "9001"]
+    assert commands[1][-8:] == ports
+
+
+# -- in discovery -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_children_of_the_process_that_their_parent_is() -> None:
+    info = WorkerInfo(
+        worker_id="w",
+        epoch=0,
+        role=WorkerRole.PREFILL,
+        model="m",
+        model_path="",
+        address="",
+        max_model_len=1,
+        block_size=1,
+        num_blocks=1,
+        vocab_size=1,
+        kv_compatibility="",
+        host=socket.gethostname(),
+        pid=11,
+        dp_group="g",
+        dp_rank=1,
+        dp_size=2,
+        dp_parent_pid=10,
+    )
+    assert is_child(info, {10})
+    assert is_child(info, {11})
+    assert not is_child(info, {12, 0})
+    assert no_worker_takes_requests([info], {10})
+    assert not no_worker_takes_requests([info], {10, 12})
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+def worker_options(group: GroupConfig, engine_kind: str = "torch") -> WorkerOptions:
+    return WorkerOptions(
+        model_path=bundled_checkpoint_path(),
+        model_name="m",
+        role=WorkerRole.BOTH,
+        engine_kind=engine_kind,
+        host="127.0.0.1",
+        port=0,
+        engine=EngineConfig(),
+        runner=RunnerConfig(),
+        transfer=TransferConfig(),
+        control=ControlConfig(),
+        disagg=DisaggConfig(),
+        mock=MockConfig(),
+        metrics=MetricsConfig(),
+        group=group,
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "engine", "reason"),
+    [
+        (GroupConfig(dp=2, dp_rank=0, dp_address="10.0.0.1:29500"), "torch", "reachable from other machines"),
+        (GroupConfig(dp=2, dp_rank=0, dp_address="here"), "mock", "--dp-address here"),
+        (GroupConfig(dp=2, dp_rank=0, dp_address="/x", ep=True), "torch", "this model has none"),
+        (GroupConfig(dp=2, dp_rank=0, dp_address="/x", ep=True), "mock", "engine mock has no expert parallelism"),
+        (GroupConfig(dp=2, dp_rank=0, dp_address="/x"), "openai", "engine openai computes elsewhere"),
+    ],
+)
+def test_groups_that_cannot_be(group: GroupConfig, engine: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        join_group(worker_options(group, engine))
+
+
+def test_a_worker_without_a_group_joins_none() -> None:
+    assert join_group(worker_options(GroupConfig())) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"dp": 2, "dp_rank": 2, "dp_address": "/x"}, "dp_rank 2 must be below dp 2"),
+        ({"dp": 2, "dp_rank": 1}, "needs dp_address"),
+        ({"dp": 2, "dp_address": "/x"}, "give dp_rank, too"),
+        ({"dp": 65}, "dp must be between 1 and 64"),
+    ],
+)
+def test_settings_that_do_not_fit_together(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        GroupConfig(**settings)
