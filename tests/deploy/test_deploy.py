@@ -296,7 +296,7 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 
 def exported() -> set[str]:
     """The names of all samples that frontends and workers export."""
-    counts = {field.name: 1 for field in dataclasses.fields(EngineStats)}
+    counts = {field.name: 1 for field in dataclasses.fields(EngineStats) if field.default is dataclasses.MISSING}
     stats = WorkerStats(
         "w", "m", "mock", WorkerRole.BOTH, 0, True,
         EngineStats(**counts), DecodeStats(places={"remote": 1}), PrefillStats(),

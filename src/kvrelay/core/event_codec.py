@@ -85,6 +85,8 @@ def decode_load(frame: bytes) -> LoadMetrics:
         metrics.kv_active_blocks,
         metrics.kv_total_blocks,
         metrics.num_requests_waiting,
+        metrics.num_decoding,
+        metrics.num_prefill_tokens,
         metrics.seq,
     )
     shares = (metrics.gpu_cache_usage_perc, metrics.gpu_prefix_cache_hit_rate)
@@ -92,6 +94,9 @@ def decode_load(frame: bytes) -> LoadMetrics:
     is_possible = all(0.0 <= share <= 1.0 for share in shares) and all(0.0 <= value < math.inf for value in amounts)
     if min(counts) < 0 or not is_possible:
         raise ProtocolError(f"load sample of {metrics.worker_id} is out of range")
+    if metrics.step_cost is not None and not metrics.step_cost.is_sound:
+        # The rest of the sample is worth having. Without costs the receiver falls back to its own.
+        return msgspec.structs.replace(metrics, step_cost=None)
     return metrics
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrelay.core.cost_model import StepCost
+
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """Consecutive blocks became full and immutable, under ``parent_hash`` (None: at the root).
@@ -47,6 +49,8 @@ class LoadMetrics(msgspec.Struct, frozen=True):
 
     ``step_age_s``: age of the running step when the sample was sent; 0 without a running step.
     ``kv_demand_perc``: blocks that requests hold or wait for, as a share of the pool; above 1 if not all fit at once.
+    ``num_prefill_tokens``: prompt tokens still to compute, of waiting requests and of those that are being computed.
+    ``step_cost``: what a step of this worker costs, as fitted so far.
     """
 
     worker_id: str
@@ -61,3 +65,6 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     version: int = 1
     kv_demand_perc: float = 0.0
     step_age_s: float = 0.0
+    num_decoding: int = 0
+    num_prefill_tokens: int = 0
+    step_cost: StepCost | None = None

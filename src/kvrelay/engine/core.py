@@ -358,6 +358,9 @@ class EngineCore:
             gpu_prefix_cache_hit_rate=admission.num_hit_tokens / max(1, admission.num_queried_tokens),
             kv_demand_perc=scheduler.num_demanded_blocks / pool.num_blocks,
             seq=self._num_metrics,
+            num_decoding=scheduler.pace.num_decodes,
+            num_prefill_tokens=admission.num_waiting_tokens + scheduler.num_prefilling_tokens,
+            step_cost=scheduler.pace.costs.cost,
         )
 
     def drain_events(self) -> list[KvEvent]:

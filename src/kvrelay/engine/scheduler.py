@@ -108,6 +108,11 @@ class Scheduler:
         return self.pool.num_blocks - self.pool.num_free + self.admission.num_waiting_blocks
 
     @property
+    def num_prefilling_tokens(self) -> int:
+        """Prompt tokens still to compute of requests that have a slot."""
+        return sum(request.num_missing_tokens for request in self._batch.prefilling)
+
+    @property
     def num_admitted(self) -> int:
         return len(self._batch) + self._num_outside
 

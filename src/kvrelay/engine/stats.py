@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.core.cost_model import StepCost
 from kvrelay.engine.core import EngineCore
 
 
@@ -32,11 +33,18 @@ class EngineStats:
     num_generated_tokens: int
     num_steps: int
     num_preemptions: int
+    step_cost: StepCost | None = None
+    """The fitted cost of a step; None: this engine does not measure its steps."""
+    step_cost_error: float = 0.0
+    """Mean of the last steps' |measured - predicted| / measured."""
+    num_step_samples: int = 0
+    num_step_samples_rejected: int = 0
 
 
 def engine_stats(core: EngineCore) -> EngineStats:
     """May be called from any thread."""
     scheduler, pool = core.scheduler, core.pool
+    costs = scheduler.pace.costs
     return EngineStats(
         num_running=scheduler.num_admitted,
         num_waiting=scheduler.num_waiting,
@@ -50,4 +58,8 @@ def engine_stats(core: EngineCore) -> EngineStats:
         num_generated_tokens=scheduler.num_generated_tokens,
         num_steps=scheduler.num_steps,
         num_preemptions=scheduler.num_preemptions,
+        step_cost=costs.cost,
+        step_cost_error=costs.relative_error,
+        num_step_samples=costs.num_samples,
+        num_step_samples_rejected=costs.num_rejected,
     )

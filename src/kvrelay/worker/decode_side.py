@@ -50,7 +50,7 @@ from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.incoming import IncomingHandoffs
 from kvrelay.worker.outputs import send_outputs
-from kvrelay.worker.stats import DecodeStats
+from kvrelay.worker.stats import DecodeStats, RemoteCostStats
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +112,13 @@ class DecodeSide:
         self._last_request_s = 0.0
         self._queue_watch: asyncio.Task[None] | None = None
         self._tasks.spawn(self.handoffs.tick_forever())
+
+    def cost_stats(self) -> RemoteCostStats:
+        """What remote prefills cost, as far as it is known. From any thread."""
+        model = self.placement.model
+        return RemoteCostStats(
+            model.cost, model.relative_error, model.num_samples, model.num_rejected, self.placement.num_fallbacks
+        )
 
     @property
     def num_requests(self) -> int:

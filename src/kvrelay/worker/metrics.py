@@ -10,17 +10,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvrelay.core.cost_model import StepCost
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.stats import EngineStats
 from kvrelay.handoff.decode import DecodeCounters
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.p2p.counters import P2pCounters
 from kvrelay.transfer.stats import TransferStats
-from kvrelay.worker.stats import DecodeStats, PrefillStats
+from kvrelay.worker.stats import DecodeStats, PrefillStats, RemoteCostStats
 
 PREFIX = "kvrelay_worker_"
 
@@ -42,6 +44,7 @@ class WorkerStats:
     num_open_handoffs: int = 0
     num_grants: int = 0
     handoffs: DecodeCounters = dataclasses.field(default_factory=DecodeCounters)
+    remote: RemoteCostStats = dataclasses.field(default_factory=RemoteCostStats)
 
 
 class WorkerMetrics(Collector):
@@ -74,6 +77,7 @@ class WorkerMetrics(Collector):
         yield placements
         yield from _counts("handoffs", "Hand-offs of this decode worker", stats.handoffs)
         yield from _counts("decode", "Decode side", stats.decode)
+        yield from _costs(stats.engine, stats.remote)
         yield from _counts("prefill", "Prefill side", stats.prefill)
 
 
@@ -113,6 +117,28 @@ def _engine_counters(engine: EngineStats) -> Iterator[Metric]:
     yield _counter("generation_tokens", "Tokens sampled here.", engine.num_generated_tokens)
     yield _counter("steps", "Forward passes.", engine.num_steps)
     yield _counter("preemptions", "Requests whose blocks were taken.", engine.num_preemptions)
+
+
+def _costs(engine: EngineStats, remote: RemoteCostStats) -> Iterator[Metric]:
+    """What the fitted models hold, and how wrong they were lately."""
+    coefficients = GaugeMetricFamily(PREFIX + "cost_seconds", "Fitted cost.", labels=("model", "coefficient"))
+    errors = GaugeMetricFamily(
+        PREFIX + "cost_error_ratio", "Mean of |measured - predicted| / measured.", labels=("model",)
+    )
+    samples = CounterMetricFamily(PREFIX + "cost_samples", "Measured times.", labels=("model",))
+    rejected = CounterMetricFamily(PREFIX + "cost_samples_rejected", "Impossible times.", labels=("model",))
+    step = StepCost() if engine.step_cost is None else engine.step_cost
+    for model, cost in (("step", step), ("remote", remote.cost)):
+        for name, value in msgspec.structs.asdict(cost).items():
+            coefficients.add_metric((model, name.removesuffix("_s")), value)
+    errors.add_metric(("step",), engine.step_cost_error)
+    errors.add_metric(("remote",), remote.error)
+    samples.add_metric(("step",), engine.num_step_samples)
+    samples.add_metric(("remote",), remote.num_samples)
+    rejected.add_metric(("step",), engine.num_step_samples_rejected)
+    rejected.add_metric(("remote",), remote.num_rejected)
+    yield from (coefficients, errors, samples, rejected)
+    yield _counter("cost_fallbacks", "Decisions by threshold, since costs were not sound.", remote.num_fallbacks)
 
 
 def _transfers(transfer: TransferStats) -> Iterator[Metric]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvrelay.core.cost_model import RemoteCost
+
 
 @dataclass(slots=True)
 class DecodeStats:
@@ -19,6 +21,17 @@ class DecodeStats:
     num_verified_blocks: int = 0
     num_kv_checksum_mismatches: int = 0
     places: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCostStats:
+    """The fitted cost of remote prefills, how wrong it was lately (relative), and decisions that had to do without."""
+
+    cost: RemoteCost = RemoteCost()  # noqa: RUF009 - immutable
+    error: float = 0.0
+    num_samples: int = 0
+    num_rejected: int = 0
+    num_fallbacks: int = 0
 
 
 @dataclass(slots=True)

@@ -561,4 +561,5 @@ class Worker:
             decode=self._decode.stats,
             prefill=self._prefill.stats,
             transfer=self._transfer.stats(),
+            remote=self._decode.cost_stats(),
         )

@@ -88,6 +88,8 @@ class AdmissionQueue:
         self.num_hit_tokens = 0
         self.num_waiting_blocks = 0
         """Blocks that the known tokens of all waiting requests need. Prefix hits are not deducted: they may be lost."""
+        self.num_waiting_tokens = 0
+        """Tokens to compute of all waiting requests, as estimated when they began to wait."""
         self._pool = pool
         self._max_backlog_tokens = max_backlog_tokens
         self._clock = clock
@@ -111,6 +113,7 @@ class AdmissionQueue:
         num_held = max(len(self.find_hit(request)) * self._pool.block_size, request.num_load_tokens)
         request.num_queued_tokens = max(len(request.token_ids) - num_held, 1)
         self._queue_of(request).push(request)
+        self.num_waiting_tokens += request.num_queued_tokens
         self.num_waiting_blocks += self._pool.blocks_for(len(request.token_ids))
 
     def discard(self, request: Request) -> None:
@@ -208,6 +211,7 @@ class AdmissionQueue:
         if request not in queue:
             return
         queue.remove(request, is_admitted=is_admitted)
+        self.num_waiting_tokens -= request.num_queued_tokens
         self.num_waiting_blocks -= self._pool.blocks_for(len(request.token_ids))
         if self._short is not None and self._short.request is request:
             self._short = None
