@@ -88,6 +88,22 @@ def test_one_sample_is_believed_where_it_says_something() -> None:
     assert model.cost.is_sound
 
 
+@pytest.mark.parametrize("truth", [MOCK, CPU], ids=["mock", "cpu"])
+def test_steps_that_are_all_alike_are_predicted_and_nothing_is_made_up(truth: StepCost) -> None:
+    """Chunks of one size on a busy machine: base, token and pair cannot be told apart."""
+    for seed in range(5):
+        rng, model = random.Random(seed), StepCostModel()
+        for number in range(1000):
+            work = StepWork(2048 if number % 4 else 1856, (number % 4) * 2048 * 2048, 0, 0)
+            model.add(work, truth.step_seconds(work) * rng.choice((1.0, 1.1, 1.3, 3.0)))
+            if number > 100:
+                ratio = model.cost.step_seconds(work) / truth.step_seconds(work)
+                assert 0.8 < ratio < 3.0
+        assert model.relative_error < 0.8
+        small = StepWork(64, 0, 0, 0)
+        assert model.cost.step_seconds(small) < truth.step_seconds(StepWork(2048, 0, 0, 0)) * 3
+
+
 def test_a_pause_of_the_process_moves_it_a_little_only() -> None:
     rng, model = random.Random(4), StepCostModel()
     for _ in range(500):

@@ -30,11 +30,11 @@ PRIOR_SPREAD = 30.0
 MAX_RELATIVE_ERROR = 1.0
 ERROR_SHARE = 0.05
 """Weight of the latest sample in ``relative_error``."""
-CHANGE_ERROR, CHANGE_SAMPLES = 0.3, 50
-"""With such a mean error after so many samples the truth has changed: the fit begins anew, from where it is."""
+CHANGE_BIAS, CHANGE_SAMPLES = 0.3, 50
+"""If the mean relative error of so many samples is this far on one side, the truth has changed: the fit begins anew, from
+where it is. Noise lies on both sides."""
 MAX_VALUE_S = 600.0
 MIN_CERTAINTY = 1e-9
-LOWEST_SHARE = -0.05
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -62,16 +62,17 @@ class RecursiveLeastSquares:
         """Be as uncertain as at the start."""
         self._covariance = np.eye(len(self._prior)) * PRIOR_SPREAD**2
         self._num_since_doubt = 0
+        self._bias = 0.0
 
     @property
     def coefficients(self) -> tuple[float, ...]:
         """Seconds per unit of each feature, zero or above."""
-        values: list[float] = (np.maximum(self._shares, 0.0) * self._prior).tolist()
+        values: list[float] = (self._shares * self._prior).tolist()
         return tuple(values)
 
     def predict(self, features: Sequence[float]) -> float:
         """Seconds, zero or above."""
-        return float(np.maximum(self._shares, 0.0) @ (np.asarray(features, dtype=np.float64) * self._prior))
+        return float(self._shares @ (np.asarray(features, dtype=np.float64) * self._prior))
 
     def add(self, features: Sequence[float], seconds: float) -> bool:
         """Take in one sample. False, and nothing changes, unless it is a possible time."""
@@ -80,13 +81,14 @@ class RecursiveLeastSquares:
         if not is_possible or not scaled.any():
             self.num_rejected += 1
             return False
-        predicted = float(np.maximum(self._shares, 0.0) @ scaled)
+        predicted = float(self._shares @ scaled)
         self._remember_error(abs(seconds - predicted) / seconds)
         # A prediction near zero must not turn every error into an infinite one.
         unit = max(predicted, float(scaled.max()) * 1e-3, 1e-6)
-        if self.relative_error > CHANGE_ERROR and self._num_since_doubt >= CHANGE_SAMPLES:
+        self._bias += ERROR_SHARE * ((seconds - predicted) / max(seconds, predicted) - self._bias)
+        if abs(self._bias) > CHANGE_BIAS and self._num_since_doubt >= CHANGE_SAMPLES:
             self._doubt()
-        self._fit(scaled / unit, (seconds - float(self._shares @ scaled)) / unit)
+        self._fit(scaled / unit, (seconds - predicted) / unit)
         self.num_samples += 1
         self._num_since_doubt += 1
         return True
@@ -111,5 +113,16 @@ class RecursiveLeastSquares:
             self.num_rejected += 1
             self._shares = np.ones(len(self._prior))
             self._doubt()
-        # Far below zero, a coefficient could not come back before its prediction counts again.
-        np.maximum(self._shares, LOWEST_SHARE, out=self._shares)
+            return
+        self._make_positive()
+
+    def _make_positive(self) -> None:
+        """Set negative coefficients to zero and shift the others by what that says about them (the nearest point, in
+        the metric of the covariance). Cutting them off would leave a prediction that no sample supports."""
+        for _ in range(len(self._shares)):
+            at = int(self._shares.argmin())
+            variance = float(self._covariance[at, at])
+            if self._shares[at] >= -1e-9 or not variance > 0.0:
+                break
+            self._shares = self._shares - self._covariance[:, at] * (float(self._shares[at]) / variance)
+        np.maximum(self._shares, 0.0, out=self._shares)
