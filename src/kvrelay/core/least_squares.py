@@ -31,8 +31,8 @@ MAX_RELATIVE_ERROR = 1.0
 ERROR_SHARE = 0.05
 """Weight of the latest sample in ``relative_error``."""
 CHANGE_BIAS, CHANGE_SAMPLES = 0.3, 50
-"""If the mean relative error of so many samples is this far on one side, the truth has changed: the fit begins anew, from
-where it is. Noise lies on both sides."""
+"""If the mean relative error of so many samples is this far on one side, the truth has changed, and the fit begins anew
+from where it is. Noise lies on both sides."""
 MAX_VALUE_S = 600.0
 MIN_CERTAINTY = 1e-9
 
