@@ -10,10 +10,12 @@ It owns the peer of each request. ``incoming.py`` owns the hand-offs that bring 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -47,6 +49,7 @@ from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.handoff.placement import CostPlacement
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.arrivals import Arrivals
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.incoming import IncomingHandoffs
 from kvrelay.worker.outputs import send_outputs
@@ -56,6 +59,14 @@ _log = logging.getLogger(__name__)
 
 QUEUE_SIZE_INTERVAL_S = 0.02
 DRAIN_INTERVAL_S = 0.02
+
+
+class _Arrival(NamedTuple):
+    """A request on its way to the engine. ``handoff_id``: of one that came as half of a pair."""
+
+    peer: Peer
+    message: GenerateRequest
+    handoff_id: HandoffId | None
 
 
 class DecodeSide:
@@ -104,6 +115,9 @@ class DecodeSide:
             push=self._begin_push,
             on_arrived=self.placement.prefill_took,
         )
+        self._arrivals: Arrivals[_Arrival] = Arrivals()
+        self._arrival_of: dict[str, int] = {}
+        self._numbers = itertools.count(1)
         self._peer_of: dict[str, Peer] = {}
         self._handoff_of: dict[str, HandoffId] = {}
         """Of requests that are half of a pair."""
@@ -154,7 +168,11 @@ class DecodeSide:
             self._handoff_of[message.request_id] = handoff_id
             self.handoffs.handle(de.Expected(handoff_id, message.pair.prefill_worker_id))
         self._watch_queue()
-        self._engine.post(lambda core: self._admit(core, peer, message, handoff_id))
+        num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
+        # Known before it is there: the engine may take it at once.
+        number = self._arrival_of[message.request_id] = next(self._numbers)
+        self._arrivals.add(number, num_tokens, _Arrival(peer, message, handoff_id))
+        self._engine.post(self._admit_next)
 
     def _paired_handoff(self, message: GenerateRequest) -> HandoffId | None:
         """The hand-off of a request whose prefill worker is already chosen. Raises InvalidInputError."""
@@ -194,7 +212,24 @@ class DecodeSide:
 
     def _abort(self, request_id: str) -> None:
         self.stats.num_aborted += 1
-        self._engine.post(lambda core: core.abort(request_id))
+        number = self._arrival_of.pop(request_id, 0)
+        self._engine.post(lambda core: self._abort_now(core, request_id, number))
+
+    def _abort_now(self, core: Engine, request_id: str, number: int) -> None:
+        """On the engine thread; the engine may not have seen the request yet."""
+        arrival = self._arrivals.remove(number)
+        if arrival is None:
+            core.abort(request_id)
+            return
+        self._admission.received(arrival.message)
+        self._not_enqueued(arrival.handoff_id)
+
+    def _admit_next(self, core: Engine) -> None:
+        """On the engine thread: take in the next request, not necessarily the one that was posted."""
+        arrival = self._arrivals.take()
+        if arrival is not None:
+            self._arrival_of.pop(arrival.message.request_id, None)
+            self._admit(core, arrival.peer, arrival.message, arrival.handoff_id)
 
     def _admit(self, core: Engine, peer: Peer, message: GenerateRequest, handoff_id: HandoffId | None) -> None:
         """On the engine thread: decide where the prefill runs and add the request."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ EngineCallback = Callable[[Engine], object]
 _log = logging.getLogger(__name__)
 
 
+INBOX_S = 0.01
+"""Time between two steps for the inbox: a burst of long prompts takes long to take in, and answers go on meanwhile."""
 LOAD_INTERVAL_S = 0.05
 """Shortest interval of load samples while the engine works."""
 
@@ -54,6 +57,7 @@ class EngineThread:
 
     def __init__(self, core: EngineCore, idle_wait_s: float = 0.5, clock: Clock | None = None) -> None:
         clock = clock or MonotonicClock()
+        self._clock = clock
         self._progress = Progress(clock)
         self._core = core
         self._load = LoadSampler(core, LOAD_INTERVAL_S, clock)
@@ -195,15 +199,19 @@ class EngineThread:
             self._core.step_for_group()
 
     def _run_inbox(self, *, wait: bool) -> bool:
-        while True:
+        """Until it is empty, or for INBOX_S while there is something to step. False: closed."""
+        until_s = math.inf
+        while self._clock.now() < until_s or not self._core.has_work():
             try:
                 entry = self._wait_for_entry() if wait else self._inbox.get_nowait()
             except queue.Empty:
                 return True
             if entry is None:
                 return False
+            until_s = min(until_s, self._clock.now() + INBOX_S)
             self._run_callback(entry.callback)
             wait = False
+        return True
 
     def _wait_for_entry(self) -> _Entry | None:
         """Raises queue.Empty if none arrives for a while."""
