@@ -106,6 +106,7 @@ class Node:
         pulling = [worker._prefill._pulling] if worker._prefill._pulling else []
         for task in (*worker._tasks, *pulling, self.running):
             task.cancel()
+        await worker._prefill._preparing.close()
         await worker._prefill._settling.close()
         await worker._prefill._tasks.close()
         await worker._prefill.handoffs.close()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import msgspec
 import pytest
+from tests.patience import PATIENCE_S
 from tests.worker.cluster import cluster, expected, prompt
 
+from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.handoff import HandoffDone, HandoffGrant, HandoffId
 from kvrelay.core.messages import encode_message
 from kvrelay.core.workers import WorkerRole
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, InvalidInputError
+from kvrelay.executors.grammars import GrammarMasks
 from kvrelay.executors.mock import MockExecutor
 
 
@@ -288,3 +292,78 @@ async def test_what_the_engine_refuses_reaches_the_client(tokens, settings, stat
         assert not client.refused["bad"].retryable
         client.send("good", prompt(20))
         assert await client.answer("good") == expected(prompt(20), 8)
+
+
+GRAMMAR = Grammar(GrammarKind.REGEX, "a")
+
+
+@pytest.fixture
+def unbound(monkeypatch):
+    """Engines obey no grammar: these tests are about when it is compiled."""
+    monkeypatch.setattr(GrammarMasks, "enter", lambda *arguments: None)
+    monkeypatch.setattr(MockExecutor, "prepare", lambda executor, sampling: None)
+
+
+@pytest.mark.usefixtures("unbound")
+async def test_a_grammar_is_compiled_beside_the_prefill_workers_loop_and_engine(monkeypatch):
+    """While it is, the next prefill is computed and the loop answers."""
+    may_go_on, threads = threading.Event(), []
+
+    def slow(sampling):
+        threads.append(threading.current_thread().name)
+        assert may_go_on.wait(PATIENCE_S)
+
+    async with cluster() as shared:
+        prefill, _, client = await shared.pair()
+        monkeypatch.setattr(prefill.core.executor, "prepare", slow)
+        client.send("bound", prompt(300), grammar=GRAMMAR)
+        await shared.until(lambda: threads)
+        client.send("free", prompt(300, 5))
+        assert await client.answer("free") == expected(prompt(300, 5), 8)
+        assert prefill.worker._prefill.num_handoffs == 1
+        may_go_on.set()
+        assert await client.answer("bound") == expected(prompt(300), 8)
+        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 2)
+        assert len(threads) == 1
+        assert threads[0] not in ("engine", "MainThread")
+
+
+@pytest.mark.usefixtures("unbound")
+async def test_a_prefill_whose_grammar_does_not_compile_is_computed_by_its_owner(monkeypatch):
+    def refuse(sampling):
+        raise InvalidInputError("no")
+
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        monkeypatch.setattr(prefill.core.executor, "prepare", refuse)
+        client.send("bound", prompt(300), grammar=GRAMMAR)
+        assert await client.answer("bound") == expected(prompt(300), 8)
+        assert prefill.worker._prefill.stats.num_prefills == 0
+        assert decode.worker._decode.stats.num_remote_done == 0
+
+
+@pytest.mark.usefixtures("unbound")
+@pytest.mark.parametrize("ending", ["drained", "aborted", "lease lost"])
+async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, ending):
+    may_go_on = threading.Event()
+    async with cluster() as shared:
+        prefill, _, client = await shared.pair()
+        monkeypatch.setattr(prefill.core.executor, "prepare", lambda sampling: may_go_on.wait(PATIENCE_S))
+        client.send("bound", prompt(300), grammar=GRAMMAR)
+        side = prefill.worker._prefill
+        await shared.until(lambda: side.num_handoffs == 1)
+        if ending == "drained":
+            draining = asyncio.get_running_loop().create_task(side.drain())
+            may_go_on.set()
+            await draining
+        elif ending == "aborted":
+            client.abort("bound")
+            may_go_on.set()
+            await shared.until(lambda: side.num_handoffs == 0)
+        else:
+            monkeypatch.setattr(side, "_term", lambda: 99)
+            may_go_on.set()
+        if ending != "aborted":
+            assert await client.answer("bound") == expected(prompt(300), 8)
+        await shared.until(lambda: side.num_handoffs == 0)
+        assert side.stats.num_prefills == (ending == "drained")

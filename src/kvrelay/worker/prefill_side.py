@@ -20,7 +20,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.engine.contract import EngineHost
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.prefill import PrefillRules
@@ -91,6 +91,9 @@ class PrefillSide:
         self._term = term
         self._slots = asyncio.Semaphore(MAX_COMPUTING)
         self._pulling: asyncio.Task[None] | None = None
+        self._engine = engine
+        self._preparing = TaskSet()
+        """Entries whose grammars are being compiled; nothing is claimed for them yet."""
         self._settling = TaskSet()
         self._tasks = TaskSet()
         self._tasks.spawn(self.handoffs.tick_forever())
@@ -98,7 +101,7 @@ class PrefillSide:
     @property
     def num_handoffs(self) -> int:
         """Hand-offs that hold blocks, or whose entries are not acknowledged."""
-        return len(self.handoffs.jobs)
+        return len(self.handoffs.jobs) + len(self._preparing)
 
     def start(self) -> None:
         """Begin to pull."""
@@ -118,6 +121,7 @@ class PrefillSide:
         self.stop()
         if pulling is not None:
             await end_tasks([pulling])
+        await self._preparing.wait()
         await self._idle(DRAIN_TIMEOUT_S)
         if self.handoffs.jobs:
             _log.error("gave up %d hand-offs that have not ended in %g s", self.num_handoffs, DRAIN_TIMEOUT_S)
@@ -128,6 +132,7 @@ class PrefillSide:
     async def close(self) -> None:
         """Stop at once. Begins no more transfers; the transfer thread ends those in flight."""
         self.stop()
+        await self._preparing.close()
         self.give_up_all(EndReason.LEAVING)
         await self._idle(CLOSE_TIMEOUT_S)
         await self._settling.close()
@@ -184,8 +189,26 @@ class PrefillSide:
             self.handoffs.decline(job, EndReason.EXPIRED)
         elif request.model != self._model:
             self.handoffs.decline(job, EndReason.WRONG_MODEL)
+        elif request.sampling.grammar is not None:
+            self._preparing.spawn(self._prepare_and_take(job, self._term()))
         else:
             self.handoffs.take(job, self._term())
+
+    async def _prepare_and_take(self, job: Job, term: int) -> None:
+        """Compile the request's grammar on a thread of its own, so that neither the loop nor the engine waits for it."""
+        try:
+            await asyncio.to_thread(self._engine.prepare, job.request.sampling)
+        except InvalidInputError as exc:
+            _log.warning("hand-off %s is not computed: %s", job.request.handoff_id, exc)
+            self.handoffs.decline(job, EndReason.ENGINE_REFUSED)
+            return
+        if job.request.handoff_id in self.handoffs.ledger.seen:
+            _log.warning("hand-off %s was delivered again while its grammar was compiled", job.request.handoff_id)
+            job.on_settled()
+        elif self._term() != term:
+            self.handoffs.decline(job, EndReason.LEASE_LOST)
+        else:
+            self.handoffs.take(job, term)
 
 
 class _Slot:
