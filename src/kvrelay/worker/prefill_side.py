@@ -195,7 +195,7 @@ class PrefillSide:
             self.handoffs.take(job, self._term())
 
     async def _prepare_and_take(self, job: Job, term: int) -> None:
-        """Compile the request's grammar on a thread of its own, so that neither the loop nor the engine waits for it."""
+        """Compile the grammar on a thread of its own, so that neither the loop nor the engine waits for it."""
         try:
             await asyncio.to_thread(self._engine.prepare, job.request.sampling)
         except InvalidInputError as exc:
