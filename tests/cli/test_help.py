@@ -49,19 +49,8 @@ def test_help_has_a_group_for_each_room() -> None:
     headings = [line.rstrip(":") for line in shown.splitlines() if line and not line.startswith(" ")]
     assert headings[1] == "Options"
     assert [line.split("[section ")[1].rstrip("]") for line in headings[2:]] == [
-        *(
-            "frontend",
-            "router",
-            "control",
-            "engine",
-            "runner",
-            "group",
-            "transfer",
-            "disagg",
-            "metrics",
-            "mock",
-            "upstream",
-        )
+        *("frontend", "router", "control", "disagg", "engine", "runner", "group", "transfer"),
+        *("metrics", "mock", "upstream"),
     ]
     own, http = shown.split("The HTTP service")
     assert "\n  --prefill " in own

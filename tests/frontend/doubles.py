@@ -23,6 +23,7 @@ from kvrelay.core.messages import (
     OutputBatch,
     Ping,
     Pong,
+    PrefillLost,
     RequestRefused,
     TokenOutput,
 )
@@ -87,6 +88,8 @@ class Script:
     """The output that begins with this token is lost on its way."""
     repeat: bool = False
     """Everything is said twice."""
+    waits_for_prefill_lost: bool = False
+    """The decode half of a pair that gets no KV: it begins when it hears that its prefill worker is lost."""
 
 
 @dataclass
@@ -98,6 +101,7 @@ class FakeWorker:
     worker_id: str
     requests: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    prefills_lost: list[str] = field(default_factory=list)
     publish_secret: bytes = b""
 
     def __post_init__(self) -> None:
@@ -132,6 +136,8 @@ class FakeWorker:
             self.server.send(peer, Pong(message.nonce, self.worker_id, self.publish_secret))
         elif isinstance(message, AbortRequest):
             self.aborted.append(message.request_id)
+        elif isinstance(message, PrefillLost):
+            self.prefills_lost.append(message.request_id)
         elif isinstance(message, GenerateRequest):
             self.requests.append(message)
             task = asyncio.get_running_loop().create_task(self._generate(peer, message))
@@ -147,6 +153,8 @@ class FakeWorker:
         end = (
             request.sampling.max_tokens if script.stop_at is None else min(script.stop_at, request.sampling.max_tokens)
         )
+        while script.waits_for_prefill_lost and request.request_id not in self.prefills_lost:
+            await asyncio.sleep(0.001)
         while not script.hang and request.request_id not in self.aborted:
             if script.die_after is not None and sent >= script.die_after:
                 asyncio.get_running_loop().create_task(self.die())
@@ -156,7 +164,8 @@ class FakeWorker:
                     peer, TokenOutput(request.request_id, finish_reason=FinishReason.ERROR, error="engine failed")
                 )
                 return
-            count = min(script.per_output, end - position)
+            is_half = request.pair is not None and request.pair.prefill_worker_id == self.worker_id
+            count = min(1 if is_half else script.per_output, end - position)
             tokens = tuple(script.tokens[at % len(script.tokens)] for at in range(position, position + count))
             first, position, sent = position, position + count, sent + count
             reason = None
@@ -167,7 +176,7 @@ class FakeWorker:
             output = TokenOutput(request.request_id, tokens, reason, num_cached_tokens=cached, position=first)
             for _ in range((first != script.lose_at) * (1 + script.repeat)):
                 self._send(peer, output)
-            if reason is not None:
+            if reason is not None or is_half:
                 return
             await asyncio.sleep(script.delay_s)
 
@@ -213,8 +222,8 @@ class FakeCluster:
             self.control,
             self.keys,
             lambda info: self.network.client(info.address),
-            lambda block_size, replay: Router(
-                RouterConfig(router="round-robin"), block_size, MonotonicClock(), request_replay=replay
+            lambda block_size, replay, stage: Router(
+                RouterConfig(router="round-robin"), block_size, MonotonicClock(), stage, replay
             ),
         )
         await frontend.start()

@@ -51,7 +51,7 @@ WORKER_SETTINGS = (
     MockConfig,
     UpstreamConfig,
 )
-FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig)
+FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig, DisaggConfig)
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -161,5 +161,10 @@ def frontend(config_file: Path | None, **flags: object) -> None:
 
     source = SettingsSource(FRONTEND_SETTINGS, config_file, flags)
     run_async(
-        run_frontend_process(source.build(FrontendConfig), source.build(RouterConfig), source.build(ControlConfig))
+        run_frontend_process(
+            source.build(FrontendConfig),
+            source.build(RouterConfig),
+            source.build(ControlConfig),
+            source.build(DisaggConfig),
+        )
     )

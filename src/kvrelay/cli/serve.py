@@ -142,7 +142,8 @@ def serve(
     frontend_flags = settings_to_flags(
         replace(frontend, shutdown_timeout_s=shutdown_timeout_s), skip=("port", "api_key")
     )
-    frontend_flags += settings_to_flags(source.build(RouterConfig))
+    for cls in (RouterConfig, DisaggConfig):
+        frontend_flags += settings_to_flags(source.build(cls))
     run_async(
         run_serve(
             ServeOptions(

@@ -227,6 +227,9 @@ class FrontendConfig(Settings):
     section: ClassVar[str] = "frontend"
 
     host: str = setting("127.0.0.1", "Address to listen on.")
+    order: Literal["decode-first", "prefill-first"] = setting(
+        "decode-first", "Which worker gets a request first; prefill-first: a pair chosen by the frontend."
+    )
     port: int = setting(8000, "Port to listen on; 0: a free one.", low=0, high=65535)
     api_key: str = setting("", "Key that clients must send as a bearer token; empty: none.")
     api_keys_file: str = setting("", "File of hashed API keys, one a line; see kvrelay api-key.")

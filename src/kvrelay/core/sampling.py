@@ -50,6 +50,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.temperature < 1e-5
 
     @property
+    def must_prefill_locally(self) -> bool:
+        """Whether the worker that decodes must prefill as well, if nothing is generated yet: the prompt is scored
+        where it is computed."""
+        return self.max_tokens == 0 or self.prompt_logprobs is not None
+
+    @property
     def needs_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 

@@ -16,6 +16,7 @@ import msgspec
 from kvrelay.config import FrontendConfig
 from kvrelay.core.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import KvrelayError, ModelNotFoundError
 from kvrelay.frontend.access_log import AccessLog
@@ -111,7 +112,7 @@ class FrontendApp:
         self._max_body_bytes = config.max_body_bytes
         pipeline = Pipeline(config, cluster, metrics, self._keys, self._admission, self._threads, self._access_log)
         neighbours = NeighbourEndpoints(cluster, document)
-        routing = RoutingEndpoints(cluster, self._threads)
+        routing = RoutingEndpoints(cluster, self._threads, HandoffOrder(config.order))
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
             "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),

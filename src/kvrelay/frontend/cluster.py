@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from kvrelay.config import DisaggConfig
 from kvrelay.control.base import ControlPlane, Keys, Subscription, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_setting, decode_worker
@@ -38,7 +39,8 @@ from kvrelay.errors import (
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.frontend.worker_link import WorkerLink
-from kvrelay.router import Router, RuntimeSettings
+from kvrelay.handoff.disagg import DisaggPolicy
+from kvrelay.router import PairRouter, Router, RouterStage, RuntimeSettings
 from kvrelay.router.base import ReplayRequester
 from kvrelay.rpc.base import RpcClient
 
@@ -46,14 +48,15 @@ _log = logging.getLogger(__name__)
 
 RpcClientFactory = Callable[[WorkerInfo], RpcClient]
 """Makes a client of a worker, not started yet."""
-RouterFactory = Callable[[int, ReplayRequester], Router]
-"""Makes a router from the block size in tokens and a function that requests missed events."""
+RouterFactory = Callable[[int, ReplayRequester, RouterStage], Router]
+"""Makes a router from the block size in tokens, a function that requests missed events, and the half that it is for."""
 
 RECONNECT_BACKOFF_S = (0.05, 0.1, 0.2, 0.5)
 REPLAY_TIMEOUT_S = 2.0
 INTRODUCTION_TIMEOUT_S = 5.0
 CONNECTOR_RETRY_S = 1.0
 ROUTER_SECTION = "router."
+DISAGG_SECTION = "disagg."
 
 
 class _Served(NamedTuple):
@@ -73,6 +76,7 @@ class Cluster:
         connect: RpcClientFactory,
         build_router: RouterFactory,
         tokenizer_of: Callable[[Path], Tokenizer] = load_tokenizer,
+        disagg: DisaggConfig | None = None,
     ) -> None:
         self._control = control
         self._keys = keys
@@ -91,6 +95,8 @@ class Cluster:
         self._tasks = TaskSet()
         self._subscriptions: list[Subscription] = []
         self._settings = RuntimeSettings()
+        self._disagg = DisaggPolicy(disagg or DisaggConfig())
+        """Prefill-first: whether a request gets a prefill worker."""
         self._workers_listed = asyncio.Event()
         self._settings_listed = asyncio.Event()
 
@@ -123,8 +129,12 @@ class Cluster:
         return {name: len(model.worker_ids) for name, model in self._models.items()}
 
     def loads(self) -> list[tuple[str, LoadMetrics]]:
-        """Each connected worker's last sample of its load, with its model's name."""
-        return [(model.name, link.load) for model, link in self._served.values() if link.load is not None]
+        """The last sample of its load of each connected worker that takes requests, with its model's name."""
+        return [
+            (model.name, link.load)
+            for model, link in self._served.values()
+            if link.load is not None and link.info.role.takes_requests
+        ]
 
     async def start(self) -> None:
         """Subscribe and watch. Raises ControlUnavailableError."""
@@ -136,6 +146,7 @@ class Cluster:
         discovery, settings = self._control.discovery, self._keys.config_value(ROUTER_SECTION)
         self._tasks.spawn(follow(discovery, self._keys.workers, self._on_worker, self._workers_listed.set))
         self._tasks.spawn(follow(discovery, settings, self._on_setting, self._settings_listed.set))
+        self._tasks.spawn(follow(discovery, self._keys.config_value(DISAGG_SECTION), self._on_threshold))
 
     async def wait_synced(self, timeout_s: float) -> bool:
         """Wait until the initial listing of workers and settings is known."""
@@ -165,6 +176,14 @@ class Cluster:
         for model in self._models.values():
             model.tune(self._settings)
 
+    def _on_threshold(self, event: WatchEvent) -> None:
+        """Apply ``kvrelay config set disagg.NAME VALUE``, as workers do for decode-first."""
+        name = event.key.removeprefix(self._keys.config_value(DISAGG_SECTION))
+        if event.kind is WatchKind.DELETE:
+            self._disagg.unset(name)
+        else:
+            self._disagg.set(name, decode_setting(name, event.value))
+
     def _on_worker(self, event: WatchEvent) -> None:
         worker_id = event.key.removeprefix(self._keys.workers)
         if event.kind is WatchKind.DELETE:
@@ -176,13 +195,13 @@ class Cluster:
         """A worker has registered, or its entry has changed."""
         self._infos[info.worker_id] = info
         served = self._served.get(info.worker_id)
-        if served is not None and info.role.takes_requests and self._is_for(served.model, info):
+        if served is not None and self._is_for(served.model, info):
             served.link.revive(info)
             served.model.add_worker(info, served.link)
         elif served is not None:
             served.model.remove_worker(info.worker_id)
             served.link.retire()
-        if info.role.takes_requests and info.worker_id not in self._connectors:
+        if self._is_wanted(info) and info.worker_id not in self._connectors:
             self._pending.add(info.worker_id)
             self._none_pending.clear()
             connector = asyncio.get_running_loop().create_task(self._stay_connected(info.worker_id))
@@ -198,9 +217,12 @@ class Cluster:
             served.link.retire()
 
     def _wanted(self, worker_id: str) -> WorkerInfo | None:
-        """The worker's entry if it takes requests, else None."""
+        """The worker's entry, if it takes requests, or prefills (halves of pairs) of a model that is served."""
         info = self._infos.get(worker_id)
-        return info if info is not None and info.role.takes_requests else None
+        return info if info is not None and self._is_wanted(info) else None
+
+    def _is_wanted(self, info: WorkerInfo) -> bool:
+        return info.role.takes_requests or info.model in self._models
 
     def _is_for(self, model: Model, info: WorkerInfo) -> bool:
         """Whether the worker's current entry is for this model."""
@@ -235,7 +257,7 @@ class Cluster:
             self._learn(info)
 
     async def _stay_connected(self, worker_id: str) -> None:
-        """Connect to one worker, and reconnect when the connection breaks, while the worker takes requests."""
+        """Connect to one worker, and reconnect when the connection breaks, while the worker is in discovery."""
         num_failures = 0
         while (info := self._wanted(worker_id)) is not None:
             try:
@@ -297,9 +319,16 @@ class Cluster:
             _check_is_free(model)
             tokenizer = await asyncio.to_thread(self._load_tokenizer, info)
             _check_is_free(model)
-            router = self._build_router(info.block_size, self._request_replay)
-            model = self._models[info.model] = Model(info, tokenizer, router)
+            decodes, prefills = (
+                self._build_router(info.block_size, self._request_replay, stage)
+                for stage in (RouterStage.REQUEST, RouterStage.PREFILL)
+            )
+            pairs = PairRouter(decodes, prefills, self._disagg)
+            model = self._models[info.model] = Model(info, tokenizer, pairs)
             model.tune(self._settings)
+        for other in list(self._infos.values()):
+            if other.model == info.model and not other.role.takes_requests:
+                self._learn(other)
         return model
 
     def _load_tokenizer(self, info: WorkerInfo) -> Tokenizer:
@@ -332,7 +361,7 @@ class Cluster:
         except ProtocolError as exc:
             _log.warning("dropped cache events on %s: %s", subject, exc)
             return
-        served.model.router.apply_events(batch)
+        served.model.apply_events(batch)
 
     def _on_load(self, subject: str, data: bytes) -> None:
         served = self._served.get(_publisher_of(subject))
@@ -345,7 +374,7 @@ class Cluster:
             _log.warning("dropped a load sample on %s: %s", subject, exc)
             return
         served.link.load = metrics
-        served.model.router.apply_metrics(metrics)
+        served.model.apply_metrics(metrics)
 
     def _request_replay(self, worker_id: str, request: bytes) -> None:
         self._tasks.spawn(self._replay(worker_id, request))
@@ -365,7 +394,7 @@ class Cluster:
         except ProtocolError as exc:
             _log.warning("replay on %s dropped: %s", subject, exc)
             return
-        served.model.router.apply_replay(worker_id, frame)
+        served.model.apply_replay(worker_id, frame)
 
 
 def _publisher_of(subject: str) -> str:

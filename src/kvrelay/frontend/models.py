@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 import msgspec
 
+from kvrelay.core.events import KvEventBatch, LoadMetrics
+from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.frontend.tokenizer import Tokenizer
 from kvrelay.frontend.worker_link import WorkerLink
-from kvrelay.router import IndexState, Router, RoutingRequest, RuntimeSettings
+from kvrelay.router import IndexState, PairRouter, Router, RoutingRequest, RuntimeSettings
 
 
 class WorkerState(msgspec.Struct, frozen=True):
@@ -25,6 +28,14 @@ class WorkerState(msgspec.Struct, frozen=True):
     generated_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request runs. ``prefill``: with prefill-first, the other half of the pair, if there is one."""
+
+    decode: WorkerLink
+    prefill: WorkerLink | None = None
+
+
 class Model:
     """Workers come and go; the model stays known, so that a request without a worker is told to retry.
 
@@ -32,18 +43,21 @@ class Model:
     request.
     """
 
-    def __init__(self, first: WorkerInfo, tokenizer: Tokenizer, router: Router) -> None:
+    def __init__(self, first: WorkerInfo, tokenizer: Tokenizer, pairs: PairRouter) -> None:
         self.name = first.model
         self.root = first.model_path
         self.weights_fingerprint = first.weights_fingerprint
         self.tokenizer_fingerprint = first.tokenizer_fingerprint
         self.created_unix_s = int(time.time())
         self.tokenizer = tokenizer
-        self.router = router
-        self._router_config = router.config
+        self.pairs = pairs
+        self.router = pairs.decodes
+        self._router_config = self.router.config
         self.max_model_len = 0
         self.vocab_size = 0
         self._links: dict[str, WorkerLink] = {}
+        self._prefill_links: dict[str, WorkerLink] = {}
+        """Workers that take no requests, only halves of pairs."""
         self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -66,7 +80,14 @@ class Model:
         return list(self._links)
 
     def add_worker(self, info: WorkerInfo, link: WorkerLink) -> None:
-        """The worker takes requests, or has changed. The model's limits are the smallest of all workers."""
+        """The worker takes requests or prefills, or has changed. The model's limits are the smallest of all workers
+        that take requests."""
+        if not info.role.takes_requests:
+            self._remove_taker(info.worker_id)
+            self._prefill_links[info.worker_id] = link
+            self.pairs.prefills.add_worker(info)
+            return
+        self._remove_prefiller(info.worker_id)
         self._links[info.worker_id] = link
         self.router.add_worker(info)
         self._limit()
@@ -75,6 +96,14 @@ class Model:
 
     def remove_worker(self, worker_id: str) -> None:
         """Send no new requests to the worker; its running requests continue."""
+        self._remove_taker(worker_id)
+        self._remove_prefiller(worker_id)
+
+    def _remove_prefiller(self, worker_id: str) -> None:
+        if self._prefill_links.pop(worker_id, None) is not None:
+            self.pairs.prefills.remove_worker(worker_id)
+
+    def _remove_taker(self, worker_id: str) -> None:
         if self._links.pop(worker_id, None) is not None:
             self.router.remove_worker(worker_id)
             self._limit()
@@ -86,23 +115,49 @@ class Model:
             self.max_model_len = min(info.max_model_len for info in infos)
             self.vocab_size = min(info.vocab_size for info in infos)
 
-    def place(self, request: RoutingRequest) -> WorkerLink:
-        """The worker for a request, which counts as placed there.
+    def place(self, request: RoutingRequest, order: HandoffOrder, *, must_be_local: bool = False) -> Placement:
+        """The worker or pair for a request, which counts as placed there. ``must_be_local``: no other worker may
+        prefill it.
 
         Raises WorkerUnavailableError.
         """
-        decision = self.router.choose(request)
-        link = self._links.get(decision.worker_id)
+        if order is HandoffOrder.DECODE_FIRST:
+            worker_id, prefill_id = self.router.choose(request).worker_id, None
+        else:
+            decision = self.pairs.choose(request, must_be_local=must_be_local)
+            worker_id = decision.decode.worker_id
+            prefill_id = None if decision.prefill is None else decision.prefill.worker_id
+        link = self._links.get(worker_id)
         if link is None:
-            self.router.finished(request.request_id, 0)
-            raise WorkerUnavailableError(f"worker {decision.worker_id} is not connected")
-        return link
+            self.leave(request.request_id)
+            raise WorkerUnavailableError(f"worker {worker_id} is not connected")
+        return Placement(link, None if prefill_id is None else self._prefill_links.get(prefill_id))
+
+    def leave(self, request_id: str, num_output_tokens: int = 0) -> None:
+        """A placed request has left its worker, or both of its pair."""
+        self.router.finished(request_id, num_output_tokens)
+        self.pairs.prefilled(request_id)
+
+    # -- what workers publish -----------------------------------------------------------------------------------------
+
+    def _router_of(self, worker_id: str) -> Router:
+        return self.pairs.prefills if worker_id in self._prefill_links else self.router
+
+    def apply_events(self, batch: KvEventBatch) -> None:
+        self._router_of(batch.worker_id).apply_events(batch)
+
+    def apply_metrics(self, metrics: LoadMetrics) -> None:
+        self._router_of(metrics.worker_id).apply_metrics(metrics)
+
+    def apply_replay(self, worker_id: str, reply: bytes) -> None:
+        self._router_of(worker_id).apply_replay(worker_id, reply)
 
     def tune(self, settings: RuntimeSettings) -> None:
         """Apply the run-time settings on top of those that the router was started with."""
         config = settings.apply(self._router_config)
-        if config != self.router.config:
-            self.router.configure(config)
+        for router in (self.router, self.pairs.prefills):
+            if config != router.config:
+                router.configure(config)
 
     def worker_states(self) -> list[WorkerState]:
         """The workers that take requests, in order of arrival."""

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvrelay.config import FrontendConfig
+from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.admission import Admission
@@ -40,6 +41,7 @@ from kvrelay.frontend.openai.plan import (
 )
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, GenerationFields
 from kvrelay.frontend.openai.unknown import UnknownFields
+from kvrelay.frontend.pairs import ORDER_HEADER, read_order
 from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts, read_completion
 from kvrelay.frontend.sequence import Sequence, sequences_of
 from kvrelay.frontend.side_threads import Pieces, SideThreads
@@ -61,6 +63,7 @@ class Pipeline:
         access_log: AccessLog,
     ) -> None:
         self._config = config
+        self._order = HandoffOrder(config.order)
         self._cluster = cluster
         self._metrics = metrics
         self._keys = keys
@@ -172,10 +175,13 @@ class Pipeline:
         plan = plan.within(self._keys.limits_of(exchange.request.client), lengths)
         plan.check_prompts(lengths)
         timeout_s = self._timeout_s(exchange, plan)
+        order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)
         headers = [(b"x-request-id", request_id.encode())]
         answer: StreamedAnswer | CollectedAnswer
         answer = StreamedAnswer(plan, form, exchange, headers) if plan.stream else CollectedAnswer(plan)
-        sequences = sequences_of(request_id, prompts, plan, model, answer, self._metrics, self._config.migration_limit)
+        sequences = sequences_of(
+            request_id, prompts, plan, model, answer, self._metrics, self._config.migration_limit, order
+        )
         try:
             await self._run(answer, exchange, sequences, plan.n * len(prompts), timeout_s)
         except ClientGoneError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from kvrelay.core.messages import TokenOutput
@@ -26,3 +28,8 @@ def unseen_part(output: TokenOutput, num_known: int) -> TokenOutput | None:
         return None
     logprobs = output.logprobs[num_seen:] if output.logprobs is not None else None
     return msgspec.structs.replace(output, token_ids=output.token_ids[num_seen:], logprobs=logprobs, position=num_known)
+
+
+def contradicts(output: TokenOutput, known: Sequence[int]) -> bool:
+    """Whether ``output`` has another token than the known answer at a position that is known."""
+    return any(token != expected for token, expected in zip(output.token_ids, known[output.position :], strict=False))

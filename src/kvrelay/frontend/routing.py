@@ -11,24 +11,29 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.http import Exchange, Response
 from kvrelay.frontend.models import Model, WorkerState
+from kvrelay.frontend.pairs import ORDER_HEADER, read_order
 from kvrelay.frontend.prompts import completion_prompts, read_completion
 from kvrelay.frontend.side_threads import SideThreads
-from kvrelay.router import RoutingExplanation, RoutingRequest
+from kvrelay.router import PairDecision, RoutingExplanation, RoutingRequest
 from kvrelay.router.runtime import SETTABLE
 
 
 class RouteAnswer(msgspec.Struct, frozen=True):
-    """``POST /v1/kvrelay/route``."""
+    """``POST /v1/kvrelay/route``. ``pair``: with prefill-first, the place of the prefill and why; ``decision`` is then
+    the one for the decode worker if it were to serve the request alone."""
 
     pid: int
     model: str
     num_prompt_tokens: int
     block_size: int
     decision: RoutingExplanation
+    order: HandoffOrder
+    pair: PairDecision | None = None
 
 
 class RoutedWorker(msgspec.Struct, frozen=True):
@@ -58,9 +63,10 @@ class RouterAnswer(msgspec.Struct, frozen=True):
 class RoutingEndpoints:
     """The handlers that ``FrontendApp`` expects."""
 
-    def __init__(self, cluster: Cluster, threads: SideThreads) -> None:
+    def __init__(self, cluster: Cluster, threads: SideThreads, order: HandoffOrder) -> None:
         self._cluster = cluster
         self._threads = threads
+        self._order = order
 
     async def explain(self, exchange: Exchange, request_id: str) -> None:
         """The decision on a completion request with one prompt. Raises InvalidInputError, WorkerUnavailableError."""
@@ -70,10 +76,12 @@ class RoutingEndpoints:
         model = self._cluster.model(request.model)
         add_special_tokens = request.add_special_tokens is not False
         (prompt,) = await self._threads.run(size, completion_prompts(items, model, add_special_tokens))
-        decision = model.router.explain(
-            RoutingRequest(request_id, prompt.token_ids, request.max_tokens or 0, cache_salt=request.cache_salt)
-        )
-        answer = RouteAnswer(os.getpid(), model.name, len(prompt.token_ids), model.router.block_size, decision)
+        order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)
+        routed = RoutingRequest(request_id, prompt.token_ids, request.max_tokens or 0, cache_salt=request.cache_salt)
+        decision = model.router.explain(routed)
+        pair = model.pairs.explain(routed) if order is HandoffOrder.PREFILL_FIRST else None
+        num_tokens, block_size = len(prompt.token_ids), model.router.block_size
+        answer = RouteAnswer(os.getpid(), model.name, num_tokens, block_size, decision, order, pair)
         exchange.respond(Response(200, msgspec.json.encode(answer)))
 
     async def show(self, exchange: Exchange, request_id: str) -> None:

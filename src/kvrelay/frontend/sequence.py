@@ -5,6 +5,9 @@
       v │         v │
      WAITING <── (worker lost or gave up; placed again with prompt + tokens so far, at most migration_limit times)
 
+Prefill-first, an attempt may run on a pair: the first token comes from the prefill worker (``pairs.py``), and again, in
+case that one fails, from the decode worker, which goes on from it.
+
 A worker needs only the tokens to continue a sequence, and every delivered token is kept here. So no token is repeated
 or missing. Text, stop strings and logprobs continue in this object, whichever worker samples. It does not know how
 answers are sent.
@@ -15,23 +18,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Protocol
 
-from kvrelay.core.handoff import PositionLogprobs
+import msgspec
+
+from kvrelay.core.handoff import HandoffOrder, Pair, PositionLogprobs
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
+from kvrelay.core.pair_id import new_pair_id
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
-from kvrelay.errors import InvalidInputError, KvrelayError, OverloadedError, RetryElsewhereError, WorkerUnavailableError
+from kvrelay.errors import (
+    InvalidInputError,
+    KvrelayError,
+    OverloadedError,
+    ProtocolError,
+    RetryElsewhereError,
+    WorkerUnavailableError,
+)
 from kvrelay.frontend.detokenizer import NoText
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import Finish, PromptLogprobs
 from kvrelay.frontend.openai.errors import RefusedError
 from kvrelay.frontend.openai.plan import GenerationPlan, choice_sampling
-from kvrelay.frontend.positions import unseen_part
+from kvrelay.frontend.pairs import PrefillHalf
+from kvrelay.frontend.positions import contradicts, unseen_part
 from kvrelay.frontend.prompts import Prompt
 from kvrelay.frontend.stop_strings import StopMatch, StopStrings
 from kvrelay.frontend.worker_link import WorkerLink
@@ -39,6 +55,7 @@ from kvrelay.router import RoutingRequest
 
 _log = logging.getLogger(__name__)
 
+SEED_BITS = 63
 REPLACEMENT_WAIT_S = 10.0
 """How long a request without a worker waits for another one to appear."""
 
@@ -75,6 +92,7 @@ class Sequence:
         listener: SequenceListener,
         metrics: FrontendMetrics,
         migration_limit: int,
+        order: HandoffOrder,
     ) -> None:
         self.index = index
         self.prompt_token_ids = prompt.token_ids
@@ -94,9 +112,15 @@ class Sequence:
         self._listener = listener
         self._metrics = metrics
         self._migration_limit = migration_limit
+        self._order = order
+        self._must_be_local = sampling.must_prefill_locally
         self._link: WorkerLink | None = None
+        self._prefill: PrefillHalf | None = None
         self._attempt = 0
+        self._placement_id = ""
+        """The attempt's name in the router."""
         self._attempt_id = ""
+        """The attempt's name on its workers: with a pair, an id that carries both addresses."""
         self._has_output = False
         self._is_prefilled = False
         self._is_ended = False
@@ -114,9 +138,13 @@ class Sequence:
     def start(self) -> None:
         """Place it on a worker. Raises WorkerUnavailableError, OverloadedError."""
         while True:
-            link = self._model.place(self._routing_request())
+            placement = self._model.place(self._routing_request(), self._order, must_be_local=self._must_be_local)
+            link = placement.decode
+            request = self._generate_request(link)
+            if placement.prefill is not None:
+                request = self._submit_prefill(placement.prefill, link, request)
             try:
-                link.submit(self._generate_request(link), self)
+                link.submit(request, self)
             except WorkerUnavailableError:
                 self._leave_router()
                 self._failed_workers.add(link.info.worker_id)
@@ -124,6 +152,39 @@ class Sequence:
             self._link = link
             self.worker_id = link.info.worker_id
             return
+
+    def _submit_prefill(self, prefill: WorkerLink, decode: WorkerLink, request: GenerateRequest) -> GenerateRequest:
+        """Send the prefill worker its half, and return the decode worker's: the request as it was if there is no way
+        to send the other half."""
+        prefix = "chatcmpl" if self._request_id.startswith("chatcmpl") else "cmpl"
+        try:
+            pair_id = new_pair_id(prefix, prefill.info.address, decode.info.address)
+            half = PrefillHalf(
+                prefill,
+                decode,
+                str(pair_id),
+                on_first=self._deliver_first,
+                on_end=partial(self._model.pairs.prefilled, self._placement_id),
+                on_broken=self.broken,
+            )
+            if request.sampling.seed is None and not request.sampling.is_greedy:
+                # Should the decode worker have to compute the first token again, it is to be the same one.
+                sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(SEED_BITS))
+                request = msgspec.structs.replace(request, sampling=sampling)
+            paired = msgspec.structs.replace(
+                request,
+                request_id=str(pair_id),
+                pair=Pair(prefill.info.worker_id, decode.info.worker_id),
+            )
+            half.submit(msgspec.structs.replace(paired, worker_id=prefill.info.worker_id))
+        except (ProtocolError, WorkerUnavailableError) as exc:
+            _log.warning("%s: no pair with %s: %s", self._placement_id, prefill.info.worker_id, exc)
+            self._model.pairs.prefilled(self._placement_id)
+            return request
+        _log.debug("%s is %s", self._placement_id, pair_id)
+        self._attempt_id = paired.request_id
+        self._prefill = half
+        return paired
 
     def cancel(self) -> None:
         """The client has gone, or another choice has failed."""
@@ -199,12 +260,13 @@ class Sequence:
             self._fail(error)
 
     def _routing_request(self) -> RoutingRequest:
-        self._attempt_id = f"{self._request_id}-{self.index}" + (f"~{self._attempt}" if self._attempt else "")
+        self._placement_id = f"{self._request_id}-{self.index}" + (f"~{self._attempt}" if self._attempt else "")
+        self._attempt_id = self._placement_id
         token_ids = self.prompt_token_ids
         if self.output_token_ids:
             token_ids = (*token_ids, *self.output_token_ids)
         return RoutingRequest(
-            request_id=self._attempt_id,
+            request_id=self._placement_id,
             token_ids=token_ids,
             max_tokens=self.sampling.max_tokens,
             priority=self._plan.priority,
@@ -220,10 +282,15 @@ class Sequence:
             sampling=self.sampling,
             output_token_ids=tuple(self.output_token_ids),
             priority=self._plan.priority,
+            order=self._order,
         )
 
     def _leave_router(self) -> None:
-        self._model.router.finished(self._attempt_id, len(self.output_token_ids))
+        """The attempt is over, on both workers of a pair."""
+        if self._prefill is not None:
+            self._prefill.drop(abort=True)
+            self._prefill = None
+        self._model.leave(self._placement_id, len(self.output_token_ids))
         self._is_prefilled = False
 
     # -- what it says -------------------------------------------------------------------------------------------------
@@ -234,17 +301,32 @@ class Sequence:
         if reason is FinishReason.ABORT or reason is FinishReason.ERROR:
             self._gave_up(output)
             return
+        if self._prefill is not None:
+            if contradicts(output, self.output_token_ids):
+                self._disagreed()
+                return
+            self._prefill.drop(abort=False)
+        self._take(output, now_s, self._link)
+
+    def _deliver_first(self, output: TokenOutput, now_s: float) -> None:
+        """The first token of a pair, from its prefill worker."""
+        if not self._is_ended and self._prefill is not None:
+            self._take(output, now_s, self._prefill.link)
+
+    def _take(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
+        """Add what is new in an output of ``link``'s worker to the answer."""
         unseen = unseen_part(output, len(self.output_token_ids))
         if unseen is None:
             return
         output = unseen
+        reason = output.finish_reason
         if not self._is_prefilled:
-            self._on_prefilled(output, now_s)
+            self._on_prefilled(output, now_s, link)
         elif output.token_ids:
             self._metrics.inter_token(now_s - self._last_s)
         self._last_s = now_s
-        if self._link is not None:
-            self._link.tally.generated_tokens += len(output.token_ids)
+        if link is not None:
+            link.tally.generated_tokens += len(output.token_ids)
         token_ids, logprobs = output.token_ids, output.logprobs
         if self._stops is None:
             self.output_token_ids += token_ids
@@ -259,7 +341,9 @@ class Sequence:
                 token_ids = token_ids[:num_used]
                 logprobs = logprobs[:num_used] if logprobs is not None else None
         if finish is not None:
-            self._end(abort=reason is None, duration_s=now_s - self._started_s)
+            # A decode worker whose prefill worker has brought the end knows nothing of it.
+            is_told = reason is not None and link is self._link
+            self._end(abort=not is_told, duration_s=now_s - self._started_s)
         self._listener.deliver(self, text, token_ids, logprobs, finish)
 
     def _push_with_stops(self, stops: StopStrings, output: TokenOutput) -> tuple[str, int, Finish | None]:
@@ -286,13 +370,13 @@ class Sequence:
             return "".join((*shown, found.text)), len(output.token_ids), Finish(FinishReason.STOP, found.stop)
         return "".join((*shown, found, stops.flush())), len(output.token_ids), Finish(reason, output.stop_token)
 
-    def _on_prefilled(self, output: TokenOutput, now_s: float) -> None:
+    def _on_prefilled(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
         """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""
         self._is_prefilled = True
-        self._model.router.first_token(self._attempt_id)
-        if self._link is not None:
+        self._model.router.first_token(self._placement_id)
+        if link is not None:
             num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
-            self._link.tally.prefilled(num_tokens, output.num_cached_tokens or 0)
+            link.tally.prefilled(num_tokens, output.num_cached_tokens or 0)
         if self._has_output:
             self._metrics.inter_token(now_s - self._last_s)
             return
@@ -301,6 +385,26 @@ class Sequence:
         self.num_cached_tokens = output.num_cached_tokens or 0
         self.prompt_logprobs = output.prompt_logprobs
         self._metrics.first_token(now_s - self._started_s, len(self.prompt_token_ids), self.num_cached_tokens)
+
+    def _disagreed(self) -> None:
+        """The decode worker has computed another first token than the prefill worker, whose token was delivered.
+
+        Equal only in exact arithmetic, they may differ where two tokens are nearly as likely. The delivered one counts:
+        the answer is continued from it, on one worker.
+        """
+        self._must_be_local = True
+        if self._link is not None:
+            self._link.abort(self._attempt_id)
+            self._link = None
+        self._leave_router()
+        error = WorkerUnavailableError("the request could not be continued: its workers disagree on a token")
+        if self.num_migrations >= self._migration_limit:
+            self._fail(error)
+            return
+        self.num_migrations += 1
+        self._metrics.migrated(self._model.name)
+        _log.info("%s: its workers disagree on a token; continuing from the delivered one", self._attempt_id)
+        self._place_again(error, may_wait=True)
 
     def _gave_up(self, output: TokenOutput) -> None:
         """The worker ended the sequence on its own: another worker may succeed."""
@@ -343,6 +447,7 @@ def sequences_of(
     listener: SequenceListener,
     metrics: FrontendMetrics,
     migration_limit: int,
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST,
 ) -> Iterator[Sequence]:
     """All choices in order: those of the first prompt, those of the second, ... Every prompt is checked at once.
 
@@ -360,6 +465,7 @@ def sequences_of(
             listener,
             metrics,
             migration_limit,
+            order,
         )
         for number, (prompt, sampling) in enumerate(zip(prompts, samplings))
         for choice in range(plan.n)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from kvrelay.config import FrontendConfig
+from kvrelay.config import DisaggConfig, FrontendConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.frontend.app import FrontendApp
 from kvrelay.frontend.cluster import Cluster, RouterFactory, RpcClientFactory
@@ -36,12 +36,13 @@ class Frontend:
         connect: RpcClientFactory,
         build_router: RouterFactory,
         cluster: str = "",
+        disagg: DisaggConfig | None = None,
     ) -> None:
         """``cluster`` identifies the cluster: only frontends of one cluster share a port.
 
         Raises AddressInUseError, ConfigError."""
         self.metrics = FrontendMetrics()
-        self.cluster = Cluster(control, keys, connect, build_router)
+        self.cluster = Cluster(control, keys, connect, build_router, disagg=disagg)
         self.metrics.watch_workers(self.cluster.count_workers)
         self.metrics.watch_loads(self.cluster.loads)
         self._config = config
@@ -100,12 +101,13 @@ async def run_frontend(
     build_router: RouterFactory,
     *,
     cluster: str,
+    disagg: DisaggConfig,
     stop: asyncio.Event,
     on_ready: Callable[[Frontend], None],
     on_stopping: Callable[[Frontend], None],
 ) -> None:
     """Serve until ``stop`` is set. Raises AddressInUseError, ConfigError, ControlUnavailableError."""
-    frontend = Frontend(config, control, keys, connect, build_router, cluster)
+    frontend = Frontend(config, control, keys, connect, build_router, cluster, disagg)
     try:
         await frontend.start()
         on_ready(frontend)

@@ -20,6 +20,7 @@ from kvrelay.core.messages import (
     OutputBatch,
     Ping,
     Pong,
+    PrefillLost,
     RequestRefused,
     TokenOutput,
 )
@@ -122,6 +123,15 @@ class WorkerLink:
             # The worker would continue this request, and every request that is aborted later.
             self._break_off(f"cannot abort {request_id}: {exc}")
         self._end_if_retired()
+
+    def prefill_lost(self, request_id: str) -> None:
+        """The prefill worker of this paired request will not do its part."""
+        if request_id not in self._requests:
+            return
+        try:
+            self._client.send(PrefillLost(request_id))
+        except WorkerUnavailableError as exc:
+            self._break_off(f"cannot tell that the prefill of {request_id} is lost: {exc}")
 
     def retire(self) -> None:
         """The worker has left discovery: the connection ends with its last request."""

@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from urllib.parse import urlsplit
 
-from kvrelay.config import ControlConfig, FrontendConfig, RouterConfig
+from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, RouterConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.core.clock import MonotonicClock
@@ -19,7 +19,7 @@ from kvrelay.frontend.http import raise_descriptor_limit
 from kvrelay.launch.request_plane import client_of, frontend_keys
 from kvrelay.launch.security import require_api_key
 from kvrelay.launch.signals import on_terminate
-from kvrelay.router import ReplayRequester, Router
+from kvrelay.router import ReplayRequester, Router, RouterStage
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,9 @@ def cluster_name(control: ControlConfig) -> str:
     return "/".join((control.namespace, *hosts))
 
 
-async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, control: ControlConfig) -> None:
+async def run_frontend_process(
+    frontend: FrontendConfig, router: RouterConfig, control: ControlConfig, disagg: DisaggConfig
+) -> None:
     """Run until SIGTERM. Raises ConfigError, ControlUnavailableError, AddressInUseError."""
     if not control.control:
         raise ConfigError("a frontend needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
@@ -47,8 +49,8 @@ async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, c
     on_terminate(stop.set)
     clock = MonotonicClock()
 
-    def router_of(block_size: int, request_replay: ReplayRequester) -> Router:
-        return Router(router, block_size, clock, request_replay=request_replay)
+    def router_of(block_size: int, request_replay: ReplayRequester, stage: RouterStage) -> Router:
+        return Router(router, block_size, clock, stage, request_replay)
 
     def ready(started: Frontend) -> None:
         _log.info("listening at %s", started.url)
@@ -71,6 +73,7 @@ async def run_frontend_process(frontend: FrontendConfig, router: RouterConfig, c
                 partial(client_of, keys=ours),
                 router_of,
                 cluster=cluster_name(control),
+                disagg=disagg,
                 stop=stop,
                 on_ready=ready,
                 on_stopping=stopping,

@@ -72,3 +72,35 @@ def decision_table(answer: dict[str, Any]) -> None:
             style="bold" if chosen else "",
         )
     console.print(table)
+    if answer.get("pair"):
+        _pair_table(answer["pair"], console)
+
+
+def _pair_table(pair: dict[str, Any], console: Console) -> None:
+    """The pair of a prefill-first request and the cheapest others, in tokens of prefill."""
+    decode, prefill = pair["decode"]["worker_id"], pair["prefill"]
+    if prefill is None:
+        console.print(f"prefill-first: {decode} prefills itself ({pair['place']})", highlight=False, soft_wrap=True)
+        return
+    console.print(
+        f"prefill-first: {prefill['worker_id']} prefills, holding {prefill['hit_rate']:.0%}; {decode} decodes, "
+        f"holding {pair['decode']['hit_rate']:.0%}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not pair["candidates"]:
+        return
+    table = Table()
+    for column in ("prefill worker", "decode worker"):
+        table.add_column(column, no_wrap=True)
+    for column in ("cost", "prefill", "decode", "transfer"):
+        table.add_column(column, justify="right")
+    for candidate in pair["candidates"]:
+        chosen = (candidate["prefill_worker_id"], candidate["decode_worker_id"]) == (prefill["worker_id"], decode)
+        table.add_row(
+            candidate["prefill_worker_id"] + (" *" if chosen else ""),
+            candidate["decode_worker_id"],
+            *(f"{candidate[name]:,.0f}" for name in ("cost", "prefill_cost", "decode_cost", "transfer_cost")),
+            style="bold" if chosen else "",
+        )
+    console.print(table)

@@ -32,7 +32,7 @@ from kvrelay.executors import ExecutorSettings, build_executor
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.models import Model
 from kvrelay.launch.worker_process import assemble_worker
-from kvrelay.router import ReplayRequester, Router
+from kvrelay.router import ReplayRequester, Router, RouterStage
 from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackNetwork
 from kvrelay.transfer import build_transport
@@ -142,8 +142,8 @@ class EmbeddedCluster:
         self._stack.push_async_callback(plane.close)
         clock = MonotonicClock()
 
-        def router_of(block_size: int, request_replay: ReplayRequester) -> Router:
-            return Router(self._settings.router, block_size, clock, request_replay=request_replay)
+        def router_of(block_size: int, request_replay: ReplayRequester, stage: RouterStage) -> Router:
+            return Router(self._settings.router, block_size, clock, stage, request_replay)
 
         frontend = Cluster(plane, Keys(ControlConfig().namespace), self._client_of, router_of)
         self._stack.push_async_callback(frontend.close)

@@ -8,12 +8,16 @@ from kvrelay.router.base import (
     RoutingExplanation,
     RoutingRequest,
 )
+from kvrelay.router.pair_router import PairCandidate, PairDecision, PairRouter
 from kvrelay.router.router import Router, RouterStage
 from kvrelay.router.runtime import RuntimeSettings
 
 __all__ = [
     "CandidateScore",
     "IndexState",
+    "PairCandidate",
+    "PairDecision",
+    "PairRouter",
     "ReplayRequester",
     "Router",
     "RouterStage",

@@ -118,6 +118,12 @@ class LoadTable:
     def num_placements(self) -> int:
         return len(self._placements)
 
+    @property
+    def num_pending(self) -> int:
+        """Requests that wait on any worker: as placed by this router or as published, whichever is more."""
+        waiting = self.columns().num_waiting
+        return int(np.maximum(self._kept.num_requests, waiting).sum())
+
     def row(self, worker_id: str) -> int | None:
         return self._row.get(worker_id)
 

@@ -12,7 +12,8 @@ import enum
 import logging
 import math
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -58,6 +59,22 @@ class RouterStage(enum.Enum):
         if self is RouterStage.PREFILL:
             return info.role is not WorkerRole.DECODE
         return info.role.takes_requests
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Everything that a decision looks at, in row order: the competing workers, their numbers, the policy's scores."""
+
+    worker_ids: list[str]
+    workers: Mapping[str, WorkerInfo]
+    candidates: Candidates
+    scores: FloatColumn
+    sequence: tuple[int, ...]
+    """The prompt's sequence hashes."""
+
+    @property
+    def infos(self) -> list[WorkerInfo]:
+        return [self.workers[worker_id] for worker_id in self.worker_ids]
 
 
 class Router:
@@ -180,14 +197,33 @@ class Router:
 
     def choose(self, request: RoutingRequest) -> RoutingDecision:
         """Pick a worker and count the request as placed there. Raises WorkerUnavailableError if there is none."""
+        survey = self.survey(request)
+        decision = self.pick(survey)
+        if _log.isEnabledFor(logging.DEBUG):
+            explanation = self._explanation(decision, survey.candidates, survey.scores)
+            _log.debug("request %s: %s", request.request_id, explanation)
+        self.place(request, decision, survey)
+        return decision
+
+    def survey(self, request: RoutingRequest) -> Survey:
+        """What a decision is made of. Valid until the next call of any method. Raises WorkerUnavailableError."""
         sequence = self._sequence(request)
         candidates = self._candidates(request, sequence)
         scores = self._scores(self._policy, candidates, request.exclude)
-        decision = self._decision(candidates, self._policy.pick(scores, self._rng))
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("request %s: %s", request.request_id, self._explanation(decision, candidates, scores))
-        self._place(request, decision, sequence)
-        return decision
+        return Survey(self._load.worker_ids, self._workers, candidates, scores, sequence)
+
+    def pick(self, survey: Survey) -> RoutingDecision:
+        """The policy's choice; nothing is placed."""
+        return self._decision(survey.candidates, self._policy.pick(survey.scores, self._rng))
+
+    def decision(self, survey: Survey, row: int) -> RoutingDecision:
+        """The decision for the worker in that row of the survey."""
+        return self._decision(survey.candidates, row)
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that wait on all workers together: placed here and not finished, or published as waiting."""
+        return self._load.num_pending
 
     def explain(self, request: RoutingRequest) -> RoutingExplanation:
         """The decision and its reasons, without placing the request.
@@ -250,14 +286,19 @@ class Router:
         possible = tuple(record for record in records if record.score > -math.inf)
         return RoutingExplanation(**msgspec.structs.asdict(decision), candidates=possible)
 
-    def _place(self, request: RoutingRequest, decision: RoutingDecision, sequence: tuple[int, ...]) -> None:
-        """Count the request as placed on the chosen worker, and its prompt as cached there soon."""
+    def place(
+        self, request: RoutingRequest, decision: RoutingDecision, survey: Survey, *, prefills: bool = True
+    ) -> None:
+        """Count the request as placed on the chosen worker, and its prompt as cached there soon. ``prefills``: whether
+        the worker computes the prompt, too."""
         num_tokens = len(request.token_ids)
-        cached = min(decision.overlap_blocks * self._block_size, num_tokens)
+        cached = min(decision.overlap_blocks * self._block_size, num_tokens) if prefills else num_tokens
+        sequence = survey.sequence
         self._load.place(request.request_id, decision.worker_id, num_tokens - cached, num_tokens)
         if self._workers[decision.worker_id].block_size != self._block_size:
             return
-        for indexer in (self._indexer, self._anticipated):
+        # What another worker prefills is held here later than the next request may come: only events tell.
+        for indexer in (self._indexer, self._anticipated if prefills else None):
             if isinstance(indexer, ApproximateIndexer):
                 indexer.place(decision.worker_id, sequence)
 

@@ -1,0 +1,59 @@
+"""The choice of a pair (P, D) for prefill-first: a pure function of both halves' numbers; the lowest cost wins.
+
+    cost(P, D) = prefill(P) + decode(D) + transfer(P, D)                                  all in tokens of prefill
+
+    prefill(P)     0.7 * pending + (prompt - overlap at P) * (1 + 0.02 * recent)         as the kv policy has it
+    decode(D)      decode_weight * context in flight + what the prompt needs beyond D's free blocks
+    transfer(P, D) (prompt - overlap at D) * 0.02 within a host, * 0.1 between hosts
+
+KV for which D has no room waits at P and holds P's blocks, so a missing token costs as much as one to prefill. The
+weights of the transfer say how many tokens are prefilled while one is moved; they are estimates, not measurements.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.router.load import FloatColumn
+from kvrelay.router.policies import BALANCE_WEIGHT, PENDING_WEIGHT, Candidates
+
+SAME_HOST_WEIGHT = 0.02
+OTHER_HOST_WEIGHT = 0.1
+
+BoolMatrix = npt.NDArray[np.bool_]
+FloatMatrix = npt.NDArray[np.float64]
+
+
+class PairCosts(msgspec.Struct, frozen=True):
+    """``prefill`` [P], ``decode`` [D], ``transfer`` [P, D]; infinite where a worker or a pair cannot be chosen."""
+
+    prefill: FloatColumn
+    decode: FloatColumn
+    transfer: FloatMatrix
+
+    @property
+    def total(self) -> FloatMatrix:
+        total: FloatMatrix = self.prefill[:, None] + self.decode[None, :] + self.transfer
+        return total
+
+
+def pair_costs(
+    prefill: Candidates,
+    decode: Candidates,
+    free_tokens: FloatColumn,
+    is_same_host: BoolMatrix,
+    can_exchange: BoolMatrix,
+    decode_weight: float,
+) -> PairCosts:
+    """``free_tokens`` [D]: room in each KV pool of the decode side; ``is_same_host`` and ``can_exchange`` [P, D]."""
+    prompt = float(decode.prompt_tokens)
+    own = np.maximum(prompt - prefill.block_size * prefill.overlap_blocks, 0.0)
+    missing = np.maximum(prompt - decode.block_size * decode.overlap_blocks, 0.0)
+    weight = np.where(is_same_host, SAME_HOST_WEIGHT, OTHER_HOST_WEIGHT)
+    return PairCosts(
+        prefill=PENDING_WEIGHT * prefill.load.prefill_tokens + own * (1.0 + BALANCE_WEIGHT * prefill.load.recent_share),
+        decode=decode_weight * decode.load.context_tokens + np.maximum(missing - free_tokens, 0.0),
+        transfer=np.where(can_exchange, weight * missing[None, :], np.inf),
+    )

@@ -1,0 +1,171 @@
+"""The choice of a pair: the costs as a pure function, and the decisions over two routers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvrelay.config import DisaggConfig, RouterConfig
+from kvrelay.core.clock import ManualClock
+from kvrelay.core.event_log import KvEventLog
+from kvrelay.core.events import BlockStored, LoadMetrics
+from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.errors import WorkerUnavailableError
+from kvrelay.handoff.disagg import DisaggPolicy, PrefillPlace
+from kvrelay.router import PairRouter, Router, RouterStage, RoutingRequest
+from kvrelay.router.load import LoadColumns
+from kvrelay.router.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_costs
+from kvrelay.router.policies import Candidates
+
+BLOCK = 16
+PROMPT = tuple(range(100, 100 + 640))
+
+
+def candidates(overlaps: list[float], pending: list[float], context: list[float]) -> Candidates:
+    zeros = np.zeros(len(overlaps))
+    load = LoadColumns(np.array(pending), np.array(context), zeros, zeros, zeros)
+    return Candidates(640, BLOCK, np.array(overlaps), load)
+
+
+def test_the_cost_adds_both_halves_and_the_way_between_them() -> None:
+    costs = pair_costs(
+        candidates([0, 20], [0, 1000], [0, 0]),
+        candidates([0, 10, 0], [0, 0, 0], [0, 500, 0]),
+        np.array([10_000.0, 10_000.0, 40.0]),
+        np.array([[True, True, False]] * 2),
+        np.array([[True, True, True], [True, True, False]]),
+        0.1,
+    )
+    assert costs.prefill.tolist() == [640, 700 + 320]
+    assert costs.decode.tolist() == [0, 50, 600]
+    assert costs.transfer[0].tolist() == [640 * SAME_HOST_WEIGHT, 480 * SAME_HOST_WEIGHT, 640 * OTHER_HOST_WEIGHT]
+    assert costs.transfer[1, 2] == np.inf
+    assert costs.total[0, 0] == 640 + 640 * SAME_HOST_WEIGHT
+
+
+def info(worker_id: str, role: WorkerRole, **changes: object) -> WorkerInfo:
+    fields = {"num_blocks": 1000, "kv_compatibility": "k", "host": "h", **changes}
+    return WorkerInfo(worker_id, 0, role, "m", "m", "tcp://h:1", 4096, BLOCK, vocab_size=2000, **fields)
+
+
+def pair_router(router: str = "kv", num_prefill: int = 2, num_decode: int = 2, **disagg: int) -> PairRouter:
+    clock = ManualClock()
+    config = RouterConfig(router=router)
+    decodes = Router(config, BLOCK, clock)
+    prefills = Router(config, BLOCK, clock, RouterStage.PREFILL)
+    for number in range(num_decode):
+        decodes.add_worker(info(f"d{number}", WorkerRole.DECODE))
+    for number in range(num_prefill):
+        prefills.add_worker(info(f"p{number}", WorkerRole.PREFILL))
+    return PairRouter(decodes, prefills, DisaggPolicy(DisaggConfig(**disagg)))
+
+
+def metrics(worker_id: str, num_waiting: int) -> LoadMetrics:
+    return LoadMetrics(worker_id, 0, 16, 0, 1000, num_waiting, 0.0, 0.0, seq=1)
+
+
+def request(name: str = "r", tokens: tuple[int, ...] = PROMPT, exclude: tuple[str, ...] = ()) -> RoutingRequest:
+    return RoutingRequest(name, tokens, exclude=exclude)
+
+
+def hold(router: Router, worker_id: str, tokens: tuple[int, ...]) -> None:
+    """The worker's events say that it has these tokens in its prefix cache."""
+    hashes = compute_block_hashes(tokens, BLOCK)
+    log = KvEventLog(worker_id, 0)
+    router.apply_events(log.append([BlockStored(None, hashes.sequence, hashes.local, tokens, BLOCK)]))
+
+
+def test_overlap_decides_on_the_prefill_worker_and_load_on_the_decode_worker() -> None:
+    pairs = pair_router()
+    hold(pairs.prefills, "p1", PROMPT[:320])
+    for number in range(3):
+        pairs.decodes.choose(request(f"other{number}", (number,) * 2000, exclude=("d1",)))
+    decision = pairs.choose(request(), must_be_local=False)
+    assert decision.place is PrefillPlace.REMOTE
+    assert decision.prefill is not None
+    assert (decision.prefill.worker_id, decision.prefill.overlap_blocks) == ("p1", 20)
+    assert decision.decode.worker_id == "d1"
+
+
+def test_a_pair_counts_on_both_halves_until_each_is_over() -> None:
+    pairs = pair_router(num_prefill=1, num_decode=1)
+    pairs.choose(request(), must_be_local=False)
+    assert pairs.prefills.num_pending == 1
+    assert pairs.decodes._load.own("d0").prefill_tokens == 0
+    assert pairs.decodes._load.own("d0").context_tokens == 640
+    pairs.prefilled("r")
+    assert pairs.prefills.num_pending == 0
+    assert pairs.decodes._load.own("d0").num_requests == 1
+    pairs.decodes.finished("r", 5)
+    assert pairs.decodes._load.own("d0").num_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "held", "settings", "place"),
+    [
+        (PROMPT[:256], 0, {}, PrefillPlace.LOCAL_SHORT),
+        (PROMPT, 400, {}, PrefillPlace.LOCAL_SHORT),
+        (PROMPT, 320, {}, PrefillPlace.REMOTE),
+        (PROMPT, 0, {"max_prefill_queue_size": 0}, PrefillPlace.LOCAL_QUEUE_FULL),
+    ],
+)
+def test_the_thresholds_are_those_of_decode_first(
+    tokens: tuple[int, ...], held: int, settings: dict[str, int], place: PrefillPlace
+) -> None:
+    pairs = pair_router(**settings)
+    if held:
+        hold(pairs.decodes, "d1", PROMPT[:held])
+    decision = pairs.choose(request(tokens=tokens), must_be_local=False)
+    assert decision.place is place
+    assert (decision.prefill is None) == (place is not PrefillPlace.REMOTE)
+    assert pairs.prefills.num_pending == (place is PrefillPlace.REMOTE)
+    if held == 400:
+        assert decision.decode.worker_id == "d1"
+
+
+def test_pending_prefills_count_as_the_queue() -> None:
+    pairs = pair_router(num_prefill=1, max_prefill_queue_size=3)
+    places = [pairs.choose(request(f"r{n}"), must_be_local=False).place for n in range(4)]
+    assert places == [PrefillPlace.REMOTE] * 3 + [PrefillPlace.LOCAL_QUEUE_FULL]
+    pairs.prefilled("r1")
+    assert pairs.choose(request("r5", (7,) * 640), must_be_local=False).place is PrefillPlace.REMOTE
+    pairs.prefills.apply_metrics(metrics("p0", num_waiting=9))
+    assert pairs.choose(request("r6", (8,) * 640), must_be_local=False).place is PrefillPlace.LOCAL_QUEUE_FULL
+
+
+@pytest.mark.parametrize("router", ["kv", "round-robin", "random", "least-loaded", "dynamo-v0"])
+def test_who_cannot_exchange_kv_is_no_pair(router: str) -> None:
+    pairs = pair_router(router, num_prefill=0)
+    assert pairs.choose(request(), must_be_local=False).place is PrefillPlace.LOCAL_NO_PREFILL_WORKER
+    pairs.prefills.add_worker(info("p", WorkerRole.PREFILL, kv_compatibility="other"))
+    assert pairs.choose(request("s"), must_be_local=False).place is PrefillPlace.LOCAL_NO_PREFILL_WORKER
+    pairs.prefills.add_worker(info("q", WorkerRole.PREFILL))
+    assert pairs.choose(request("t"), must_be_local=True).place is PrefillPlace.LOCAL_REQUIRED
+    found = {pairs.choose(request(f"u{n}", (n,) * 640), must_be_local=False).place for n in range(6)}
+    assert PrefillPlace.REMOTE in found
+
+
+def test_workers_that_have_failed_are_in_no_pair() -> None:
+    pairs = pair_router()
+    for number in range(8):
+        decision = pairs.choose(request(f"r{number}", exclude=("p0", "d1")), must_be_local=False)
+        assert decision.prefill is not None
+        assert (decision.prefill.worker_id, decision.decode.worker_id) == ("p1", "d0")
+    alone = pairs.choose(request("alone", exclude=("p0", "p1")), must_be_local=False)
+    assert (alone.place, alone.prefill) == (PrefillPlace.LOCAL_NO_PREFILL_WORKER, None)
+    with pytest.raises(WorkerUnavailableError):
+        pairs.choose(request("none", exclude=("d0", "d1")), must_be_local=False)
+
+
+@pytest.mark.parametrize("router", ["kv", "round-robin"])
+def test_an_explanation_places_nothing(router: str) -> None:
+    pairs = pair_router(router)
+    first = pairs.explain(request())
+    assert first == pairs.explain(request())
+    assert len(first.candidates) == (4 if router == "kv" else 0)
+    assert sorted(c.cost for c in first.candidates) == [c.cost for c in first.candidates]
+    assert pairs.prefills.num_pending == 0
+    chosen = pairs.choose(request(), must_be_local=False)
+    assert chosen.prefill == first.prefill
+    assert chosen.decode == first.decode
