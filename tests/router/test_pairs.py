@@ -139,9 +139,9 @@ def test_who_cannot_exchange_kv_is_no_pair(router: str) -> None:
     pairs = pair_router(router, num_prefill=0)
     assert pairs.choose(request(), must_be_local=False).place is PrefillPlace.LOCAL_NO_PREFILL_WORKER
     pairs.prefills.add_worker(info("p", WorkerRole.PREFILL, kv_compatibility="other"))
-    assert pairs.choose(request("s"), must_be_local=False).place is PrefillPlace.LOCAL_NO_PREFILL_WORKER
+    assert pairs.choose(request("s", (501,) * 640), must_be_local=False).place is PrefillPlace.LOCAL_NO_PREFILL_WORKER
     pairs.prefills.add_worker(info("q", WorkerRole.PREFILL))
-    assert pairs.choose(request("t"), must_be_local=True).place is PrefillPlace.LOCAL_REQUIRED
+    assert pairs.choose(request("t", (502,) * 640), must_be_local=True).place is PrefillPlace.LOCAL_REQUIRED
     found = {pairs.choose(request(f"u{n}", (n,) * 640), must_be_local=False).place for n in range(6)}
     assert PrefillPlace.REMOTE in found
 
