@@ -1,8 +1,8 @@
 """The hand-off's contract: two ledgers, one per side, that decide who may touch which KV blocks, and when.
 
-A *prefill worker* P computes the KV of a prompt, a *decode worker* D goes on from it. This room holds the protocol
-between them and nothing else: events in, actions out, time as an argument. It knows no asyncio, no sockets, no
-threads, no memory and no scheduler. A driver (``worker``) turns what happens into events and carries the actions out.
+A *prefill worker* P computes the KV of a prompt; a *decode worker* D continues from it. This room holds the protocol
+between them and nothing else: events in, actions out, time as an argument. It knows no asyncio, no sockets, no threads,
+no memory and no scheduler. A driver (``worker``) produces the events and carries out the actions.
 
     D's driver ──DecodeEvent──> DecodeLedger ──DecodeAction──> D's driver     one DecodeHandoff per hand-off, its grants
     P's driver ──PrefillEvent─> PrefillLedger ─PrefillAction─> P's driver     one PrefillHandoff per hand-off
@@ -35,7 +35,7 @@ The way of a hand-off (push; pull differs from "computed" on):
 A refused claim costs P a prefill, which stays in P's prefix cache.
 
 Who owns blocks, when. D's engine *lends* blocks to the hand-off when it opens it, and gets each loan back exactly once
-(``EndLoan``). Until then it may neither free nor reuse them, whatever becomes of the request.
+(``EndLoan``). Until then it may neither free nor reuse them, even if the request ends.
 
     D's blocks    engine ── Opened ──> loan 1 ── EndLoan ──> engine
                                          │         ^  when nothing needs the loan any more:
@@ -62,7 +62,7 @@ The rules, and the place that keeps each (docs/architecture.md, "What may never 
     7  KV that was damaged is computed again; its blocks stay lent meanwhile   DecodeHandoff.verified
     8  only a claimant whose term discovery has told of gets a grant           DecodeLedger._claim
 
-What fences stale work, in one place. Each number answers one question; none is used for another.
+The numbers that fence stale work. Each answers one question; none is used for another.
 
     generation     whose grant of this hand-off is current?      raised by each grant; it also counts attempts, which
                                                                  ``max_attempts`` bounds
@@ -84,11 +84,11 @@ import enum
 from collections.abc import Hashable
 
 Connection = Hashable
-"""A live connection to a peer, as the driver knows it. Compared, never looked into."""
+"""The driver's object for a live connection to a peer. Only compared."""
 
 
 class EndReason(enum.StrEnum):
-    """Why a hand-off did not go the whole way. Values are for logs and metric labels."""
+    """Why a hand-off ended without success. Values are for logs and metric labels."""
 
     REQUEST_ENDED = "the request has ended"
     NOT_QUEUED = "it could not be queued"
@@ -121,7 +121,7 @@ class EndReason(enum.StrEnum):
 
 
 class RefusalReason(enum.StrEnum):
-    """Why a claim is turned down."""
+    """Why a claim is refused."""
 
     INCOMPATIBLE = "KV is not compatible"
     LEASE_ENDED = "the claimant's lease has ended"

@@ -1,4 +1,5 @@
-"""One hand-off at the decode worker: who may write into its blocks, or is read from, and how its request goes on.
+"""One hand-off at the decode worker: which peer may write its blocks, or is read from, and how its request
+continues.
 
     OPEN ──claim──> GRANTED ──Done──────────────────> VERIFYING ──ok──> CLOSED (Resume)
       │              │  ^  └─Ready──> [OFFERED ──>] READING ──^  │
@@ -7,9 +8,9 @@
       │            RENEWING                │
       └──────────────┴─────────────────────┴── abort, release, lost claimant, deadline ──> CLOSED
 
-VERIFYING is passed through at once when nobody asked for checksums. OFFERED waits for blocks to read into.
+Without checksums VERIFYING ends at once. OFFERED waits for blocks to read into.
 
-A *grant* outlives its hand-off: until its holder is known to have stopped it keeps its loan.
+A *grant* outlives its hand-off: it keeps its loan until its holder is known to have stopped.
 
     PREPARING ──hits checksummed──> OUT ──hand-off closed, another claimant──> ABANDONED ──Done, Released, fenced──> end
         └──no longer wanted──> WITHDRAWN ──hits checksummed──> end      (OUT ends in the same ways)
@@ -52,22 +53,22 @@ from kvrelay.handoff.decode_events import (
 
 
 class DecodeState(enum.Enum):
-    """Where a hand-off stands at the decode worker."""
+    """States of a hand-off at the decode worker."""
 
     OPEN = "open"
-    """No one has claimed it."""
+    """No worker has claimed it."""
     GRANTED = "granted"
     """The holder of the current generation computes it."""
     RENEWING = "renewing"
-    """A later claimant waits for blocks of its own."""
+    """A later claimant waits for other blocks."""
     OFFERED = "offered"
-    """Pull: P is ready; blocks to read into are awaited."""
+    """Pull: P is ready; we wait for blocks to read into."""
     READING = "reading"
     """Pull: we read P's blocks."""
     VERIFYING = "verifying"
     """Everything has arrived; checksums are compared."""
     CLOSED = "closed"
-    """The request no longer waits for it. Grants and loans may be out still."""
+    """The request no longer waits for it. Grants and loans may still be out."""
 
 
 _S = DecodeState
@@ -81,24 +82,24 @@ TRANSITIONS: dict[DecodeState, frozenset[DecodeState]] = {
     _S.CLOSED: frozenset(),
 }
 WAITING_FOR_CLAIMANT = frozenset({_S.OPEN, _S.GRANTED, _S.RENEWING, _S.OFFERED})
-"""States that a lost claimant or a deadline ends. In the others everything that is needed is on its way or here."""
+"""States that a lost claimant or a deadline ends. In the other states nothing more is needed from the claimant."""
 
 
 class GrantState(enum.Enum):
-    """Where a grant stands."""
+    """States of a grant."""
 
     PREPARING = "preparing"
-    """Its hit blocks are being checksummed; the claimant does not know of it."""
+    """Its hit blocks are being checksummed; it has not been sent to the claimant."""
     OUT = "out"
     ABANDONED = "abandoned"
     """The claimant was told to stop."""
     WITHDRAWN = "withdrawn"
-    """Was being prepared, and will not be sent."""
+    """It was being prepared and will not be sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A claimant's permission to read the hits of ``loan``, and with push to write the rest of it."""
+    """A claimant's permission to read the hits of ``loan`` and, with push, to write its other blocks."""
 
     worker_id: str
     connection: Connection
@@ -106,27 +107,27 @@ class Grant:
     loan: int
     state: GrantState
     block_size: int = 0
-    """Tokens per block of the claimant; 0: as many as ours."""
+    """The claimant's tokens per block; 0: the same as ours."""
     told_s: float = 0.0
-    """When it was last told to stop."""
+    """When an abandon was last sent."""
     secret: int = 0
-    """What its holder says of it carries this number."""
+    """Its holder's messages carry this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRules:
-    """Settings of a decode ledger. Seconds. ``checksums``: this worker trusts no KV without them."""
+    """Settings of a decode ledger. Seconds. ``checksums``: this worker accepts no KV without checksums."""
 
     block_size: int
     kv_compatibility: str
     remote_prefill_timeout_s: float = 30.0
-    """Not claimed by then, it is computed here."""
+    """If the hand-off is not claimed by then, the request is computed here."""
     grant_timeout_s: float = 120.0
-    """Claimed and not done by then, it is computed here."""
+    """If the hand-off is claimed and not done by then, the request is computed here."""
     silence_timeout_s: float = 10.0
-    """The same for a claimant that has not been heard for so long. It says HandoffProgress several times as often."""
+    """The same for a claimant that has been silent for so long. It sends HandoffProgress several times as often."""
     max_attempts: int = 2
-    """Claims that are granted before the request is computed here."""
+    """The limit of granted claims; then the request is computed here."""
     early_claim_timeout_s: float = 1.0
     """How long a claim waits for its request (prefill-first), or for its claimant's term to be known."""
     abandon_repeat_s: float = 2.0
@@ -138,7 +139,7 @@ class DecodeRules:
 
 @dataclass(slots=True)
 class DecodeCounters:
-    """Since start. Stale: named a hand-off or generation that is not current. Refused: claims that were turned down."""
+    """Counts since start. Stale: messages of a hand-off or generation that is not current. Refused: refused claims."""
 
     num_opened: int = 0
     num_granted: int = 0
@@ -153,7 +154,7 @@ class DecodeCounters:
 
 @dataclass(slots=True)
 class Turn:
-    """One event being dealt with: when, under which rules, and what it leads to."""
+    """The handling of one event: its time, the rules, and the resulting actions."""
 
     now_s: float
     rules: DecodeRules
@@ -175,41 +176,42 @@ class DecodeHandoff:
     num_hit_blocks: int
     deadline_s: float
     term: int = 0
-    """Our own when it was opened."""
+    """Our own term when it was opened."""
     num_tokens: int = 0
-    """To be prefilled; 0: as many as the blocks hold."""
+    """Tokens to be prefilled; 0: as many as the blocks hold."""
     loans: tuple[int, ...] = ()
     """Loans that the engine has not got back."""
     loan: int = 0
-    """The current one, of ``block_ids``; 0: none yet."""
+    """The current loan, of ``block_ids``; 0: none yet."""
     state: DecodeState = DecodeState.OPEN
     generation: int = 0
     grants: tuple[Grant, ...] = ()
     given_up_by: frozenset[str] = frozenset()
-    """Workers that said they will not compute it: a claim of theirs that comes later was overtaken by that."""
+    """Workers that have released it: a later claim of theirs was sent before the release."""
     waiting: Claimed | None = None
     """RENEWING: the claim to be granted."""
     allocating: int = 0
-    """The loan that the engine was asked for; 0: none."""
+    """The loan that was requested from the engine; 0: none."""
     arrived: HandoffDone | HandoffReady | None = None
     is_touched: bool = False
-    """Reads or checksums of our own touch the current loan."""
+    """Whether our own reads or checksums touch the current loan."""
     heard_s: float = 0.0
-    """When the current claimant was granted or last said that it computes."""
+    """The time of the current claimant's grant or of its last sign of progress."""
     owed: EndReason | None = None
-    """Why the request is to be computed here, until that was said."""
+    """Why the request will be computed here, until the engine has been told."""
 
     # -- claims -------------------------------------------------------------------------------------------------------
 
     def claimed(self, event: Claimed, turn: Turn) -> None:
-        """Grant it, or say why not. A later claimant gets other blocks: the first may still write to the old ones."""
+        """Grant the claim or refuse it. A later claimant gets other blocks, because the first may still write to the
+        old ones."""
         worker_id = event.claim.prefill_worker_id
         if worker_id in self.given_up_by:
             refuse(event, RefusalReason.GIVEN_UP, turn)
         elif self.claimant not in (None, worker_id):
             refuse(event, RefusalReason.ANOTHER_CLAIMANT, turn)
         elif self._is_served(worker_id):
-            return  # a duplicate: the first one is answered
+            return  # a duplicate of a claim that is being answered
         elif self.state is DecodeState.CLOSED:
             refuse(event, RefusalReason.UNKNOWN, turn)
         elif self.state not in (DecodeState.OPEN, DecodeState.GRANTED):
@@ -226,13 +228,13 @@ class DecodeHandoff:
             self._allocate(turn)
 
     def _allocate(self, turn: Turn) -> None:
-        """Ask the engine for the next loan, unless its answer is under way already."""
+        """Request the next loan from the engine, unless a request is pending."""
         if not self.allocating:
             self.allocating = self.loan + 1
             turn.out.append(Allocate(self.handoff_id, self.allocating))
 
     def allocated(self, event: Allocated, turn: Turn) -> None:
-        """The engine has answered."""
+        """The engine's answer to a requested loan."""
         if event.loan != self.allocating:
             return
         self.allocating = 0
@@ -276,7 +278,7 @@ class DecodeHandoff:
             self._send_grant(grant, () if with_checksums else None, turn)
 
     def hits_checksummed(self, generation: int, checksums: tuple[int, ...] | None, turn: Turn) -> None:
-        """The grant of ``generation`` can be sent, if it is still wanted."""
+        """The grant of ``generation`` can be sent, if it is still needed."""
         grant = self.find(generation)
         if grant is None:
             return
@@ -303,7 +305,7 @@ class DecodeHandoff:
         turn.out.append(SendGrant(grant.worker_id, grant.connection, message))
 
     def not_sent(self, generation: int, turn: Turn) -> None:
-        """The claimant will never know of this grant, so it writes nothing."""
+        """The grant was not sent: its claimant will write nothing."""
         grant = self.find(generation)
         if grant is not None:
             self._end_grant(grant)
@@ -322,7 +324,7 @@ class DecodeHandoff:
     def done(self, message: HandoffDone, connection: Connection | None, turn: Turn) -> None:
         """Push: a generation's last write has arrived. A late one still ends its own grant: no write follows it.
 
-        ``connection``: where it was said again; None: it came as a notification.
+        ``connection``: the one of a repeated message; None: it was the notification.
         """
         grant = self.find(message.generation)
         if grant is None:
@@ -342,7 +344,7 @@ class DecodeHandoff:
         self._arrived(message, grant.worker_id, turn)
 
     def ready(self, message: HandoffReady, turn: Turn) -> bool:
-        """Pull: P keeps the KV for us. False: it need not."""
+        """Pull: P keeps the KV for us. False if it need not."""
         grant = self.find(message.generation)
         if grant is not None and self._is_read_from(grant):
             return True
@@ -360,7 +362,7 @@ class DecodeHandoff:
         return self.state in (DecodeState.OFFERED, DecodeState.READING)
 
     def _read(self, event: Allocated, turn: Turn) -> None:
-        """There is room to read into."""
+        """Blocks to read into are available."""
         holder = self.holder
         if event.block_ids is None:
             self.compute_here(EndReason.NO_BLOCKS, turn)
@@ -384,7 +386,7 @@ class DecodeHandoff:
         turn.out.append(read)
 
     def read_ended(self, generation: int, ok: bool, turn: Turn) -> None:
-        """Pull: our read touches nothing any more, so P may free its blocks."""
+        """Pull: our read has ended, so P may free its blocks."""
         grant = self.find(generation)
         self.is_touched = False
         if grant is not None:
@@ -415,7 +417,7 @@ class DecodeHandoff:
         turn.out.append(verify)
 
     def verified(self, ok: bool, turn: Turn) -> None:
-        """What has arrived was compared with what was sent."""
+        """The received blocks were compared with their checksums."""
         self.is_touched = False
         if self.state is not DecodeState.VERIFYING:
             turn.counters.num_stale += 1
@@ -433,7 +435,7 @@ class DecodeHandoff:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def closed(self, turn: Turn) -> None:
-        """The request no longer waits. Claimants are told to stop; their grants stay until they have."""
+        """The request no longer waits. Tell claimants to stop; their grants stay until they have."""
         self.owed = None
         if self.state is DecodeState.CLOSED:
             return
@@ -445,20 +447,21 @@ class DecodeHandoff:
             self._abandon(grant, turn)
 
     def compute_here(self, reason: EndReason, turn: Turn) -> None:
-        """No KV will come of it. Said at once, or when the loans are back if the engine cannot use other blocks."""
+        """No KV will arrive. Tell the engine at once, or, if it cannot use other blocks, when the loans have ended."""
         if self.state is not DecodeState.CLOSED:
             self.closed(turn)
             self.owed = reason
 
     def declined(self, worker_id: str, reason: EndReason, turn: Turn) -> None:
-        """Its claim was turned down, and the queue entry has gone with it: unless another computes it, we do."""
+        """A claim was refused, and the queue entry is gone: unless another claimant computes it, the request is
+        computed here."""
         self.given_up_by |= {worker_id}
         self._compute_unless_held(reason, turn)
 
     def released(self, worker_id: str, reason: EndReason, turn: Turn) -> None:
-        """``worker_id`` touches nothing of it any more, whatever it was granted, and will not compute it.
+        """``worker_id`` touches no block of it any more, under any grant, and will not compute it.
 
-        Its queue entry went with its claim: if nobody else computes it now, nobody will.
+        Its queue entry is gone: if no other claimant computes it now, none will.
         """
         mine = [grant for grant in self.grants if grant.worker_id == worker_id]
         turn.counters.num_released += len(mine)
@@ -470,7 +473,7 @@ class DecodeHandoff:
         self._compute_unless_held(reason, turn)
 
     def fenced(self, worker_id: str, turn: Turn) -> None:
-        """``worker_id`` can write no more, whether or not it lives."""
+        """``worker_id`` is fenced: it can write no more, alive or not."""
         for grant in self.grants:
             if grant.worker_id == worker_id:
                 turn.counters.num_fenced += 1
@@ -479,12 +482,13 @@ class DecodeHandoff:
             self._compute_unless_held(EndReason.CLAIMANT_LEASE_ENDED, turn)
 
     def claimant_gone(self, turn: Turn) -> None:
-        """Its only claimant will not claim it. One that has claimed is known by its connection and its lease."""
+        """Its only claimant will not claim it. If it has claimed already, its connection and its lease decide."""
         if self.state is DecodeState.OPEN:
             self.compute_here(EndReason.CLAIMANT_LOST, turn)
 
     def lease_ended(self, worker_id: str, turn: Turn) -> None:
-        """Nobody waits for ``worker_id``, but its writes may go on: its grants stay until it is released or fenced."""
+        """Stop waiting for ``worker_id``. Its writes may continue, so its grants stay until it releases them or is
+        fenced."""
         if self.state is DecodeState.OPEN and self.claimant == worker_id:
             self.compute_here(EndReason.CLAIMANT_LEASE_ENDED, turn)
             return
@@ -515,7 +519,7 @@ class DecodeHandoff:
             self.compute_here(reason, turn)
 
     def tick(self, turn: Turn) -> None:
-        """Deadlines, and grants whose holders have not answered an abandon."""
+        """Check deadlines, and repeat abandons that are not answered."""
         if self.deadline_s <= turn.now_s and self.state in WAITING_FOR_CLAIMANT:
             turn.counters.num_expired += 1
             self.compute_here(EndReason.DEADLINE, turn)
@@ -527,7 +531,7 @@ class DecodeHandoff:
                 self.tell_to_stop(grant, turn)
 
     def next_s(self, rules: DecodeRules) -> float | None:
-        """When ``tick`` will have something to do."""
+        """When ``tick`` is due next."""
         times = [g.told_s + rules.abandon_repeat_s for g in self.grants if g.state is GrantState.ABANDONED]
         if self.state in WAITING_FOR_CLAIMANT:
             times.append(self.deadline_s)
@@ -537,12 +541,12 @@ class DecodeHandoff:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the claimant knows of its grant, and nothing but its computing is missing."""
+        """Whether the claimant has its grant, and only its computation is missing."""
         holder = self.holder
         return self.state is DecodeState.GRANTED and holder is not None and holder.state is GrantState.OUT
 
     def settle(self, turn: Turn) -> None:
-        """Give back every loan that nothing needs any more."""
+        """End every loan that nothing needs any more."""
         needed = {grant.loan for grant in self.grants}
         if self.state is not DecodeState.CLOSED or self.is_touched:
             needed.add(self.loan)
@@ -567,7 +571,7 @@ class DecodeHandoff:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is left."""
+        """Whether the hand-off can be forgotten."""
         return (
             self.state is DecodeState.CLOSED
             and not self.grants
@@ -601,7 +605,7 @@ class DecodeHandoff:
         return waits or any(grant.worker_id == worker_id for grant in self.grants)
 
     def _stopped(self, grant: Grant) -> None:
-        """Its claimant does nothing more. Checksums and reads of our own that are under way keep it."""
+        """End a grant: its claimant does nothing more. Our own running checksums and reads keep it."""
         if grant.state is GrantState.PREPARING:
             self._change(grant, GrantState.WITHDRAWN, 0.0)
         elif grant.state is not GrantState.WITHDRAWN and not self._is_read_from(grant):
@@ -623,7 +627,7 @@ class DecodeHandoff:
         return self.is_touched and self.direction is KvDirection.PULL and grant.generation == self.generation
 
     def tell_to_stop(self, grant: Grant, turn: Turn) -> None:
-        """Abandon it, over the claimant's connection of now, if it has one."""
+        """Send an abandon, over the claimant's current connection, if it has one."""
         self._change(grant, GrantState.ABANDONED, turn.now_s)
         connection = turn.connections.get(grant.worker_id)
         if connection is not None:
@@ -632,12 +636,12 @@ class DecodeHandoff:
 
 
 def refuse(event: Claimed, reason: RefusalReason, turn: Turn) -> None:
-    """Turn a claim down."""
+    """Refuse a claim."""
     turn.counters.num_refused += 1
     turn.out.append(Send(event.connection, HandoffRefused(event.claim.handoff_id, reason)))
 
 
 def tell_fetched(message: HandoffDone, connection: Connection | None, turn: Turn) -> None:
-    """P need not say HandoffDone again."""
+    """Acknowledge HandoffDone, so that P stops repeating it."""
     if connection is not None:
         turn.out.append(Send(connection, HandoffFetched(message.handoff_id, message.generation)))

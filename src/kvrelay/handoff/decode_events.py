@@ -1,7 +1,7 @@
-"""What the decode side's ledger is told, and what it wants done. Values only.
+"""The events and actions of the decode side's ledger. Values only.
 
-Actions are carried out in the order given. Those that ask for something (Allocate, ChecksumHits, Verify, Read) are
-answered by the event named in their docstring, exactly once, however long it takes.
+Actions are carried out in the order given. Those with an answer (Allocate, ChecksumHits, Verify, Read) are answered by
+the event named in their docstring, exactly once, after any time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from kvrelay.handoff.base import Connection, EndReason
 class Opened:
     """A request waits for a remote prefill, and the engine has lent ``block_ids`` as loan 1.
 
-    The first ``num_hit_blocks`` are computed already. Pull may open without blocks: they are asked for when P is ready.
-    ``num_tokens`` are those to be prefilled; 0: as many as the blocks hold.
-    ``claimant``: the one prefill worker that may claim it (prefill-first); None: any (decode-first).
-    ``term`` is our own; pull needs it.
+    The first ``num_hit_blocks`` are computed already. Pull may open without blocks: they are allocated when P is ready.
+    ``num_tokens`` is the number to be prefilled; 0: as many as the blocks hold. ``claimant``: the one prefill worker
+    that may claim it (prefill-first); None: any (decode-first). ``term`` is our own; pull needs it.
     """
 
     handoff_id: HandoffId
@@ -50,7 +49,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Prefill-first: the request has come and waits for blocks; ``claimant`` may claim before they are there.
+    """Prefill-first: the request has arrived and waits for blocks; ``claimant`` may claim before they are allocated.
 
     Followed by Opened, or by Closed if the request ends first.
     """
@@ -61,7 +60,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class ClaimantGone:
-    """Prefill-first: the frontend says that the claimant has refused the request, or is lost."""
+    """Prefill-first: the frontend reports that the claimant has refused the request or is lost."""
 
     handoff_id: HandoffId
 
@@ -75,7 +74,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class PushFailed:
-    """The queue did not take the entry."""
+    """The entry could not be queued."""
 
     handoff_id: HandoffId
 
@@ -90,7 +89,8 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """The engine's answer to Allocate: blocks for the whole request, fresh beyond its hits; None: it has none."""
+    """The engine's answer to Allocate: blocks for the whole request, fresh after its hits; None if no blocks are
+    free."""
 
     handoff_id: HandoffId
     loan: int
@@ -108,7 +108,7 @@ class HitsChecksummed:
 
 @dataclass(frozen=True, slots=True)
 class GrantNotSent:
-    """SendGrant found no connection: its claimant will never know of the grant."""
+    """SendGrant found no connection: its claimant will never get the grant."""
 
     handoff_id: HandoffId
     generation: int
@@ -131,7 +131,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Pull: P has computed everything and keeps it for us. ``connection`` is the one that it came over."""
+    """Pull: P has computed everything and keeps it for us. ``connection`` is the message's connection."""
 
     message: HandoffReady
     connection: Connection
@@ -148,7 +148,7 @@ class ReadEnded:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The answer to Verify: whether the blocks hold what was sent."""
+    """The answer to Verify: whether the blocks equal those that were sent."""
 
     handoff_id: HandoffId
     generation: int
@@ -157,14 +157,14 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A prefill worker touches nothing of a hand-off any more, and never claims it again."""
+    """A prefill worker touches no block of a hand-off any more, and never claims it again."""
 
     message: HandoffReleased
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLost:
-    """A connection has ended. Its peer may live on, and so may its writes."""
+    """A connection has ended. Its peer may still live and write."""
 
     connection: Connection
 
@@ -229,16 +229,16 @@ DecodeEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Put the entry of a hand-off into the prefill queue. PushFailed if that is impossible."""
+    """Put a hand-off's entry into the prefill queue. PushFailed follows if that is impossible."""
 
     handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Lend blocks as loan ``loan`` to a hand-off: fresh ones beyond its hits. Answered by Allocated.
+    """Lend blocks as loan ``loan`` to a hand-off: fresh ones after its hits. Answered by Allocated.
 
-    The request keeps those that it has until Resume names a loan.
+    The request keeps its blocks until Resume names a loan.
     """
 
     handoff_id: HandoffId
@@ -256,7 +256,7 @@ class ChecksumHits:
 
 @dataclass(frozen=True, slots=True)
 class SendGrant:
-    """From here on ``worker_id`` may write. GrantNotSent if it cannot be sent."""
+    """From here on ``worker_id`` may write. GrantNotSent follows if it cannot be sent."""
 
     worker_id: str
     connection: Connection
@@ -265,7 +265,7 @@ class SendGrant:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Tell a prefill worker. If it cannot be sent, nothing follows."""
+    """Send a message to a prefill worker. A failure to send has no consequence."""
 
     connection: Connection
     message: HandoffRefused | HandoffAbandon | HandoffFetched
@@ -276,7 +276,7 @@ class Read:
     """Pull: read P's blocks, of which ``remote_first_block`` is the request's first, into ours from ``first_block`` on:
     the tokens that both hold. Blocks of the two workers may differ in size.
 
-    Answered by ReadEnded, when nothing of it moves any more.
+    Answered by ReadEnded, when no part of it moves any more.
     """
 
     handoff_id: HandoffId
@@ -290,9 +290,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Compare what has arrived in ``block_ids`` with ``checksums`` (None: none were sent). Answered by Verified.
+    """Compare the blocks ``block_ids`` with ``checksums`` (None: none were sent). Answered by Verified.
 
-    ``num_units``: as many units of tokens (``core.checksums``) of these blocks, from the first, hold anything.
+    ``num_units``: the number of units of tokens (``core.checksums``) of these blocks, from the first, with content.
     """
 
     handoff_id: HandoffId
@@ -305,7 +305,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class EndLoan:
-    """No peer touches the blocks of this loan any more: they are the engine's."""
+    """No peer touches the blocks of this loan any more: give them back to the engine."""
 
     handoff_id: HandoffId
     loan: int
@@ -313,9 +313,10 @@ class EndLoan:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The blocks of ``loan`` hold the request's KV: they are its blocks from now on. The message has its first token.
+    """The blocks of ``loan`` hold the request's KV: they are its blocks from now on. The message has its first
+    token.
 
-    Comes at most once for a hand-off, before the loan's end.
+    Occurs at most once for a hand-off, before the loan's end.
     """
 
     handoff_id: HandoffId
@@ -326,7 +327,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class ComputeHere:
-    """No KV will come. A loan that is still out keeps its blocks: use others."""
+    """No KV will arrive. A loan that is still out keeps its blocks: use others."""
 
     handoff_id: HandoffId
     request_id: str

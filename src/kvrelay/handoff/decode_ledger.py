@@ -1,7 +1,7 @@
 """All hand-offs of one decode worker: events to their machines, leases and connections of the claimants.
 
-It owns which hand-off an event belongs to, and what holds for all of them: a claim must come from a compatible worker
-with a live lease, claims that come before their request (prefill-first) wait, stale messages are counted.
+It maps events to hand-offs, and owns the rules for all of them: a claim must come from a compatible worker with a live
+lease, claims that arrive before their request (prefill-first) wait, stale messages are counted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MAX_DECLINED = 4096
 
 @dataclass(frozen=True, slots=True)
 class EarlyClaim:
-    """A claim whose request has not come yet (prefill-first), or whose claimant's term is not known yet."""
+    """A claim whose request has not arrived yet (prefill-first), or whose claimant's term is not known yet."""
 
     event: Claimed
     until_s: float
@@ -76,28 +76,28 @@ class DecodeLedger:
         self.handoffs: dict[HandoffId, DecodeHandoff] = {}
         self.leases = PeerLeases()
         self.connections: dict[str, Connection] = {}
-        """By claimant: the connection that it was heard on last."""
+        """By claimant: the connection of its last message."""
         self.early: dict[tuple[HandoffId, str], EarlyClaim] = {}
         self.expected: dict[HandoffId, str] = {}
         """Prefill-first: hand-offs whose requests wait for blocks, and their claimants. Claims wait with them."""
         self.declined: OrderedDict[HandoffId, frozenset[str]] = OrderedDict()
-        """Hand-offs that are not open yet, and the workers that will not compute them."""
+        """Hand-offs that are not open yet, with the workers that will not compute them."""
 
     def __repr__(self) -> str:
         return f"DecodeLedger({self.num_open} open, {self.num_grants} grants, {self.counters})"
 
     @property
     def num_open(self) -> int:
-        """Hand-offs whose requests wait for them."""
+        """The number of hand-offs whose requests wait for them."""
         return sum(handoff.state is not DecodeState.CLOSED for handoff in list(self.handoffs.values()))
 
     @property
     def num_grants(self) -> int:
-        """Permissions that are out: until these are zero, peers may touch our memory."""
+        """The number of grants that are out: while it is not zero, peers may touch our memory."""
         return sum(len(handoff.grants) for handoff in list(self.handoffs.values()))
 
     def handle(self, event: DecodeEvent, now_s: float) -> list[DecodeAction]:
-        """Take in what has happened at ``now_s`` (monotonic); what is to be done, in order."""
+        """Handle an event at ``now_s`` (monotonic); returns the actions, in order."""
         turn = Turn(now_s, self.rules, self.counters, self.connections, self.new_secret)
         for handoff in _HANDLERS[type(event)](self, event, turn):
             handoff.settle(turn)
@@ -106,7 +106,7 @@ class DecodeLedger:
         return turn.out
 
     def next_tick_s(self) -> float | None:
-        """When Tick is due next; None: not before another event."""
+        """When the next Tick is due; None: not before another event."""
         times = [time for handoff in self.handoffs.values() if (time := handoff.next_s(self.rules)) is not None]
         times += [early.until_s for early in self.early.values() if not self._is_awaited(early)]
         fence_s = self.leases.next_fence_s()
@@ -145,7 +145,7 @@ class DecodeLedger:
         return (handoff,)
 
     def _check_claimant(self, handoff: DecodeHandoff, claimant: str, turn: Turn) -> None:
-        """Wait for no claim of a worker that is known not to make one."""
+        """Do not wait for the claim of a worker that will not claim."""
         if claimant in handoff.given_up_by:
             handoff.compute_here(EndReason.RELEASED, turn)
         elif self.leases.ended_s(claimant) is not None:
@@ -168,7 +168,7 @@ class DecodeLedger:
             self.declined.popitem(last=False)
 
     def _is_awaited(self, early: EarlyClaim) -> bool:
-        """Whether a claim waits for blocks: then for as long as its request does."""
+        """Whether a claim waits for blocks; it then waits as long as its request."""
         return early.event.claim.handoff_id in self.expected
 
     def _closed(self, event: Closed, turn: Turn) -> Iterable[DecodeHandoff]:
@@ -197,7 +197,8 @@ class DecodeLedger:
         return ()
 
     def _claim(self, handoff: DecodeHandoff, event: Claimed, turn: Turn) -> None:
-        """Who is turned down here has taken the hand-off from the queue: unless another one computes it, we do."""
+        """A refused claimant has taken the hand-off from the queue: unless another one computes it, the request is
+        computed here."""
         claim = event.claim
         if claim.kv_compatibility != self.rules.kv_compatibility:
             refuse(event, RefusalReason.INCOMPATIBLE, turn)
@@ -211,7 +212,7 @@ class DecodeLedger:
             self._park(event, turn)
 
     def _park(self, event: Claimed, turn: Turn) -> None:
-        """Until its request has come, or its claimant's term is known."""
+        """Hold a claim until its request has arrived, or its claimant's term is known."""
         key = (event.claim.handoff_id, event.claim.prefill_worker_id)
         if len(self.early) < MAX_EARLY or key in self.early:
             self.early[key] = EarlyClaim(event, turn.now_s + self.rules.early_claim_timeout_s)
@@ -227,7 +228,7 @@ class DecodeLedger:
         return taken
 
     def _heard_on(self, worker_id: str, connection: Connection, turn: Turn) -> None:
-        """A claimant has (another) connection: what it may not have heard over the old one is said again."""
+        """A claimant has another connection: repeat messages that may be lost with the old one."""
         if self.connections.get(worker_id) == connection:
             return
         self.connections[worker_id] = connection
@@ -265,7 +266,7 @@ class DecodeLedger:
         message = event.message
         handoff = self.handoffs.get(message.handoff_id)
         if handoff is None or not handoff.ready(message, turn):
-            # P need not keep anything for us.
+            # P need not keep blocks for us.
             self.counters.num_stale += 1
             abandon = HandoffAbandon(message.handoff_id, message.generation)
             turn.out.append(Send(event.connection, abandon))
@@ -305,7 +306,7 @@ class DecodeLedger:
 
     def _registered(self, event: Registered, turn: Turn) -> Iterable[DecodeHandoff]:
         if self.leases.registered(event.worker_id, event.ttl_s, event.term):
-            # It has withdrawn what it had begun under its old lease before it came back.
+            # Before it came back it withdrew everything that it had begun under its old lease.
             for handoff in self.handoffs.values():
                 handoff.fenced(event.worker_id, turn)
         for claimed in self._take_early(lambda claim: claim.prefill_worker_id == event.worker_id):

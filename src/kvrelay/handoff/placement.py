@@ -2,9 +2,9 @@
 
     cost(way) = first token + LATE * its lateness + HARM * delay of running answers + LATE * lateness of their tokens
 
-A request that waits is bound to no way: the decode worker sends a prefill away only while its window is open, a few
-prefills ahead of what the prefill workers compute. So the queue stays short, little has to be taken back from it, and a
-request holds blocks only from then on. If the cheaper way is closed for the moment, the request goes on waiting.
+A waiting request is not bound to a way: the decode worker sends a prefill away only while its window is open, a few
+prefills ahead of the prefill workers. So the queue stays short, little must be taken back from it, and a request holds
+blocks only from then on. While the cheaper way is closed, the request continues to wait.
 
 Pure: numbers in, a decision out. ``docs/cost-model.md`` has the formulas with their sources.
 """
@@ -20,13 +20,13 @@ from kvrelay.core.cost_model import MAX_COST_S, RemoteCost, RemoteCostModel, Ste
 from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 
 LATE = 4.0
-"""Seconds that a second beyond an objective is worth."""
+"""The cost, in seconds, of a second beyond an objective."""
 HARM = 0.25
-"""Seconds that a second by which a running answer is delayed, within its objective, is worth."""
+"""The cost, in seconds, of delaying a running answer by a second within its objective."""
 MIN_WINDOW = 4
-"""Prefills per prefill worker that may always be on their way: one computing, one behind it, two to arrive."""
+"""Prefills per prefill worker that may always be in flight: one computing, one waiting, two to arrive."""
 WINDOW_S = 0.25
-"""More are sent as long as the wait before them is below this."""
+"""More are sent while the wait before them is below this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What the engine knows when a prefill is to be placed. Tokens are those still to compute.
+    """The engine's state when a prefill is placed. Token counts are of tokens still to compute.
 
     ``num_tokens`` of this request; ``num_here`` will be computed here before it; ``num_away`` were sent away by this
     worker and have not come back, in ``num_prefills_away`` prefills. ``chunk``: prefill tokens of a step beside
@@ -61,7 +61,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Estimates in seconds, from now to the first token. ``place`` None: the request goes on waiting."""
+    """Estimates in seconds, from now to the first token. ``place`` None: the request continues to wait."""
 
     place: PrefillPlace | None
     local_s: float = 0.0
@@ -120,7 +120,8 @@ def _late(situation: Situation, seconds: float) -> float:
 class CostPlacement:
     """Places the prefills of one decode worker, and learns what they cost. All methods run on the engine's thread.
 
-    ``fleet`` reads what the worker knows of the prefill side; ``count`` is told of each decision that was taken.
+    ``fleet`` returns the worker's knowledge of the prefill side; ``count`` is called with each decision that was
+    carried out.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class CostPlacement:
     ) -> None:
         self.model = RemoteCostModel()
         self.num_fallbacks = 0
-        """Decisions by threshold, since the costs were not sound."""
+        """Decisions by threshold, because the costs were not reliable."""
         self._policy = policy
         self._fleet = fleet
         self._count = count
@@ -136,11 +137,11 @@ class CostPlacement:
         self._arriving = ("", 0.0)
 
     def objectives(self) -> Objectives:
-        """Those in force for requests without their own."""
+        """The objectives of requests without their own."""
         return objectives_of(self._policy.config)
 
     def decide(self, situation: Situation) -> Decision:
-        """Where the prefill is to go now."""
+        """Where the prefill should go now."""
         remote, fleet = self.model.cost, self._fleet()
         if situation.cost.is_sound and remote.is_sound:
             return decide(situation, remote, fleet, self._mean_tokens)
@@ -158,7 +159,7 @@ class CostPlacement:
             self._count(decision.place)
 
     def prefill_took(self, request_id: str, prefill_s: float) -> None:
-        """What the prefill worker says of a request whose KV has arrived; ``came_back`` follows at once, if at all."""
+        """The prefill worker's report of a request whose KV has arrived; ``came_back`` follows at once, if at all."""
         self._arriving = (request_id, prefill_s)
 
     def came_back(self, request_id: str, num_tokens: int, num_ahead: int, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""One hand-off at the prefill worker: compute, and once it is granted read, write or keep; then say how it ended.
+"""One hand-off at the prefill worker: compute; after the grant read, write or keep; then report the end.
 
     CLAIMING ──Granted──> SENDING ──push: last write done──> CONFIRMING ──Fetched──> ENDED
        │                     │    └─pull: all computed──> HOLDING ──Fetched──> ENDED
@@ -6,11 +6,12 @@
 
     STOPPING ──nothing in flight──> RELEASING ──heard──> ENDED          (if the claim was refused: ENDED at once)
 
-In CLAIMING the engine computes already. What it wants to read, and what it has computed, waits for the grant: before it
-nothing of D is touched. In STOPPING nothing is submitted; blocks stay in use until what was submitted has ended.
+In CLAIMING the engine already computes. Its reads and its computed blocks wait for the grant: before it no block of D
+is touched. In STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended.
 
-CONFIRMING and RELEASING hold no blocks. They repeat HandoffDone, or the release, until D has heard it or has been gone
-for long: the last write's notification may be lost, and only P can connect to D. Abandoned, CONFIRMING is RELEASING.
+CONFIRMING and RELEASING hold no blocks. They repeat HandoffDone, or the release, until D acknowledges it or has been
+gone for long: the last write's notification may be lost, and only P can connect to D. An abandon turns CONFIRMING into
+RELEASING.
 """
 
 from __future__ import annotations
@@ -60,20 +61,20 @@ MAX_BLOCK_SIZE = 2**20
 
 
 class PrefillState(enum.Enum):
-    """Where a hand-off stands at the prefill worker."""
+    """States of a hand-off at the prefill worker."""
 
     CLAIMING = "claiming"
-    """The engine computes; the claim is under way."""
+    """The engine computes; the claim is in flight."""
     SENDING = "sending"
     """Granted: D's hit blocks may be read, computed blocks may be written."""
     HOLDING = "holding"
-    """Pull: everything is computed, and D may read it."""
+    """Pull: everything is computed and D may read it."""
     CONFIRMING = "confirming"
-    """Push: everything is written; D has not said yet that it knows."""
+    """Push: everything is written; D has not acknowledged it yet."""
     STOPPING = "stopping"
     """Nothing more is submitted; transfers in flight still touch our blocks."""
     RELEASING = "releasing"
-    """D has not heard yet that we have stopped."""
+    """D has not acknowledged yet that we have stopped."""
     ENDED = "ended"
 
 
@@ -91,7 +92,7 @@ TRANSITIONS: dict[PrefillState, frozenset[PrefillState]] = {
 
 @dataclass(frozen=True, slots=True)
 class PrefillRules:
-    """Settings of a prefill ledger. Seconds. ``checksums``: this worker trusts no KV without them."""
+    """Settings of a prefill ledger. Seconds. ``checksums``: this worker accepts no KV without checksums."""
 
     worker_id: str
     block_size: int
@@ -100,15 +101,15 @@ class PrefillRules:
     paired_claim_timeout_s: float = 30.0
     """Prefill-first: the claim also waits for blocks of the decode worker."""
     progress_s: float = 2.0
-    """How often a decode worker hears that its prefill is being computed."""
+    """The interval of HandoffProgress to a decode worker."""
     ready_repeat_s: float = 1.0
-    """How often HandoffReady, or a HandoffDone that was not answered, is said again."""
+    """The interval at which HandoffReady, or an unanswered HandoffDone, is repeated."""
     release_repeat_s: float = 0.05
-    """The first; doubled each time."""
+    """The first interval; doubled each time."""
     max_release_repeat_s: float = 2.0
     gone_for_s: float = 30.0
-    """How long after the end of its lease a decode worker is still told. One that stood still comes back under its old
-    id, and would wait for hand-offs that nobody computes."""
+    """How long after the end of its lease releases to a decode worker are repeated. A worker that was stopped comes
+    back under its old id, and would wait for hand-offs that no worker computes."""
     checksums: bool = False
 
     def claim_timeout_of(self, order: HandoffOrder) -> float:
@@ -117,7 +118,7 @@ class PrefillRules:
 
 @dataclass(slots=True)
 class PrefillCounters:
-    """Since start."""
+    """Counts since start."""
 
     num_prefills: int = 0
     num_refused: int = 0
@@ -129,7 +130,7 @@ class PrefillCounters:
 
 @dataclass(slots=True)
 class Turn:
-    """One event being dealt with: when, under which rules, and what it leads to."""
+    """The handling of one event: its time, the rules, and the resulting actions."""
 
     now_s: float
     rules: PrefillRules
@@ -151,24 +152,24 @@ class PrefillHandoff:
     state: PrefillState = PrefillState.CLAIMING
     grant: HandoffGrant | None = None
     load: Blocks | None = None
-    """CLAIMING: what the engine wants to read."""
+    """CLAIMING: the engine's requested read."""
     chunks: tuple[ChunkComputed, ...] = ()
-    """Computed and not yet submitted, in order; with pull: all of them."""
+    """Chunks computed and not yet submitted, in order; with pull all of them."""
     checksums: tuple[int, ...] = ()
-    """Of the blocks in the order of the request, as far as they are known."""
+    """Checksums of the blocks in the order of the request, as far as known."""
     num_tokens: int = 0
-    """The request's; 0: as many as ``num_blocks`` hold."""
+    """The request's tokens; 0: as many as ``num_blocks`` hold."""
     num_in_flight: int = 0
     """Reads, writes and checksums that touch our blocks."""
     is_computed: bool = False
     is_sent: bool = False
     """Push: the last write was submitted."""
     done: HandoffDone | None = None
-    """Push: what goes behind the last write."""
+    """Push: the message after the last write."""
     is_heard: bool = False
-    """Push: D has answered it."""
+    """Push: D has acknowledged it."""
     held: tuple[int, ...] = ()
-    """Pull: our blocks for what D lacks, in the order of the request."""
+    """Pull: our blocks that D lacks, in the order of the request."""
     ready: HandoffReady | None = None
     has_blocks: bool = True
     reason: EndReason | None = None
@@ -192,7 +193,7 @@ class PrefillHandoff:
         turn.out += [Compute(self.handoff_id), SendClaim(self.decode_worker_id, claim)]
 
     def decline(self, reason: EndReason, turn: Turn) -> None:
-        """Compute nothing; only its owner has to hear of it."""
+        """Compute nothing; only tell its owner."""
         self.has_blocks = False
         self._computed(turn)
         turn.out.append(Settle(self.handoff_id, reason))
@@ -202,9 +203,9 @@ class PrefillHandoff:
         self.settle(turn)
 
     def granted(self, grant: HandoffGrant, is_known: bool, turn: Turn) -> None:
-        """D's blocks may be touched from here on. A grant that comes after we gave up is answered by the release.
+        """From here on D's blocks may be touched. A grant that arrives after we gave up is answered by the release.
 
-        ``is_known``: D is in the term that we know. Pull needs that: its end tells when D reads no more.
+        ``is_known``: D is in the term that we know. Pull needs that: the end of the term shows that D reads no more.
         """
         if self.state is not PrefillState.CLAIMING:
             return
@@ -223,12 +224,12 @@ class PrefillHandoff:
             self._send(chunk, turn)
 
     def refused(self, turn: Turn) -> None:
-        """What is computed stays in the prefix cache."""
+        """Stop; the computed blocks stay in the prefix cache."""
         if self.state is PrefillState.CLAIMING:
             self.stop(EndReason.REFUSED, turn)
 
     def _fits(self, grant: HandoffGrant, rules: PrefillRules) -> bool:
-        """Blocks are paired with ours later, where it is too late to refuse."""
+        """Check the grant's blocks now: when they are paired with ours it is too late to refuse."""
         size = grant.block_size or rules.block_size
         if not 1 <= size <= MAX_BLOCK_SIZE:
             return False
@@ -245,7 +246,7 @@ class PrefillHandoff:
         )
 
     def _fits_hits(self, num_cached_tokens: int, num_tokens: int) -> bool:
-        """With decode-first the entry has said it. With prefill-first D may hold more than was known."""
+        """With decode-first the entry has this number. With prefill-first D may hold more than was known."""
         if self.order is HandoffOrder.DECODE_FIRST:
             return num_cached_tokens == self.num_cached_tokens
         return self.num_cached_tokens <= num_cached_tokens < num_tokens
@@ -253,7 +254,7 @@ class PrefillHandoff:
     # -- the engine ---------------------------------------------------------------------------------------------------
 
     def load_wanted(self, load: Blocks, turn: Turn) -> None:
-        """The engine waits for hit blocks of D."""
+        """The engine requests hit blocks of D."""
         if self.state is PrefillState.CLAIMING:
             self.load = load
         elif self.state is PrefillState.SENDING:
@@ -262,7 +263,7 @@ class PrefillHandoff:
             turn.out.append(TellLoaded(self.handoff_id, False))
 
     def chunk_computed(self, chunk: ChunkComputed, turn: Turn) -> None:
-        """More of it is computed."""
+        """Another chunk is computed."""
         if chunk.first_token is not None:
             self._computed(turn)
         if self.state is PrefillState.CLAIMING:
@@ -285,7 +286,7 @@ class PrefillHandoff:
         turn.out.append(Read(self.handoff_id, load, self.grant.block_ids[first:end], first))
 
     def read_ended(self, ok: bool, turn: Turn) -> None:
-        """Without success what was to be read is computed: that is no reason to give up."""
+        """After a failed read the engine computes those blocks: that is no reason to give up."""
         if ok and self._with_checksums(turn.rules) and self.load is not None and self.grant is not None:
             sent = None if self.grant.checksums is None else self.grant.checksums[_units(self.load, turn.rules)]
             turn.out.append(VerifyHits(self.handoff_id, self.load, sent))
@@ -293,7 +294,7 @@ class PrefillHandoff:
         self._loaded(ok, turn)
 
     def hits_verified(self, ok: bool, turn: Turn) -> None:
-        """What was read has been compared with what D has."""
+        """The read blocks were compared with D's checksums."""
         num_blocks = 0 if self.load is None else len(self.load.block_ids)
         turn.counters.num_verified_blocks += num_blocks if ok else 0
         turn.counters.num_damaged += not ok
@@ -306,7 +307,7 @@ class PrefillHandoff:
         self.settle(turn)
 
     def _send(self, chunk: ChunkComputed, turn: Turn) -> None:
-        """Write what D lacks, after its checksum if there is to be one. Pull: keep it until the last."""
+        """Write the blocks that D lacks, after their checksums if required. Pull: keep them until the last chunk."""
         chunk = self._lacking(chunk, turn.rules)
         if not chunk.blocks.block_ids and chunk.first_token is None:
             return
@@ -318,7 +319,7 @@ class PrefillHandoff:
             self._submit(chunk, turn)
 
     def _lacking(self, chunk: ChunkComputed, rules: PrefillRules) -> ChunkComputed:
-        """Without D's hits: those blocks of D may be other requests' too, and are read only."""
+        """Exclude D's hits: other requests may share those blocks, and they are read only."""
         blocks, num_hit_blocks = chunk.blocks, self.num_cached_tokens // rules.block_size
         num_held = num_hit_blocks - blocks.first_block
         if num_held <= 0:
@@ -326,7 +327,7 @@ class PrefillHandoff:
         return replace(chunk, blocks=Blocks(num_hit_blocks, blocks.block_ids[num_held:]))
 
     def chunk_checksummed(self, checksums: tuple[int, ...] | None, turn: Turn) -> None:
-        """The first of the chunks that wait for it."""
+        """The first chunk that waits for its checksum."""
         self.num_in_flight -= 1
         if checksums is None and self.state is PrefillState.SENDING:
             self.stop(EndReason.CHECKSUM_FAILED, turn)
@@ -345,7 +346,7 @@ class PrefillHandoff:
             return
         first, end = self._of_decode(chunk.blocks, turn.rules)
         if chunk.blocks.first_block == self.num_cached_tokens // turn.rules.block_size:
-            # D's hits, which other requests share, may end within our block.
+            # D's hits, which other requests share, may end within one of our blocks.
             first = self.num_cached_tokens // self.decode_block_size(turn.rules)
         remote = self.grant.block_ids[first : max(first, end)]
         self.num_in_flight += 1
@@ -363,7 +364,7 @@ class PrefillHandoff:
         return blocks.first_block * ours // theirs, -(-(blocks.first_block + len(blocks.block_ids)) * ours // theirs)
 
     def _needed(self, blocks: Blocks, checksums: tuple[int, ...], rules: PrefillRules) -> tuple[int, ...]:
-        """Those of tokens that D lacks."""
+        """Our blocks of tokens that D lacks."""
         unit, first = unit_tokens(rules.block_size), _units(blocks, rules).start
         num_tokens = self.num_tokens or self.num_blocks * rules.block_size
         return checksums[max(0, self.num_cached_tokens // unit - first) : max(0, -(-num_tokens // unit) - first)]
@@ -414,7 +415,7 @@ class PrefillHandoff:
             turn.out.append(SendReady(self.decode_worker_id, self.ready))
 
     def fetched(self, generation: int, turn: Turn) -> None:
-        """D has read everything, or has heard that everything is written, maybe before we know that ourselves."""
+        """D has read everything, or knows that everything is written, perhaps before we know it ourselves."""
         if self.grant is None or self.grant.generation != generation:
             return
         if self.state is PrefillState.HOLDING:
@@ -435,14 +436,14 @@ class PrefillHandoff:
         self._count(reason, turn)
         turn.out.append(StopComputing(self.handoff_id))
         if self.load is not None and self.num_in_flight == 0:
-            # The engine waits for it: its request would not end.
+            # The engine waits for this load; without an answer its request would not end.
             self.load = None
             turn.out.append(TellLoaded(self.handoff_id, False))
         self._computed(turn)
         self.settle(turn)
 
     def abandoned(self, generation: int, turn: Turn) -> None:
-        """D neither waits nor reads any more. A grant that this has overtaken is of no use either."""
+        """D neither waits nor reads any more. A grant that was sent before is void too."""
         if self.state is PrefillState.RELEASING:
             self._say_released(turn)
         elif self.state is PrefillState.CONFIRMING:
@@ -453,21 +454,22 @@ class PrefillHandoff:
             self.stop(EndReason.ABANDONED, turn)
 
     def lost(self, reason: EndReason, turn: Turn) -> None:
-        """No use to D, or not allowed any more. What D may be reading is kept: only D's word or fence ends that."""
+        """Stop: D does not need it, or it is no longer allowed. Blocks that D may be reading are kept until D says so
+        or is fenced."""
         if self.state in (PrefillState.CLAIMING, PrefillState.SENDING):
             self.stop(reason, turn)
 
     def fenced(self, turn: Turn) -> None:
-        """D reads no more, whether or not it lives."""
+        """D is fenced: it reads no more, alive or not."""
         self.stop(EndReason.DECODE_WORKER_LOST, turn)
 
     def release_heard(self, turn: Turn) -> None:
-        """D knows that we have stopped."""
+        """D has acknowledged that we have stopped."""
         if self.state is PrefillState.RELEASING:
             self._move(PrefillState.ENDED)
 
     def tick(self, ended_s: float | None, turn: Turn) -> None:
-        """``ended_s``: when D's lease has ended, if it has."""
+        """``ended_s``: when D's lease ended; None if it lives."""
         if turn.now_s < self.due_s:
             return
         if self.state is PrefillState.CLAIMING:
@@ -490,7 +492,7 @@ class PrefillHandoff:
         return None if self.state in (PrefillState.STOPPING, PrefillState.ENDED) else self.due_s
 
     def settle(self, turn: Turn) -> None:
-        """End once nothing touches our blocks any more."""
+        """End the hand-off once nothing touches our blocks any more."""
         if self.num_in_flight:
             return
         if self.state is PrefillState.SENDING and self.is_sent:

@@ -1,7 +1,7 @@
-"""What the prefill side's ledger is told, and what it wants done. Values only.
+"""The events and actions of the prefill side's ledger. Values only.
 
-Actions are carried out in the order given. Those that ask for something (Read, VerifyHits, ChecksumChunk, Write) are
-answered by the event named in their docstring, exactly once, however long it takes.
+Actions are carried out in the order given. Those with an answer (Read, VerifyHits, ChecksumChunk, Write) are answered
+by the event named in their docstring, exactly once, after any time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What the last chunk comes with."""
+    """The token that comes with the last chunk."""
 
     token_id: int
     logprobs: PositionLogprobs | None = None
@@ -50,8 +50,8 @@ class Pulled:
     """A prefill to compute, from the queue (decode-first) or from the router (prefill-first).
 
     ``num_blocks`` are the request's in our block size; the decode worker holds the first ``num_cached_tokens`` tokens
-    already. With prefill-first it may hold more than that: its grant says. ``term`` is our own. ``num_tokens`` are the
-    request's; 0: as many as the blocks hold.
+    already. With prefill-first its grant may name more. ``term`` is our own. ``num_tokens`` are the request's; 0: as
+    many as the blocks hold.
     """
 
     handoff_id: HandoffId
@@ -65,7 +65,7 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """An entry that is not computed here: nobody will, except its owner, who hears a release."""
+    """An entry that is not computed here. Its owner gets a release and computes it."""
 
     handoff_id: HandoffId
     decode_worker_id: str
@@ -74,7 +74,7 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Prefill-first: the frontend wants no more of it."""
+    """Prefill-first: the frontend has aborted the request."""
 
     handoff_id: HandoffId
 
@@ -88,7 +88,7 @@ class ClaimFailed:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The decode worker's yes."""
+    """The decode worker has granted the claim."""
 
     worker_id: str
     message: HandoffGrant
@@ -96,21 +96,21 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The decode worker's no."""
+    """The decode worker has refused the claim."""
 
     message: HandoffRefused
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRefused:
-    """The engine did not take the request (or has died)."""
+    """The engine refused the request (or has died)."""
 
     handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWanted:
-    """The engine waits for hit blocks that the decode worker holds and we do not."""
+    """The engine requests hit blocks that the decode worker holds and we lack."""
 
     handoff_id: HandoffId
     blocks: Blocks
@@ -118,7 +118,7 @@ class LoadWanted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkComputed:
-    """These blocks are computed. The last chunk brings the first token."""
+    """These blocks are computed. The last chunk carries the first token."""
 
     handoff_id: HandoffId
     blocks: Blocks
@@ -135,7 +135,7 @@ class ReadEnded:
 
 @dataclass(frozen=True, slots=True)
 class HitsVerified:
-    """The answer to VerifyHits: whether what was read is what the decode worker has."""
+    """The answer to VerifyHits: whether the read blocks equal the decode worker's."""
 
     handoff_id: HandoffId
     ok: bool
@@ -159,7 +159,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """The decode worker waits no more, and reads no more. It hears a release in any case."""
+    """The decode worker neither waits nor reads any more. It gets a release in any case."""
 
     worker_id: str
     message: HandoffAbandon
@@ -167,14 +167,14 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The decode worker has heard HandoffDone (push), or has read everything (pull)."""
+    """The decode worker has acknowledged HandoffDone (push), or has read everything (pull)."""
 
     message: HandoffFetched
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseHeard:
-    """The decode worker has heard every release of this hand-off that was said before now."""
+    """The decode worker has received every release of this hand-off that was sent before now."""
 
     handoff_id: HandoffId
 
@@ -280,7 +280,7 @@ class VerifyHits:
 
 @dataclass(frozen=True, slots=True)
 class TellLoaded:
-    """The engine's load has ended; without success it computes what it wanted to read."""
+    """The engine's load has ended; if it failed, the engine computes those blocks."""
 
     handoff_id: HandoffId
     ok: bool
@@ -296,10 +296,10 @@ class ChecksumChunk:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write our blocks into D's, behind every earlier Write of this hand-off, then deliver ``done`` behind the bytes.
+    """Write our blocks into D's, after every earlier Write of this hand-off, then deliver ``done`` after the bytes.
 
     The tokens that both hold: those of D, of which ``remote_first_block`` is the first, begin after its hits, so there
-    may be none. Blocks of the two workers may differ in size. Never posted past our fence, nor after an earlier Write
+    may be none. Blocks of the two workers may differ in size. Never posted after our fence, nor after an earlier Write
     of this hand-off has failed. Answered by Written.
     """
 
@@ -313,7 +313,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class SendProgress:
-    """Tell the decode worker that its prefill is being computed. If it cannot be sent, nothing follows."""
+    """Tell the decode worker that its prefill is being computed. A failure to send has no consequence."""
 
     worker_id: str
     message: HandoffProgress
@@ -321,8 +321,8 @@ class SendProgress:
 
 @dataclass(frozen=True, slots=True)
 class SendDone:
-    """Push: say over the request plane what the last write's notification said, over a new connection if need be.
-    Repeated until the decode worker answers."""
+    """Push: repeat the last write's notification over the request plane, over a new connection if necessary, until the
+    decode worker answers."""
 
     worker_id: str
     message: HandoffDone
@@ -338,28 +338,28 @@ class SendReady:
 
 @dataclass(frozen=True, slots=True)
 class StopComputing:
-    """Compute no more of it. Its blocks stay in use until FreeBlocks."""
+    """Stop computing it. Its blocks stay in use until FreeBlocks."""
 
     handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class FreeBlocks:
-    """No transfer touches its blocks any more. Comes once for each Compute."""
+    """No transfer touches its blocks any more. Occurs once for each Compute."""
 
     handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Nothing is left to compute: another prefill may be pulled. Comes once for each hand-off, before Settle."""
+    """Nothing is left to compute: another prefill may be pulled. Occurs once for each hand-off, before Settle."""
 
     handoff_id: HandoffId
 
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Acknowledge the queue entry: nothing of it is left to do here. Comes once for each Pulled and each Declined."""
+    """Acknowledge the queue entry: nothing of it is left to do here. Occurs once for each Pulled and each Declined."""
 
     handoff_id: HandoffId
     reason: EndReason | None
@@ -367,7 +367,8 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class SayReleased:
-    """Tell the decode worker, over a new connection if need be. ReleaseHeard when it has heard; else it comes again."""
+    """Send a release to the decode worker, over a new connection if necessary. ReleaseHeard follows when it has
+    arrived; otherwise this action is repeated."""
 
     worker_id: str
     message: HandoffReleased

@@ -1,11 +1,13 @@
-"""Who may say what to this worker: discovery's public keys, and what each kind of caller is there for.
+"""Which callers may send which messages to this worker: discovery's public keys, and the messages of each kind of
+caller.
 
     discovery ──> frontends/ID, operators/ID (watched here), kv_metadata/ID/0 (told by Fleet) ──> keys and their holders
     handshake ──public key, proved──> admit() ──> identity of the connection, for its whole life
     message ──identity──> refusal(): frontends generate, a worker claims in its own name, operators send admin commands
 
-A connection outlives its entry: a frontend that cannot reach the control plane goes on with the workers that it has.
-What depends on a live lease (a claim) is asked of ``Fleet`` each time. It does not know sockets or hand-offs.
+A connection outlives its entry: a frontend that cannot reach the control plane continues with the workers that it has.
+Messages that need a live lease (claims) are checked with ``Fleet`` each time. This module does not know sockets or
+hand-offs.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ MAY_SAY: dict[CallerKind, tuple[type[Message], ...]] = {
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who is at the other end of a connection; as JSON it is the connection's identity."""
+    """The caller at the other end of a connection; as JSON it is the connection's identity."""
 
     kind: CallerKind
     caller_id: str
@@ -52,7 +54,7 @@ _decoder = msgspec.json.Decoder(Caller)
 
 
 class Callers:
-    """From ``start`` to ``close``. ``is_open``: the request plane asks nobody who he is (``--insecure``)."""
+    """From ``start`` to ``close``. ``is_open``: the request plane identifies no caller (``--insecure``)."""
 
     def __init__(self, discovery: Discovery, keys: Keys, *, is_open: bool) -> None:
         self._discovery = discovery
@@ -77,14 +79,14 @@ class Callers:
     # -- what discovery says ------------------------------------------------------------------------------------------
 
     def learn(self, caller: Caller, public_key: str) -> None:
-        """From now on this key is the caller's, and no other. An empty key is nobody's."""
+        """From now on this key, and no other, is the caller's. An empty key belongs to no caller."""
         if self._key_of.get(caller) == public_key:
             return
         self.forget(caller)
         if not public_key:
             return
         self._key_of[caller] = public_key
-        # A key that somebody else has registered before remains that one's.
+        # A key that another caller has registered before stays with that caller.
         self._callers_of[public_key].append(caller)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -107,7 +109,7 @@ class Callers:
     # -- what callers do ----------------------------------------------------------------------------------------------
 
     async def admit(self, public_key: str) -> str | None:
-        """The identity of a connection whose client holds this key; None if nobody in discovery has it."""
+        """The identity of a connection whose client holds this key; None if no caller in discovery has it."""
         try:
             async with asyncio.timeout(ADMISSION_WAIT_S):
                 while public_key not in self._callers_of:
@@ -121,7 +123,7 @@ class Callers:
         return bool(identity) and _decoder.decode(identity).kind is CallerKind.FRONTEND
 
     def refusal(self, identity: str, message: Message) -> str | None:
-        """Why a message over a connection of that identity is not to be dealt with; None: it is."""
+        """Why a message over a connection of that identity must be dropped; None: it may be handled."""
         if self._is_open:
             return None
         if not identity:

@@ -1,4 +1,4 @@
-"""The prefill side's hand-offs at work: drives a ``PrefillLedger``.
+"""The prefill side's driver of hand-offs, over a ``PrefillLedger``.
 
     event loop        entries, answers, connections, leases ──> Pulled, Granted, ...  <──  SendClaim, SayReleased,
                                                                                            Computed, Settle
@@ -7,8 +7,8 @@
     transfer thread                                  ReadEnded, Written               <──  Read, Write
     checksum thread                                  HitsVerified, ChunkChecksummed   <──  VerifyHits, ChecksumChunk
 
-It owns no rule of the protocol: ``kvrelay/handoff`` does. The transfer thread keeps a peer's transfers in order and
-lets HandoffDone go only behind the writes before it, and never after one of them has failed (they share a group).
+The rules of the protocol are in ``kvrelay/handoff``. The transfer thread keeps a peer's transfers in order. It sends
+HandoffDone only after the writes before it, and never if one of them has failed (they share a group).
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class Job:
-    """A prefill that was taken on. ``on_computed`` and ``on_settled`` run on the event loop, once each.
+    """A prefill that this worker computes. ``on_computed`` and ``on_settled`` run on the event loop, once each.
 
-    Prefill-first: ``on_received`` runs on the engine's thread when the engine looks at it, ``on_first`` on the event
+    Prefill-first: ``on_received`` runs on the engine's thread when the engine receives it, ``on_first`` on the event
     loop with the first token, before ``on_settled``.
     """
 
@@ -79,7 +79,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The engine's name for it."""
+        """Its request id in the engine."""
         return str(self.request.handoff_id)
 
 
@@ -103,7 +103,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._by_name: dict[str, HandoffId] = {}
         self._layout = layout
         self._planners: dict[str, TransferPlanner] = {}
-        """By decode worker: how its blocks and ours map onto each other. Made with the connection to its memory."""
+        """By decode worker: the mapping between its blocks and ours. Made with the connection to its memory."""
         self._engine = engine
         self._transfer = transfer
         self._checksums = checksums
@@ -136,7 +136,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         )
 
     def handled(self, event: pe.PrefillEvent) -> None:
-        """The counts that others see."""
+        """The public counts."""
         counters, stats = self.ledger.counters, self._stats
         stats.num_prefills, stats.num_refused = counters.num_prefills, counters.num_refused
         stats.num_failed, stats.num_abandoned = counters.num_failed, counters.num_abandoned
@@ -144,7 +144,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         stats.num_kv_checksum_mismatches = counters.num_damaged
 
     async def close(self) -> None:
-        """Claim and release nothing more: the end of our lease will say the same."""
+        """Claim and release nothing more: the end of our lease has the same effect."""
         await self._tasks.close()
         await self._releases.close()
 
@@ -171,14 +171,14 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         )
 
     def decline(self, job: Job, reason: EndReason) -> None:
-        """It is not computed here, and its owner hears so."""
+        """Do not compute it, and tell its owner."""
         request = job.request
         self._peers.remember(request.decode_worker_id, request.decode_address)
         self.jobs[request.handoff_id] = job
         self.handle(pe.Declined(request.handoff_id, request.decode_worker_id, reason))
 
     def on_message(self, peer: DecodePeer, message: Message) -> None:
-        """What a decode worker says. A hand-off's id is worth something only from the worker that it names."""
+        """A message of a decode worker. A hand-off's id is valid only from the worker that it names."""
         worker_id = peer.worker_id
         if not isinstance(message, HandoffGrant | HandoffRefused | HandoffAbandon | HandoffFetched):
             _log.warning("%s sent an unexpected %s", worker_id, type(message).__name__)
@@ -234,7 +234,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 await asyncio.wrap_future(self._transfer.add_peer(metadata))
 
     def forget_memory(self, worker_id: str) -> None:
-        """The connection to a decode worker's memory is torn down; it is loaded anew at the next claim."""
+        """The connection to a decode worker's memory is closed; the next claim loads it again."""
         self._planners.pop(worker_id, None)
 
     def _settle(self, action: pe.Settle) -> None:
@@ -247,7 +247,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
     # -- engine thread ------------------------------------------------------------------------------------------------
 
     def on_step(self, step: StepOutput) -> None:
-        """What a step has computed, and what it wants to read."""
+        """Report a step's computed blocks and requested reads."""
         for load in step.kv_loads:
             self._load(load)
         for chunk in step.handoff_chunks:
@@ -268,7 +268,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             return
         job = self.jobs.get(handoff_id)
         if chunk.first_output is not None and job is not None and job.on_first is not None:
-            # Before the ledger hears of it, for a hand-off may settle at once.
+            # Before the ledger handles it, because a hand-off may settle at once.
             self.on_loop(job.on_first, chunk.first_output)
         token = pe.FirstToken(chunk.token_id, chunk.logprobs) if chunk.token_id is not None else None
         self.handle(pe.ChunkComputed(handoff_id, pe.Blocks(chunk.first_block, chunk.block_ids), token))
@@ -290,7 +290,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                     output_token_ids=request.token_ids[num_prompt:],
                     sampling=request.sampling,
                     mode=PrefillMode.HANDOFF,
-                    # A block of ours of which D holds a part only is computed.
+                    # A block of ours that D holds only in part is computed.
                     num_load_tokens=request.num_cached_tokens // size * size,
                     priority=request.priority,
                 )
@@ -329,7 +329,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._transfer.submit(TransferOp.READ, worker_id, plan, on_done=ended, grant=grant)
 
     def _grant_of(self, handoff_id: HandoffId) -> GrantRef | None:
-        """The permission that we name; under the ledger's lock."""
+        """The grant that we name; under the ledger's lock."""
         handoff = self.ledger.handoffs.get(handoff_id)
         return None if handoff is None or handoff.grant is None else GrantRef(str(handoff_id), handoff.grant.generation)
 
@@ -357,7 +357,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         """None if the grant does not fit the memory that the decode worker has registered, or if that is gone."""
         planner = self._planners.get(job.request.decode_worker_id)
         if planner is None:
-            return None  # its connection has gone
+            return None  # its connection is gone
         theirs = self.ledger.handoffs[action.handoff_id].decode_block_size(self.ledger.rules)
         if theirs != planner.remote.block_size:
             _log.error(

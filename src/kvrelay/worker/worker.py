@@ -1,11 +1,11 @@
 """A worker: an engine that joined the cluster.
 
-Life: build the engine -> bind the request plane -> register KV memory -> put itself into discovery under a lease ->
-serve -> drain -> leave. The role is state: ``set_role`` drains, registers again under a new epoch and goes on without
+Life: build the engine -> bind the request plane -> register KV memory -> register in discovery under a lease -> serve
+-> drain -> leave. The role is state: ``set_role`` drains, registers again under a new epoch and continues without
 reloading weights.
 
-Leaving, and losing the lease, are in this order for a reason: first no transfer of ours moves any more, then others may
-see us as gone, for from then on they reuse the blocks that we were allowed to write.
+When a worker leaves or loses its lease, it first stops all its transfers. Only then may others count it as gone,
+because from then on they reuse the blocks that it was allowed to write.
 """
 
 from __future__ import annotations
@@ -73,12 +73,13 @@ from kvrelay.worker.watchdog import Watchdog
 _log = logging.getLogger(__name__)
 
 HUNG_JOIN_S = 0.1
-"""How long the engine's thread is waited for when it hangs."""
+"""How long ``close`` waits for an engine thread that hangs."""
 FAILED_JOIN_S = 4.0
-"""The same after another failure: ranks of a data-parallel group that work on must not keep this one from ending."""
+"""The same after another failure: other ranks of a data-parallel group, which keep working, must not keep this rank
+from ending."""
 
 GIVE_UP_LEASES = 3.0
-"""So many times the lease's time to live a drain waits for peers: long enough that one that is dead is fenced."""
+"""A drain waits for peers this many times the lease's time to live: long enough to fence a dead peer."""
 
 
 def require_possible_role(role: WorkerRole, facts: EngineFacts) -> None:
@@ -92,7 +93,7 @@ def require_possible_role(role: WorkerRole, facts: EngineFacts) -> None:
 
 
 class Worker:
-    """Wires an engine to the planes. Everything it uses comes by constructor."""
+    """Connects an engine to the planes. All its parts come by constructor."""
 
     def __init__(
         self,
@@ -259,8 +260,8 @@ class Worker:
         await self._enter_role(self.role)
 
     async def run(self) -> None:
-        """Serve until ``request_drain``; then drain and leave. Raises FatalError, EngineDeadError for instance, when
-        something has failed that cannot go on, whether before or while draining."""
+        """Serve until ``request_drain``; then drain and leave. Raises FatalError, for example EngineDeadError, after a
+        fatal failure, before or during the drain."""
         await self._draining.wait()
         try:
             await self._drain_unless_failed()
@@ -270,7 +271,7 @@ class Worker:
             raise self._failure
 
     async def _drain_unless_failed(self) -> None:
-        """What has failed does not finish what is in flight."""
+        """Drain, unless a fatal failure occurs: then work in flight cannot finish."""
         drained, failed = self._loop.create_task(self._drain()), self._loop.create_task(self._failed.wait())
         try:
             await asyncio.wait((drained, failed), return_when=asyncio.FIRST_COMPLETED)
@@ -292,11 +293,11 @@ class Worker:
         self._draining.set()
 
     async def close(self) -> None:
-        """Leave discovery and free everything, whatever is in flight."""
+        """Leave discovery and free everything, also with work in flight."""
         await self._tasks.close()
         self._decode.accepting = self._paired.accepting = False
         if self._failure is not None:
-            # Nothing finishes any more: whoever waits goes elsewhere now.
+            # Nothing finishes any more: let waiting clients migrate now.
             await self._server.close()
         self._transfer.fail_all("the worker leaves")
         await self._prefill.close()
@@ -317,11 +318,10 @@ class Worker:
     # -- role ---------------------------------------------------------------------------------------------------------
 
     async def set_role(self, role: WorkerRole) -> None:
-        """Drain, register again under a new epoch, go on. The weights and the KV pool stay.
+        """Drain, register again under a new epoch, continue. The weights and the KV pool stay.
 
-        Raises ConfigError for a role that this worker cannot have; ControlUnavailableError when discovery cannot be
-        told: then the worker goes on as it was, and is listed again as soon as that is possible;
-        WorkerUnavailableError when it is leaving.
+        Raises ConfigError for a role that this worker cannot have; ControlUnavailableError if discovery is away: then
+        the worker keeps its role, and is listed again once that is possible; WorkerUnavailableError if it is leaving.
         """
         require_possible_role(role, self._engine.facts)
         async with self._role_lock:
@@ -341,7 +341,7 @@ class Worker:
                 raise
 
     def _num_prefill_workers(self) -> int:
-        """Those that may take over a prefill of this worker."""
+        """The number of workers that may take over a prefill of this worker."""
         is_alone = self.role is WorkerRole.PREFILL or not self._engine.facts.hands_over_kv
         return 0 if is_alone else self._fleet.num_prefill_workers
 
@@ -350,7 +350,7 @@ class Worker:
         await self._membership.register(role, self.epoch)
 
     def _assume(self, role: WorkerRole) -> None:
-        """Work in ``role``, whoever knows of it."""
+        """Work in ``role``, before or without its registration."""
         self.role = role
         self._engine.post(lambda core: core.set_exclusive_prefill(role is WorkerRole.PREFILL))
         self._decode.accepting = role.takes_requests
@@ -361,13 +361,13 @@ class Worker:
             self._prefill.stop()
 
     async def _finish(self) -> None:
-        """Begin nothing; return when what is in flight has ended."""
+        """Begin no new work; return when all work in flight has ended."""
         self._paired.accepting = False
         await self._prefill.drain()
         await self._decode.drain()
 
     async def _register_again(self) -> None:
-        """After a change of role that failed: until it succeeds, or somebody else changes the role."""
+        """After a failed change of role: retry until it succeeds or the role changes again."""
         epoch, role = self.epoch, self.role
         while True:
             async with self._role_lock:
@@ -414,7 +414,7 @@ class Worker:
                 _log.warning("an unexpected %s was dropped", type(message).__name__)
 
     def _generate(self, peer: Peer, message: GenerateRequest) -> None:
-        """A request, or this worker's half of a pair."""
+        """Handle a request, or this worker's half of a pair."""
         if message.pair is not None and message.pair.prefill_worker_id == self.settings.worker_id:
             self._paired.generate(peer, message)
         else:
@@ -473,23 +473,24 @@ class Worker:
         self._transfer.remove_peer(worker_id)
 
     def _on_lease_lost(self) -> None:
-        """Others may count us as dead: what we still write could land in reused blocks.
+        """Others may count this worker as dead: later writes could land in reused blocks.
 
-        Behind the fence nothing is posted anyway; this is for a lease that was ended before its time, and so that
-        nothing goes on under the next one."""
+        The fence already stops posts. This covers a lease that was ended before its time, and ensures that nothing
+        continues under the next lease.
+        """
         _log.warning("lease lost: abandoning hand-offs in progress")
-        # In this order: the first submits nothing more, the second withdraws what was submitted.
+        # The order matters: the first stops new submissions, the second withdraws submitted transfers.
         self._prefill.give_up_all(EndReason.LEASE_LOST)
         self._decode.handoffs.handle(de.LeaseLost())
         self._transfer.fail_all("lease lost")
 
     def _on_lease_revoked(self) -> None:
-        """Somebody wants us to leave. What had gone with the lease is known as lost by now."""
+        """An operator wants this worker to leave. The effects of the lost lease have been handled."""
         _log.warning("lease revoked: draining")
         self.request_drain()
 
     async def _withdraw(self) -> None:
-        """Return when nothing that we were allowed to write still moves. The lease may live on."""
+        """Return when no write of ours is in flight any more. The lease may stay alive."""
         self._prefill.give_up_all(EndReason.LEASE_LOST)
         await asyncio.wrap_future(self._transfer.fail_all("peers lost sight of this worker"))
 
@@ -499,7 +500,7 @@ class Worker:
         self._on_failure(failure)
 
     def _on_failure(self, error: FatalError) -> None:
-        """On the thread that has failed: nothing can be finished, leave."""
+        """On the failed thread: nothing can be finished, so leave."""
 
         def leave() -> None:
             self._failure = self._failure or error
@@ -511,7 +512,7 @@ class Worker:
     # -- what it says of itself ---------------------------------------------------------------------------------------
 
     async def status(self) -> dict[str, object]:
-        """Everything an operator asks for, as JSON values."""
+        """The full status for operators, as JSON values."""
         metrics = await self._engine.call(lambda core: core.metrics())
         return {
             "worker_id": self.settings.worker_id,
@@ -532,21 +533,21 @@ class Worker:
         }
 
     def check_integrity(self) -> None:
-        """Of what lies beside the engine. Raises IntegrityError."""
+        """Check the parts besides the engine. Raises IntegrityError."""
         self._transfer.check_integrity()
 
     @property
     def is_ready(self) -> bool:
-        """Whether this worker is in discovery, as far as it knows without asking, is not leaving, and gets on."""
+        """Whether this worker is in discovery (by local knowledge), is not leaving, and makes progress."""
         return self._membership.is_listed and not self._draining.is_set() and not self.is_stalled
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the engine has been at one step for suspiciously long."""
+        """Whether the engine has been at one step for longer than the stall limit."""
         return self._watchdog.is_stalled
 
     def stats(self) -> WorkerStats:
-        """Everything that is counted, at once: nothing of it waits for the engine or for a server."""
+        """All counts, at once: waits neither for the engine nor for a server."""
         return WorkerStats(
             worker_id=self.settings.worker_id,
             model=self.settings.model,
