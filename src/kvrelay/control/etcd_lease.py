@@ -168,7 +168,7 @@ class EtcdLease(HeldLease):
         for key, value in list(self._keys.items()):
             await self._put(key, value)
         self._is_registered = True
-        _log.info("lease %s replaces %x; put %d keys again", self.lease_id, old_id, len(self._keys))
+        _log.info("lease %s replaces %x; registered its %d keys again", self.lease_id, old_id, len(self._keys))
         try:
             # The keys are under the new lease already, so revoking the old one deletes nothing.
             await self._revoke(old_id)

@@ -63,7 +63,7 @@ class HeldLease:
     def _tell_revoked(self) -> None:
         """The lease is lost because an operator wants this process to leave."""
         self._tell_lost()
-        _log.warning("the lease was revoked; its keys are not put again")
+        _log.warning("the lease was revoked; its keys are not registered again")
         _run(self._on_revoked)
 
     def _give_back(self) -> None:

@@ -1,15 +1,15 @@
-"""What workers say to each other about a hand-off, and what decode workers push to the prefill queue.
+"""The messages between workers about a hand-off, and the entries of the prefill queue.
 
-The protocol, the order of these messages, and who owns which blocks meanwhile: ``kvrelay/handoff/base.py``. These are
-the values only; they live here since the request plane and the prefill queue carry them.
+The protocol, the order of these messages, and the ownership of blocks are in ``kvrelay/handoff/base.py``. This module
+has only the values, because the request plane and the prefill queue carry them.
 
     P to D    HandoffClaim, HandoffProgress, HandoffDone (or HandoffReady, pull), HandoffReleased
     D to P    HandoffGrant or HandoffRefused, HandoffAbandon, HandoffFetched
 
 Checksums. A hand-off is checksummed in both directions when either end asks for it: P by ``wants_checksums`` in its
-claim, D by the checksums in its grant. P then sends those of the blocks that it writes, and verifies the hit blocks
-that it reads; D verifies what has arrived before its request goes on. A checksum covers ``core.checksums.unit_tokens``
-tokens and does not depend on how a worker cuts its KV.
+claim, D by the checksums in its grant. P then sends checksums of the blocks that it writes, and verifies the hit blocks
+that it reads; D verifies received blocks before its request continues. A checksum covers ``core.checksums.unit_tokens``
+tokens and does not depend on a worker's layout.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvrelay.core.sampling import SamplingParams
 
 
 class HandoffOrder(enum.StrEnum):
-    """Which worker hears of a request first."""
+    """Which worker gets the request first."""
 
     DECODE_FIRST = "decode-first"
     """D opens the hand-off; any prefill worker pulls it from the queue."""
     PREFILL_FIRST = "prefill-first"
-    """P and D are chosen up front and hear of it independently, so a claim may reach D before the request does."""
+    """P and D are chosen up front and get the request independently, so a claim may reach D before the request does."""
 
 
 class KvDirection(enum.StrEnum):
-    """Who moves the KV, and so whose memory a peer touches."""
+    """Which worker moves the KV, and so whose memory a peer touches."""
 
     PUSH = "push"
     """P writes into the blocks that D has granted."""
@@ -50,8 +50,8 @@ class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):
     """One hand-off of one incarnation of a decode worker, whose id is new at every start.
 
     Decode-first, ``number`` counts from 1. Prefill-first, both workers derive it from the request id
-    (``core/pair_id.py``), since P names the hand-off before D has heard of it. Worth something only if
-    ``decode_worker_id`` is the one that says it.
+    (``core/pair_id.py``), because P names the hand-off before D knows of it. Valid only in messages of the worker
+    ``decode_worker_id``.
     """
 
     decode_worker_id: str
@@ -77,14 +77,14 @@ class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RemotePrefillRequest(msgspec.Struct, frozen=True):
-    """A prefill for another worker: what a decode worker's engine asks for, and then pushes to the prefill queue.
+    """A prefill for another worker: requested by a decode worker's engine, then pushed to the prefill queue.
 
     The engine leaves out the last fields, from ``decode_address`` on: the worker sets them when it pushes the request.
     ``token_ids`` is everything to be prefilled: the prompt, and for a continued request the ``num_output_tokens``
-    tokens that were already generated. ``block_ids`` are D's blocks for them, the first ``num_cached_tokens`` tokens
-    of which are already computed there (a multiple of the block size). Block ids only: memory is described in
-    discovery. ``timeout_s`` after it was pushed, by the queue server's clock, the entry is of no use: D has prefilled
-    locally by then (0: never). A duration, because no two machines' clocks are ever compared.
+    tokens that were already generated. ``block_ids`` are D's blocks for them, the first ``num_cached_tokens`` tokens of
+    which are already computed there (a multiple of the block size). Block ids only: memory is described in discovery.
+    ``timeout_s`` after it was pushed, by the queue server's clock, the entry is void: D has prefilled locally by then
+    (0: never). A duration, because no two machines' clocks are ever compared.
     """
 
     handoff_id: HandoffId
@@ -111,7 +111,7 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
 class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
     """P to D: I have the request and compute it; may I touch your blocks?
 
-    ``wants_checksums``: P will not trust hit blocks without. ``term`` is P's (``KvMetadata.term``).
+    ``wants_checksums``: P accepts no hit blocks without checksums. ``term`` is P's (``KvMetadata.term``).
     ``block_size``: tokens per block of P; 0: as many as D's.
     """
 
@@ -141,7 +141,7 @@ class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
     term: int = 0
     block_size: int = 0
     secret: int = 0
-    """A random number that only this claimant learns. What it says of this grant carries it."""
+    """A random number that only this claimant gets. Its messages about this grant carry it."""
 
 
 class HandoffRefused(msgspec.Struct, frozen=True, tag=True):
@@ -152,16 +152,18 @@ class HandoffRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandoffAbandon(msgspec.Struct, frozen=True, tag=True):
-    """D to P: nobody waits for it any more, and nobody reads from you; stop writing and answer HandoffReleased."""
+    """D to P: no request waits for it any more, and D does not read from P. P stops writing and answers
+    HandoffReleased."""
 
     handoff_id: HandoffId
     generation: int
 
 
 class HandoffReleased(msgspec.Struct, frozen=True, tag=True):
-    """P to D: I touch nothing of this hand-off any more, whatever I was or will be granted, and never claim it again.
+    """P to D: P touches no block of this hand-off any more, under any past or future grant, and never claims it
+    again.
 
-    ``error`` says why, for the log.
+    ``error`` is the reason, for the log.
     """
 
     handoff_id: HandoffId
@@ -178,9 +180,9 @@ class HandoffProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandoffDone(msgspec.Struct, frozen=True, tag=True):
-    """P to D, behind the last write: every block is in place; here is the first token (the "bonus" token).
+    """P to D, after the last write: every block is in place; carries the first token (the "bonus" token).
 
-    It comes as the notification of that write. Until P hears HandoffFetched it says it again over the request plane.
+    It comes as the notification of that write. P repeats it over the request plane until it gets HandoffFetched.
     ``num_transferred_bytes`` and ``prefill_s`` feed D's metrics. ``checksums``: of all tokens that D lacked, in order;
     computed from P's memory before they were sent.
     """
@@ -196,9 +198,10 @@ class HandoffDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandoffReady(msgspec.Struct, frozen=True, tag=True):
-    """P to D, pull only: everything is computed and lies in P's ``block_ids``, from the first that D lacks to the last.
+    """P to D, pull only: everything is computed and lies in P's ``block_ids``, from the first that D lacks to the
+    last.
 
-    P keeps them until it hears HandoffFetched or HandoffAbandon, or D is fenced, and repeats this until then.
+    P keeps them, and repeats this message, until it gets HandoffFetched or HandoffAbandon, or D is fenced.
     """
 
     handoff_id: HandoffId
@@ -212,7 +215,7 @@ class HandoffReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandoffFetched(msgspec.Struct, frozen=True, tag=True):
-    """D to P: push: HandoffDone was heard. Pull: D has read everything and reads no more."""
+    """D to P. Push: D has received HandoffDone. Pull: D has read everything and reads no more."""
 
     handoff_id: HandoffId
     generation: int

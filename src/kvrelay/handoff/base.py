@@ -126,7 +126,7 @@ class RefusalReason(enum.StrEnum):
     INCOMPATIBLE = "KV is not compatible"
     LEASE_ENDED = "the claimant's lease has ended"
     TERM_UNKNOWN = "the claimant is not registered in this term"
-    UNKNOWN = "nobody waits for this hand-off"
+    UNKNOWN = "no request waits for this hand-off"
     GIVEN_UP = "the claimant has given it up"
     ANOTHER_CLAIMANT = "it is meant for another worker"
     EXHAUSTED = "it was claimed too often"

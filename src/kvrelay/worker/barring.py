@@ -79,7 +79,7 @@ class LeaseEnds:
                 if num_attempts == SAY_AFTER:
                     _log.warning(
                         "%s has no lease any more but is in the middle of a copy: its blocks stay quarantined until it "
-                        "goes on or ends",
+                        "continues or ends",
                         worker_id,
                     )
                 await asyncio.sleep(RETRY_S)

@@ -70,7 +70,7 @@ class BlockChecksums:
         try:
             on_done(checksums)
         except Exception:  # noqa: BLE001 - the outermost frame of this thread that is ours
-            _log.exception("what was to follow a checksum failed")
+            _log.exception("a callback of a checksum failed")
 
     def _compute(self, block_ids: Sequence[int]) -> tuple[int, ...] | None:
         try:

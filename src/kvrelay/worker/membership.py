@@ -163,7 +163,7 @@ class Membership:
         try:
             await self._lease.revoke()
         except ControlUnavailableError as exc:
-            _log.warning("cannot revoke the lease, it runs out by itself: %s", exc)
+            _log.warning("cannot revoke the lease (%s); it will expire", exc)
 
     async def _publish_memory(self, lease: Lease) -> None:
         metadata = self._metadata(lease.ttl_s)
@@ -201,7 +201,7 @@ class Membership:
                 found = await self._discovery.get(key)
                 if found == wanted or self._entries.get(key) is not wanted or not self._is_alive:
                     continue
-                _log.warning("somebody has changed or deleted our discovery entry %s: putting it back", key)
+                _log.warning("discovery entry %s was changed or deleted by another process; restoring it", key)
                 if found is None and key.startswith(self._keys.kv_metadata):
                     # To peers this looked like the end of our lease.
                     self.term += 1

@@ -183,7 +183,9 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         if not isinstance(message, HandoffGrant | HandoffRefused | HandoffAbandon | HandoffFetched):
             _log.warning("%s sent an unexpected %s", worker_id, type(message).__name__)
         elif message.handoff_id.decode_worker_id != worker_id:
-            _log.warning("%s speaks of hand-off %s of another worker", worker_id, message.handoff_id)
+            _log.warning(
+                "%s sent a message about hand-off %s of another worker; dropped it", worker_id, message.handoff_id
+            )
         elif isinstance(message, HandoffGrant):
             self.handle(pe.Granted(worker_id, message))
         elif isinstance(message, HandoffRefused):

@@ -124,7 +124,7 @@ class PrefillSide:
         await self._preparing.wait()
         await self._idle(DRAIN_TIMEOUT_S)
         if self.handoffs.jobs:
-            _log.error("gave up %d hand-offs that have not ended in %g s", self.num_handoffs, DRAIN_TIMEOUT_S)
+            _log.error("gave up %d hand-offs that did not end in %g s", self.num_handoffs, DRAIN_TIMEOUT_S)
             self.give_up_all(EndReason.LEAVING)
             await self._idle(CLOSE_TIMEOUT_S)
         await self._settling.wait()
@@ -183,7 +183,7 @@ class PrefillSide:
             _log.warning("an entry of %s for hand-off %s was dropped", request.decode_worker_id, request.handoff_id)
             settled()
         elif request.handoff_id in self.handoffs.ledger.seen:
-            _log.warning("hand-off %s was delivered again, and dealt with here before", request.handoff_id)
+            _log.warning("hand-off %s was delivered again; it was handled here before", request.handoff_id)
             settled()
         elif delivery.is_expired:
             self.handoffs.decline(job, EndReason.EXPIRED)

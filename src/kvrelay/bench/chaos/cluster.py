@@ -164,7 +164,7 @@ class ClusterUnderTest:
     async def until_idle(self, timeout_s: float) -> tuple[int, str]:
         """Wait until no block is in use anywhere. Returns the number still in use at the end, and any other problem."""
         deadline = time.monotonic() + timeout_s
-        in_use, problem = 0, "nobody could be asked"
+        in_use, problem = 0, "no worker answered"
         while time.monotonic() < deadline:
             if members := await self.members(check=True):
                 in_use = sum(member.blocks_in_use for member in members)

@@ -334,7 +334,7 @@ class Mirror:
             self.table.postpone(lease_id, state.ttl_s)
 
     def _leave_it_to_others(self, reason: object) -> None:
-        _log.info("leaving the ending of leases to other watchers: %s", reason)
+        _log.info("other watchers will end leases: %s", reason)
         self._may_end = False
         self.election.forbid()
 

@@ -210,7 +210,7 @@ class GroupMember:
                     is_there = self._receive()
                 except (OSError, ProtocolError) as exc:
                     is_there = False
-                    _log.error("the connection to the coordinator is of no use any more: %s", exc)
+                    _log.error("the connection to the coordinator has failed: %s", exc)
                 if not is_there:
                     self._waiting.append(Ended("rank 0 of the data-parallel group, its coordinator, has ended"))
 

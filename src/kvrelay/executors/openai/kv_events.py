@@ -49,7 +49,7 @@ class KvEventReader:
                 try:
                     await self._read(context)
                 except (EventsError, zmq.ZMQError) as exc:
-                    _log.warning("cache events of %s: %s; what was known is forgotten", self._endpoint, exc)
+                    _log.warning("cache events of %s: %s; forgetting the known blocks", self._endpoint, exc)
                     self._forget()
                     await asyncio.sleep(RETRY_INTERVAL_S)
         finally:
