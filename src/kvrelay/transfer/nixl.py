@@ -34,6 +34,8 @@ from kvrelay.errors import FatalError, TransferError
 from kvrelay.transfer.base import Completion, GrantRef, Int64Array, Notification, OneSided, TransferOp, TransferPlan
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.plan import check_bounds
+from kvrelay.transfer.staging import NIXL_RULE
+from kvrelay.transfer.staging_buffer import StagingBuffer
 
 CPU_TRANSPORTS = "posix,sysv,cma,self,tcp"
 MAX_NOTIFY_BYTES = 1 << 20
@@ -58,11 +60,15 @@ class NixlTransport(OneSided):
         self._errors: tuple[type[Exception], ...] = ()
         self._region: MemoryRegion | None = None
         self._registered: Any = None
+        self._buffers: list[Any] = []
         self._peers: dict[str, KvMetadata] = {}
         self._in_flight: dict[int, tuple[str, int]] = {}
         self._ended: list[Completion] = []
         self._next_handle = 0
         self._lost_a_peer = False
+        self.rule = NIXL_RULE
+        """When small pieces go by way of a buffer; changed by measurements only."""
+        self._staging: StagingBuffer | None = None
 
     def __repr__(self) -> str:
         return f"<NixlTransport {self._worker_id}: {len(self._peers)} peers, {len(self._in_flight)} posts in flight>"
@@ -84,7 +90,10 @@ class NixlTransport(OneSided):
             self._registered = self._nixl.nixlRegDList(self._segment(region.device), [row])
             self._agent.registerMem(self._registered, self._backend)
             self._region = region
-            return seal(bytes(self._agent.getLocalMD()))
+            blob = seal(bytes(self._agent.getLocalMD()))
+            if region.device == "cpu":
+                self._staging = StagingBuffer(self._register_buffer)
+            return blob
         except self._errors as exc:
             raise FatalError(
                 f"NIXL cannot register the KV pool ({region.num_bytes} bytes on {region.device}): {exc}"
@@ -144,6 +153,8 @@ class NixlTransport(OneSided):
                 self._ended.append(Completion(handle, None))
         except self._errors as exc:
             self._lost_a_peer = True
+            if self._staging is not None:
+                self._staging.give_back(handle, is_complete=False)
             self._ended.append(Completion(handle, f"worker {worker_id}: {exc}"))
         return handle
 
@@ -169,6 +180,11 @@ class NixlTransport(OneSided):
     def num_pending(self) -> int:
         return len(self._in_flight) + len(self._ended)
 
+    @property
+    def staging(self) -> StagingBuffer | None:
+        """For memory of the host, once the pool is registered."""
+        return self._staging
+
     def bar(self, worker_id: str) -> bool:
         return True
 
@@ -187,13 +203,25 @@ class NixlTransport(OneSided):
             time.sleep(_SETTLE_PAUSE_S)
         if self._region is not None:
             try:
-                self._agent.deregisterMem(self._registered, self._backend)
+                for registered in (self._registered, *self._buffers):
+                    self._agent.deregisterMem(registered, self._backend)
             except self._errors:
                 self._lost_a_peer = True
         if self._lost_a_peer:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
+        if self._staging is not None:
+            self._staging.close()
         self._agent = None
         self._region = None
+
+    def _register_buffer(self, address: int, num_bytes: int) -> None:
+        """Not in the blob that peers get, so that they cannot reach it. Raises FatalError."""
+        try:
+            row = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, num_bytes, 0, "")])
+            self._agent.registerMem(row, self._backend)
+        except self._errors as exc:
+            raise FatalError(f"NIXL cannot register a buffer of {num_bytes} bytes: {exc}") from exc
+        self._buffers.append(row)
 
     def _load(self, device: str) -> None:
         """Import NIXL. UCX and NIXL read the variables when they are loaded and when an agent is made."""
@@ -226,9 +254,13 @@ class NixlTransport(OneSided):
         plan: TransferPlan,
         notify: bytes | None,
     ) -> None:
+        address = region.address
+        staged = None if self._staging is None else self._staging.take(handle, op, address, plan, self.rule)
+        if staged is not None:
+            plan, address = staged
         request = self._agent.createXferReq(
             self._nixl.NIXL_WRITE if op is TransferOp.WRITE else self._nixl.NIXL_READ,
-            self._descriptors(region.device, region.address, region.device_id, plan.local_offsets, plan.lengths),
+            self._descriptors(region.device, address, region.device_id, plan.local_offsets, plan.lengths),
             self._descriptors(peer.device, peer.address, peer.device_id, plan.remote_offsets, plan.lengths),
             peer.worker_id,
             notify or b"",
@@ -255,6 +287,8 @@ class NixlTransport(OneSided):
     def _end(self, handle: int, request: int, error: str | None) -> None:
         self._in_flight.pop(handle, None)
         self._release(request)
+        if self._staging is not None:
+            self._staging.give_back(handle, is_complete=error is None)
         self._ended.append(Completion(handle, error))
 
     def _release(self, request: int) -> None:

@@ -27,6 +27,12 @@ def test_every_size_is_measured_in_both_directions(transport: str) -> None:
     assert all(row.bytes_per_s == row.total_bytes / row.seconds for row in result.rows)
     assert all(row.of_memcpy > 0 for row in result.rows)
     assert "of memcpy" in transfer_text(result)
+    cases = {(row.op, row.case, row.model): row for row in result.layouts}
+    assert len(cases) == 24
+    for row in result.layouts:
+        assert (row.staged_s is not None) == (transport == "nixl" and row.num_staged_descriptors < row.num_descriptors)
+        assert row.num_descriptors == 1 or row.case not in ("contiguous", "PP 2->1")
+    assert "the rule is right in" in transfer_text(result)
 
 
 def test_pieces_larger_than_the_total_are_refused() -> None:

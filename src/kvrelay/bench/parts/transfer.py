@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvrelay.bench.parts.layouts import LayoutRow, layout_rows, layouts_text
 from kvrelay.bench.report.table import table
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import KVLayout, MemoryRegion
@@ -31,6 +32,8 @@ from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
 from kvrelay.transfer.thread import TransferThread
 
 DEFAULT_PIECE_BYTES = (4096, 16384, 65536, 262144, 1048576, 8388608)
+LAYOUT_BYTES = 16 << 20
+"""Of each pair of layouts: the KV of some thousand tokens, and no more than one post."""
 _COMPATIBILITY = "benchmark"
 
 UInt8Array = npt.NDArray[np.uint8]
@@ -65,6 +68,7 @@ class TransferBenchmark(msgspec.Struct, frozen=True):
     notify_s: float
     plan_1000_blocks_s: float
     rows: tuple[TransferRow, ...]
+    layouts: tuple[LayoutRow, ...] = ()
 
 
 def transfer_text(result: TransferBenchmark) -> str:
@@ -82,9 +86,11 @@ def transfer_text(result: TransferBenchmark) -> str:
         )
         for row in result.rows
     )
+    layouts = f"\n\n{layouts_text(result.layouts)}" if result.layouts else ""
     notify = f"an empty notification takes {result.notify_s * 1e6:.0f} us"
     return (
         f"{title}\n\n{table(('op', 'placement', 'piece', 'pieces', 'GB/s', 'us/piece', 'of memcpy'), rows)}\n\n{notify}"
+        f"{layouts}"
     )
 
 
@@ -106,7 +112,8 @@ def run_transfer_benchmark(
     pool = _touched(2 * total_bytes, pool_allocator(config, memory))
     region = MemoryRegion(pool.ctypes.data, pool.nbytes)
     plain = _touched(2 * total_bytes)
-    thread = TransferThread(build_transport(config, "benchmark-parent", memory=memory, is_guarded=False), config)
+    transport = build_transport(config, "benchmark-parent", memory=memory, is_guarded=False)
+    thread = TransferThread(transport, config)
     thread.start()
     try:
         with _peer_process(config, region.num_bytes) as peer:
@@ -119,6 +126,13 @@ def run_transfer_benchmark(
                 for op in (TransferOp.WRITE, TransferOp.READ)
                 for placement in ("ordered", "scattered")
                 for size in piece_bytes
+            )
+            layouts = layout_rows(
+                transport,
+                lambda op, plan: _move(thread, op, plan, None),
+                pool_bytes=region.num_bytes,
+                total_bytes=min(total_bytes, LAYOUT_BYTES),
+                rounds=num_rounds,
             )
             notify = statistics.median(_move(thread, TransferOp.WRITE, EMPTY_PLAN, b"x") for _ in range(20))
     finally:
@@ -133,6 +147,7 @@ def run_transfer_benchmark(
         notify_s=notify,
         plan_1000_blocks_s=_time_plan(),
         rows=rows,
+        layouts=tuple(layouts),
     )
 
 

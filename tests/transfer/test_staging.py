@@ -1,0 +1,155 @@
+"""Small pieces by way of a buffer: the same bytes, and the buffer is never used by two posts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.contracts.test_transport import Pair, make_end
+
+from kvrelay.config import TransferConfig
+from kvrelay.core.layout import BlockRun, KVLayout
+from kvrelay.errors import FatalError
+from kvrelay.transfer.base import TransferOp, TransferPlan
+from kvrelay.transfer.nixl import NixlTransport
+from kvrelay.transfer.planner import TransferPlanner
+from kvrelay.transfer.staging import ALWAYS, NEVER, NIXL_RULE, stage
+from kvrelay.transfer.staging_buffer import MAX_LOST, StagingBuffer
+
+PIECE = 8
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> TransferPlan:
+    """Pieces that overlap on neither side, in any order."""
+    count = draw(st.integers(1, 12))
+    local, remote = (draw(st.permutations(range(16)))[:count] for _ in range(2))
+    lengths = draw(st.lists(st.sampled_from([1, 3, PIECE]), min_size=count, max_size=count))
+    return TransferPlan(
+        *(np.array(each, dtype=np.int64) for each in ([PIECE * i for i in local], [PIECE * i for i in remote], lengths))
+    )
+
+
+def copied(target: np.ndarray, at: np.ndarray, source: np.ndarray, where: np.ndarray, lengths: np.ndarray) -> None:
+    for there, here, length in zip(at, where, lengths, strict=True):
+        target[there : there + length] = source[here : here + length]
+
+
+@given(plans())
+@settings(max_examples=100, deadline=None)
+def test_by_way_of_the_buffer_the_same_bytes_move(plan: TransferPlan) -> None:
+    source = np.arange(128, dtype=np.uint8)
+    packed, wire = (staged := stage(plan)).packed, staged.wire
+    direct, target, buffer = np.full(128, 255, np.uint8), np.full(128, 255, np.uint8), np.zeros(128, np.uint8)
+    copied(direct, plan.remote_offsets, source, plan.local_offsets, plan.lengths)
+    copied(buffer, packed.remote_offsets, source, packed.local_offsets, packed.lengths)
+    copied(target, wire.remote_offsets, buffer, wire.local_offsets, wire.lengths)
+    np.testing.assert_array_equal(target, direct)
+    direct, target = np.full(128, 255, np.uint8), np.full(128, 255, np.uint8)
+    copied(direct, plan.local_offsets, source, plan.remote_offsets, plan.lengths)
+    copied(buffer, wire.local_offsets, source, wire.remote_offsets, wire.lengths)
+    copied(target, packed.local_offsets, buffer, packed.remote_offsets, packed.lengths)
+    np.testing.assert_array_equal(target, direct)
+    assert wire.num_bytes == plan.num_bytes
+    assert (wire.remote_offsets[1:] > (wire.remote_offsets + wire.lengths)[:-1]).all()
+
+
+def layout(tp: int = 1, block: int = 16) -> KVLayout:
+    return KVLayout(8, 8, block, 128, "bfloat16", tp)
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "pays"),
+    [(layout(), layout(), False), (layout(), layout(block=32), True), (layout(block=32), layout(), True)],
+)
+def test_the_rule_packs_small_pieces_only(local: KVLayout, remote: KVLayout, pays: bool) -> None:
+    runs = [BlockRun(0, range(64 * 16 // shape.block_size)) for shape in (local, remote)]
+    plan = TransferPlanner(local, remote).plan(TransferOp.WRITE, *runs)
+    assert NIXL_RULE.pays(plan, stage(plan).wire.num_pieces) == pays
+    assert not NEVER.pays(plan, 1)
+
+
+PLAN = TransferPlan(np.array([0, 16, 32]), np.array([40, 48, 56]), np.array([8, 8, 8]))
+
+
+class Memory:
+    """A pool, and a buffer over it whose copy is loaded."""
+
+    def __init__(self, register: Callable[[int, int], None] | None = None) -> None:
+        self.pool = np.arange(64, dtype=np.uint8)
+        self.registered: list[int] = []
+        self.buffer = StagingBuffer(register or (lambda address, num_bytes: self.registered.append(address)))
+        if self.take(0) is not None:
+            self.buffer.give_back(0, is_complete=True)
+        self.buffer.close()
+
+    def take(self, handle: int, op: TransferOp = TransferOp.WRITE) -> tuple[TransferPlan, int] | None:
+        return self.buffer.take(handle, op, self.pool.ctypes.data, PLAN, ALWAYS)
+
+
+def test_one_post_at_a_time_has_the_buffer() -> None:
+    memory = Memory()
+    taken = memory.take(1)
+    assert taken is not None
+    wire, address = taken
+    assert (wire.remote_offsets.tolist(), wire.lengths.tolist()) == ([40], [24])
+    assert memory.registered == [address]
+    assert memory.take(2) is None
+    memory.buffer.give_back(2, is_complete=True)
+    assert memory.take(3) is None
+    memory.buffer.give_back(1, is_complete=True)
+    assert memory.take(4) is not None
+    assert memory.registered == [address]
+
+
+def test_what_a_failed_read_has_left_is_not_unpacked_and_its_buffer_not_used_again() -> None:
+    memory = Memory()
+    before = memory.pool.copy()
+    for handle in range(MAX_LOST):
+        assert memory.take(handle, TransferOp.READ) is not None
+        memory.buffer.give_back(handle, is_complete=False)
+    np.testing.assert_array_equal(memory.pool, before)
+    assert len(set(memory.registered)) == MAX_LOST
+    assert memory.take(9) is None
+
+
+def test_a_buffer_that_cannot_be_registered_is_done_without() -> None:
+    def refuse(address: int, num_bytes: int) -> None:
+        raise FatalError("no")
+
+    memory = Memory(refuse)
+    assert memory.take(1) is None
+    assert memory.take(2) is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="NIXL is not installed")
+@pytest.mark.parametrize("op", list(TransferOp))
+def test_nixl_moves_the_same_bytes_either_way(op: TransferOp) -> None:
+    transports = [NixlTransport(TransferConfig(), f"staging-{op.value}-{role}") for role in ("p", "d")]
+    ends = [make_end(transport, transport._worker_id, seed, None) for seed, transport in enumerate(transports)]
+    pair, prefill, decode = Pair(*ends), ends[0].pool, ends[1].pool
+    try:
+        here, there = KVLayout(2, 2, 4, 16, "float32", tp_size=2), KVLayout(2, 2, 8, 16, "float32")
+        plan = TransferPlanner(here, there).plan(op, BlockRun(0, [5, 9, 7, 8]), BlockRun(0, [20, 3]))
+        before = prefill.copy(), decode.copy()
+        results = []
+        transports[0].rule = ALWAYS
+        assert pair.move(op, plan) is None
+        transports[0].staging.close()
+        for rule in (NEVER, ALWAYS):
+            prefill[:], decode[:] = before
+            transports[0].rule = rule
+            assert pair.move(op, plan, b"done") is None
+            results.append((prefill.copy(), decode.copy()))
+        pair.poll_until(lambda: pair.decode.payloads == [b"done"] * 2)
+        for one, other in zip(*results, strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert not (np.array_equal(before[0], results[0][0]) and np.array_equal(before[1], results[0][1]))
+        assert transports[0].staging.num_staged >= 1
+    finally:
+        for transport in transports:
+            transport.close()
