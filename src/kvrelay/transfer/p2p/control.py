@@ -40,7 +40,10 @@ MAX_CALLERS = 4096
 HEARTBEAT_S = 2.0
 HEARTBEAT_TIMEOUT_S = 10.0
 READ_BUDGET = 64
+HANDSHAKE_MS = 2000
+"""After so long a client that was not admitted tries again: discovery may tell of it late."""
 WILDCARDS = ("0.0.0.0", "*", "::")
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _KEY_FRAME, _NUM_ZAP_FRAMES, _KEY_BYTES = 8, 9, 32
 
@@ -172,15 +175,16 @@ class ControlThread:
         """Open a connection and say Hello. Raises TransferError for an impossible address or key."""
         self.hang_up(worker_id)
         socket = self._context.socket(zmq.DEALER)
+        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
         try:
             self._configure(socket)
             if self._keys is not None and public_key:
                 socket.curve_serverkey = public_key.encode()
                 socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
-            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-            monitor: zmq.Socket[bytes] = socket.get_monitor_socket(events)
             socket.connect(address)
         except (zmq.ZMQError, ValueError, TypeError) as exc:
+            socket.disable_monitor()
+            monitor.close(0)
             socket.close(0)
             raise TransferError(f"cannot connect to worker {worker_id} at {address!r}: {exc}", peer=worker_id) from exc
         self._dialled[worker_id] = _Dialled(socket, monitor)
@@ -218,6 +222,7 @@ class ControlThread:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(HEARTBEAT_TIMEOUT_S * 1000))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.LINGER, 0)
 
     def _bind(self) -> None:

@@ -69,6 +69,8 @@ class _Lane:
                     self._begin_some(may_block=False)
                     task.finish()
                 task.ended(error)
+                del task
+        self._pair.lane_ended()
 
     def _wait(self, work: Any) -> None:
         self._pair.group().wait(work)
@@ -139,6 +141,7 @@ class Pair:
         self._group: PairGroup | None = None
         self.is_closed = False
         self._lanes: dict[str, _Lane] = {}
+        self._num_ended = 0
         self.staging: dict[tuple[str, int], Any] = {}
         """Memory to gather into, by lane and slot: made by its tasks, and only theirs."""
 
@@ -192,6 +195,14 @@ class Pair:
         for lane in self._lanes.values():
             lane.thread.join(timeout_s)
         return not any(lane.thread.is_alive() for lane in self._lanes.values())
+
+    def lane_ended(self) -> None:
+        """The last of the lanes gives back the group's threads and descriptors, and the staging memory."""
+        with self._lock:
+            self._num_ended += 1
+            if self._num_ended == len(self._lanes):
+                self._group = None
+                self.staging.clear()
 
     def _hang_up_if_closed(self) -> None:
         """Called after the group was made and after the pair was closed, so one of the two sees both."""
