@@ -11,6 +11,7 @@ import click
 from kvrelay.bench.commands.chaos import bench_chaos
 from kvrelay.bench.commands.parts import (
     bench_burst,
+    bench_dp,
     bench_engine,
     bench_frontend,
     bench_router,
@@ -40,6 +41,7 @@ for _command in (
     all_command,
     bench_burst,
     bench_chaos,
+    bench_dp,
     bench_engine,
     bench_frontend,
     bench_router,

@@ -1,4 +1,4 @@
-"""``kvrelay bench engine``, ``frontend``, ``router``, ``routing`` and ``transfer``: the parts of the system."""
+"""``kvrelay bench dp``, ``engine``, ``frontend``, ``router``, ``routing`` and ``transfer``: the parts of the system."""
 
 from __future__ import annotations
 
@@ -195,3 +195,48 @@ def bench_transfer(total_mib: int, rounds: int, as_json: bool, config_file: Path
         return
     result = run_transfer_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
     print_result(result, transfer_text(result), as_json)
+
+
+@click.command("dp")
+@click.option("--ranks", default="2,8,64", show_default=True, help="Sizes of the simulated groups.")
+@click.option(
+    "--duration", default=60.0, type=click.FloatRange(1.0), help="Simulated seconds in which requests arrive."
+)
+@click.option("--rate", default=2.0, type=click.FloatRange(0.01), help="Requests per second and rank, within a burst.")
+@click.option("--output-len", default=32, type=click.IntRange(1), help="Steps of a request.")
+@click.option("--step-ms", default=10.0, type=click.FloatRange(0.01), help="Milliseconds of a step.")
+@click.option("--delay-ms", default=0.2, type=click.FloatRange(0.0), help="Average delay of a message.")
+@click.option("--burst", default=1.0, type=click.FloatRange(0.01), help="Seconds of a burst.")
+@click.option("--gap", default=2.0, type=click.FloatRange(0.0), help="Seconds between bursts.")
+@click.option("--wakes", default=500, type=click.IntRange(1), help="Wake-ups measured with each carrier.")
+@click.option("--pause-ms", default=10.0, type=click.FloatRange(0.0), help="Sleep before each wake-up.")
+@click.option("--load-seed", default=0, type=int, help="Seed of the arrivals and delays.")
+@json_option
+def bench_dp(as_json: bool, **given: Any) -> None:
+    """Data-parallel groups: messages and dummy steps by lookahead, beside waves (simulated); wake-up of an idle group.
+
+    Example: kvrelay bench dp --ranks 2,8,64
+    """
+    from kvrelay.bench.parts.dp import dp_text, run_dp_benchmark
+    from kvrelay.bench.parts.dp_simulation import Load
+    from kvrelay.bench.report.files import print_result
+
+    sizes = [int(word) for word in given["ranks"].split(",") if word.strip().isdigit() and int(word) > 1]
+    if not sizes:
+        raise click.UsageError("--ranks: give numbers above 1, with commas between them")
+    loads = [
+        Load(
+            num_ranks=size,
+            duration_s=given["duration"],
+            rate=given["rate"] * size,
+            num_steps=given["output_len"],
+            step_s=given["step_ms"] / 1e3,
+            delay_s=given["delay_ms"] / 1e3,
+            burst_s=given["burst"],
+            gap_s=given["gap"],
+            seed=given["load_seed"],
+        )
+        for size in sizes
+    ]
+    report = run_dp_benchmark(loads, given["wakes"], given["pause_ms"] / 1e3)
+    print_result(report, dp_text(report), as_json)

@@ -1,0 +1,112 @@
+"""Data-parallel groups as processes: each rank is a worker, a group ends as one, spread experts answer alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.patience import PATIENCE_S, until
+from tests.system.serving import Serve
+
+from kvrelay.config import EngineConfig, RunnerConfig
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.request import Request
+from kvrelay.executors.torch import build_executor
+from kvrelay.executors.torch.checkpoints import make_model
+
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
+
+NUM_OUTPUTS = 12
+
+
+def complete(server: Serve, prompt: list[int], num_tokens: int = NUM_OUTPUTS) -> list[int]:
+    body: dict[str, Any] = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=4 * PATIENCE_S) as answer:
+        tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
+    return tokens
+
+
+def pids_of_workers(server: Serve) -> dict[int, list[int]]:
+    """The pids of ranks by the pid of the process that started them."""
+    found: dict[int, list[int]] = {}
+    for child in psutil.Process(server.process.pid).children():
+        words = child.cmdline()
+        if "worker" in words:
+            found[child.pid] = [rank.pid for rank in child.children()]
+    return found
+
+
+def alone(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """What one engine answers, in this process."""
+    config = EngineConfig(num_blocks=256, max_model_len=512)
+    executor = build_executor(model, RunnerConfig(dtype="float32", device="cpu", num_threads=1), config)
+    core = EngineCore(executor, config, MonotonicClock(), worker_id="one")
+    sampling = SamplingParams(max_tokens=NUM_OUTPUTS, temperature=0.0, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        core.add_request(Request(str(number), prompt, sampling))
+    tokens: dict[str, list[int]] = {}
+    while core.has_unfinished():
+        for output in core.step().outputs:
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+    executor.shutdown()
+    return [tokens[str(number)] for number in range(len(prompts))]
+
+
+@pytest.mark.matrix
+def test_spread_experts_answer_as_one_engine(tmp_path: Path) -> None:
+    """Prefill and decode are groups of two; hand-offs go from any rank to any rank."""
+    model = tmp_path / "mixtral"
+    make_model(model, "mixtral", "tiny", dtype="float32")
+    draw = random.Random(3)
+    prompts = [[draw.randrange(16, 1000) for _ in range(draw.choice((2, 20, 90, 200)))] for _ in range(40)]
+    expected = alone(model, prompts)
+    groups = ("--prefill", "1", "--decode", "1", "--dp", "2", "--ep", "--max-local-prefill-length", "16")
+    sizes = ("--dtype", "float32", "--num-blocks", "256", "--max-model-len", "512")
+    with Serve((str(model), *groups, *sizes, "--rank-timeout-s", "60")) as server:
+        # One after the other: one rank has a request, the other ranks have none. Then all at once.
+        assert [complete(server, prompt) for prompt in prompts[:8]] == expected[:8]
+        with ThreadPoolExecutor(16) as pool:
+            assert list(pool.map(lambda prompt: complete(server, prompt), prompts)) == expected
+        decodes = server.workers("decode")
+        assert len(decodes) == 2
+        assert all(worker["decode"]["num_remote_done"] for worker in decodes)
+        until(server.is_idle)
+
+
+def test_a_rank_that_is_killed_ends_its_group_and_no_other() -> None:
+    flags = ("--prefill", "0", "--decode", "2", "--dp", "2", "--engine", "mock", "--decode-base-s", "0.02")
+    with Serve((*flags, "--num-blocks", "256")) as server, ThreadPoolExecutor(8) as pool:
+        before = pids_of_workers(server)
+        assert sorted(len(ranks) for ranks in before.values()) == [2, 2]
+        expected = complete(server, [5, 6, 7], 200)
+        answers = [pool.submit(complete, server, [5, 6, 7], 200) for _ in range(8)]
+        until(lambda: sum(each["load"]["request_active_slots"] for each in server.workers("both")) >= 4)
+        killed, spared = sorted(before)
+        os.kill(before[killed][1], signal.SIGKILL)
+        # Requests of the whole group go on in the other one.
+        assert all(answer.result(4 * PATIENCE_S) == expected for answer in answers)
+        until(lambda: not any(psutil.pid_exists(pid) for pid in before[killed]))
+        until(lambda: sorted(len(ranks) for ranks in pids_of_workers(server).values()) == [2, 2])
+        assert pids_of_workers(server)[spared] == before[spared]
+        until(lambda: len(server.workers("both")) == 4)
+        assert "rank 1 of the data-parallel group" in server.read()
