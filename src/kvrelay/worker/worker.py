@@ -20,16 +20,10 @@ import msgspec
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffProgress, HandoffReleased
 from kvrelay.core.messages import (
-    AbortRequest,
     AdminReply,
     AdminRequest,
-    GenerateRequest,
     Message,
-    Ping,
-    Pong,
-    PrefillLost,
 )
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet, end_tasks
@@ -42,7 +36,6 @@ from kvrelay.errors import (
     EngineHungError,
     FatalError,
     LeaseLostError,
-    PayloadTooLargeError,
     WorkerUnavailableError,
 )
 from kvrelay.handoff import decode_events as de
@@ -50,7 +43,7 @@ from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.decode import DecodeRules
 from kvrelay.handoff.disagg import DisaggPolicy
-from kvrelay.rpc.base import Peer, RpcServer
+from kvrelay.rpc.base import RpcServer
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.thread import TransferThread
@@ -59,12 +52,12 @@ from kvrelay.worker.callers import Caller, CallerKind, Callers
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.decode_side import DecodeSide
 from kvrelay.worker.fleet import Fleet
+from kvrelay.worker.inbox import Inbox
 from kvrelay.worker.membership import RETRY_INTERVAL_S, Membership
 from kvrelay.worker.metrics import WorkerStats
 from kvrelay.worker.paired import PairedPrefills
 from kvrelay.worker.peers import Connect, DecodePeer, DecodePeers
 from kvrelay.worker.prefill_side import PrefillSide
-from kvrelay.worker.preparation import Preparation
 from kvrelay.worker.publisher import Publisher
 from kvrelay.worker.runtime import follow_thresholds
 from kvrelay.worker.settings import WorkerSettings
@@ -140,7 +133,17 @@ class Worker:
         self._prefill = self._build_prefill_side()
         self._paired = self._build_paired_prefills()
         self._decode = self._build_decode_side()
-        self._preparation = Preparation(engine.prepare, self._generate, server.send, self._tasks)
+        self._inbox = Inbox(
+            settings.worker_id,
+            server,
+            self._callers,
+            self._decode,
+            self._paired,
+            prepare=engine.prepare,
+            run_command=self.run_admin_command,
+            publish_secret=self._secret,
+            tasks=self._tasks,
+        )
         self._transfer.on_notification(lambda notification: self._decode.handoffs.notified(notification.payload))
 
     def _build_membership(self, transport_name: str) -> Membership:
@@ -237,8 +240,8 @@ class Worker:
 
     async def start(self) -> None:
         """Bind, register, appear in discovery. Raises ControlUnavailableError or AddressInUseError."""
-        self._server.on_message(self._on_message)
-        self._server.on_peer_gone(self._on_peer_gone)
+        self._server.on_message(self._inbox.receive)
+        self._server.on_peer_gone(self._inbox.peer_gone)
         if self.settings.public_key:
             self._server.admit_by(self._callers.admit)
         await self._server.start()
@@ -380,57 +383,6 @@ class Worker:
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     # -- what arrives -------------------------------------------------------------------------------------------------
-
-    def _on_message(self, peer: Peer, message: Message) -> None:
-        refusal = self._callers.refusal(self._server.identity(peer), message)
-        if refusal is not None:
-            _log.warning("%s from peer %s was dropped: %s", type(message).__name__, peer.hex(), refusal)
-            return
-        match message:
-            case GenerateRequest() if message.sampling.grammar is not None:
-                self._preparation.begin(peer, message)
-            case GenerateRequest():
-                self._generate(peer, message)
-            case AbortRequest():
-                self._preparation.drop(peer, message.request_id)
-                self._paired.abort(peer, message.request_id)
-                self._decode.abort(peer, message)
-            case PrefillLost():
-                self._decode.prefill_lost(peer, message)
-            case HandoffClaim():
-                self._decode.handoffs.handle(de.Claimed(message, peer))
-            case HandoffProgress():
-                self._decode.handoffs.handle(de.Progress(message))
-            case HandoffDone():
-                self._decode.handoffs.handle(de.Done(message, peer))
-            case HandoffReleased():
-                self._decode.handoffs.handle(de.Released(message))
-            case Ping():
-                secret = self._secret if self._callers.is_frontend(self._server.identity(peer)) else b""
-                self._server.send(peer, Pong(message.nonce, self.settings.worker_id, secret))
-            case AdminRequest():
-                self._tasks.spawn(self._answer_admin(peer, message))
-            case _:
-                _log.warning("an unexpected %s was dropped", type(message).__name__)
-
-    def _generate(self, peer: Peer, message: GenerateRequest) -> None:
-        """Handle a request, or this worker's half of a pair."""
-        if message.pair is not None and message.pair.prefill_worker_id == self.settings.worker_id:
-            self._paired.generate(peer, message)
-        else:
-            self._decode.generate(peer, message)
-
-    def _on_peer_gone(self, peer: Peer) -> None:
-        self._preparation.drop_all(peer)
-        self._paired.peer_gone(peer)
-        self._decode.peer_gone(peer)
-
-    async def _answer_admin(self, peer: Peer, message: AdminRequest) -> None:
-        reply = await self.run_admin_command(message)
-        try:
-            self._server.send(peer, reply)
-        except PayloadTooLargeError as exc:
-            self._server.send(peer, AdminReply(message.nonce, error=exc.message))
 
     async def run_admin_command(self, message: AdminRequest) -> AdminReply:
         """Run an operator's command. If it fails, the reply carries the error."""

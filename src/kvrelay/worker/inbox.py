@@ -1,0 +1,118 @@
+"""The messages that arrive over the request plane: each is checked against its caller and goes to its part.
+
+    frontend   GenerateRequest ──[grammar: Preparation]──> DecodeSide, or PairedPrefills for the prefill half of a pair
+               AbortRequest, PrefillLost, Ping
+    worker     HandoffClaim, HandoffProgress, HandoffDone, HandoffReleased ──> the decode side's ledger
+    operator   AdminRequest ──> ``run_command``, then AdminReply
+
+It owns no request: the parts do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffProgress, HandoffReleased
+from kvrelay.core.messages import (
+    AbortRequest,
+    AdminReply,
+    AdminRequest,
+    GenerateRequest,
+    Message,
+    Ping,
+    Pong,
+    PrefillLost,
+)
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.tasks import TaskSet
+from kvrelay.errors import PayloadTooLargeError
+from kvrelay.handoff import decode_events as de
+from kvrelay.rpc.base import Peer, RpcServer
+from kvrelay.worker.callers import Callers
+from kvrelay.worker.decode_side import DecodeSide
+from kvrelay.worker.paired import PairedPrefills
+from kvrelay.worker.preparation import Preparation
+
+_log = logging.getLogger(__name__)
+
+
+class Inbox:
+    """``prepare`` compiles what a request needs (``EngineHost.prepare``). ``publish_secret``: frontends get it with the
+    answer to a ping; empty if the worker seals nothing."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        server: RpcServer,
+        callers: Callers,
+        decode: DecodeSide,
+        paired: PairedPrefills,
+        *,
+        prepare: Callable[[SamplingParams], None],
+        run_command: Callable[[AdminRequest], Awaitable[AdminReply]],
+        publish_secret: bytes,
+        tasks: TaskSet,
+    ) -> None:
+        self._worker_id = worker_id
+        self._server = server
+        self._callers = callers
+        self._decode = decode
+        self._paired = paired
+        self._preparation = Preparation(prepare, self._generate, server.send, tasks)
+        self._run_command = run_command
+        self._publish_secret = publish_secret
+        self._tasks = tasks
+
+    def receive(self, peer: Peer, message: Message) -> None:
+        """Handle a message of a connection, or drop it with a warning if its caller may not send it."""
+        refusal = self._callers.refusal(self._server.identity(peer), message)
+        if refusal is not None:
+            _log.warning("%s from peer %s was dropped: %s", type(message).__name__, peer.hex(), refusal)
+            return
+        match message:
+            case GenerateRequest() if message.sampling.grammar is not None:
+                self._preparation.begin(peer, message)
+            case GenerateRequest():
+                self._generate(peer, message)
+            case AbortRequest():
+                self._preparation.drop(peer, message.request_id)
+                self._paired.abort(peer, message.request_id)
+                self._decode.abort(peer, message)
+            case PrefillLost():
+                self._decode.prefill_lost(peer, message)
+            case HandoffClaim():
+                self._decode.handoffs.handle(de.Claimed(message, peer))
+            case HandoffProgress():
+                self._decode.handoffs.handle(de.Progress(message))
+            case HandoffDone():
+                self._decode.handoffs.handle(de.Done(message, peer))
+            case HandoffReleased():
+                self._decode.handoffs.handle(de.Released(message))
+            case Ping():
+                secret = self._publish_secret if self._callers.is_frontend(self._server.identity(peer)) else b""
+                self._server.send(peer, Pong(message.nonce, self._worker_id, secret))
+            case AdminRequest():
+                self._tasks.spawn(self._answer(peer, message))
+            case _:
+                _log.warning("an unexpected %s was dropped", type(message).__name__)
+
+    def peer_gone(self, peer: Peer) -> None:
+        """A connection has ended."""
+        self._preparation.drop_all(peer)
+        self._paired.peer_gone(peer)
+        self._decode.peer_gone(peer)
+
+    def _generate(self, peer: Peer, message: GenerateRequest) -> None:
+        """Handle a request, or this worker's half of a pair."""
+        if message.pair is not None and message.pair.prefill_worker_id == self._worker_id:
+            self._paired.generate(peer, message)
+        else:
+            self._decode.generate(peer, message)
+
+    async def _answer(self, peer: Peer, message: AdminRequest) -> None:
+        reply = await self._run_command(message)
+        try:
+            self._server.send(peer, reply)
+        except PayloadTooLargeError as exc:
+            self._server.send(peer, AdminReply(message.nonce, error=exc.message))
