@@ -114,3 +114,49 @@ def test_a_chain_that_would_overflow_the_stack_never_reaches_the_compiler(kind: 
 def test_chains_of_the_allowed_length_compile() -> None:
     COMPILER.compile(Grammar(GrammarKind.LARK, chained_rules(MAX_GRAMMAR_LINKS - 2)))
     COMPILER.compile(Grammar(GrammarKind.JSON_SCHEMA, chained_references(MAX_GRAMMAR_LINKS - 1)))
+
+
+def chained_terminals(depth: int, text: str) -> str:
+    """20 ** depth times the text, in a few lines."""
+    lines = [f"T{level + 1}: " + " ".join([f"T{level}"] * 20) for level in range(depth)]
+    return "\n".join([f"start: T{depth}", f"T0: {text}", *lines])
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (GrammarKind.REGEX, "a?" * 130_000),
+        (GrammarKind.REGEX, "(a|)" * 60_000),
+        (GrammarKind.REGEX, "(|a)" * 60_000),
+        (GrammarKind.REGEX, "(a|())" * 40_000),
+        (GrammarKind.REGEX, "a{0,1}" * 40_000),
+        (GrammarKind.LARK, "start: " + '"a"? ' * 50_000),
+        (GrammarKind.LARK, "start: T\nT: /" + "a*" * 100_000 + "/"),
+        (GrammarKind.LARK, chained_terminals(4, "/a?/")),
+        (GrammarKind.LARK, chained_terminals(12, "/a?/")),
+        (GrammarKind.LARK, chained_terminals(12, '"ab"')),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": "a?" * 120_000})),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"pattern": "a?" * 120_000}).replace("pattern", "\\u0070attern")),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "patternProperties": {"a?" * 120_000: {}}})),
+        (GrammarKind.LARK, "start: %json " + json.dumps({"type": "string", "pattern": "a?" * 120_000})),
+    ],
+)
+def test_what_would_compile_for_minutes_never_reaches_the_compiler(kind: GrammarKind, source: str) -> None:
+    grammar = Grammar(kind, source)
+    with pytest.raises(InvalidInputError, match=r"repetitions and optional parts|characters in all"):
+        grammar.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (GrammarKind.REGEX, "a?" * 2000),
+        (GrammarKind.REGEX, r"((\w{0,99}\d{0,99}){0,99}x){1,9}"),
+        (GrammarKind.LARK, chained_terminals(2, "/a?/")),
+        (GrammarKind.LARK, 'start: WORD (" " WORD)*\nWORD: LETTER+\nLETTER: /[a-z]/ | /[0-9]/'),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "description": "* what? + why? " * 10_000})),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": "^[a-z]+(-[a-z]+){0,3}$"})),
+    ],
+)
+def test_patterns_of_the_allowed_size_compile(kind: GrammarKind, source: str) -> None:
+    COMPILER.compile(Grammar(kind, source))
