@@ -183,7 +183,7 @@ def test_interference_takes_medians_and_the_worst_wait(tmp_path: Path) -> None:
 
 def test_separation_cases_are_commands_of_this_system() -> None:
     cases = separation_cases("python", "my-model", "--dtype float32")
-    assert len({case.name for case in cases}) == 4
+    assert len({case.name for case in cases}) == 5
     for case in cases:
         assert case.command is not None
         assert case.command.startswith("python -m kvrelay serve my-model --dtype float32 --port {port} --prefill")

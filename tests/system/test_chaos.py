@@ -48,3 +48,19 @@ def test_nothing_is_lost_in_a_minute_of_chaos():
         name: planned.count(name) for name in planned
     }
     assert {name.split()[0] for name in planned} == {str(kind) for kind in FaultKind}
+
+
+@pytest.mark.matrix
+def test_nothing_is_lost_in_a_minute_of_chaos_with_prefill_first():
+    done = kvrelay(
+        *("bench", "chaos", "--engine", "mock", "--order", "prefill-first", "--json"),
+        *("--duration", "60", "--seed", str(SEED), "--fault-interval", str(INTERVAL_S)),
+        timeout_s=500,
+    )
+    assert done.returncode == 0, f"{done.stderr}\n{done.stdout}"
+    report = json.loads(done.stdout)
+    bad = ("wrong", "missing", "repeated", "failed", "hung", "leaked_blocks", "skipped_faults")
+    assert {name: report[name] for name in bad} == dict.fromkeys(bad, 0)
+    assert report["problems"] == []
+    assert report["right"] > 50
+    assert report["remote_prefills"] > 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def run_options(
 ) -> RunOptions:
     """The options of a run. If no model is given, the server is asked for one."""
     return RunOptions(
-        target=Target(target.host, target.port, target.prefix, target.tls, given["api_key"]),
+        target=replace(target, api_key=given["api_key"]),
         classes=classes,
         model=given["model"],
         body=BodyOptions(

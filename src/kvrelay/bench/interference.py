@@ -134,13 +134,15 @@ def measure_interference(given: dict[str, Any]) -> None:
 
 
 def separation_cases(python: str, model: str | None, serve_args: str) -> tuple[Case, ...]:
-    """The four arrangements that show the effect of separation. The caller quotes ``python`` and ``model``."""
+    """The arrangements that show the effect of separation, and of its two orders. The caller quotes ``python`` and
+    ``model``."""
     base = " ".join(part for part in (f"{python} -m kvrelay serve", model, serve_args, "--port {port}") if part)
     return (
         Case("aggregated x1", command=f"{base} --prefill 0 --decode 1"),
         Case("aggregated x2", command=f"{base} --prefill 0 --decode 2 --router round-robin"),
         Case("1P1D always remote", command=f"{base} --prefill 1 --decode 1 --max-local-prefill-length 0"),
         Case("1P1D conditional", command=f"{base} --prefill 1 --decode 1"),
+        Case("1P1D prefill-first", command=f"{base} --prefill 1 --decode 1 --order prefill-first"),
     )
 
 

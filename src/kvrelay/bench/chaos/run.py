@@ -33,6 +33,7 @@ from kvrelay.bench.chaos.report import (
 )
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.report.files import describe_machine
+from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import ConfigError, FatalError
 from kvrelay.executors.mock import mock_generate
 
@@ -69,6 +70,7 @@ class ChaosOptions:
     log_path: Path | None = None
     tp: int = 1
     pp: int = 1
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST
 
     @property
     def worker_flags(self) -> list[str]:
@@ -89,7 +91,7 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         raise ConfigError(f"--tp {options.tp} --pp {options.pp} need --engine torch", param="tp")
     plan = make_plan(options.duration_s, options.seed, interval_s=options.fault_interval_s)
     cluster = ClusterUnderTest(
-        [*options.worker_flags, "--max-waiting-requests", str(MAX_WAITING_REQUESTS)],
+        [*options.worker_flags, "--max-waiting-requests", str(MAX_WAITING_REQUESTS), "--order", options.order],
         options.worker_flags,
         {"prefill": options.num_prefill, "decode": options.num_decode},
         options.num_frontends,

@@ -24,13 +24,15 @@ from kvrelay.errors import InvalidInputError
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Host, port, prefix of all paths (without a slash at the end), key for the Authorization header."""
+    """Host, port, prefix of all paths (without a slash at the end), key for the Authorization header; ``order`` for
+    the header x-kvrelay-order."""
 
     host: str
     port: int
     prefix: str = ""
     tls: bool = False
     api_key: str | None = None
+    order: str | None = None
 
     @property
     def url(self) -> str:
@@ -48,6 +50,8 @@ class Target:
         ]
         if self.api_key:
             lines.append(f"Authorization: Bearer {self.api_key}")
+        if self.order:
+            lines.append(f"x-kvrelay-order: {self.order}")
         return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvrelay.bench.commands.options import ORDERS
 from kvrelay.cli.options import engine_option, json_option, model_argument
 from kvrelay.cli.processes import run_async
 
@@ -19,6 +20,7 @@ from kvrelay.cli.processes import run_async
 @engine_option
 @click.option("--prefill", "num_prefill", default=2, type=click.IntRange(2, 16), help="Prefill workers.")
 @click.option("--decode", "num_decode", default=2, type=click.IntRange(2, 16), help="Decode workers.")
+@click.option("--order", type=click.Choice(ORDERS), default=ORDERS[0], help="Of prefill and decode.")
 @click.option("--tp", default=1, type=click.IntRange(1, 8), help="Tensor-parallel ranks of each worker (torch).")
 @click.option("--pp", default=1, type=click.IntRange(1, 8), help="Pipeline stages of each worker (torch).")
 @click.option("--frontends", "num_frontends", default=2, type=click.IntRange(1, 16), help="Frontend processes.")

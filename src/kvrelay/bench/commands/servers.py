@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvrelay.bench.commands.options import FILE, body_options, dataset_options
+from kvrelay.bench.commands.options import FILE, ORDERS, body_options, dataset_options
 from kvrelay.cli.processes import run_async
 
 
@@ -15,6 +16,11 @@ from kvrelay.cli.processes import run_async
 @click.option("--base-url", required=True, metavar="URL", help="The server, e.g. http://127.0.0.1:8000")
 @body_options
 @dataset_options
+@click.option(
+    "--order",
+    type=click.Choice(ORDERS),
+    help="Order of prefill and decode, as the header x-kvrelay-order; default: the server's.",
+)
 @click.option("--backend", default="openai", show_default=True, help="A name for the report.")
 @click.option("--num-prompts", type=int, help="Number of requests.  [default: 100, or the whole file]")
 @click.option("--request-rate", type=float, help="Requests per second, Poisson; default and inf: all at once.")
@@ -63,7 +69,7 @@ def serve_command(**given: Any) -> None:
     from kvrelay.bench.serving import require_success, run_serve
 
     others = [read_serve_report(path) for path in given["compare"]]
-    target = parse_target(given["base_url"], given["api_key"])
+    target = replace(parse_target(given["base_url"], given["api_key"]), order=given["order"])
     retokenize = not given["no_retokenize"]
     options = run_options(given, target, classes(given), backend=given["backend"], retokenize=retokenize)
     with progress_bar() as bar:
@@ -151,7 +157,7 @@ DEFAULT_MIX = "chat=64/128:closed=8,long=1024/8:rate=3"
 @click.option(
     "--case", "cases", multiple=True, metavar="NAME=COMMAND", help="Another server to start; repeatable; default: none."
 )
-@click.option("--only-given", is_flag=True, help="Leave out the four arrangements of kvrelay.")
+@click.option("--only-given", is_flag=True, help="Leave out kvrelay's own arrangements.")
 @body_options
 @click.option("--vocab-size", type=int, help="Random token ids stay below this.  [default: 512]")
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -163,8 +169,8 @@ DEFAULT_MIX = "chat=64/128:closed=8,long=1024/8:rate=3"
 def interference_command(**given: Any) -> None:
     """Chats in a closed loop, disturbed by long prompts: aggregated against separated, with the same load.
 
-    Runs aggregated x1, aggregated x2, 1P1D always remote and 1P1D conditional in turns, and whatever is given beside
-    them. Writes interference.json, interference.md and interference.png.
+    Runs aggregated x1, aggregated x2, 1P1D always remote, 1P1D conditional (decode-first) and 1P1D prefill-first in
+    turns, and whatever is given beside them. Writes interference.json, interference.md and interference.png.
 
     \b
     Example: kvrelay bench interference --rounds 3 --duration 30 --url vllm=http://127.0.0.1:8001
