@@ -1,7 +1,7 @@
 """An answer as blocks, one after the other: reasoning, text and function calls. Pure.
 
-For APIs whose answers are lists of such. Whole answers and streams are read by the same steps, piece by piece, so that
-both have the same blocks.
+For APIs whose answers are lists of blocks. Whole answers and streams are parsed by the same steps, piece by piece, so
+that both have the same blocks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class BlockEvent:
 
 
 class Blocks:
-    """The blocks of one answer, as they come. ``parser`` reads the text; without one all of it is text."""
+    """The blocks of one answer, as they arrive. ``parser`` parses the text; without a parser all of it is text."""
 
     def __init__(self, parser: OutputParser | None) -> None:
         self.blocks: list[Block] = []
@@ -80,7 +80,7 @@ class Blocks:
         return any(block.kind is BlockKind.CALL for block in self.blocks)
 
     def push(self, text: str, num_tokens: int) -> Iterator[BlockEvent]:
-        """More text, made of so many tokens."""
+        """Add text of the given number of tokens."""
         delta = self._parser.push(text) if self._parser is not None else Delta(content=text)
         yield from self._take(delta)
         if not self.blocks:

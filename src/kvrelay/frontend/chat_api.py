@@ -1,7 +1,7 @@
-"""What differs between the APIs for chats: how a request is read, and how its answer is written.
+"""The differences between the APIs for chats: how a request is parsed, and how its answer is written.
 
-Everything between is the pipeline's: each API's request becomes that of ``/v1/chat/completions``, and each answer comes
-from the same sequences.
+The pipeline does the rest: each API's request becomes one of ``/v1/chat/completions``, and each answer comes from the
+same sequences.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvrelay.frontend.tools.base import OutputParser
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """What is known of an answer when its prompt is ready. ``make_parser`` gives a reader of the text per choice; None:
-    the text is the content. A call's id has ``call_id_chars``."""
+    """Facts of an answer when its prompt is ready. ``make_parser`` returns a parser per choice; None: the text is the
+    content. A call's id has ``call_id_chars``."""
 
     answer_id: str
     created_unix_s: int
@@ -39,7 +39,7 @@ class AnswerContext:
 
 @dataclass(frozen=True, slots=True)
 class ChatTask:
-    """A request that was read, and what writes its answer."""
+    """A parsed request and the factory of its answer's format."""
 
     request: ChatCompletionRequest
     make_format: Callable[[AnswerContext], AnswerFormat]

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the request structs, so that it says what the parser does."""
+"""The OpenAPI document, generated from the request structs, so that it matches the parser."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _REF = "#/components/schemas/{name}"
 
 @dataclass(frozen=True, slots=True)
 class _Post:
-    """A path that is asked. ``response``: None if the document does not describe it; else the answer is generated, and
-    may be streamed."""
+    """A POST path. ``response``: None if the document does not describe it; else the answer is generated, and may be
+    streamed."""
 
     path: str
     summary: str
@@ -56,7 +56,7 @@ BODIES = tuple({post.request: None for post in _POSTS})
 
 @dataclass(frozen=True, slots=True)
 class _Get:
-    """A path that is read. ``errors`` are statuses, ``parameter`` the one that it has, if any."""
+    """A GET path. ``errors`` are statuses, ``parameter`` is its parameter, if any."""
 
     path: str
     summary: str
@@ -149,7 +149,7 @@ def _post(post: _Post) -> dict[str, object]:
     content: dict[str, object] = {"application/json": {"schema": _schema(post.response)}}
     parameters: list[dict[str, object]] = []
     if post.response is not None:
-        # What events a stream has is the matter of each API; this version of OpenAPI cannot say that.
+        # The events of a stream depend on the API; this version of OpenAPI cannot describe them.
         content["text/event-stream"] = {}
         answer["headers"], parameters = _GENERATION_HEADERS, _GENERATION_PARAMETERS
     return {

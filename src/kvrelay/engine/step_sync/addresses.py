@@ -1,7 +1,8 @@
-"""Where a group meets: a directory of this host, or a port for groups that span hosts. The address decides the carrier.
+"""The address of a group: a directory of this host, or a port for groups that span hosts. The address decides the
+carrier.
 
-/tmp/kvrelay-dp-x1y2        a socket in that directory, and steps by shared memory
-10.0.0.1:29500              TCP, and steps by messages; rank 0 listens there, and the executor at the next port
+/tmp/kvrelay-dp-x1y2 a socket in that directory, and steps by shared memory 10.0.0.1:29500 TCP, and steps by messages;
+rank 0 listens there, and the executor at the next port
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class GroupAddress:
         return self.directory is not None
 
     def own_host(self) -> str:
-        """The address of this host that the others reach it by: the one that it reaches ``host`` from."""
+        """The address by which other hosts reach this one: the local address of a connection to ``host``."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((self.host, self.port))
@@ -73,7 +74,7 @@ class GroupAddress:
         return listener
 
     def connect(self, timeout_s: float) -> socket.socket:
-        """Tried again until the coordinator listens. Raises FatalError."""
+        """Connect; retry until the coordinator listens. Raises FatalError."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:

@@ -1,8 +1,8 @@
-"""What an engine sees of its data-parallel group: which kind of round begins, and whether the group still stands.
+"""An engine's interface to its data-parallel group: which kind of round begins, and whether the group still exists.
 
     join ──> load the model ──> ready ──> listen: the engine runs ──> leave ──> is_over ──> close
 
-The engine's thread makes the calls from ``listen`` on; what the connection hears comes through the engine's inbox.
+The engine's thread makes the calls from ``listen`` on; messages of the connection come through the engine's inbox.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from kvrelay.engine.step_sync.protocol import Participant, Round, StepsUntil
 from kvrelay.errors import EngineDeadError, KvrelayError, PeerLostError
 
 BLAME_WAIT_S = 1.0
-"""After a failed collective: so long for the news that another rank has ended, which is then the reason."""
+"""How long to wait, after a failed collective, for the message that another rank has ended, which is then the
+reason."""
 
 Post = Callable[[Callable[[], None]], None]
 """Runs a function on the engine's thread, and wakes it."""
@@ -28,7 +29,7 @@ class StepsTogether(Protocol):
     """An executor whose forward passes contain collectives over the ranks of a group."""
 
     def execute_dummy(self) -> None:
-        """A forward pass without a batch, for the sake of the other ranks. Raises EngineDeadError."""
+        """A forward pass without a batch, because the other ranks need it. Raises EngineDeadError."""
 
 
 class Group(Protocol):
@@ -36,7 +37,7 @@ class Group(Protocol):
 
     @property
     def owes_step(self) -> bool:
-        """Whether the engine must go on without work of its own."""
+        """Whether the engine must continue without requests."""
 
     @property
     def is_over(self) -> bool:
@@ -46,10 +47,10 @@ class Group(Protocol):
         """Raises EngineDeadError if the group has ended."""
 
     def execute_dummy(self) -> None:
-        """The dummy batch that ``begin_round`` has asked for."""
+        """The dummy batch that ``begin_round`` has requested."""
 
     def listen(self, post: Post) -> None:
-        """From now on what is heard goes to the engine."""
+        """From now on messages go to the engine."""
 
     def explain(self, error: Exception) -> Exception:
         """A step has failed: tell the group. Returns the reason: ``error``, unless another rank has ended."""
@@ -70,7 +71,7 @@ class Alone:
         return Round.REAL if has_batch else Round.NO_STEP
 
     def execute_dummy(self) -> None:
-        """Never asked for: no round is a dummy."""
+        """Never called: no round is a dummy."""
 
     def listen(self, post: Post) -> None: ...
 
@@ -83,7 +84,7 @@ class Alone:
 
 
 class StepGroup:
-    """A rank of a group that is formed. Without an executor that steps together, the ranks share the group's life only:
+    """A rank of a group that is formed. Without an executor that steps together, the ranks share only the group's life:
     steps of dense models are independent.
 
     ``on_lost``: called on the connection's thread, once, if the group ends before ``listen``.
@@ -162,7 +163,7 @@ class StepGroup:
             self._member.leave()
 
     def close(self) -> None:
-        """An engine that still runs ends; so do the other ranks, unless all have left."""
+        """End a running engine and the other ranks, unless all have left."""
         with self._lock:
             self._post = self._post or (lambda change: change())
         self._member.close()
@@ -172,7 +173,7 @@ class StepGroup:
     def _deliver(self, notice: Notice) -> None:
         """On the connection's thread."""
         if isinstance(notice, Ended):
-            # At once, for a step that is running and fails for the same reason.
+            # At once, because a running step fails for the same reason.
             self._ended = EngineDeadError(notice.reason)
             self._has_ended.set()
         if isinstance(notice, AllReady | Ended):

@@ -1,8 +1,8 @@
-"""One rank's connection to its group: joined once, listened to by a thread of its own, closed at the end.
+"""One rank's connection to its group: joined once, read by a separate thread, closed at the end.
 
-Two carriers of the step protocol stand behind ``start_step`` and the ``StepsUntil`` that are delivered: messages over
-the connection (groups that span hosts), or shared memory (``shared_steps``). Registration, leaving and loss always go
-over the connection: if a process ends, the kernel closes it.
+``start_step`` and the delivered ``StepsUntil`` use one of two carriers of the step protocol: messages over the
+connection (groups that span hosts), or shared memory (``shared_steps``). Registration, leaving and loss always go over
+the connection: if a process ends, the kernel closes it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ HELLO_TIMEOUT_S = 5.0
 MAX_FDS = 128
 
 Notice = AllReady | StepsUntil | AllLeft | Ended
-"""What a rank hears once the group is formed."""
+"""The messages to a rank once the group is formed."""
 
 
 class GroupMember:
-    """See ``join``. All but ``close`` are called by one thread at a time."""
+    """See ``join``. All methods except ``close`` are called by one thread at a time."""
 
     def __init__(self, connection: socket.socket, server: GroupServer | None) -> None:
         self._socket = connection
@@ -75,7 +75,7 @@ class GroupMember:
     ) -> GroupMember:
         """Register, and wait until all ranks have. Rank 0 runs the coordinator.
 
-        Raises AddressInUseError (rank 0), ConfigError if the group is refused, FatalError if it does not come about.
+        Raises AddressInUseError (rank 0), ConfigError if the group is refused, FatalError if it is not formed.
         """
         server = GroupServer(address, info.size, lookahead, timeout_s) if info.rank == 0 else None
         try:
@@ -96,7 +96,7 @@ class GroupMember:
         return "rpc" if self._shared is None else "shm"
 
     def listen(self, deliver: Callable[[Notice], None]) -> None:
-        """Call ``deliver`` with what is heard, on a thread of its own, until ``close`` or the end of the group."""
+        """Call ``deliver`` with each message, on a separate thread, until ``close`` or the end of the group."""
         self._thread = threading.Thread(target=self._listen, args=(deliver,), name="dp-group", daemon=True)
         self._thread.start()
 
@@ -105,7 +105,7 @@ class GroupMember:
         self._send(Ready())
 
     def start_step(self, message: StartStep) -> None:
-        """Does not wait for anything. If the group is gone, ``deliver`` says so."""
+        """Does not wait. If the group is gone, ``deliver`` reports it."""
         if self._shared is not None:
             self.num_sent += self._shared.start_step(message)
         else:
@@ -113,11 +113,11 @@ class GroupMember:
             self._send(message)
 
     def fail(self, reason: str) -> None:
-        """This rank's engine has failed: the group ends, and every rank hears why."""
+        """This rank's engine has failed: the group ends, and every rank gets the reason."""
         self._send(Failed(reason))
 
     def leave(self) -> None:
-        """This rank has no requests left. It goes on as it is told until ``AllLeft`` comes."""
+        """This rank has no requests left. It runs the group's steps until ``AllLeft`` arrives."""
         self._send(Leave())
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class GroupMember:
         if not isinstance(hello, Hello):
             raise FatalError(f"what listens at {address} is not the coordinator of a data-parallel group")
         self._send(RegPart(info))
-        # The coordinator gives up first, and says why.
+        # The coordinator times out first and gives the reason.
         answer = self._await(timeout_s + HELLO_TIMEOUT_S)
         match answer:
             case Formed(group_id, num_fds):
@@ -190,7 +190,7 @@ class GroupMember:
         try:
             self._socket.sendall(encode(message))
         except OSError as exc:
-            # The listener reads the end of the connection, and tells.
+            # The listener notices the end of the connection and reports it.
             _log.debug("the coordinator does not take %s: %s", message, exc)
 
     def _listen(self, deliver: Callable[[Notice], None]) -> None:
@@ -215,7 +215,7 @@ class GroupMember:
                     self._waiting.append(Ended("rank 0 of the data-parallel group, its coordinator, has ended"))
 
     def _hand_on(self, deliver: Callable[[Notice], None]) -> bool:
-        """Deliver what has come. True: that was the last."""
+        """Deliver the received messages. True after the last one."""
         while self._waiting:
             message = self._waiting.pop(0)
             if isinstance(message, AllLeft) and self._shared is not None:

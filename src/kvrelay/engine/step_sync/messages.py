@@ -1,4 +1,4 @@
-"""What the ranks of a group and their coordinator say to each other, and how it lies in a stream. Pure.
+"""The messages between the ranks of a group and their coordinator, and their framing. Pure.
 
     rank -> coordinator     RegPart     here is rank r of n, and these are its facts
                             StartStep   see ``protocol``; not over sockets if the ranks share memory
@@ -8,12 +8,12 @@
     coordinator -> ranks    Hello       the port belongs to a coordinator
                             Formed      all ranks are there and agree
                             Refused     the group cannot be formed, for this reason
-                            AllReady    every rank has said Ready: requests may come
+                            AllReady    every rank has said Ready: requests are allowed
                             StepsUntil  see ``protocol``
-                            AllLeft     every rank has said Leave: run what you were told to, then end
+                            AllLeft     every rank has said Leave: run the remaining steps, then end
                             Ended       a rank is gone: the group ends, for this reason
 
-A frame is the length of what follows (4 bytes, little-endian), the version (1 byte), and the message in msgpack.
+A frame is the length of the rest (4 bytes, little-endian), the version (1 byte), and the message in msgpack.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ def encode(message: FromRank | FromCoordinator) -> bytes:
 
 
 class FrameReader:
-    """Takes bytes as they come; gives the messages that are complete. ``kind`` is the union of those expected."""
+    """Takes bytes as they arrive and returns the complete messages. ``kind`` is the union of the expected types."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Raises ProtocolError for what is no message; the connection is of no use then."""
+        """Raises ProtocolError for data that is no message; the connection is then useless."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)

@@ -7,10 +7,10 @@ work, all ranks must step, the others with a dummy batch. Steps are numbered fro
     rank b, asleep    heard(31) <──────────────StepsUntil(31)──────────┘ to every rank
                       runs 7, 8, ... 31 with dummy batches, or with requests that arrive meanwhile; then sleeps
 
-The caller of ``StartStep`` does not wait for an answer: it computes, and waits in the first collective. Why no rank
-waits there for ever: a rank that runs step n has been told to run until n at least, or has sent StartStep(n). In both
-cases the coordinator tells all ranks to run until n at least, and a rank only ever raises what it was told. So messages
-may be late, reordered or repeated.
+The caller of ``StartStep`` does not wait for an answer: it computes, and waits in the first collective. No rank waits
+there for ever: a rank that runs step n was told to run until n at least, or has sent StartStep(n). In both cases the
+coordinator tells all ranks to run until n at least, and a rank never lowers this number. So messages may be late,
+reordered or repeated.
 
 Idle ranks run at most ``lookahead`` steps after the last request. With a small lookahead there are more messages, with
 a large one more dummy steps.
@@ -29,7 +29,7 @@ DEFAULT_LOOKAHEAD = 24
 
 
 class StartStep(msgspec.Struct, frozen=True, tag=True):
-    """Rank to coordinator: I begin this step, and was not told that it runs."""
+    """Rank to coordinator: this rank begins this step, which no StepsUntil covered."""
 
     step: Step
 
@@ -41,18 +41,18 @@ class StepsUntil(msgspec.Struct, frozen=True, tag=True):
 
 
 class Round(enum.Enum):
-    """What an engine does in a round of its loop."""
+    """The kinds of rounds of an engine's loop."""
 
     REAL = enum.auto()
-    """A step with the engine's own batch."""
+    """A step with the engine's batch."""
     DUMMY = enum.auto()
-    """A step without a batch of its own, for the other ranks."""
+    """A step without a batch, for the other ranks."""
     NO_STEP = enum.auto()
     """No forward pass: there is nothing to compute, or only finished requests are cleaned up."""
 
 
 class Coordinator:
-    """Knows up to which step the group runs. There is one in a group."""
+    """Holds the step up to which the group runs. There is one per group."""
 
     def __init__(self, lookahead: int = DEFAULT_LOOKAHEAD, step: Step = 0) -> None:
         self._lookahead = lookahead
@@ -62,7 +62,7 @@ class Coordinator:
         return f"Coordinator(until step {self.step}, lookahead {self._lookahead})"
 
     def start_step(self, step: Step) -> StepsUntil | None:
-        """A rank begins ``step``. Returns what every rank must hear; None if every rank was told already."""
+        """A rank begins ``step``. Returns the message for every rank; None if every rank was told already."""
         if step <= self.step:
             return None
         self.step = step + self._lookahead
@@ -70,7 +70,7 @@ class Coordinator:
 
 
 class Participant:
-    """One rank: the step that it runs or ran last (``local_step``), and the last that it was told (``coord_step``)."""
+    """One rank: its current or last step (``local_step``), and the last step that it was told (``coord_step``)."""
 
     def __init__(self) -> None:
         self.local_step: Step = 0
@@ -85,7 +85,7 @@ class Participant:
         return self.local_step < self.coord_step
 
     def begin_round(self, *, has_batch: bool) -> tuple[Round, StartStep | None]:
-        """A round of the engine's loop begins. Returns what to do in it, and what the coordinator must hear."""
+        """A round of the engine's loop begins. Returns its kind, and the message for the coordinator."""
         if has_batch:
             return Round.REAL, self._new_step()
         if self.owes_step:

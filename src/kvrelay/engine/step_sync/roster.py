@@ -1,7 +1,7 @@
-"""Which ranks of a group are there: gathered at start, watched to the end. Pure: events in, one message to all out.
+"""The ranks of a group: gathered at start, watched to the end. Pure: events in, one message to all out.
 
     GATHERING ──all registered, all agree──> FORMED ──all have said Leave──> OVER
-        └──────they differ, one is lost, time is up──────> OVER <──one is lost──┘
+        └──────they differ, one is lost, timeout──────> OVER <──one is lost──┘
 
 A part is a connection to the coordinator. It has no rank before it registers.
 """
@@ -31,7 +31,7 @@ _MOVES = {
 
 
 class Roster:
-    """Each method returns what all registered parts must hear, or None."""
+    """Each method returns the message for all registered parts, or None."""
 
     def __init__(self, size: int, group_id: str) -> None:
         self._size = size
@@ -54,7 +54,7 @@ class Roster:
         return part in self._parts
 
     def registered(self, part: Part, info: RankInfo) -> Formed | Refused | None:
-        """All are heard before the group is formed or refused, so that every rank learns the reason."""
+        """The group is formed or refused only after all have registered, so that every rank gets the reason."""
         self._parts[part] = info
         if len(self._parts) < self._size:
             return None

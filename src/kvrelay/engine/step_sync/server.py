@@ -1,8 +1,8 @@
 """The coordinator's server: a background thread in rank 0 of a group, over sockets.
 
 It owns the listening socket and a connection to every rank, rank 0 included, and carries messages between them and two
-state machines: ``Roster`` (who is there) and ``Coordinator`` (up to which step; unused if the ranks share memory).
-If it fails, it closes all connections, and every rank ends with that as the reason. It never leaves a rank waiting.
+state machines: ``Roster`` (the members) and ``Coordinator`` (the steps; unused if the ranks share memory). If it fails,
+it closes all connections, and every rank ends with that reason. It never leaves a rank waiting.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class GroupServer:
                     self._connections[accepted.socket.fileno()] = accepted
                     poller.register(accepted.socket, select.POLLIN)
                     self._send(accepted.socket.fileno(), Hello())
-                    # Its descriptor may be that of a connection that was closed since the poll.
+                    # The descriptor may belong to a connection that was closed since the poll.
                     break
                 if fd in self._connections:
                     self._read(fd)

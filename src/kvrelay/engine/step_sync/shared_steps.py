@@ -1,10 +1,11 @@
-"""The step protocol between processes of one host: the coordinator's state in shared memory, and a bell for each rank.
+"""The step protocol between processes of one host: the coordinator's state in shared memory, and a bell for each
+rank.
 
     memory (memfd)     [ step: int64 ]           written under a lock, read by every rank
     bells (eventfd)    one per rank              rung when the step has risen
 
 There is no message to a coordinator: the rank that begins a step takes the lock, runs ``protocol.Coordinator`` on the
-shared state, and rings. A rank sleeps in ``poll`` on its bell. The kernel gives the lock back if its holder dies.
+shared state, and rings. A rank sleeps in ``poll`` on its bell. The kernel releases the lock if its holder dies.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from kvrelay.engine.step_sync.protocol import Coordinator, StartStep, Step, Step
 
 
 def create_descriptors(num_ranks: int) -> list[int]:
-    """The memory, then the bells. Each rank gets copies of all of them; the caller closes its own."""
+    """The memory, then the bells. Each rank gets copies of all descriptors; the caller closes its own."""
     memory = os.memfd_create("kvrelay-dp-step")
     os.ftruncate(memory, mmap.PAGESIZE)
     return [memory, *(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(num_ranks))]
 
 
 class SharedSteps:
-    """One rank's end. Owns the descriptors that it is given. One thread calls ``start_step``, one calls ``heard``."""
+    """One rank's end. Owns the given descriptors. One thread calls ``start_step``, one calls ``heard``."""
 
     def __init__(self, descriptors: Sequence[int], rank: int, lookahead: int) -> None:
         memory, *self._bells = descriptors
-        # An open file of its own: locks belong to open files, and a passed descriptor shares its sender's.
+        # Open the file again: locks belong to open files, and a passed descriptor shares its sender's open file.
         self._lock_fd = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_CLOEXEC)
         self._map = mmap.mmap(memory, mmap.PAGESIZE)
         os.close(memory)

@@ -1,12 +1,12 @@
-"""Engine ``openai``: a running server computes, vLLM for example; the worker is its place in the cluster.
+"""Engine ``openai``: a running server, for example vLLM, computes; the worker connects it to the cluster.
 
     frontend ──> worker (engine openai) ── HTTP, token ids ──> server
                     discovery, routing, admission, drain, migration as for every worker
 
-The server is asked for completions by token ids, and tells token ids where it can (``return_token_ids``); so nothing is
-tokenized twice, and an answer that migrates goes on at the exact token. Where a server tells only text, ids are made of
-it. Its KV stays with it: such a worker has role ``both``. What it caches is told by its cache events (``mirrored``), or
-estimated from what it was sent (``placed``).
+Requests to the server are completions by token ids, and it returns token ids if it can (``return_token_ids``). So
+nothing is tokenized twice, and an answer that migrates continues at the exact token. If a server returns only text, the
+text is tokenized. Its KV stays with it: such a worker has role ``both``. Its cache is known from its cache events
+(``mirrored``), or estimated from the requests that it was sent (``placed``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULT_NUM_BLOCKS = 16384
 def from_settings(settings: ExecutorSettings, worker_id: str) -> OpenAIHost:
     """The registry's builder: waits for the server. Not from a thread with a running event loop.
 
-    Raises ConfigError, CheckpointError, and EngineDeadError when the server does not become ready.
+    Raises ConfigError, CheckpointError, and EngineDeadError if the server does not become ready.
     """
     config, upstream = settings.engine, settings.upstream
     if not upstream.upstream:
@@ -38,7 +38,7 @@ def from_settings(settings: ExecutorSettings, worker_id: str) -> OpenAIHost:
     model = checkpoint_facts(settings.model_path)
     server = asyncio.run(_describe(settings))
     facts = EngineFacts(
-        # Only the block size means something: prefixes are known by it.
+        # Only the block size is meaningful: it cuts the prefixes.
         kv_layout=KVLayout(1, 1, config.block_size, 1, "int32"),
         num_blocks=config.num_blocks or DEFAULT_NUM_BLOCKS,
         max_model_len=min(filter(None, (model.max_model_len, config.max_model_len, server.max_model_len))),
@@ -60,7 +60,7 @@ def from_settings(settings: ExecutorSettings, worker_id: str) -> OpenAIHost:
 async def _describe(settings: ExecutorSettings) -> Description:
     server = UpstreamServer(settings.upstream)
     try:
-        # Any token will do for a question that only shows the form of the answer.
+        # Any token is suitable for a request that only shows the form of the answer.
         return await server.describe(probe_token_id=1)
     finally:
         await server.close()

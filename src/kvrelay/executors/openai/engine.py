@@ -1,7 +1,7 @@
-"""The scheduler half: which requests the server has, and what its pieces mean for each.
+"""The scheduler half: the requests at the server, and the effect of each piece of an answer.
 
-It sends nothing itself: it is told how to ``begin`` and to ``cancel`` a request at the server. All of it runs on the
-host's thread, but for ``check_room`` and what ``stats`` reads.
+It sends nothing itself: ``begin`` and ``cancel`` of a request at the server are given functions. Everything runs on the
+host's thread, except for ``check_room`` and the numbers that ``stats`` reads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvrelay.executors.openai.wire import Piece, UpstreamAnswerError, completion
 
 @dataclass(slots=True)
 class _Running:
-    """A request that the server has. ``texts`` turns text into ids, if the server tells no ids."""
+    """A request at the server. ``texts`` turns text into ids, if the server returns no ids."""
 
     request: Request
     num_sent_tokens: int
@@ -78,7 +78,7 @@ class OpenAIEngine:
         self._cache = cache
         self._ended = CompletionRate(clock)
         self._busy_until_s = 0.0
-        """The server has told us to come back then."""
+        """The time until which the server has asked us to wait."""
         self._dead: EngineDeadError | None = None
         self._num_arrived = self._num_metrics = 0
         self._num_queried_tokens = self._num_hit_tokens = self._num_generated_tokens = 0
@@ -98,7 +98,7 @@ class OpenAIEngine:
             )
 
     def num_cached_tokens(self, request: Request) -> int:
-        """By what the server has told, or by what it was sent before."""
+        """By the server's cache events, or by the requests that it was sent before."""
         return self._num_placed_blocks(request) * self._facts.kv_layout.block_size
 
     def add_request(self, request: Request) -> None:
@@ -115,7 +115,7 @@ class OpenAIEngine:
         request.num_cached_tokens = 0
         num_wanted = request.length_limit - len(request.token_ids)
         if num_wanted <= 0:
-            # It was continued here after its last token.
+            # A migrated request whose last token was already generated.
             report_token(self.output, request, None, None, FinishReason.LENGTH)
             return
         self._num_queried_tokens += len(request.token_ids)
@@ -156,7 +156,8 @@ class OpenAIEngine:
     # -- what comes from the server -----------------------------------------------------------------------------------
 
     def received(self, request_id: str, piece: Piece) -> None:
-        """A piece of an answer. Raises UpstreamAnswerError for what cannot be one; the caller then calls ``failed``."""
+        """A piece of an answer. Raises UpstreamAnswerError for an impossible piece; the caller then calls
+        ``failed``."""
         running = self._running.get(request_id)
         if running is None:
             return
@@ -171,7 +172,7 @@ class OpenAIEngine:
         token_ids, logprobs = self._tokens(running, piece)
         for number, token_id in enumerate(token_ids):
             request.token_ids.append(token_id)
-            # Ids that were made of text are not counted: the server ends the answer.
+            # Ids made from text do not count: the server ends the answer.
             reason = finish_reason(request, token_id) if running.texts is None else None
             if reason is None and number == len(token_ids) - 1:
                 reason = piece.finish
@@ -185,8 +186,8 @@ class OpenAIEngine:
         return None
 
     def failed(self, request_id: str, error: KvrelayError) -> None:
-        """The server will say nothing more of this request. Another worker may do better, unless it is the request's
-        own fault."""
+        """The server sends nothing more for this request. Another worker may succeed, unless the request itself is at
+        fault."""
         running = self._running.pop(request_id, None)
         if running is None:
             return
@@ -194,7 +195,7 @@ class OpenAIEngine:
         if isinstance(error, UpstreamRefusedError) and status in (429, 503):
             self._busy_until_s = self._clock.now() + error.retry_after_s
         elif not status and isinstance(self._cache, PlacedPrefixes):
-            # Perhaps it was started again, and its cache is empty.
+            # Perhaps the server was restarted and its cache is empty.
             self.clear_cache()
         self.output.outputs.append(
             TokenOutput(
@@ -214,7 +215,7 @@ class OpenAIEngine:
             self.failed(request_id, error)
 
     def cache_changed(self, events: list[KvEvent]) -> None:
-        """The server has told what its cache keeps."""
+        """The server has reported the contents of its cache."""
         self.output.kv_events += events
 
     def take_output(self) -> StepOutput:
@@ -285,7 +286,7 @@ class OpenAIEngine:
         return bool(self._running)
 
     def metrics(self) -> LoadMetrics:
-        """Blocks and slots as if the server had the configured ones, with our requests only."""
+        """Blocks and slots as configured, counted over this worker's requests only."""
         self._num_metrics += 1
         num_running, num_blocks = len(self._running), self._facts.num_blocks
         num_active = self._num_active_blocks()
@@ -303,7 +304,7 @@ class OpenAIEngine:
         )
 
     def stats(self) -> EngineStats:
-        """From any thread. The server's own metrics tell of its steps and its pool."""
+        """From any thread. Steps and pool are in the server's own metrics."""
         num_running = len(self._running)
         num_active = self._num_active_blocks()
         return EngineStats(
@@ -329,7 +330,7 @@ class OpenAIEngine:
         return self._cache.hashes()
 
     def clear_cache(self) -> None:
-        """Forget what is known of the server's cache, which stays."""
+        """Forget the known state of the server's cache. The cache itself stays."""
         self.output.kv_events += self._cache.clear()
 
     def check_integrity(self) -> None:

@@ -74,7 +74,7 @@ class OpenAIHost:
             cancel=self._cancel,
         )
         self._load = LoadSampler(self._engine, LOAD_INTERVAL_S, clock)
-        # Transports want a region to register, though no peer ever reads or writes it.
+        # Transports need a region to register, although no peer reads or writes it.
         self._memory = mmap.mmap(-1, facts.num_blocks * facts.kv_layout.block_bytes)
         self._address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
         self._on_step: Callable[[StepOutput], None] = lambda step: None
@@ -99,7 +99,7 @@ class OpenAIHost:
 
     @property
     def progress(self) -> Progress:
-        """It always rests: whether the server gets on is seen by asking it."""
+        """It always rests: health checks show whether the server makes progress."""
         return self._progress
 
     def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
@@ -193,7 +193,7 @@ class OpenAIHost:
             self._on_dead(died)
 
     async def _serve(self) -> EngineDeadError | None:
-        """Return when told to stop, or why the server is gone."""
+        """Return on a stop, or with the reason why the server is gone."""
         self._server = UpstreamServer(self._upstream)
         stopped, gone = asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self._watch())
         reading = None if self._mirror is None else asyncio.ensure_future(self._read_events(self._mirror))
@@ -228,7 +228,7 @@ class OpenAIHost:
         await KvEventReader(endpoint, replay, mirror, changed).run()
 
     def _end(self, error: EngineDeadError) -> None:
-        """Nobody runs callbacks any more."""
+        """Callbacks no longer run."""
         with self._lock:
             self._dead = error
             waiting, self._waiting = self._waiting, set()
@@ -243,7 +243,7 @@ class OpenAIHost:
         task.add_done_callback(lambda done: self._forget(request_id, done))
 
     def _cancel(self, request_id: str) -> None:
-        """The connection is closed, by which the server learns that nobody wants the answer."""
+        """Closes the connection, by which the server notices that the answer is not needed."""
         task = self._streams.pop(request_id, None)
         if task is not None and task is not asyncio.current_task(self._loop):
             self._ending.add(task)
@@ -281,7 +281,7 @@ class OpenAIHost:
     # -- what it tells ------------------------------------------------------------------------------------------------
 
     def _flush_soon(self) -> None:
-        """What happens in one turn of the loop is told together."""
+        """All outputs of one turn of the loop are delivered together."""
         if not self._is_flushing:
             self._is_flushing = True
             self._loop.call_soon(self._flush)

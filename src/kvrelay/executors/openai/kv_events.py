@@ -1,10 +1,10 @@
-"""Subscribes to the cache events that vLLM publishes over ZMQ, and has those told again that were missed.
+"""Subscribes to the cache events that vLLM publishes over ZMQ, and requests a replay of missed ones.
 
     SUB    <── [topic, number (u64), batch]                        the numbers have no gaps
     DEALER ──> ["", first number]   <── ["", topic, number, batch] ...   until number -1
 
-Without a replay endpoint, or when the server no longer has what was missed, everything known is forgotten: what follows
-is told anew as it changes.
+Without a replay endpoint, or if the server no longer has the missed events, all known blocks are forgotten: later
+events rebuild the state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ END = 2**64 - 1
 
 
 class KvEventReader:
-    """Keeps ``cache`` as the server's. ``on_events`` is told what changes, in the event loop that runs ``run``."""
+    """Keeps ``cache`` equal to the server's. ``on_events`` gets the changes, in the event loop that runs ``run``."""
 
     def __init__(
         self, endpoint: str, replay_endpoint: str, cache: MirroredCache, on_events: Callable[[list[KvEvent]], None]
@@ -39,7 +39,7 @@ class KvEventReader:
         self._cache = cache
         self._on_events = on_events
         self._next = 0
-        """Number of the batch that is due."""
+        """Number of the next batch."""
 
     async def run(self) -> None:
         """Until cancelled. A server that was started again counts from 0: its cache is empty then."""
@@ -73,7 +73,7 @@ class KvEventReader:
                 latest = number
                 if number > self._next:
                     await self._missed(context, number)
-                # A replay may have told it already.
+                # A replay may have contained it already.
                 if number >= self._next:
                     self._apply(number, payload)
 
@@ -87,7 +87,7 @@ class KvEventReader:
             self._next = number
 
     async def _replay(self, context: zmq.asyncio.Context, first: int) -> None:
-        """Have the server tell what it published from ``first`` on. A server that does not answer changes nothing."""
+        """Request the batches from ``first`` on. If the server does not answer, nothing changes."""
         with context.socket(zmq.DEALER) as asking:
             _prepare(asking)
             asking.connect(self._replay_endpoint)

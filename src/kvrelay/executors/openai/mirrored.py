@@ -1,4 +1,4 @@
-"""A server's prefix cache as its own events tell it, in kvrelay's hashes.
+"""A server's prefix cache, known from its own events, in kvrelay's hashes.
 
 vLLM names blocks by hashes of its own; its events carry the tokens, so ours are computed from them. Its blocks may be a
 multiple of ours. A block whose predecessor is unknown, because events were lost, cannot be named and is left out, which
@@ -28,7 +28,7 @@ REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 
 
 class EventsError(KvrelayError):
-    """What came is no batch of events."""
+    """The data is no batch of events."""
 
 
 class _Batch(msgspec.Struct, array_like=True):
@@ -53,22 +53,22 @@ class MirroredCache:
         self._block_size = block_size
         self._held: dict[ServerHash, _Held] = {}
         self._refs: dict[int, int] = {}
-        """Our blocks, and how many of the server's hold them: two salts or adapters may lead to one name."""
+        """Our blocks, and how many of the server's blocks hold each: two salts or adapters may lead to one hash."""
         self.num_unknown = 0
-        """Blocks that could not be named."""
+        """Blocks without a known hash."""
 
     def __len__(self) -> int:
         return len(self._refs)
 
     def num_leading(self, hashes: Sequence[int]) -> int:
-        """How many of these consecutive blocks of a prompt are held, from the first on."""
+        """How many of these consecutive blocks of a prompt are cached, from the first on."""
         return next((number for number, block in enumerate(hashes) if block not in self._refs), len(hashes))
 
     def hashes(self) -> list[int]:
         return list(self._refs)
 
     def place(self, hashes: Sequence[int], local_hashes: Sequence[int], token_ids: Sequence[int]) -> list[KvEvent]:
-        """The server tells by itself what it keeps."""
+        """The server itself reports its contents."""
         return []
 
     def clear(self) -> list[KvEvent]:
@@ -79,7 +79,7 @@ class MirroredCache:
         return [AllBlocksCleared()] if had_any else []
 
     def apply(self, payload: bytes) -> list[KvEvent]:
-        """What a batch changes. Raises EventsError, and has then changed nothing more."""
+        """Apply a batch and return the changes. Raises EventsError; later events of the batch are then not applied."""
         try:
             batch = msgspec.msgpack.decode(payload, type=_Batch)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -141,7 +141,7 @@ class MirroredCache:
             for block in blocks:
                 self._refs[block] = self._refs.get(block, 0) + 1
             if num_known < per_block:
-                # Blocks of the server that differ may begin with equal ones of ours.
+                # Different blocks of the server may begin with equal blocks of ours.
                 begin = own.start + num_known
                 events.append(
                     BlockStored(
@@ -183,7 +183,7 @@ def _named(event: dict[str, object] | list[object]) -> dict[str, object]:
 
 
 def _has_keys(event: dict[str, object]) -> bool:
-    """Whether more than the tokens went into the server's hashes: an adapter, an image, a salt."""
+    """Whether the server's hashes depend on more than the tokens: an adapter, an image, a salt."""
     keys = event.get("extra_keys")
     has_adapter = event.get("lora_id") is not None or event.get("lora_name") is not None
     return has_adapter or (isinstance(keys, list) and any(keys))

@@ -1,8 +1,8 @@
-"""What a server's prefix cache presumably holds: the prompts and answers that it was sent, the oldest out first.
+"""An estimate of a server's prefix cache: the prompts and answers that it was sent, least recently used out first.
 
-A server that tells nothing of its cache can still be routed to by prefix, like Dynamo's and SGLang's routers do by what
-they have placed. The estimate is wrong when the server evicts earlier, or when others use it too; that costs a prefill
-in the wrong place, never a wrong token.
+Routing by prefix also works for a server without cache events, as in Dynamo's and SGLang's routers, which use what they
+have placed. The estimate is wrong if the server evicts earlier, or if others use it too; that costs a prefill in the
+wrong place, never a wrong token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvE
 
 
 class PlacedPrefixes:
-    """At most ``capacity`` blocks, known by their sequence hashes. Not thread-safe."""
+    """At most ``capacity`` blocks, identified by their sequence hashes. Not thread-safe."""
 
     def __init__(self, block_size: int, capacity: int) -> None:
         self._block_size = block_size
@@ -26,16 +26,16 @@ class PlacedPrefixes:
         return len(self._blocks)
 
     def num_leading(self, hashes: Sequence[int]) -> int:
-        """How many of these consecutive blocks of a prompt are held, from the first on."""
+        """How many of these consecutive blocks of a prompt are cached, from the first on."""
         return next((number for number, block in enumerate(hashes) if block not in self._blocks), len(hashes))
 
     def hashes(self) -> list[int]:
         return list(self._blocks)
 
     def place(self, hashes: Sequence[int], local_hashes: Sequence[int], token_ids: Sequence[int]) -> list[KvEvent]:
-        """The server has computed these consecutive blocks, from the first of a prompt on; what changes by that.
+        """The server has computed these consecutive blocks, from the first of a prompt on. Returns the changes.
 
-        ``token_ids`` has at least ``len(hashes) * block_size`` tokens. What does not fit is not held.
+        ``token_ids`` has at least ``len(hashes) * block_size`` tokens. Blocks beyond the capacity are left out.
         """
         hashes = hashes[: self._capacity]
         held = self.num_leading(hashes)

@@ -1,7 +1,7 @@
-"""The HTTP side: a server that speaks the OpenAI API, over connections that are kept.
+"""The HTTP side: a server with the OpenAI API, over kept connections.
 
-It knows URLs, headers, status codes and how a stream of events is cut into lines. It never repeats a request: whether
-tokens may be asked for again is the cluster's decision, which counts what it has.
+It knows URLs, headers, status codes and how a stream of events is cut into lines. It never repeats a request: the
+cluster, which knows the tokens so far, decides about retries.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ START_INTERVAL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
 MAX_EVENT_BYTES = 8 << 20
 MAX_ANSWER_BYTES = 8 << 20
-"""Of an answer that is not streamed: a list of models, a refusal."""
+"""Size limit of an answer that is not streamed: a list of models, a refusal."""
 
 
 class UpstreamRefusedError(KvrelayError):
-    """The server does not take the request. ``status`` is its own; ``retry_after_s`` what it asks to wait for."""
+    """The server refuses the request. ``status`` is the server's; ``retry_after_s`` is the requested wait."""
 
     def __init__(self, message: str, status: int, retry_after_s: float) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class UpstreamRefusedError(KvrelayError):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a server said of itself. ``max_model_len`` is 0 if it did not tell."""
+    """Facts reported by a server. ``max_model_len`` is 0 if it reports none."""
 
     model: str
     max_model_len: int
@@ -77,10 +77,10 @@ class UpstreamServer:
         await self._client.aclose()
 
     async def describe(self, probe_token_id: int) -> Description:
-        """Wait until the server answers, for ``upstream_start_timeout_s``; then ask it for its model, and for one token
-        to see whether it tells token ids.
+        """Wait until the server answers, for ``upstream_start_timeout_s``; then request its model, and one token to
+        find out whether it returns token ids.
 
-        Raises ConfigError for a server that has another model or refuses the key; EngineDeadError when time is up.
+        Raises ConfigError for a server that has another model or refuses the key; EngineDeadError after the timeout.
         """
         deadline_s = time.monotonic() + self._config.upstream_start_timeout_s
         is_told = False
@@ -109,7 +109,7 @@ class UpstreamServer:
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """The pieces of one completion. Close the iterator to abort it.
 
-        Raises UpstreamRefusedError before the first piece, UpstreamAnswerError for an answer that is broken or cut.
+        Raises UpstreamRefusedError before the first piece, UpstreamAnswerError for a broken or incomplete answer.
         """
         is_finished = False
         try:

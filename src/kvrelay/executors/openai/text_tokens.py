@@ -1,7 +1,7 @@
-"""Token ids for text, for a server that tells only text.
+"""Token ids for text, for a server that returns only text.
 
-They are ids that decode to the same text, not necessarily those that the server sampled: counts may differ by some, and
-a logprob has no token to belong to. That is why token ids are asked for first.
+They are ids that decode to the same text, not necessarily those that the server sampled: counts may differ slightly,
+and a logprob has no token to belong to. That is why token ids are preferred.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from kvrelay.errors import CheckpointError
 
 CONTEXT_TOKENS = 16
-"""Tokens before a piece that may change how it decodes."""
+"""Preceding tokens that may affect the decoding of a piece."""
 
 
 class TextTokenizer:
@@ -42,8 +42,8 @@ class TextTokens:
         self._pending = ""
 
     def add(self, text: str, *, is_last: bool) -> tuple[int, ...]:
-        """Ids for ``text``. What does not decode to itself behind the tokens before, because it ends inside a character
-        for instance, waits for the next piece, unless it is the last."""
+        """Ids for ``text``. Text that does not decode to itself after the preceding tokens, for example because it ends
+        inside a character, waits for the next piece, unless it is the last."""
         self._pending += text
         if not self._pending:
             return ()

@@ -1,6 +1,6 @@
 """A request as the body of a completion, and the events of the answer as tokens. Pure.
 
-The names are those of the OpenAI API and of vLLM's extensions to it, which SGLang and kvrelay take as well.
+The names are those of the OpenAI API and of vLLM's extensions to it, which SGLang and kvrelay also accept.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvrelay.errors import InvalidInputError, KvrelayError
 GRAMMAR_FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 TOKEN_ID = "token_id:"
-"""With ``return_tokens_as_token_ids`` a token is written as ``token_id:42`` where its text would stand."""
+"""With ``return_tokens_as_token_ids`` ``token_id:42`` replaces a token's text."""
 
 
 class UpstreamAnswerError(KvrelayError):
-    """The server's answer makes no sense, or ends with an error of its own."""
+    """The server's answer is malformed, or ends with an error."""
 
 
 def require_possible(sampling: SamplingParams) -> None:
-    """Raise InvalidInputError for what a server cannot be asked for by this API."""
+    """Raise InvalidInputError for a request that this API cannot express."""
     if sampling.prompt_logprobs is not None:
         raise InvalidInputError("engine openai gives no prompt_logprobs", param="prompt_logprobs")
 
@@ -36,8 +36,8 @@ def require_possible(sampling: SamplingParams) -> None:
 def completion_body(request: Request, model: str, num_tokens: int, *, with_token_ids: bool) -> dict[str, Any]:
     """The JSON body that asks for the next ``num_tokens`` tokens of ``request``, as a stream.
 
-    What was generated before, here or by another worker, is part of the prompt. Settings at their defaults are left
-    out, but for those that a server may fill from the model's own generation defaults.
+    Tokens generated before, here or by another worker, are part of the prompt. Settings at their defaults are left out,
+    except for those that a server may fill from the model's own generation defaults.
     """
     sampling = request.sampling
     body: dict[str, Any] = {
@@ -115,7 +115,7 @@ _decoder = msgspec.json.Decoder(_Event)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event brings. ``token_ids`` is None when the server tells no ids: then ``text`` is all there is."""
+    """The content of one event. ``token_ids`` is None if the server returns no ids: then there is only ``text``."""
 
     text: str
     token_ids: tuple[int, ...] | None
@@ -126,7 +126,7 @@ class Piece:
 
 
 def parse_event(data: bytes | str) -> Piece:
-    """One event's JSON. Raises UpstreamAnswerError for an error event and for what is no completion."""
+    """Parse one event's JSON. Raises UpstreamAnswerError for an error event and for data that is no completion."""
     try:
         event = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -168,7 +168,7 @@ def _positions(logprobs: _Logprobs) -> tuple[PositionLogprobs, ...]:
 
 
 def _position(token_id: int, logprob: float | None, top: dict[str, float | None]) -> PositionLogprobs:
-    """The API tells no ranks: that of the chosen token follows from its place among the alternatives."""
+    """The API has no ranks: the chosen token's rank follows from its place among the alternatives."""
     if logprob is None:
         raise UpstreamAnswerError("a token of the answer has no logprob")
     known = {_token_id(token): value for token, value in top.items() if value is not None}

@@ -71,7 +71,7 @@ def block_of(block: Block, call_id_chars: int) -> AnswerBlock:
 
 
 def whole_json(arguments: str) -> bytes:
-    """The arguments as JSON; ``{}`` for those that the limit of tokens has cut, which ``stop_reason`` tells."""
+    """The arguments as JSON; ``{}`` if the token limit has cut them, which ``stop_reason`` shows."""
     try:
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -80,7 +80,7 @@ def whole_json(arguments: str) -> bytes:
 
 
 def call_id(block: Block, num_chars: int) -> str:
-    """Some templates take ids of nine letters and digits only."""
+    """Some templates accept only ids of nine letters and digits."""
     return ("toolu_" if num_chars > 9 else "") + block.unique[:num_chars]
 
 

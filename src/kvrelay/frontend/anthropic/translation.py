@@ -76,7 +76,8 @@ def _no_format(context: AnswerContext) -> AnswerFormat:
 
 
 def _check_version(headers: Mapping[str, str]) -> None:
-    """The API of before its first stable version had other events in streams. Without the header: any later one."""
+    """Before its first stable version the API had other events in streams. Without the header a later version is
+    assumed."""
     version = headers.get(VERSION_HEADER, FIRST_VERSION)
     if not _DATE.fullmatch(version) or version < FIRST_VERSION:
         raise InvalidInputError(f"{VERSION_HEADER} must be {FIRST_VERSION} or a later date", param=VERSION_HEADER)
@@ -107,12 +108,12 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def _is_continued(messages: Sequence[ChatMessage]) -> bool:
-    """An answer goes on in a last message of the assistant."""
+    """An answer continues a last message of the assistant."""
     return bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
 
 
 def _turns(message: InputMessage) -> Iterator[ChatMessage]:
-    """A message as chats have it: results of calls are messages of their own, before the text."""
+    """A message in the form of chats: results of calls are separate messages, before the text."""
     if isinstance(message.content, str):
         yield ChatMessage(_role(message), message.content)
         return
@@ -156,7 +157,7 @@ def _call(block: ContentBlock) -> ToolCall:
 
 
 def _result(block: ContentBlock) -> ChatMessage:
-    """Chats have no mark for a call that failed, so its text says so."""
+    """Chats have no mark for a failed call, so its text states the failure."""
     text = _text(block.content or "", "messages")
     return ChatMessage("tool", f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id)
 

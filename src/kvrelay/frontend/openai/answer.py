@@ -1,4 +1,4 @@
-"""What answers of both endpoints are made of: finish, usage, choices, and the contract of the two formats. Pure."""
+"""The parts of both endpoints' answers: finish, usage, choices, and the contract of the formats. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PromptLogprobs = Sequence[PositionLogprobs | None]
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a choice ended; ``stop_reason`` is the stop string or stop token that did it."""
+    """Why a choice ended; ``stop_reason`` is the stop string or stop token that ended it."""
 
     reason: FinishReason
     stop_reason: str | int | None = None
@@ -38,14 +38,14 @@ class Usage(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Choice:
-    """A choice of an answer that is sent as a whole."""
+    """One collected choice of an answer."""
 
     index: int
     prompt_token_ids: Sequence[int]
     text: list[str] = field(default_factory=list)
-    """Piece by piece as it came."""
+    """In pieces, as they arrived."""
     num_tokens: list[int] = field(default_factory=list)
-    """Of each piece of the text."""
+    """The number of tokens of each piece of the text."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
@@ -53,7 +53,7 @@ class Choice:
 
 
 class AnswerFormat(Protocol):
-    """The shapes of one endpoint, for one request."""
+    """Writes the answer to one request in the format of one endpoint."""
 
     def opening(
         self,
@@ -73,8 +73,8 @@ class AnswerFormat(Protocol):
         finish: Finish | None,
         usage: Usage | None,
     ) -> bytes:
-        """The event with a choice's new text, empty if it says nothing yet. ``usage`` is given for continuous usage
-        only."""
+        """The event with a choice's new text; empty if there is nothing to send yet. ``usage`` is given for continuous
+        usage only."""
 
     def closing(self, usage: Usage) -> bytes:
         """The last events of a stream whose choices have all finished."""

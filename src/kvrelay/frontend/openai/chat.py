@@ -69,7 +69,7 @@ class ChatFormat:
         with_logprobs: bool = False,
         echo: str = "",
     ) -> None:
-        """``echo`` is the text before the answer: that of the message which the answer continues."""
+        """``echo`` is the text before the answer: the message that the answer continues."""
         self._echo = echo
         self._id, self._created, self._model, self._texts = answer_id, created_unix_s, model, texts
         self._return_token_ids = return_token_ids

@@ -1,6 +1,6 @@
 """The answers of ``/v1/completions``, whole and streamed.
 
-A chunk is put together from bytes that are prepared once per request; only the text is encoded per chunk.
+A chunk is assembled from bytes that are prepared once per request; only the text is encoded per chunk.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CompletionResponse(msgspec.Struct, frozen=True):
 
 
 class CompletionFormat:
-    """Implements ``AnswerFormat``. ``echoes`` are the prompts' texts if they are to be repeated, by choice."""
+    """Implements ``AnswerFormat``. ``echoes`` are the prompts' texts, by choice, if they must be repeated."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ class DeadlineError(RetryElsewhereError):
 
 
 class RefusedError(KvrelayError):
-    """A worker refused the request for good, with a status of its own. ``param`` is the field that is to blame."""
+    """A worker refused the request permanently, with its own status. ``param`` is the field at fault."""
 
     def __init__(self, message: str, status: int, retry_after_s: float | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ _TYPES = {
 
 
 def status_of(error: KvrelayError) -> int:
-    """The HTTP status that tells a client about ``error``. A worker's own status counts if it is one of an error."""
+    """The HTTP status for ``error``. A worker's own status is used if it is an error status."""
     if isinstance(error, InvalidInputError | RetryElsewhereError | RefusedError) and 400 <= error.status < 600:
         return error.status
     return 500
@@ -60,7 +60,7 @@ def status_of(error: KvrelayError) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as a client is told of it, whatever its API's shape of errors. ``status`` is HTTP's."""
+    """An error for a client, independent of its API's format. ``status`` is the HTTP status."""
 
     status: int
     message: str
@@ -91,12 +91,12 @@ def openai_error(failure: Failure) -> bytes:
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    """The JSON body in OpenAI's shape; the message is brought to one line."""
+    """The JSON body in OpenAI's format, with the message in one line."""
     return openai_error(Failure(status, message, param, code))
 
 
 def error_response(error: KvrelayError, shape: ErrorShape = openai_error) -> Response:
-    """The whole answer, with Retry-After where trying again makes sense."""
+    """The whole answer, with Retry-After if a retry makes sense."""
     retry_after_s = getattr(error, "retry_after_s", None)
     headers: list[tuple[bytes, bytes]] = []
     if retry_after_s is not None and status_of(error) in (429, 503):
@@ -105,5 +105,5 @@ def error_response(error: KvrelayError, shape: ErrorShape = openai_error) -> Res
 
 
 def _whole_seconds(seconds: float) -> int:
-    """From one second to an hour, whatever a worker said."""
+    """Limited to between one second and an hour."""
     return math.ceil(min(max(seconds, 1.0), MAX_RETRY_AFTER_S)) if not math.isnan(seconds) else 1

@@ -50,8 +50,8 @@ class ChunkFrame:
         usage: Usage | None,
         reason: str | None = None,
     ) -> bytes:
-        """Everything behind text and logprobs; ``token_ids`` and ``usage`` are None where they were not asked for.
-        ``reason`` stands for that of ``finish``."""
+        """Everything after text and logprobs; ``token_ids`` and ``usage`` are None if they were not requested.
+        ``reason`` replaces that of ``finish``."""
         pieces = [self._unfinished]
         if finish is not None:
             pieces = [b',"finish_reason":', encode_json(reason or finish.reason)]

@@ -1,7 +1,7 @@
-"""Request bodies of OpenAI's API, with vLLM's additional fields. Null means absent; ``unknown.py`` judges
-fields that are not here.
+"""Request bodies of OpenAI's API, with vLLM's additional fields. Null means absent; ``unknown.py`` handles fields that
+are not here.
 
-Every string, list and map has a type of ``bounds``, which says how long it may be.
+Every string, list and map has a type of ``bounds``, which limits its length.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What completions and chats have in common. ``timeout`` is in seconds."""
+    """The common fields of completions and chats. ``timeout`` is in seconds."""
 
     model: Name | None = None
     max_tokens: int | None = None
@@ -176,7 +176,7 @@ _names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(frozen=True, slots=True)
 class _Reader(Generic[Body]):
-    """What reads bodies of one kind."""
+    """The decoder of bodies of one kind."""
 
     decoder: msgspec.json.Decoder[Body]
     known: frozenset[str]
@@ -191,8 +191,8 @@ def _reader(kind: type[Body]) -> _Reader[Body]:
 def parse_body(
     body: bytes, kind: type[Body], unknown: UnknownFields | None = None, names: OtherNames = OPENAI_NAMES
 ) -> Body:
-    """The request in a JSON body; ``unknown`` judges the fields that it does not know (None: they are ignored), by the
-    ``names`` of its API.
+    """The request in a JSON body; ``unknown`` handles unknown fields (None: they are ignored), by the ``names`` of its
+    API.
 
     Raises InvalidInputError that names the field.
 

@@ -1,6 +1,6 @@
-"""Fields of a body that no request struct has: other servers' names, advice, and what is not known at all.
+"""Fields of a body that no request struct has: other servers' names, hints, and unknown fields.
 
-A field that promises something is honoured or refused. What is only advice is accepted: the answer is right without.
+A field with an effect is honoured or refused. A hint is accepted: the answer is correct without it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNSUPPORTED = frozenset(
         "no_repeat_ngram_size", "thinking", "thinking_token_budget",
     }
 )  # fmt: skip
-"""Known elsewhere, and promises something that is not done here."""
+"""Fields of other servers with effects that kvrelay does not support."""
 
 ADVICE = frozenset(
     {
@@ -76,7 +76,7 @@ class UnknownFields:
         self._lock = threading.Lock()
 
     def check(self, given: Iterable[str], known: frozenset[str], names: OtherNames = OPENAI_NAMES) -> None:
-        """Raises InvalidInputError for a field that is to be refused."""
+        """Raises InvalidInputError for a refused field."""
         for name in given:
             if name in ADVICE:
                 self._log_once(f"the field {name} is accepted and has no effect")

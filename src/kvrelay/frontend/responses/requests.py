@@ -43,8 +43,8 @@ ContentParts = Annotated[list[ContentPart], Meta(max_length=1024)]
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """A message, a call of the past, its output, or reasoning; without ``type`` a message. Fields that another type has
-    are ignored."""
+    """A message, an earlier call, its output, or reasoning; without ``type`` a message. Fields of other types are
+    ignored."""
 
     type: Word = "message"
     role: Word | None = None
@@ -91,14 +91,14 @@ class TextFormat(msgspec.Struct, frozen=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """``verbosity`` is advice."""
+    """``verbosity`` is a hint."""
 
     format: TextFormat | None = None
     verbosity: Word | None = None
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True):
-    """``effort`` is given to the chat template; summaries are not made, the reasoning itself is returned."""
+    """``effort`` is given to the chat template; there are no summaries; the reasoning itself is returned."""
 
     effort: Word | None = None
     summary: Word | None = None

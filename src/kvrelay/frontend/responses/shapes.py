@@ -84,7 +84,7 @@ class ResponseError(msgspec.Struct, frozen=True):
 
 
 class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A response: whole, or as far as it is. What the request has set is repeated."""
+    """A response, complete or so far. It repeats the request's settings."""
 
     id: str
     created_at: int
@@ -181,7 +181,7 @@ def item_id(block: Block) -> str:
 
 
 def call_id(block: Block, num_chars: int) -> str:
-    """Some templates take ids of nine letters and digits only."""
+    """Some templates accept only ids of nine letters and digits."""
     return ("call_" if num_chars > 9 else "") + block.unique[:num_chars]
 
 

@@ -1,6 +1,6 @@
 """From a request of ``/v1/responses`` to that of a chat. Pure.
 
-No response is kept, so that what refers to an earlier one is refused by name; ``store`` is only advice.
+No response is kept, so fields that refer to an earlier one are refused by name; ``store`` is only a hint.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
 
 
 class _Turns:
-    """Messages of a chat, made of items. An answer of the past is one message: its reasoning, text and calls."""
+    """Messages of a chat, made from items. An earlier answer is one message: its reasoning, text and calls."""
 
     def __init__(self, instructions: str | None) -> None:
         self.messages: list[ChatMessage] = []
@@ -121,7 +121,7 @@ class _Turns:
             self.messages.append(ChatMessage("system", instructions))
 
     def add(self, message: ChatMessage) -> None:
-        """System messages at the beginning become one: few templates take two."""
+        """System messages at the beginning become one: few templates accept two."""
         last = self.messages[-1] if self.messages else None
         roles = ("system", "developer")
         if len(self.messages) == 1 and last is not None and {last.role, message.role} <= set(roles):
@@ -165,7 +165,8 @@ class _Turns:
         content: str | None = None,
         tool_calls: list[ToolCall] | None = None,
     ) -> None:
-        """A part of an answer: of the same as the part before, unless it comes in the order of another one."""
+        """A part of an answer. It belongs to the same answer as the part before, unless its order requires a new
+        one."""
         last = self.messages[-1] if self.messages and self.messages[-1].role == "assistant" else None
         if last is not None and (last.tool_calls is None or tool_calls) and (last.content is None or tool_calls):
             self.messages[-1] = ChatMessage(

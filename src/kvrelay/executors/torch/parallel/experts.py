@@ -9,7 +9,7 @@ Counts differ from rank to rank and from step to step. Data are moved, not summe
 that of one process with all experts.
 
 With tensor parallelism all ranks of an engine have the same tokens: each sends its part of them, and the results are
-put together by a sum with zeros.
+combined by a sum with zeros.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ExpertGroup:
 
 @dataclass(frozen=True, slots=True)
 class SpreadFeedForward:
-    """As ``SparseFeedForward``, with the experts of other ranks elsewhere. ``experts`` are this rank's own."""
+    """Like ``SparseFeedForward``, with other experts on other ranks. ``experts`` are this rank's."""
 
     router: Linear
     experts: tuple[DenseFeedForward, ...]
@@ -96,7 +96,7 @@ class SpreadFeedForward:
         return self.groups.all_reduce(result)
 
     def _own(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        """The result of ``x``, whose experts are anywhere. All seats call it, maybe with no rows."""
+        """The result for ``x``, whose experts may be on any rank. All seats call it, possibly with no rows."""
         num_experts = len(self.experts) * self.exchange.seat.size
         if len(x):
             weights, chosen = torch.softmax(self.router(x).float(), dim=-1).topk(self.top_k, dim=-1)
@@ -119,7 +119,7 @@ class SpreadFeedForward:
         # One copy to the host for both.
         sent, received = torch.stack((counts.sum(dim=1), incoming.sum(dim=1))).tolist()
         there = self.exchange.exchange_rows(rows, sent, received)
-        # What has come is sorted by seat, then by expert.
+        # Received rows are sorted by seat, then by expert.
         experts = torch.arange(len(self.experts), device=rows.device).repeat(self.exchange.seat.size)
         by_expert = torch.repeat_interleave(experts, incoming.flatten()).argsort(stable=True)
         results = torch.empty_like(there)

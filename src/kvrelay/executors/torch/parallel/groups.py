@@ -8,7 +8,7 @@ There is no default group and no global state, so several engines can run in one
 timeout. A collective that fails means that another rank has ended: PeerLostError.
 
 Sums are taken in the order of the ranks over all-gathered parts on the CPU. Gloo's ring would sum in an order that
-depends on the place in the tensor, and a token must not depend on what else is in the batch.
+depends on the place in the tensor, and a token must not depend on the rest of the batch.
 """
 
 from __future__ import annotations
