@@ -7,7 +7,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 from tests.worker.cluster import LOOPBACK, Client, Cluster, Node, cluster, expected, prompt
+from tests.worker.test_prefill_first import PairedClient
 
+from kvrelay.config import TransferConfig
 from kvrelay.control.base import Keys
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.workers import KvMetadata, WorkerRole
@@ -42,6 +44,38 @@ async def test_blocks_of_two_sizes_are_handed_over(sizes: tuple[int, int], check
         assert prefill.worker._prefill.stats.num_failed == 0
         assert decode.worker._decode.stats.num_kv_checksum_mismatches == 0
         assert prefill.worker._prefill.stats.num_kv_checksum_mismatches == 0
+        await shared.check_idle()
+
+
+@pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checksums"])
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16)])
+async def test_prefill_first_between_two_block_sizes(sizes: tuple[int, int], checksums: bool):
+    """The decode worker's hits are known from its grant only, and may end within a block of the prefill worker."""
+    async with cluster(transfer=replace(LOOPBACK, kv_checksums=checksums)) as shared:
+        prefill, decode, client = await pair_of(shared, *sizes)
+        await shared.until(lambda: prefill.worker._fleet.address_of(decode.id) is not None)
+        pair = PairedClient(shared, prefill, decode, await shared.client(prefill), client)
+        base = prompt(48)
+        client.send("base", base, max_tokens=1)
+        assert await client.answer("base") == expected(base, 1)
+        for number, length in enumerate((300, 701)):
+            tokens = base + prompt(length, number + 1)
+            assert await pair.answer(pair.send(tokens)) == expected(tokens, 8)
+        assert pair.num_remote == 2
+        assert decode.worker._decode.stats.num_kv_checksum_mismatches == 0
+        await shared.check_idle()
+
+
+@pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
+async def test_the_peer_to_peer_transport_pairs_block_sizes_too(send_type: str):
+    """Its grants are checked byte by byte at the receiver."""
+    async with cluster(transfer=TransferConfig(transport="p2p", send_type=send_type)) as shared:
+        prefill, decode, client = await pair_of(shared, 16, 32)
+        for tokens in (BASE, BASE + prompt(333, 1)):
+            client.send(f"r{len(tokens)}", tokens)
+            assert await client.answer(f"r{len(tokens)}") == expected(tokens, 8)
+        assert decode.worker._decode.stats.num_remote_done == 1
+        assert prefill.worker._prefill.stats.num_failed == 0
         await shared.check_idle()
 
 
