@@ -172,8 +172,13 @@ class FakeWorker:
             if position >= end:
                 reason = FinishReason.STOP if script.stop_at == end else FinishReason.LENGTH
             cached = script.cached if is_first else None
+            decision = (
+                f"told;slo={request.slo_ttft_ms:g},{request.slo_itl_ms:g}" if is_first and request.explain else ""
+            )
             is_first = False
-            output = TokenOutput(request.request_id, tokens, reason, num_cached_tokens=cached, position=first)
+            output = TokenOutput(
+                request.request_id, tokens, reason, num_cached_tokens=cached, position=first, decision=decision
+            )
             for _ in range((first != script.lose_at) * (1 + script.repeat)):
                 self._send(peer, output)
             if reason is not None or is_half:

@@ -206,6 +206,23 @@ async def test_tokenize_and_back(model_dir: Path) -> None:
         assert TOKENIZER.decode(chat["tokens"]) == "[user] x\n[assistant] "
 
 
+async def test_objectives_and_the_decision_travel_in_headers(model_dir: Path) -> None:
+    async with running(model_dir, Script(tuple(FOX))) as cluster:
+        port = cluster.frontend.port
+        for stream in (True, False):
+            body = {"prompt": FOX, "max_tokens": 3, "stream": stream}
+            asked = {"x-kvrelay-decision": "1", "x-kvrelay-slo-ttft-ms": "250", "x-kvrelay-slo-itl-ms": "12.5"}
+            answer = await send(port, "POST", "/v1/completions", body, asked)
+            assert answer.headers["x-kvrelay-decision"] == "told;slo=250,12.5"
+            silent = await send(port, "POST", "/v1/completions", body, {"x-kvrelay-decision": "0"})
+            assert "x-kvrelay-decision" not in silent.headers
+        for name in ("x-kvrelay-slo-ttft-ms", "x-kvrelay-slo-itl-ms"):
+            for nonsense in ("0", "-1", "nan", "inf", "1e9", "soon", ""):
+                wrong = await send(port, "POST", "/v1/completions", body, {name: nonsense})
+                assert wrong.status == 400
+                assert name in wrong.body.decode()
+
+
 async def test_headers_metrics_and_documents(model_dir: Path) -> None:
     async with running(model_dir, Script(tuple(FOX), cached=2)) as cluster:
         port = cluster.frontend.port

@@ -179,12 +179,15 @@ class Client:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     last: dict[str, TokenOutput] = field(default_factory=dict)
     refused: dict[str, RequestRefused] = field(default_factory=dict)
+    decisions: dict[str, str] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def receive(self, message: Message) -> None:
         if isinstance(message, OutputBatch):
             for output in message.outputs:
                 self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                if output.decision:
+                    self.decisions[output.request_id] = output.decision
                 if output.finish_reason is not None:
                     self.last[output.request_id] = output
         elif isinstance(message, RequestRefused):
@@ -194,6 +197,11 @@ class Client:
     def send(self, request_id: str, tokens: tuple[int, ...], max_tokens: int = 8, **settings: object) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **settings)
         self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling))
+
+    def send_message(self, request_id: str, tokens: tuple[int, ...], **fields: object) -> None:
+        """With other fields of the message set."""
+        sampling = SamplingParams(max_tokens=8, temperature=0.0)
+        self.connection.send(GenerateRequest(request_id, self.worker_id, tokens, sampling, **fields))
 
     def abort(self, request_id: str) -> None:
         self.connection.send(AbortRequest(request_id))

@@ -38,6 +38,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
     Prefill-first, the frontend has decided where the prefill runs. With ``pair`` both workers get the request, under an
     id that carries their addresses (``core/pair_id.py``): the one that ``worker_id`` names acts as its half. Without
     ``pair`` the worker prefills itself.
+
+    ``tenant`` names who asks (an API key's name), for fair waiting between them. ``slo_ttft_ms`` and ``slo_itl_ms`` are
+    the request's own objectives, in milliseconds; 0: the worker's. ``explain``: the answer says where the prefill ran.
     """
 
     request_id: str
@@ -48,6 +51,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     pair: Pair | None = None
+    tenant: str = ""
+    slo_ttft_ms: float = 0.0
+    slo_itl_ms: float = 0.0
+    explain: bool = False
 
 
 class PrefillLost(msgspec.Struct, frozen=True, tag=True):
@@ -69,7 +76,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     ``position`` is the index of ``token_ids[0]`` in the answer: the number of tokens before it, including those that an
     earlier worker generated. A receiver that knows fewer has lost some.
 
-    ``num_cached_tokens`` (prefix hit) and ``prompt_logprobs`` come with the first output. ``stop_token`` is the stop
+    ``num_cached_tokens`` (prefix hit), ``prompt_logprobs`` and ``decision`` come with the first output. ``decision``:
+    where the prefill ran, with the estimates, if the request asked. ``stop_token`` is the stop
     token id that ended the answer, if one did.
     ``is_final``: the ``error`` is due to the request itself (its grammar failed), so no other worker would do better.
     """
@@ -84,6 +92,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     error: str | None = None
     position: int = 0
     is_final: bool = False
+    decision: str = ""
 
 
 class OutputBatch(msgspec.Struct, frozen=True, tag=True):

@@ -34,6 +34,7 @@ def report_token(
             prompt_logprobs=(None, *request.prompt_logprobs) if with_prompt else None,
             stop_token=reported_stop_token(request, token_id) if reason is FinishReason.STOP else None,
             position=request.num_output_tokens - (token_id is not None),
+            decision=str(request.decision) if first and request.explain and request.decision is not None else "",
         )
     )
     request.first_output_sent = True

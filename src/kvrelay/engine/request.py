@@ -57,6 +57,7 @@ class Request:
         "block_ids",
         "decision",
         "ending",
+        "explain",
         "first_output_sent",
         "handoff_id",
         "handoff_number",
@@ -128,7 +129,9 @@ class Request:
         self.placement: Placement | None = None
         """Decides when the request is admitted where its prefill runs; None: its mode says so."""
         self.decision: Decision | None = None
-        """What ``placement`` decided."""
+        """Where the prefill runs, and why."""
+        self.explain = False
+        """Whether the first output says so."""
         self.objectives: Objectives | None = None
         self.num_queued_tokens = 0
         """Tokens to compute, as estimated when it began to wait; 1 or more while it waits."""

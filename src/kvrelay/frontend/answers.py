@@ -108,6 +108,14 @@ def require_client(exchange: Exchange) -> None:
         raise ClientGoneError("the client went away")
 
 
+def origin_headers(sequence: Sequence) -> list[tuple[bytes, bytes]]:
+    """Which worker answers, and why its prefill ran where it did if the request asked."""
+    headers = [(b"x-kvrelay-worker", sequence.worker_id.encode())]
+    if sequence.decision:
+        headers.append((b"x-kvrelay-decision", sequence.decision.encode()))
+    return headers
+
+
 class StreamedAnswer(Answer):
     """Server-sent events: one write per output of a sequence. The head is sent with the first one, so that a request
     that every worker refuses still gets a status."""
@@ -158,8 +166,7 @@ class StreamedAnswer(Answer):
     def _open(self, sequence: Sequence) -> bytes:
         self._opened.add(sequence.index)
         if not self._exchange.is_started:
-            worker = (b"x-kvrelay-worker", sequence.worker_id.encode())
-            self._exchange.start_stream(EVENT_STREAM, [*self._headers, worker])
+            self._exchange.start_stream(EVENT_STREAM, [*self._headers, *origin_headers(sequence)])
             self._exchange.last_words = lambda status, message: self._form.broken(Failure(status, message))
         return self._form.opening(
             sequence.index, sequence.prompt_token_ids, sequence.prompt_logprobs, sequence.num_cached_tokens

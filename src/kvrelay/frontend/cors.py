@@ -11,7 +11,7 @@ Headers = list[tuple[bytes, bytes]]
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^\s/,]+")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9\-, ]{1,1000}")
-_EXPOSED = b"x-request-id, x-kvrelay-worker, retry-after"
+_EXPOSED = b"x-request-id, x-kvrelay-worker, x-kvrelay-decision, retry-after"
 _DEFAULT_HEADERS = "authorization, content-type, x-request-id, x-request-timeout-s"
 MAX_AGE_S = 600
 

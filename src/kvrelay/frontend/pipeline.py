@@ -10,6 +10,7 @@ its sequence to the client's socket without a task or a queue in between. The co
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
@@ -21,11 +22,11 @@ from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.admission import Admission
-from kvrelay.frontend.answers import ClientGoneError, CollectedAnswer, StreamedAnswer, require_client
+from kvrelay.frontend.answers import ClientGoneError, CollectedAnswer, StreamedAnswer, origin_headers, require_client
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.chat_api import AnswerContext, ChatApi, ChatTask
 from kvrelay.frontend.cluster import Cluster
-from kvrelay.frontend.http import Exchange, Response
+from kvrelay.frontend.http import Exchange, HttpRequest, Response
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import AnswerFormat, encode_json
@@ -33,6 +34,10 @@ from kvrelay.frontend.openai.completions import CompletionFormat
 from kvrelay.frontend.openai.errors import DeadlineError, failure_of
 from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
 from kvrelay.frontend.openai.plan import (
+    DECISION_HEADER,
+    MAX_OBJECTIVE_MS,
+    SLO_ITL_HEADER,
+    SLO_TTFT_HEADER,
     TIMEOUT_HEADER,
     GenerationPlan,
     check_timeout,
@@ -173,6 +178,7 @@ class Pipeline:
     ) -> None:
         lengths = [len(prompt.token_ids) for prompt in prompts]
         plan = plan.within(self._keys.limits_of(exchange.request.client), lengths)
+        plan = _with_objectives(plan, exchange.request)
         plan.check_prompts(lengths)
         timeout_s = self._timeout_s(exchange, plan)
         order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)
@@ -196,7 +202,7 @@ class Pipeline:
         if isinstance(answer, StreamedAnswer):
             answer.finish()
         else:
-            headers.append((b"x-kvrelay-worker", answer.worker_id.encode()))
+            headers += origin_headers(answer.sequences[0])
             whole = await self._threads.call(answer.size, form.whole, answer.choices, answer.usage())
             exchange.respond(Response(200, whole, headers=headers))
 
@@ -231,6 +237,27 @@ class Pipeline:
             return check_timeout(float(text))
         except ValueError as exc:
             raise InvalidInputError(f"{TIMEOUT_HEADER} is not a number", param=TIMEOUT_HEADER) from exc
+
+
+def _with_objectives(plan: GenerationPlan, request: HttpRequest) -> GenerationPlan:
+    """The plan with the key's name and the objectives in the headers. Raises InvalidInputError."""
+    ttft_ms, itl_ms = (_milliseconds(request, name) for name in (SLO_TTFT_HEADER, SLO_ITL_HEADER))
+    explain = request.headers.get(DECISION_HEADER, "") not in ("", "0")
+    return replace(plan, tenant=request.client, slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms, explain=explain)
+
+
+def _milliseconds(request: HttpRequest, header: str) -> float:
+    """0 if there is no such header."""
+    text = request.headers.get(header)
+    if text is None:
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value <= MAX_OBJECTIVE_MS:
+        raise InvalidInputError(f"{header} must be milliseconds above 0, at most {MAX_OBJECTIVE_MS:g}", param=header)
+    return value
 
 
 def _texts(request: GenerationFields, model: Model) -> TokenTexts:

@@ -101,6 +101,8 @@ class Sequence:
         self.num_cached_tokens = 0
         self.prompt_logprobs: PromptLogprobs | None = None
         self.worker_id = ""
+        self.decision = ""
+        """Where the prefill ran, if the request asked."""
         self.num_migrations = 0
         self.ttft_s: float | None = None
         """From its start to its first token."""
@@ -283,6 +285,10 @@ class Sequence:
             output_token_ids=tuple(self.output_token_ids),
             priority=self._plan.priority,
             order=self._order,
+            tenant=self._plan.tenant,
+            slo_ttft_ms=self._plan.slo_ttft_ms,
+            slo_itl_ms=self._plan.slo_itl_ms,
+            explain=self._plan.explain,
         )
 
     def _leave_router(self) -> None:
@@ -383,6 +389,7 @@ class Sequence:
         self._has_output = True
         self.ttft_s = now_s - self._started_s
         self.num_cached_tokens = output.num_cached_tokens or 0
+        self.decision = output.decision
         self.prompt_logprobs = output.prompt_logprobs
         self._metrics.first_token(now_s - self._started_s, len(self.prompt_token_ids), self.num_cached_tokens)
 

@@ -71,6 +71,8 @@ class Decision:
 
     def __str__(self) -> str:
         place = "waiting" if self.place is None else self.place.value
+        if not (self.local_s or self.remote_s):
+            return place
         return f"{place};local={self.local_s:.4f}s;remote={self.remote_s:.4f}s"
 
 
@@ -136,9 +138,9 @@ class CostPlacement:
         self._mean_tokens = 1000.0
         self._arriving = ("", 0.0)
 
-    def objectives(self) -> Objectives:
-        """The objectives of requests without their own."""
-        return objectives_of(self._policy.config)
+    def objectives(self, ttft_ms: float = 0.0, itl_ms: float = 0.0) -> Objectives:
+        """Those of a request, in milliseconds; 0: the configured one."""
+        return objectives_of(self._policy.config, ttft_ms, itl_ms)
 
     def decide(self, situation: Situation) -> Decision:
         """Where the prefill should go now."""
@@ -170,11 +172,11 @@ class CostPlacement:
         self.model.add(num_tokens, num_ahead / num_workers, seconds, prefill_s if arrived == request_id else 0.0)
 
 
-def objectives_of(config: DisaggConfig, ttft_ms: float | None = None, itl_ms: float | None = None) -> Objectives:
+def objectives_of(config: DisaggConfig, ttft_ms: float = 0.0, itl_ms: float = 0.0) -> Objectives:
     """The configured objectives with a request's own, where these are possible times."""
     found = Objectives(config.slo_ttft_ms / 1e3, config.slo_itl_ms / 1e3)
-    if ttft_ms is not None and 0.0 < ttft_ms < math.inf:
+    if 0.0 < ttft_ms < math.inf:
         found = replace(found, ttft_s=ttft_ms / 1e3)
-    if itl_ms is not None and 0.0 < itl_ms < math.inf:
+    if 0.0 < itl_ms < math.inf:
         found = replace(found, itl_s=itl_ms / 1e3)
     return found

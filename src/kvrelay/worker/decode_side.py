@@ -46,7 +46,7 @@ from kvrelay.errors import (
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.decode import DecodeRules
 from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
-from kvrelay.handoff.placement import CostPlacement
+from kvrelay.handoff.placement import CostPlacement, Decision
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.arrivals import Arrivals
@@ -262,15 +262,18 @@ class DecodeSide:
             message.sampling,
             output_token_ids=message.output_token_ids,
             priority=message.priority,
+            tenant=message.tenant,
             handoff_number=0 if handoff_id is None else handoff_id.number,
         )
+        request.explain = message.explain
         if self._policy.is_by_cost:
-            request.objectives = self.placement.objectives()
+            request.objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
             if message.order is HandoffOrder.DECODE_FIRST and not request.must_prefill_here:
                 request.placement = self.placement
                 core.add_request(request)
                 return None
         place = self._place_of(core, request, message)
+        request.decision = Decision(place)
         if place is PrefillPlace.REMOTE:
             request.mode = PrefillMode.REMOTE
         else:

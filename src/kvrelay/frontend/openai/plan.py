@@ -18,6 +18,10 @@ from kvrelay.frontend.openai.structured import Constraint, constraint_of
 from kvrelay.frontend.tokenizer import DefaultSampling
 
 TIMEOUT_HEADER = "x-request-timeout-s"
+SLO_TTFT_HEADER = "x-kvrelay-slo-ttft-ms"
+SLO_ITL_HEADER = "x-kvrelay-slo-itl-ms"
+MAX_OBJECTIVE_MS = 1e7
+DECISION_HEADER = "x-kvrelay-decision"
 DEFAULT_MAX_TOKENS = 16
 MAX_PRIORITY = 2**31
 LOGPROBS_BASE = 8
@@ -58,6 +62,13 @@ class GenerationPlan:
     """The field that asked for the sampling's grammar, for errors: a worker that refuses it knows only the grammar."""
     detokenize: bool = True
     """False: the caller needs only token ids."""
+    tenant: str = ""
+    """The name of the API key that asks: keys share a worker fairly."""
+    slo_ttft_ms: float = 0.0
+    slo_itl_ms: float = 0.0
+    """The request's own objectives; 0: the worker's."""
+    explain: bool = False
+    """The answer's headers say where the prefill ran, and why."""
 
     def check(self, vocab_size: int) -> None:
         """Once per request: raise InvalidInputError for tokens that the model does not have."""

@@ -1,0 +1,52 @@
+"""A worker that places prefills by cost: both ways give the same answer, and the answer says which way it came."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.worker.cluster import cluster, expected, prompt
+
+from kvrelay.handoff.disagg import PrefillPlace
+
+
+async def test_decisions_are_told_on_request_and_counted():
+    async with cluster(disagg_policy="cost") as shared:
+        prefill, decode, client = await shared.pair()
+        lengths = {f"r{number}": 20 + 60 * number for number in range(12)}
+        for name, length in lengths.items():
+            client.send_message(name, prompt(length), explain=True, tenant="key", slo_ttft_ms=100.0)
+        for name, length in lengths.items():
+            assert await client.answer(name) == expected(prompt(length), 8)
+            assert client.decisions[name].split(";")[0] in set(PrefillPlace)
+        client.send("silent", prompt(20))
+        await client.answer("silent")
+        assert "silent" not in client.decisions
+        stats = decode.worker._decode.stats
+        assert sum(stats.places.values()) == 13
+        assert stats.places.get(PrefillPlace.REMOTE, 0) == prefill.worker._prefill.stats.num_prefills
+        await shared.check_idle()
+
+
+async def test_by_threshold_the_decision_is_told_without_estimates():
+    async with cluster() as shared:
+        _, _, client = await shared.pair()
+        client.send_message("long", prompt(300), explain=True)
+        assert await client.answer("long") == expected(prompt(300), 8)
+        assert client.decisions == {"long": "remote"}
+        await shared.check_idle()
+
+
+async def test_a_burst_by_cost_is_answered_whole_with_aborts_between():
+    async with cluster(disagg_policy="cost") as shared:
+        _, decode, client = await shared.pair()
+        for number in range(40):
+            client.send(f"r{number}", prompt(400, number))
+            if number % 4 == 3:
+                client.abort(f"r{number}")
+        kept = [number for number in range(40) if number % 4 != 3]
+        answers = await asyncio.gather(*(client.answer(f"r{number}") for number in kept))
+        assert answers == [expected(prompt(400, number), 8) for number in kept]
+        await shared.until(lambda: decode.worker._decode.num_requests == 0)
+        assert len(decode.worker._decode._arrivals) == 0
+        assert decode.worker._decode._arrival_of == {}
+        await shared.check_idle()
