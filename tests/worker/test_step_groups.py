@@ -155,6 +155,7 @@ async def test_a_lost_rank_ends_the_engines(carrier: str, is_busy: bool, tmp_pat
             ranks[0].add("a", [1, 2, 3], 200)
             await eventually(lambda: len(ranks[0].tokens.get("a", ())) > 3)
         ranks[2].group.close()
+        await eventually(lambda: all(rank.group._ended is not None for rank in ranks))
         # What the kernel does to the collective of a process that is gone.
         ranks[0].executor.meeting.abort()
         for rank in ranks[:2]:
@@ -173,10 +174,12 @@ async def test_every_rank_hears_why_one_has_failed(carrier: str, tmp_path: Path)
         ranks = await start_all(members)
         ranks[1].executor.execute = fail
         ranks[1].add("a", [1, 2, 3], 200)
+        # Then the failed engine's process ends, and with it the collective that the other rank may be in.
+        await eventually(lambda: ranks[0].group._ended is not None)
+        ranks[0].executor.meeting.abort()
         await eventually(lambda: bool(ranks[0].dead and ranks[1].dead))
         assert "out of memory" in ranks[1].dead[0].message
         assert "rank 1 of the data-parallel group (place 1) has failed: RuntimeError" in ranks[0].dead[0].message
-        ranks[0].executor.meeting.abort()
         for rank in ranks:
             assert rank.thread.close(PATIENCE_S)
 

@@ -137,7 +137,9 @@ def test_a_rank_that_is_killed_ends_the_group(checkpoint_of: Any, tmp_path: Path
         os.kill(ranks[1].executor.rank_pids[0], signal.SIGKILL)
         until(lambda: all(rank.dead for rank in ranks))
         assert "was killed by SIGKILL" in ranks[1].dead[0].message
-        assert "rank 1 of the data-parallel group (place 1) has failed" in ranks[0].dead[0].message
+        # Which of its losses the other rank names depends on what it hears first.
+        reason = ranks[0].dead[0].message
+        assert "rank 1 of the data-parallel group (place 1) has failed" in reason or "a collective failed" in reason
 
 
 @pytest.mark.matrix
