@@ -218,7 +218,7 @@ class AsgiApp:
                 control,
                 Keys(ControlConfig().namespace),
                 client_of,
-                lambda size, replay: Router(RouterConfig(), size, clock, request_replay=replay),
+                lambda size, replay, stage: Router(RouterConfig(), size, clock, stage, replay),
             )
             await self._frontend.cluster.start()
             await self._frontend.cluster.wait_synced(5.0)

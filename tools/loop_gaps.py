@@ -149,7 +149,7 @@ async def start_frontend() -> Frontend:
         plane,
         keys,
         lambda worker: network.client(worker.address),
-        lambda block_size, replay: Router(RouterConfig(), block_size, MonotonicClock(), request_replay=replay),
+        lambda block_size, replay, stage: Router(RouterConfig(), block_size, MonotonicClock(), stage, replay),
     )
     await frontend.start()
     return frontend
