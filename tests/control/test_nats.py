@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.contracts.prefill_queue_contract import prefill
 from tests.contracts.waiting import eventually, watching
-from tests.patience import PATIENCE_S, until
+from tests.patience import PATIENCE_S, stop, until
 
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
@@ -305,7 +305,7 @@ def test_a_process_that_was_stopped_registers_again(nats: NatsServerProcess) -> 
         assert await asyncio.to_thread(child.stdout.readline) == "ready\n"
         async with plane(nats.url, "stopped") as control, watching(control.discovery, "kvrelay/") as watch:
             await eventually(lambda: watch.state == {"kvrelay/stopped/workers/w": b"1"})
-            child.send_signal(signal.SIGSTOP)
+            await asyncio.to_thread(stop, child.pid)
             await eventually(lambda: watch.state == {})
             child.send_signal(signal.SIGCONT)
             await eventually(lambda: watch.state == {"kvrelay/stopped/workers/w": b"1"})

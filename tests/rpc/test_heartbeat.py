@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 
 import pytest
 from tests.contracts.waiting import eventually
+from tests.patience import stop
 from tests.rpc.test_zmq import CHILD_CLIENT, CHILD_SERVER, connected, spawn, started
 
 from kvrelay.config import ControlConfig
@@ -42,7 +41,7 @@ async def test_a_server_that_stands_still_is_lost():
         async with connected(ZmqRpcClient(address, heartbeat=QUICK)) as client:
             losses: list[str] = []
             client.on_disconnect(lambda: losses.append("lost"))
-            os.kill(child.pid, signal.SIGSTOP)
+            await asyncio.to_thread(stop, child.pid)
             await eventually(lambda: losses == ["lost"])
     finally:
         child.kill()
@@ -59,7 +58,7 @@ async def test_a_client_that_stands_still_is_gone():
         child = spawn(CHILD_CLIENT, server.address)
         try:
             await eventually(lambda: bool(heard))
-            os.kill(child.pid, signal.SIGSTOP)
+            await asyncio.to_thread(stop, child.pid)
             await eventually(lambda: gone == heard)
         finally:
             child.kill()

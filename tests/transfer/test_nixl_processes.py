@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
+from tests.patience import stop
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import KVLayout, MemoryRegion
@@ -208,7 +209,7 @@ def test_a_stopped_peer_runs_into_the_deadline_and_can_be_reconnected(
     parent.submit(TransferOp.WRITE, "child", [1], [2], b"[2]")
     assert parent.wait(1) == [None]
     assert "notified" in child.hear()
-    child.process.send_signal(signal.SIGSTOP)
+    stop(child.process.pid)
     try:
         parent.submit(TransferOp.WRITE, "child", [3], [4], b"[4]")
         error = parent.wait(2)[1]

@@ -1,70 +1,35 @@
-"""The ticks of a hand-off ledger: when it asks for them, and at no cost while it waits for nothing."""
+"""What both drivers of hand-offs share, with a ledger that does as it is told."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from dataclasses import dataclass, field
-
-from tests.patience import PATIENCE_S
-
+from kvrelay.core.clock import ManualClock
 from kvrelay.worker.driver import LedgerDriver
 
 
-@dataclass
-class Clock:
-    now_s: float = 0.0
+class Ledger:
+    """Each event leads to two actions, its own letters."""
 
-    def now(self) -> float:
-        return self.now_s
+    def __init__(self) -> None:
+        self.num_events = 0
 
-
-@dataclass
-class Alarm:
-    """A ledger that wants a tick at the time of the last event; ``tick`` is the event that serves it."""
-
-    due_s: float | None = None
-    num_asked: int = 0
-    ticked: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def handle(self, event: float | str, now_s: float) -> list[object]:
-        if isinstance(event, float):
-            self.due_s = event
-        else:
-            self.due_s = None
-            self.ticked.set()
-        return []
+    def handle(self, event: str, now_s: float) -> list[str]:
+        self.num_events += 1
+        return list(event)
 
     def next_tick_s(self) -> float | None:
-        self.num_asked += 1
-        return self.due_s
+        return None
 
 
-async def _turns() -> None:
-    for _ in range(50):
-        await asyncio.sleep(0)
+async def test_an_event_is_counted_before_its_actions_are_seen() -> None:
+    """Who waits for an effect finds it in the counts."""
+    seen: list[object] = []
 
+    class Driver(LedgerDriver[str]):
+        def handled(self, event: str) -> None:
+            seen.append(("counted", event, ledger.num_events))
 
-async def test_an_idle_ledger_is_not_asked_and_an_event_of_any_thread_wakes_the_ticks() -> None:
-    ledger, clock = Alarm(), Clock()
-    driver: LedgerDriver[float | str] = LedgerDriver(ledger, "tick", clock, {})
-    ticking = asyncio.create_task(driver.tick_forever())
-    try:
-        for _ in range(2):
-            await _turns()
-            asked = ledger.num_asked
-            await asyncio.sleep(0.05)
-            assert ledger.num_asked == asked
-            thread = threading.Thread(target=driver.handle, args=(clock.now_s + 5.0,))
-            thread.start()
-            thread.join()
-            await _turns()
-            assert not ledger.ticked.is_set(), "it is not yet time"
-            clock.now_s += 5.0
-            await asyncio.wait_for(ledger.ticked.wait(), PATIENCE_S)
-            ledger.ticked.clear()
-            # The ticks notice that the ledger waits for nothing more.
-            await asyncio.sleep(0.05)
-    finally:
-        ticking.cancel()
-        await asyncio.gather(ticking, return_exceptions=True)
+    ledger = Ledger()
+    driver = Driver(ledger, "tick", ManualClock(), {str: seen.append})
+    driver.handle("ab")
+    driver.handle("c")
+    assert seen == [("counted", "ab", 1), "a", "b", ("counted", "c", 2), "c"]

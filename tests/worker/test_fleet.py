@@ -11,7 +11,7 @@ from tests.contracts.waiting import eventually
 
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
-from kvrelay.core.workers import KvMetadata
+from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
 from kvrelay.worker.fleet import Fleet
 
 KEYS = Keys("test")
@@ -34,8 +34,9 @@ class Watched:
             self.discovery,
             KEYS,
             "m",
+            "x",
             self.ended.append,
-            on_no_prefill=lambda: None,
+            on_no_prefill=lambda: self.ended.append("no prefill"),
             on_registered=self.registered.append,
         )
 
@@ -107,3 +108,16 @@ async def test_garbage_does_not_register_a_worker_again() -> None:
         await one.put("w/0", b"garbage")
         await one.settled()
         assert one.fleet.has_ended("w")
+
+
+async def test_prefill_workers_of_another_kind_of_kv_do_not_count() -> None:
+    """They pull from another partition of the queue: what is sent away for them would wait for its deadline."""
+    async with watched() as found:
+        for name, kind, role in (("p", "x", "prefill"), ("q", "y", "prefill"), ("d", "x", "decode")):
+            info = WorkerInfo(name, 0, WorkerRole(role), "m", "m", "a", 1, 1, 1, 1, kind, "h", 1, "mock", "nixl")
+            await found.discovery.put(KEYS.worker(name), msgspec.json.encode(info))
+        await found.settled()
+        await eventually(lambda: found.fleet.num_prefill_workers == 1)
+        await found.discovery.delete(KEYS.worker("p"))
+        await eventually(lambda: found.ended == ["no prefill"])
+        assert found.fleet.num_prefill_workers == 0

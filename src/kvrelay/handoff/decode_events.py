@@ -153,6 +153,8 @@ class Verified:
     handoff_id: HandoffId
     generation: int
     ok: bool
+    num_blocks: int = 0
+    """That were compared: for counts only."""
 
 
 @dataclass(frozen=True, slots=True)

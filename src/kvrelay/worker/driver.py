@@ -52,15 +52,17 @@ class LedgerDriver(Generic[E]):
     def handle(self, event: E) -> None:
         """Pass an event to the ledger, from any thread, and carry out the resulting actions."""
         with self._lock:
-            for action in self._ledger.handle(event, self._clock.now()):
-                self._carriers[type(action)](action)
+            actions = self._ledger.handle(event, self._clock.now())
+            # Before the actions: an observer of an action's effect must also see its count.
             self.handled(event)
+            for action in actions:
+                self._carriers[type(action)](action)
             if self._is_idle and self._ledger.next_tick_s() is not None:
                 self._is_idle = False
                 self.on_loop(self._wake.set)
 
     def handled(self, event: E) -> None:
-        """For subclasses: called under the lock, after an event and its actions."""
+        """For subclasses: called under the lock, after an event and before its actions are carried out."""
 
     async def tick_forever(self) -> None:
         """Send the ledger ticks when one is due. Costs nothing while the ledger waits for nothing."""

@@ -32,6 +32,7 @@ class Fleet:
         discovery: Discovery,
         keys: Keys,
         model: str,
+        kv_compatibility: str,
         on_ended: Callable[[str], None],
         on_no_prefill: Callable[[], None],
         on_registered: Callable[[KvMetadata], None],
@@ -40,6 +41,7 @@ class Fleet:
         self._discovery = discovery
         self._keys = keys
         self._model = model
+        self._kv_compatibility = kv_compatibility
         self._on_registered = on_registered
         self._on_ended = on_ended
         self._on_no_prefill = on_no_prefill
@@ -52,7 +54,7 @@ class Fleet:
 
     @property
     def num_prefill_workers(self) -> int:
-        """Workers that pull from the prefill queue."""
+        """Workers that pull prefills of this model and of this kind of KV from the queue."""
         return len(self._prefill_workers)
 
     def address_of(self, worker_id: str) -> str | None:
@@ -99,7 +101,8 @@ class Fleet:
         self._addresses.pop(worker_id, None)
         if event.kind is WatchKind.PUT:
             info = decode_worker(worker_id, event.value)
-            pulls = info.model == self._model and info.role is WorkerRole.PREFILL
+            is_ours = (info.model, info.kv_compatibility) == (self._model, self._kv_compatibility)
+            pulls = is_ours and info.role is WorkerRole.PREFILL
             if info.model == self._model:
                 self._addresses[worker_id] = info.address
         had_prefill = bool(self._prefill_workers)

@@ -99,6 +99,9 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         num_stale = self.ledger.counters.num_stale
         if isinstance(event, de.Done | de.Verified):
             self._stats.num_stale += num_stale - self._num_stale
+        if isinstance(event, de.Verified) and num_stale == self._num_stale:
+            self._stats.num_verified_blocks += event.num_blocks if event.ok else 0
+            self._stats.num_kv_checksum_mismatches += not event.ok
         self._num_stale = num_stale
 
     # -- engine thread ------------------------------------------------------------------------------------------------
@@ -169,15 +172,9 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
     def _verify(self, action: de.Verify) -> None:
         def verified(damage: str | None) -> None:
-            num_stale = self._stats.num_stale
-            self.handle(de.Verified(action.handoff_id, action.generation, damage is None))
-            if self._stats.num_stale > num_stale:
-                return
-            if damage is None:
-                self._stats.num_verified_blocks += len(action.block_ids)
-            else:
-                self._stats.num_kv_checksum_mismatches += 1
+            if damage is not None:
                 _log.warning("KV of hand-off %s from %s is refused: %s", action.handoff_id, action.worker_id, damage)
+            self.handle(de.Verified(action.handoff_id, action.generation, damage is None, len(action.block_ids)))
 
         self._checksums.verify(action.block_ids, action.checksums, verified, action.num_units)
 

@@ -178,6 +178,7 @@ class Worker:
             self._control.discovery,
             self._keys,
             settings.model,
+            self._membership.kv_compatibility,
             on_registered=self._on_worker_registered,
             on_ended=self._on_worker_ended,
             on_no_prefill=self._on_no_prefill_worker,

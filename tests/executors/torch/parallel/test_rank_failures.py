@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 from tests.executors.harness import Harness
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, stop
 
 from kvrelay.config.settings import EngineConfig, RunnerConfig
 from kvrelay.core.layout import KVLayout
@@ -72,7 +72,7 @@ def test_a_rank_that_is_killed_between_steps_is_named(ranks: ParallelExecutor) -
 def test_a_rank_that_is_killed_during_a_step_is_named(ranks: ParallelExecutor) -> None:
     """It is stopped first, so that the step cannot end before it is killed."""
     pid = ranks.rank_pids[0]
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     harness = Harness(ranks)
     sequence = harness.add(0, [1, 2, 3])
     killer = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {pid}"])
@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_during_a_step_is_named(ranks: ParallelExecutor) -
 def test_a_rank_that_hangs_is_named_and_ended(start_ranks: Start, checkpoint_of: Callable[[str], Path]) -> None:
     ranks = start_ranks(checkpoint_of("llama"), 2, 1, timeout_s=2.0)
     ranks.warm_up()
-    os.kill(ranks.rank_pids[1], signal.SIGSTOP)
+    stop(ranks.rank_pids[1])
     harness = Harness(ranks)
     with pytest.raises(EngineDeadError, match=r"rank 1 .* has finished no layer for 2 s"):
         harness.step((harness.add(0, [1, 2, 3]), 3))
@@ -100,7 +100,7 @@ def test_a_rank_that_hangs_between_steps_is_named_and_ended(
     ranks = start_ranks(checkpoint_of("llama"), 1, 2, timeout_s=2.0)
     ranks.warm_up()
     ranks.check()
-    os.kill(ranks.rank_pids[0], signal.SIGSTOP)
+    stop(ranks.rank_pids[0])
 
     def is_noticed() -> bool:
         try:
@@ -126,7 +126,7 @@ def test_ranks_end_with_the_process_that_started_them(checkpoint_of: Callable[[s
     with parent.stdout:
         pids = tuple(int(word) for word in parent.stdout.readline().split())
     assert len(pids) == 2
-    os.kill(pids[1], signal.SIGSTOP)
+    stop(pids[1])
     parent.kill()
     parent.wait()
     wait_for(lambda: gone(pids))
