@@ -14,7 +14,7 @@ Hand-offs, decode side. Which KV is missing, where may it be written, when may t
 
     add_request(REMOTE) ... StepOutput.remote_prefills    the request waits; its blocks are lent as loan 1
     lend_fresh                                            another loan, for a later claimant
-    resume_handoff / compute_handoff_here                 the KV has arrived / will not come: the request goes on
+    resume_handoff / compute_handoff_here                 the KV has arrived / will not arrive: the request continues
     end_loan                                              no peer touches the blocks of this loan any more
     StepOutput.closed_handoffs                            the request ended by itself; its loans are still to be ended
 
@@ -108,7 +108,7 @@ class Engine(Protocol):
         """Sequence hashes of every cached block."""
 
     def clear_cache(self) -> None:
-        """Forget every cached prefix; running requests go on."""
+        """Forget every cached prefix; running requests continue."""
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every block is free, in use or lent, and counts are true."""
@@ -117,7 +117,7 @@ class Engine(Protocol):
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What does not change while an engine lives. Lengths in tokens. Without ``hands_over_kv`` no request of the engine
-    is a hand-off, and its memory means nothing to others."""
+    is a hand-off, and peers never use its memory."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -139,7 +139,7 @@ class EngineHost(Protocol):
 
     @property
     def progress(self) -> Progress:
-        """How long the engine has been at what it does. From any thread."""
+        """How long the engine's current turn has lasted. From any thread."""
 
     def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
         """Run. ``on_step`` is called on the engine's thread with what each step produced, in one part or two;
@@ -161,7 +161,7 @@ class EngineHost(Protocol):
     def prepare(self, sampling: SamplingParams) -> None:
         """Compile what a request with these settings needs. From any thread; may take long.
 
-        Raises InvalidInputError when the request cannot be served.
+        Raises InvalidInputError if the request cannot be served.
         """
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
@@ -169,6 +169,7 @@ class EngineHost(Protocol):
         writes to."""
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stop after the current step and free everything. Idempotent. False when the thread did not end in time.
+        """Stop after the current step and free everything. Idempotent. False if the thread did not end in time.
 
-        A rank of a data-parallel group waits until all ranks are closed: their steps need it."""
+        A rank of a data-parallel group waits until all ranks are closed: their steps need it.
+        """

@@ -249,7 +249,8 @@ class EngineCore:
         self.scheduler.abort(request, reason)
 
     def _close_unopened(self, request: Request) -> None:
-        """A prefill worker may have claimed a hand-off that others know, though it never opened here."""
+        """A prefill worker may have claimed a hand-off that never opened here, because others know its id
+        (prefill-first)."""
         if request.mode is PrefillMode.REMOTE and request.handoff_number:
             self.scheduler.output.closed_handoffs.append(HandoffId(self.worker_id, request.handoff_number))
 
@@ -372,7 +373,7 @@ class EngineCore:
         return self.pool.cached_hashes()
 
     def clear_cache(self) -> None:
-        """Forget every cached prefix; running requests go on."""
+        """Forget every cached prefix; running requests continue."""
         self.pool.clear_cache()
 
     def check_integrity(self) -> None:

@@ -109,7 +109,7 @@ class Request:
         """REMOTE: the number of its hand-off if others know it already (prefill-first); 0: the engine counts."""
         self.priority = priority
         self.tenant = tenant
-        """The API key that asks, or any other name of who shares fairly; empty: no one in particular."""
+        """The API key, or another name among which service is shared fairly; empty: none."""
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.is_resumed = len(output_token_ids) > 0
@@ -127,11 +127,11 @@ class Request:
 
         # The scheduler's.
         self.placement: Placement | None = None
-        """Decides when the request is admitted where its prefill runs; None: its mode says so."""
+        """Decides the place of the prefill at admission; None: ``mode`` decides."""
         self.decision: Decision | None = None
-        """Where the prefill runs, and why."""
+        """The decision of ``placement``, with its reason."""
         self.explain = False
-        """Whether the first output says so."""
+        """Whether the first output reports the decision."""
         self.objectives: Objectives | None = None
         self.num_queued_tokens = 0
         """Tokens to compute, as estimated when it began to wait; 1 or more while it waits."""

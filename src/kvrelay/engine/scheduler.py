@@ -37,7 +37,7 @@ StartRemote = Callable[[Request], None]
 
 
 class _Away(NamedTuple):
-    """A prefill that was sent away: its tokens, those that had been sent before it, and when."""
+    """A remote prefill: its tokens, the tokens sent before it, and its time."""
 
     num_tokens: int
     num_ahead: int
@@ -194,7 +194,7 @@ class Scheduler:
         self.admission.push(request)
 
     def _forget_away(self, request: Request) -> None:
-        """No KV comes of it: from now on the request, if it goes on, is computed here."""
+        """No KV will arrive: from now on the request, if it continues, is computed here."""
         self._away.pop(request, None)
         request.placement = None
 

@@ -1,8 +1,9 @@
-"""A data-parallel group on this host: ``kvrelay worker --dp N`` starts a worker process for each rank and watches them.
+"""A data-parallel group on this host: ``kvrelay worker --dp N`` starts a worker process for each rank and watches
+them.
 
-The group lives and ends as one. If a rank ends with an error, the others end by themselves, since they have lost it;
-what has not ended GROUP_END_S later is killed. The exit code is that of the first rank that failed. The ranks meet in a
-private directory, so they step by shared memory.
+The group lives and ends as one. If a rank ends with an error, the others end by themselves, because they have lost it;
+ranks that have not ended GROUP_END_S later are killed. The exit code is that of the first rank that failed. The ranks
+meet in a private directory, so they step by shared memory.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ GPU_LIST = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """``arguments``: those of a ``kvrelay worker`` without ports and what tells ranks apart. Ports are those of rank 0,
-    the other ranks' count up; 0: none, or any. ``environment`` holds settings that command lines must not show."""
+    """``arguments``: those of a ``kvrelay worker`` without ports and rank options. Ports are those of rank 0; the other
+    ranks' count up from them; 0: none, or any. ``environment`` holds settings that command lines must not show."""
 
     arguments: list[str]
     environment: Mapping[str, str]

@@ -1,7 +1,8 @@
-"""Requests between the event loop and the engine: a short one does not wait while long ones are taken in.
+"""Requests between the event loop and the engine: a short one does not wait while the engine adds long ones.
 
-Taking a long prompt in costs the engine's thread milliseconds (hashes, checks). So an order to the engine does not name
-its request: it takes the shortest one that has arrived, and every fourth order the oldest. It does not know the engine.
+Adding a long prompt costs the engine's thread milliseconds (hashes, checks). So a callback on the engine does not name
+its request: it takes the shortest one that has arrived, and every fourth callback the oldest. This module does not know
+the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ OLDEST_EVERY = 4
 
 
 class Arrivals(Generic[T]):
-    """One ``take`` per ``add`` is due. Thread-safe."""
+    """Each ``add`` is followed by one ``take``. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +30,7 @@ class Arrivals(Generic[T]):
         return len(self._items)
 
     def add(self, number: int, num_tokens: int, item: T) -> None:
-        """Request ``number``, of ``num_tokens``, has arrived. Numbers differ, and grow."""
+        """Request ``number``, of ``num_tokens``, has arrived. Numbers increase."""
         with self._lock:
             self._items[number] = item
             heapq.heappush(self._by_size, (num_tokens, number))
@@ -45,13 +46,13 @@ class Arrivals(Generic[T]):
             return self._items.pop(number)
 
     def remove(self, number: int) -> T | None:
-        """Take this one; None if it is not here."""
+        """Remove this request; None if it is not here."""
         with self._lock:
             return self._items.pop(number, None)
 
     def _shortest(self) -> int:
         while True:
-            # Those that were taken by age or removed are still in the heap.
+            # Requests that were taken by age or removed are still in the heap.
             _, number = heapq.heappop(self._by_size)
             if number in self._items:
                 return number

@@ -1,4 +1,4 @@
-"""Admission control on the event loop: refuses a request at once, however long the engine's step takes.
+"""Admission control on the event loop: refuses a request at once, independent of the engine's step.
 
 The engine reads its inbox between two steps, and a step may take seconds. So the event loop checks the engine's limits
 before it posts a request. The limits take into account the requests that were posted and not yet received. The engine

@@ -1,4 +1,4 @@
-"""The order in which waiting requests are considered: short before long, keys in turn, and no request waits for ever.
+"""The order of waiting requests: short before long, API keys in turn, and no request waits for ever.
 
     FairQueue ── one _Class per priority ── one _Lane per API key ── requests by size, and by arrival
                         │                          │                        │
@@ -11,8 +11,8 @@ fewest tokens comes first, and a lane that becomes busy starts at the least serv
 1996). Like deficit round robin it lets two busy lanes differ by one request at most, and it needs no quantum.
 
 No request waits for ever: before its lane admits it, each older request of the lane and itself can be overtaken by
-OVERTAKE times its own size; its lane gets its share; and its class gains a rank with each ageing time.
-This module orders. It does not know blocks, budgets or steps.
+OVERTAKE times its own size; its lane gets its share; and its class gains a rank with each ageing time. This module only
+orders. It does not know blocks, budgets or steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def urgency(self) -> tuple[int, bool, int]:
-        """To merge the candidates of several queues by: rank, whether due, then the older first."""
+        """The key by which candidates of several queues are merged: rank, whether due, then the older first."""
         return (self.rank, not self.is_due, self.request.arrival)
 
 
@@ -47,7 +47,7 @@ class _Lane:
     """The waiting requests of one API key and one priority."""
 
     served: int = 0
-    """Tokens admitted, as a virtual time: comparable between busy lanes only."""
+    """Tokens admitted, as a virtual time; only comparable between busy lanes."""
     overtaken: int = 0
     """Tokens that were admitted from this lane before its oldest request since that became the oldest."""
     by_size: list[tuple[int, int, Request]] = field(default_factory=list)
@@ -121,7 +121,7 @@ class _Class:
             del self._lanes[request.tenant]
 
     def in_order(self, limit: int) -> list[tuple[Request, bool]]:
-        """The first ``limit``: begun ones, then those of all lanes in turn, the least served lane first."""
+        """The first ``limit`` requests: begun ones, then those of all lanes in turn, the least served lane first."""
         found = [(request, False) for _, request in self._begun.by_arrival[:limit]]
         lanes = [lane.in_order() for lane in sorted(self._lanes.values(), key=lambda lane: lane.served)]
         while lanes and len(found) < limit:
@@ -153,7 +153,7 @@ class FairQueue:
         return list(self._members)
 
     def push(self, request: Request) -> None:
-        """The request waits. Its size, key and priority must not change until it is removed."""
+        """Add a request. Its size, key and priority must not change until it is removed."""
         self._members[request] = None
         self._classes.setdefault(request.priority, _Class(request.priority)).add(request)
 
@@ -174,7 +174,7 @@ class FairQueue:
             aged = entry.oldest if rank < priority and len(self._classes) > 1 else None
             if aged is not None:
                 carried.append(Candidate(aged, rank, True))
-            # Ageing carries the oldest request over other classes; those behind it keep their priority.
+            # Ageing moves only the oldest request past other classes; the requests after it keep their priority.
             found += [
                 Candidate(request, priority, is_due) for request, is_due in entry.in_order(limit) if request is not aged
             ]

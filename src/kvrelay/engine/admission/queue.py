@@ -28,11 +28,11 @@ from kvrelay.handoff.disagg import PrefillPlace
 from kvrelay.handoff.placement import Decision, Situation
 
 MAX_CANDIDATES = 8
-"""Requests that are tried in turn; those behind them are longer, so they would not fit either."""
+"""The number of requests that are tried in turn; later ones are longer, so they would not fit either."""
 
 
 class Backlog(NamedTuple):
-    """A prompt that is being computed: tokens still to compute, and its number of arrival."""
+    """A prompt that is being computed: its tokens still to compute and its arrival number."""
 
     num_tokens: int
     arrival: int
@@ -49,7 +49,7 @@ class EngineLoad:
     chunk: int = 2048
     num_away: int = 0
     num_prefills_away: int = 0
-    """Prompt tokens that were sent away and have not come back, and in how many prefills."""
+    """Prompt tokens of remote prefills that have not come back, and the number of these prefills."""
 
     def num_tokens_before(self, candidate: Candidate) -> int:
         """Prompt tokens that will be computed before the candidate's: of shorter prompts, or of older ones if due."""
@@ -61,14 +61,14 @@ class EngineLoad:
 
 @dataclass(slots=True)
 class _Shortage:
-    """A request that did not fit, and the blocks that others have taken since."""
+    """A request that did not fit, and the number of blocks that others have taken since."""
 
     request: Request
     num_passed_blocks: int = 0
 
 
 class _Admissible(NamedTuple):
-    """A request that fits, with its prefix hit and the fresh blocks that it needs. ``decision``: where it is to go."""
+    """A request that fits, with its prefix hit and the fresh blocks that it needs. ``decision``: its placement."""
 
     request: Request
     hit: list[int]
@@ -121,7 +121,7 @@ class AdmissionQueue:
         self._remove(request, is_admitted=False)
 
     def cancel_remote_prefills(self) -> None:
-        """Requests that wait for a remote prefill are to be computed here, unless a prefill worker has them already."""
+        """Requests that wait for a remote prefill will be computed here, unless a prefill worker has them already."""
         for request in self._elsewhere.members():
             if request.mode is PrefillMode.REMOTE and not request.handoff_number:
                 self._elsewhere.remove(request)
@@ -171,7 +171,7 @@ class AdmissionQueue:
         return is_computed_here and load.num_tokens_before(candidate) >= self._max_backlog_tokens
 
     def _decide(self, candidate: Candidate, load: EngineLoad) -> Decision | None:
-        """Where the request is to go, if that is decided now."""
+        """The request's placement, if it is decided now."""
         request, pace = candidate.request, load.pace
         if request.placement is None or request.objectives is None or pace is None:
             return None
