@@ -58,13 +58,17 @@ CASES = {
     "block16-32": (Side(), Side(block=32)),
     "block32-16": (Side(block=32), Side()),
 }
-THIN = (("TP1-TP2", "nixl"), ("TP2-TP1", "shm"))
+P2P = ("p2p PUT", "p2p PUT_ASYNC", "p2p GET")
+THIN = (("TP1-TP2", "nixl"), ("TP2-TP1", "shm"), ("TP1-TP1", "p2p PUT_ASYNC"))
 MATRIX = [
     pytest.param(
-        case, transport, id=f"{case}-{transport}", marks=() if (case, transport) in THIN else pytest.mark.matrix
+        case,
+        transport,
+        id=f"{case}-{transport.replace(' ', '-')}",
+        marks=() if (case, transport) in THIN else pytest.mark.matrix,
     )
     for case in CASES
-    for transport in ("nixl", "shm")
+    for transport in ("nixl", "shm", *(P2P if case in ("TP1-TP1", "TP1-TP2", "TP2-TP1") else ()))
 ]
 
 
@@ -125,7 +129,10 @@ def test_any_two_layouts_give_the_plain_engines_tokens(
     case: str, transport: str, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
     prefill, decode = CASES[case]
+    transport, _, send_type = transport.partition(" ")
     flags = (*FLAGS, *prefill.flags("prefill"), *decode.flags("decode"), "--transport", transport)
+    if send_type:
+        flags = (*flags, "--send-type", send_type)
     base, apart, longer = make_prompts()
     with Serve(flags) as server:
         assert complete(server, base) == expected[tuple(base)]

@@ -170,12 +170,19 @@ def bench_burst(**given: Any) -> None:
     measure_burst(given)
 
 
+BOUNDS = (16, 32, 64, 96, 144)
+"""Of communicators per worker."""
+
+
 @click.command("transfer")
 @click.option("--total-mib", default=64, type=click.IntRange(8, 16384), help="MiB moved per round.")
 @click.option("--rounds", default=7, type=click.IntRange(1, 1000), help="Rounds; the median is reported.")
+@click.option("--peers", is_flag=True, help="p2p: costs per peer, and contacts among 96 P and 144 D, instead.")
 @json_option
 @settings_options(TransferConfig, exclude=("kv_checksums",))
-def bench_transfer(total_mib: int, rounds: int, as_json: bool, config_file: Path | None, **flags: object) -> None:
+def bench_transfer(
+    total_mib: int, rounds: int, peers: bool, as_json: bool, config_file: Path | None, **flags: object
+) -> None:
     """Read and write a pool of another process on this machine, in pieces of several sizes, beside a plain memcpy.
 
     With --transport p2p: its three send types beside nixl, shm and raw gloo, in turns.
@@ -186,6 +193,9 @@ def bench_transfer(total_mib: int, rounds: int, as_json: bool, config_file: Path
     from kvrelay.bench.report.files import print_result
 
     config = SettingsSource((TransferConfig,), config_file, flags).build(TransferConfig)
+    if peers:
+        _print_peers(as_json)
+        return
     if config.transport == "p2p":
         # Imported only then: the module loads torch.
         from kvrelay.bench.parts.p2p import p2p_text, run_p2p_benchmark
@@ -240,3 +250,14 @@ def bench_dp(as_json: bool, **given: Any) -> None:
     ]
     report = run_dp_benchmark(loads, given["wakes"], given["pause_ms"] / 1e3)
     print_result(report, dp_text(report), as_json)
+
+
+def _print_peers(as_json: bool) -> None:
+    from kvrelay.bench.parts.p2p_contacts import contacts_text, simulate_contacts
+    from kvrelay.bench.parts.p2p_peers import peers_text, run_peers_benchmark
+    from kvrelay.bench.report.files import print_result
+
+    costs = run_peers_benchmark()
+    contacts = [simulate_contacts(96, 144, bound, stickiness=share) for share in (0.0, 0.5) for bound in BOUNDS]
+    text = f"{peers_text(costs)}\n\n{contacts_text(contacts, 96, 144)}"
+    print_result({"peers": costs, "contacts": contacts}, text, as_json)
