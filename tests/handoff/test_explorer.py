@@ -68,7 +68,8 @@ def test_no_reachable_state_is_wrong_and_none_hangs(name: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", LONG)
 def test_with_more_faults_at_once(name: str) -> None:
-    report = explore(LONG[name], max_states=2_000_000)
+    """Breadth first up to a bound: the report says whether that was all of it."""
+    report = explore(LONG[name], max_states=60_000)
     print(f"{name}: {report}")
     assert report.violation is None, (report.violation, report.trace)
 
@@ -104,7 +105,7 @@ MANY = Scenario(
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(40, 1000))]
+    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(40, 90))]
 )
 @pytest.mark.parametrize("direction", KvDirection)
 @pytest.mark.parametrize("order", HandoffOrder)
