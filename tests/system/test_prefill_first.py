@@ -86,7 +86,9 @@ def check_idle(server: Serve) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("transport", [pytest.param("nixl", marks=pytest.mark.matrix), "shm"])
+@pytest.mark.parametrize(
+    "transport", ["shm", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("nixl", "p2p"))]
+)
 def test_both_orders_give_the_tokens_of_the_plain_engine(transport: str) -> None:
     prompts = make_prompts(24)
     with Serve(("--prefill", "1", "--decode", "1", "--transport", transport, *FLAGS)) as server:
