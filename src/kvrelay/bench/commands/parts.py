@@ -24,14 +24,20 @@ ADMISSION = ("max_num_waiting", "kv_watermark")
 @click.option("--output-len", default=64, type=click.IntRange(1), help="Tokens per answer.")
 @click.option("--runs", default=3, type=click.IntRange(1, 1000), help="Timed passes; the median is reported.")
 @click.option("--load-seed", default=0, type=int, help="Seed of the prompts.")
+@click.option("--structured", is_flag=True, help="Free and grammar-bound passes in turns; reports the cost.")
 @json_option
 @settings_options(*SETTINGS, exclude=ADMISSION)
-def bench_engine(model: str | None, as_json: bool, config_file: Path | None, **given: Any) -> None:
+def bench_engine(model: str | None, structured: bool, as_json: bool, config_file: Path | None, **given: Any) -> None:
     """Run a batch of random prompts through the engine, in this process, without any server.
 
     Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64
     """
-    from kvrelay.bench.parts.engine import BatchLoad, engine_text, run_engine_benchmark
+    from kvrelay.bench.parts.engine import (
+        BatchLoad,
+        engine_text,
+        run_engine_benchmark,
+        run_structured_benchmark,
+    )
     from kvrelay.bench.report.files import print_result
     from kvrelay.launch.models import resolve_model
 
@@ -41,7 +47,8 @@ def bench_engine(model: str | None, as_json: bool, config_file: Path | None, **g
     runner = source.build(RunnerConfig)
     engine = source.build(EngineConfig, max_num_waiting=load.num_prompts, kv_watermark=0)
     path = resolve_model(model)
-    report = run_engine_benchmark(path, runner, engine, load, num_runs)
+    run = run_structured_benchmark if structured else run_engine_benchmark
+    report = run(path, runner, engine, load, num_runs)
     settings = {"model": path.name, "runner": dataclasses.asdict(runner), "engine": dataclasses.asdict(engine)}
     print_result(report | settings, engine_text(f"engine, {path.name}, {runner.dtype}", report), as_json)
 

@@ -11,8 +11,18 @@ from pathlib import Path
 
 from kvrelay.bench.report.table import table
 from kvrelay.config import EngineConfig, RunnerConfig
+from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.errors import FatalError
 from kvrelay.llm import LLM, SamplingParams
+
+
+ENDLESS = Grammar(
+    GrammarKind.JSON_SCHEMA,
+    """{"type":"array","minItems":100000,"items":{"type":"object","additionalProperties":false,
+    "properties":{"name":{"type":"string","minLength":1,"maxLength":20},"age":{"type":"integer","minimum":0},
+    "tags":{"type":"array","items":{"enum":["red","green","blue"]}}},"required":["name","age","tags"]}}""",
+)
+"""No answer ends before its limit, so that free and bound answers have the same length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +51,47 @@ def run_engine_benchmark(
 ) -> dict[str, float]:
     """Load the model, warm up, run the batch ``num_runs`` times; returns medians and spread."""
     with LLM(model_path, **dataclasses.asdict(runner), **dataclasses.asdict(engine)) as llm:
-        _run_once(llm, BatchLoad(min(8, load.num_prompts), min(32, load.input_len), 4))
+        _run_once(llm, _warm_up(load))
         runs = [_run_once(llm, load) for _ in range(num_runs)]
     return _report(runs, load)
 
 
-def _run_once(llm: LLM, load: BatchLoad) -> EngineRun:
+def run_structured_benchmark(
+    model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: BatchLoad, num_runs: int
+) -> dict[str, float]:
+    """The batch in turns: free, and with every answer bound by a grammar; ``num_runs`` passes of each. Returns the
+    medians, and of each pair of passes what the grammar costs, as a part of the free throughput."""
+    with LLM(model_path, **dataclasses.asdict(runner), **dataclasses.asdict(engine)) as llm:
+        for grammar in (None, ENDLESS):
+            _run_once(llm, _warm_up(load), grammar)
+        pairs = [(_run_once(llm, load), _run_once(llm, load, ENDLESS)) for _ in range(num_runs)]
+    costs = [1 - free.duration_s / bound.duration_s for free, bound in pairs]
+    return {
+        "free_tokens_per_s": statistics.median(free.num_output_tokens / free.duration_s for free, _ in pairs),
+        "bound_tokens_per_s": statistics.median(bound.num_output_tokens / bound.duration_s for _, bound in pairs),
+        "cost": statistics.median(costs),
+        "cost_min": min(costs),
+        "cost_max": max(costs),
+        "num_runs": num_runs,
+        "num_prompts": load.num_prompts,
+        "input_len": load.input_len,
+        "output_len": load.output_len,
+    }
+
+
+def _warm_up(load: BatchLoad) -> BatchLoad:
+    return BatchLoad(min(8, load.num_prompts), min(32, load.input_len), 4)
+
+
+def _run_once(llm: LLM, load: BatchLoad, grammar: Grammar | None = None) -> EngineRun:
     """One pass. No pass sees another one's prefix cache."""
     llm.clear_prefix_cache()
     draw = random.Random(load.seed)
     low = min(16, llm.vocab_size - 1)
     prompts = [[draw.randrange(low, llm.vocab_size) for _ in range(load.input_len)] for _ in range(load.num_prompts)]
-    sampling = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        max_tokens=load.output_len, temperature=0.0, ignore_eos=grammar is None, detokenize=False, grammar=grammar
+    )
     num_steps = _num_steps(llm)
     start = time.perf_counter()
     outputs = llm.generate(prompts, sampling)
