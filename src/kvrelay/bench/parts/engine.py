@@ -15,7 +15,6 @@ from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.errors import FatalError
 from kvrelay.llm import LLM, SamplingParams
 
-
 ENDLESS = Grammar(
     GrammarKind.JSON_SCHEMA,
     """{"type":"array","minItems":100000,"items":{"type":"object","additionalProperties":false,
