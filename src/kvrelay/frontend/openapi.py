@@ -16,9 +16,6 @@ from kvrelay.frontend.openai.completions import CompletionResponse
 from kvrelay.frontend.openai.errors import ErrorBody
 from kvrelay.frontend.openai.plan import (
     DECISION_HEADER,
-    MAX_OBJECTIVE_MS,
-    SLO_ITL_HEADER,
-    SLO_TTFT_HEADER,
     TIMEOUT_HEADER,
 )
 from kvrelay.frontend.openai.requests import (
@@ -109,31 +106,12 @@ _ERRORS = {
     "503": "No worker can take the request; Retry-After says when to try again",
     "504": "The request ran past its deadline",
 }
-
-
-def _objective_parameter(name: str, what: str) -> dict[str, object]:
-    return {
-        "name": name,
-        "in": "header",
-        "description": f"Objective for {what} in milliseconds, instead of the worker's",
-        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_OBJECTIVE_MS},
-    }
-
-
 _GENERATION_PARAMETERS: list[dict[str, object]] = [
     {
         "name": TIMEOUT_HEADER,
         "in": "header",
         "description": "Deadline in seconds, where the body has no timeout",
         "schema": {"type": "number", "exclusiveMinimum": 0},
-    },
-    _objective_parameter(SLO_TTFT_HEADER, "the first token"),
-    _objective_parameter(SLO_ITL_HEADER, "the time between tokens"),
-    {
-        "name": DECISION_HEADER,
-        "in": "header",
-        "description": "1: the answer's header of this name says where the prefill ran, and the estimates",
-        "schema": {"type": "string", "enum": ["0", "1"]},
     },
     {"name": "x-request-id", "in": "header", "description": "Becomes part of the id", "schema": {"type": "string"}},
 ]
