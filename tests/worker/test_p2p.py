@@ -14,7 +14,7 @@ from tests.worker.test_metrics import PAGE, samples
 from kvrelay.config import TransferConfig
 from kvrelay.transfer.p2p import shared as p2p_shared
 
-P2P = TransferConfig(transport="p2p", transfer_timeout_s=20.0)
+P2P = TransferConfig(transport="p2p", transfer_timeout_s=60.0, p2p_room_wait_s=30.0)
 BLOCK_BYTES = 4096
 """Room for blocks of the mock engine: the allocator's smallest piece."""
 

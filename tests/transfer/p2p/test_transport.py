@@ -211,7 +211,7 @@ class Liar:
 
 @pytest.fixture
 def liar(make: Callable[..., End]) -> Iterator[tuple[End, Liar]]:
-    target = make("target", replace(CONFIG, transfer_timeout_s=1.0, kv_buffer_size=2 * PAGE, p2p_pool_bytes=0))
+    target = make("target", replace(CONFIG, kv_buffer_size=2 * PAGE, p2p_pool_bytes=0))
     liar = Liar(target)
     yield target, liar
     liar.close()
@@ -229,6 +229,8 @@ def test_data_that_never_comes_costs_the_liar_its_communicator(
     (target, liar_end), honest = liar, make("honest")
     liar_end.say(Connect("lie"))
     assert liar_end.hear() == Connected("lie")
+    # Only this communicator's deadline is short: an honest peer may be slow on a busy machine.
+    target.node.shared.table.pairs["lie"]._timeout_s = 0.5
     liar_end.say(Put("lie", 1, **pages(1)))
     assert liar_end.hear() == Accept(1)
     # The rest of the room is for others meanwhile.
@@ -382,7 +384,7 @@ def frames_of(rng: np.random.Generator) -> list[bytes]:
 
 
 def fuzz(make: Callable[..., End], num_frames: int) -> None:
-    target, honest = make("target", replace(CONFIG, transfer_timeout_s=1.0), is_guarded=True), make("honest")
+    target, honest = make("target", is_guarded=True), make("honest")
     before, rng = target.pool.copy(), np.random.default_rng(12)
     liar_end = Liar(target)
     for number in range(num_frames):
