@@ -14,6 +14,9 @@ from kvrelay.control.base import Keys
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.workers import KvMetadata, WorkerRole
 
+CALM_LEASE_S = 20.0
+CALM = replace(LOOPBACK, transfer_timeout_s=60.0)
+"""For tests that count hand-offs: a busy machine must not lose one by time."""
 BASE = prompt(64)
 """Prefilled locally; then a hit that a prefill worker has to read."""
 
@@ -30,7 +33,7 @@ async def pair_of(shared: Cluster, of_prefill: int, of_decode: int) -> tuple[Nod
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (32, 32), (48, 16), (16, 64)])
 async def test_blocks_of_two_sizes_are_handed_over(sizes: tuple[int, int], checksums: bool):
     """With hits, partly filled blocks, and chunks that end within the other side's block."""
-    async with cluster(transfer=replace(LOOPBACK, kv_checksums=checksums)) as shared:
+    async with cluster(lease_ttl_s=CALM_LEASE_S, transfer=replace(CALM, kv_checksums=checksums)) as shared:
         prefill, decode, client = await pair_of(shared, *sizes)
         client.send("base", BASE)
         assert await client.answer("base") == expected(BASE, 8)
@@ -51,7 +54,7 @@ async def test_blocks_of_two_sizes_are_handed_over(sizes: tuple[int, int], check
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)])
 async def test_prefill_first_between_two_block_sizes(sizes: tuple[int, int], checksums: bool):
     """The decode worker's hits are known from its grant only, and may end within a block of the prefill worker."""
-    async with cluster(transfer=replace(LOOPBACK, kv_checksums=checksums)) as shared:
+    async with cluster(lease_ttl_s=CALM_LEASE_S, transfer=replace(CALM, kv_checksums=checksums)) as shared:
         prefill, decode, client = await pair_of(shared, *sizes)
         await shared.until(lambda: prefill.worker._fleet.address_of(decode.id) is not None)
         pair = PairedClient(shared, prefill, decode, await shared.client(prefill), client)
@@ -69,7 +72,9 @@ async def test_prefill_first_between_two_block_sizes(sizes: tuple[int, int], che
 @pytest.mark.parametrize("send_type", ["PUT_ASYNC", "GET"])
 async def test_the_peer_to_peer_transport_pairs_block_sizes_too(send_type: str):
     """Its grants are checked byte by byte at the receiver."""
-    async with cluster(transfer=TransferConfig(transport="p2p", send_type=send_type)) as shared:
+    async with cluster(
+        lease_ttl_s=CALM_LEASE_S, transfer=TransferConfig(transport="p2p", send_type=send_type)
+    ) as shared:
         prefill, decode, client = await pair_of(shared, 16, 32)
         for tokens in (BASE, BASE + prompt(333, 1)):
             client.send(f"r{len(tokens)}", tokens)
