@@ -16,7 +16,7 @@ import uvloop
 from tests.frontend.echo import EchoApp, serving
 from tests.frontend.raw_http import RawClient, request_bytes, send
 
-from kvrelay.frontend.http import HttpLimits, HttpServer, open_listener, raise_descriptor_limit
+from kvrelay.frontend.http import HttpLimits, HttpServer, Response, open_listener, raise_descriptor_limit
 from kvrelay.frontend.http import accepting as accepting_module
 from kvrelay.frontend.http.accepting import Acceptor, connections_within_limit
 from kvrelay.frontend.http.connection import HttpConnection
@@ -360,3 +360,20 @@ def test_a_budget_sheds_the_largest_only() -> None:
     assert (shed, budget.total) == (["b", "c"], 10)
     budget.forget("a")
     assert budget.total == 0
+
+
+async def test_a_body_that_was_decoded_counts_with_its_new_size() -> None:
+    async with serving() as (app, server):
+        client = await RawClient.connect(server.port)
+        exchanges = []
+        app.handle = exchanges.append  # type: ignore[method-assign]
+        client.writer.write(UPLOAD % 1000 + b"x" * 1000)
+        await until(lambda: exchanges)
+        assert server.buffered.total == 1000
+        exchanges[0].replace_body(b"y" * 500_000)
+        assert server.buffered.total == 500_000
+        exchanges[0].drop_body()
+        assert server.buffered.total == 0
+        exchanges[0].respond(Response(200, b"ok"))
+        assert (await client.read_answer()).status == 200
+        await client.close()

@@ -224,7 +224,7 @@ class FrontendApp:
         try:
             if route.method == "POST":
                 self._check_rate(request)
-                await self._decode_body(request)
+                await self._decode_body(exchange)
             await route.handler(exchange, request_id)
         except ClientGoneError:
             status = "disconnected"
@@ -247,12 +247,13 @@ class FrontendApp:
         duration_s = time.monotonic() - started_s
         self._access_log.write(request_id, request.client, request.method, path, status, duration_s)
 
-    async def _decode_body(self, request: HttpRequest) -> None:
+    async def _decode_body(self, exchange: Exchange) -> None:
         """Raises RefusedError, PayloadTooLargeError, InvalidInputError."""
+        request = exchange.request
         if is_coded(request.headers.get("content-encoding", "")):
             own = request.max_body_bytes
             limit = self._max_body_bytes if own is None else min(own, self._max_body_bytes)
-            request.body = await self._threads.call(limit, gunzipped, request.body, limit)
+            exchange.replace_body(await self._threads.call(limit, gunzipped, request.body, limit))
 
     # -- handlers -----------------------------------------------------------------------------------------------------
 

@@ -197,8 +197,8 @@ class HttpConnection(asyncio.Protocol):
         if self._is_paused:
             self._owner.unsent.update(self)
 
-    def body_dropped(self) -> None:
-        """The application no longer needs the request's body."""
+    def body_changed(self) -> None:
+        """The application no longer needs the request's body, or has put another one in its place."""
         if self._transport is not None:
             self._owner.buffered.update(self)
 

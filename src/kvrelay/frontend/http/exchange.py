@@ -26,7 +26,7 @@ class Outlet(Protocol):
 
     def send(self, data: bytes) -> None: ...
 
-    def body_dropped(self) -> None: ...
+    def body_changed(self) -> None: ...
 
     def exchange_done(self, keep_alive: bool) -> None: ...
 
@@ -56,7 +56,12 @@ class Exchange:
         """The application has read the request's body: release it, so that it no longer counts as buffered."""
         if self.request.body:
             self.request.body = b""
-            self._outlet.body_dropped()
+            self._outlet.body_changed()
+
+    def replace_body(self, body: bytes) -> None:
+        """The application has decoded the request's body: from now on ``body`` counts as buffered in its place."""
+        self.request.body = body
+        self._outlet.body_changed()
 
     def respond(self, response: Response) -> None:
         """Answer with a whole response."""
