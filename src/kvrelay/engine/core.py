@@ -32,13 +32,8 @@ from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.step_sync.group import Alone, Group
 from kvrelay.engine.step_sync.protocol import Round
 from kvrelay.engine.stopping import stop_token_ids
-from kvrelay.errors import (
-    EngineDeadError,
-    IntegrityError,
-    InvalidInputError,
-    KvrelayError,
-    PromptTooLongError,
-)
+from kvrelay.engine.validation import check_tokens
+from kvrelay.errors import EngineDeadError, IntegrityError, InvalidInputError, KvrelayError
 
 
 class EngineCore:
@@ -217,23 +212,12 @@ class EngineCore:
 
     def _validate(self, request: Request) -> None:
         request.sampling.validate(self.executor.vocab_size)
-        if request.request_id in self.scheduler.requests:
-            raise InvalidInputError(f"request {request.request_id} is running already", param="request_id")
-        if not request.num_prompt_tokens:
-            raise InvalidInputError("the prompt is empty", param="prompt")
-        if min(request.token_ids) < 0 or max(request.token_ids) >= self.executor.vocab_size:
-            raise InvalidInputError(
-                f"prompt tokens must be between 0 and {self.executor.vocab_size - 1}", param="prompt"
-            )
-        num_answer_tokens = 0 if request.is_prefill_only else 1
-        num_output_tokens = request.num_output_tokens
-        if len(request.token_ids) + num_answer_tokens - min(num_output_tokens, 1) > self.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {len(request.token_ids)} tokens, more than the {self.max_model_len} of the context "
-                "leave room for",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        check_tokens(
+            request,
+            is_running=request.request_id in self.scheduler.requests,
+            vocab_size=self.executor.vocab_size,
+            max_model_len=self.max_model_len,
+        )
         held = request.num_load_tokens
         if request.mode is PrefillMode.HANDOFF and (
             request.is_prefill_only or not 0 <= held < len(request.token_ids) or held % self.pool.block_size

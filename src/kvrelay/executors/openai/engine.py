@@ -24,13 +24,13 @@ from kvrelay.engine.reports import report_token
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.stats import EngineStats
 from kvrelay.engine.stopping import finish_reason, stop_token_ids
+from kvrelay.engine.validation import check_tokens
 from kvrelay.errors import (
     EngineDeadError,
     IntegrityError,
     InvalidInputError,
     KvrelayError,
     OverloadedError,
-    PromptTooLongError,
 )
 from kvrelay.executors.openai.mirrored import MirroredCache
 from kvrelay.executors.openai.placed import PlacedPrefixes
@@ -139,19 +139,12 @@ class OpenAIEngine:
             raise InvalidInputError("the server tells no token ids, so there are no logprobs", param="logprobs")
         if request.mode is not PrefillMode.LOCAL or request.is_prefill_only:
             raise InvalidInputError("engine openai only generates", param="max_tokens")
-        if request.request_id in self._running:
-            raise InvalidInputError(f"request {request.request_id} is running already", param="request_id")
-        if not request.num_prompt_tokens:
-            raise InvalidInputError("the prompt is empty", param="prompt")
-        if min(request.token_ids) < 0 or max(request.token_ids) >= vocab_size:
-            raise InvalidInputError(f"prompt tokens must be between 0 and {vocab_size - 1}", param="prompt")
-        if len(request.token_ids) + 1 - min(request.num_output_tokens, 1) > self._facts.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {len(request.token_ids)} tokens, more than the {self._facts.max_model_len} of the "
-                "context leave room for",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        check_tokens(
+            request,
+            is_running=request.request_id in self._running,
+            vocab_size=vocab_size,
+            max_model_len=self._facts.max_model_len,
+        )
 
     # -- what comes from the server -----------------------------------------------------------------------------------
 
