@@ -36,6 +36,10 @@ class AnswerContext:
     make_parser: Callable[[], OutputParser] | None
     call_id_chars: int = 24
 
+    def new_parser(self) -> OutputParser | None:
+        """A parser for one more choice, if the text is to be parsed."""
+        return self.make_parser() if self.make_parser is not None else None
+
 
 @dataclass(frozen=True, slots=True)
 class ChatTask:

@@ -17,7 +17,6 @@ from kvrelay.frontend.blocks import Block, BlockEvent, BlockKind, Blocks, BlockS
 from kvrelay.frontend.chat_api import AnswerContext
 from kvrelay.frontend.openai.answer import Choice, Finish, PromptLogprobs, Usage, encode_json
 from kvrelay.frontend.openai.errors import Failure
-from kvrelay.frontend.tools.base import OutputParser
 
 _DELTAS = {
     BlockKind.TEXT: ("text_delta", "text"),
@@ -31,7 +30,7 @@ class MessagesFormat:
 
     def __init__(self, context: AnswerContext) -> None:
         self._context = context
-        self._blocks = Blocks(self._new_parser())
+        self._blocks = Blocks(context.new_parser())
         self._finish: Finish | None = None
 
     def opening(
@@ -78,7 +77,7 @@ class MessagesFormat:
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         (choice,) = choices
         assert choice.finish is not None
-        blocks = Blocks.of(choice, self._new_parser())
+        blocks = Blocks.of(choice, self._context.new_parser())
         reason, sequence = stop_of(choice.finish, blocks.has_calls)
         return encode_json(
             MessageBody(
@@ -90,9 +89,6 @@ class MessagesFormat:
                 usage=usage_of(usage, blocks.num_reasoning_tokens),
             )
         )
-
-    def _new_parser(self) -> OutputParser | None:
-        return self._context.make_parser() if self._context.make_parser is not None else None
 
     def _block_event(self, event: BlockEvent) -> bytes:
         block = event.block

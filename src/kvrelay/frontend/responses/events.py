@@ -35,7 +35,6 @@ from kvrelay.frontend.responses.shapes import (
     opened_body,
     token_logprobs,
 )
-from kvrelay.frontend.tools.base import OutputParser
 
 
 class ResponsesFormat:
@@ -44,7 +43,7 @@ class ResponsesFormat:
     def __init__(self, request: ResponsesRequest, context: AnswerContext) -> None:
         self._opened = opened_body(request, context.answer_id, context.created_unix_s, context.model)
         self._context = context
-        self._blocks = Blocks(self._new_parser())
+        self._blocks = Blocks(context.new_parser())
         self._finish: Finish | None = None
         self._sequence_number = 0
         self._logprobs: list[ChatPositionLogprobs] = []
@@ -92,15 +91,12 @@ class ResponsesFormat:
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         (choice,) = choices
         assert choice.finish is not None
-        blocks = Blocks.of(choice, self._new_parser())
+        blocks = Blocks.of(choice, self._context.new_parser())
         logprobs = token_logprobs(choice.logprobs, self._context.texts) if self._context.make_parser is None else []
         output = self._output(blocks, choice.finish, logprobs)
         return encode_json(finished_body(self._opened, output, choice.finish, usage, blocks.num_reasoning_tokens))
 
     # -- items --------------------------------------------------------------------------------------------------------
-
-    def _new_parser(self) -> OutputParser | None:
-        return self._context.make_parser() if self._context.make_parser is not None else None
 
     def _output(self, blocks: Blocks, finish: Finish, logprobs: list[ChatPositionLogprobs]) -> list[OutputItem]:
         """All items; the last one is incomplete if the limit of tokens cut it."""
