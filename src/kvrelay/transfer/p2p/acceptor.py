@@ -16,7 +16,6 @@ from typing import Any
 from kvrelay.errors import ProtocolError
 from kvrelay.transfer.base import GrantRef, Int64Array, TransferOp
 from kvrelay.transfer.p2p.groups import PairGroup
-from kvrelay.transfer.p2p.memory import empty_bytes
 from kvrelay.transfer.p2p.messages import (
     MAX_REASON,
     Accept,
@@ -36,6 +35,7 @@ from kvrelay.transfer.p2p.messages import (
 from kvrelay.transfer.p2p.pairs import Pair
 from kvrelay.transfer.p2p.room import Reservation
 from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
+from kvrelay.transfer.p2p.tasks import MoveTask, ReceiveTask, staging
 
 MAX_OFFERS = 256
 """Messages of one peer that may be open at once; an honest one has a handful."""
@@ -60,40 +60,22 @@ class _Open:
     refusal: str | None = None
 
 
-class _Receive:
+class _Receive(ReceiveTask["Acceptor", _Open]):
     """Data of a Put: into the room, then into the blocks if the grant is still open."""
 
-    def __init__(self, acceptor: Acceptor, item: _Open) -> None:
-        self._acceptor, self._item = acceptor, item
-        self._landing: Any = None
-
-    def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
-        item = self._item
-        assert item.reservation is not None
-        self._landing = landing_of(item.pair, item.reservation, slot, self._acceptor.shared)
-        return group().receive(self._landing, item.number)
-
-    def finish(self) -> None:
-        item, shared = self._item, self._acceptor.shared
-        assert item.reservation is not None
-        tensor = settled(self._landing, item.reservation)
+    def scatter(self, tensor: Any) -> None:
+        item, shared = self._item, self._owner.shared
         touching = shared.grants.touching(item.op, item.worker_id, item.grant, item.offsets, item.lengths)
         with touching as item.refusal:
             if item.refusal is None:
                 shared.pool.scatter(tensor, item.offsets, item.lengths)
 
-    def ended(self, error: str | None) -> None:
-        self._acceptor.shared.control.call(self._acceptor.moved, self._item, error)
 
-
-class _Send:
+class _Send(MoveTask["Acceptor", _Open]):
     """Data of a Get: gathered while the grant is open, then sent. Without a grant zeros are sent, and an error."""
 
-    def __init__(self, acceptor: Acceptor, item: _Open) -> None:
-        self._acceptor, self._item = acceptor, item
-
     def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
-        item, shared = self._item, self._acceptor.shared
+        item, shared = self._item, self._owner.shared
         tensor = staging(item.pair, "send", slot, shared)[: item.num_bytes]
         touching = shared.grants.touching(item.op, item.worker_id, item.grant, item.offsets, item.lengths)
         with touching as item.refusal:
@@ -102,12 +84,6 @@ class _Send:
             else:
                 tensor.zero_()
         return group().send(tensor, item.number)
-
-    def finish(self) -> None:
-        pass
-
-    def ended(self, error: str | None) -> None:
-        self._acceptor.shared.control.call(self._acceptor.moved, self._item, error)
 
 
 class Acceptor:
@@ -312,24 +288,3 @@ class Acceptor:
     def _answer(self, worker_id: str, number: int, error: str | None, *, is_refused: bool = False) -> None:
         message = Landed(number, error if error is None else error[:MAX_REASON], error is not None and is_refused)
         self.shared.control.answer(worker_id, message)
-
-
-def staging(pair: Pair, direction: str, slot: int, shared: Shared) -> Any:
-    """Memory of a lane to gather into: made at first use, freed with the pair."""
-    if (direction, slot) not in pair.staging:
-        pair.staging[direction, slot] = empty_bytes(CHUNK_BYTES, shared.pool.device, is_host=False)
-    return pair.staging[direction, slot]
-
-
-def landing_of(pair: Pair, reservation: Reservation, slot: int, shared: Shared) -> Any:
-    """Where data is received: in its room, or beside it if NCCL cannot reach that."""
-    if reservation.is_spilled and not shared.pool.is_host:
-        return staging(pair, "receive", slot, shared)[: reservation.num_bytes]
-    return reservation.tensor
-
-
-def settled(landing: Any, reservation: Reservation) -> Any:
-    """The data, in its room."""
-    if landing is not reservation.tensor:
-        reservation.tensor.copy_(landing)
-    return reservation.tensor

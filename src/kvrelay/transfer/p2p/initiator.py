@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.transfer.base import GrantRef, TransferOp, TransferPlan
-from kvrelay.transfer.p2p.acceptor import landing_of, settled, staging
 from kvrelay.transfer.p2p.groups import PairGroup
 from kvrelay.transfer.p2p.messages import (
     MAX_PIECES,
@@ -42,6 +41,7 @@ from kvrelay.transfer.p2p.messages import (
 from kvrelay.transfer.p2p.pairs import Pair
 from kvrelay.transfer.p2p.room import Reservation
 from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
+from kvrelay.transfer.p2p.tasks import MoveTask, ReceiveTask, staging
 from kvrelay.transfer.plan import split_plan
 
 WINDOW = 4
@@ -110,32 +110,23 @@ class _Peer:
     is_pumping: bool = False
 
 
-class _Keep:
+class _Keep(MoveTask["Initiator", _Item]):
     """GET: copy the bytes out of the blocks."""
-
-    def __init__(self, initiator: Initiator, item: _Item) -> None:
-        self._initiator, self._item = initiator, item
 
     def begin(self, group: Callable[[], PairGroup], slot: int) -> None:
         item = self._item
         assert item.reservation is not None
-        self._initiator.shared.pool.gather(item.plan.local_offsets, item.plan.lengths, item.reservation.tensor)
-
-    def finish(self) -> None:
-        pass
+        self._owner.shared.pool.gather(item.plan.local_offsets, item.plan.lengths, item.reservation.tensor)
 
     def ended(self, error: str | None) -> None:
-        self._initiator.shared.control.call(self._initiator.kept, self._item, error)
+        self._owner.shared.control.call(self._owner.kept, self._item, error)
 
 
-class _Send:
+class _Send(MoveTask["Initiator", _Item]):
     """Data of a Put: from the copy, from the one run of bytes that it is, or gathered."""
 
-    def __init__(self, initiator: Initiator, item: _Item) -> None:
-        self._initiator, self._item = initiator, item
-
     def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
-        item, shared = self._item, self._initiator.shared
+        item, shared = self._item, self._owner.shared
         assert item.pair is not None
         offsets, lengths = item.plan.local_offsets, item.plan.lengths
         if item.reservation is not None:
@@ -149,37 +140,15 @@ class _Send:
                 shared.pool.gather(offsets, lengths, tensor)
         return group().send(tensor, item.number)
 
-    def finish(self) -> None:
-        pass
 
-    def ended(self, error: str | None) -> None:
-        self._initiator.shared.control.call(self._initiator.moved, self._item, error)
-
-
-class _Receive:
+class _Receive(ReceiveTask["Initiator", _Item]):
     """Data of a Get: into room of ours, then into our blocks unless the post was given up."""
 
-    def __init__(self, initiator: Initiator, item: _Item) -> None:
-        self._initiator, self._item = initiator, item
-        self._landing: Any = None
-
-    def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
+    def scatter(self, tensor: Any) -> None:
         item = self._item
-        assert item.reservation is not None
-        assert item.pair is not None
-        self._landing = landing_of(item.pair, item.reservation, slot, self._initiator.shared)
-        return group().receive(self._landing, item.number)
-
-    def finish(self) -> None:
-        item, shared = self._item, self._initiator.shared
-        assert item.reservation is not None
-        tensor = settled(self._landing, item.reservation)
-        with self._initiator.post_lock:
+        with self._owner.post_lock:
             if not item.post.is_over:
-                shared.pool.scatter(tensor, item.plan.local_offsets, item.plan.lengths)
-
-    def ended(self, error: str | None) -> None:
-        self._initiator.shared.control.call(self._initiator.moved, self._item, error)
+                self._owner.shared.pool.scatter(tensor, item.plan.local_offsets, item.plan.lengths)
 
 
 class Initiator:

@@ -1,0 +1,89 @@
+"""What the tasks of initiator and acceptor share: where data is staged and received, and who is told of the end.
+
+Tasks run on a lane's thread (``pairs``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvrelay.transfer.p2p.groups import PairGroup
+from kvrelay.transfer.p2p.memory import empty_bytes
+from kvrelay.transfer.p2p.pairs import Pair
+from kvrelay.transfer.p2p.room import Reservation
+from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
+
+
+class Moving(Protocol):
+    """A message whose data moves."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def pair(self) -> Pair | None: ...
+
+    @property
+    def reservation(self) -> Reservation | None: ...
+
+
+class Mover(Protocol):
+    """Who has begun a task; ``moved`` runs on the control thread."""
+
+    @property
+    def shared(self) -> Shared: ...
+
+    def moved(self, item: Any, error: str | None) -> None: ...
+
+
+M = TypeVar("M", bound=Mover)
+T = TypeVar("T", bound=Moving)
+
+
+class MoveTask(Generic[M, T]):
+    """A task that has nothing to do when its work is done, and tells its owner of its end."""
+
+    def __init__(self, owner: M, item: T) -> None:
+        self._owner, self._item = owner, item
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    def ended(self, error: str | None) -> None:
+        self._owner.shared.control.call(self._owner.moved, self._item, error)
+
+
+class ReceiveTask(MoveTask[M, T]):
+    """Data arrives in the room that is reserved for it; then ``scatter`` puts it into blocks."""
+
+    _landing: Any = None
+
+    def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
+        reservation, pair = self._item.reservation, self._item.pair
+        assert reservation is not None
+        assert pair is not None
+        if reservation.is_spilled and not self._owner.shared.pool.is_host:
+            # NCCL cannot reach that room.
+            self._landing = staging(pair, "receive", slot, self._owner.shared)[: reservation.num_bytes]
+        else:
+            self._landing = reservation.tensor
+        return group().receive(self._landing, self._item.number)
+
+    def finish(self) -> None:
+        reservation = self._item.reservation
+        assert reservation is not None
+        if self._landing is not reservation.tensor:
+            reservation.tensor.copy_(self._landing)
+        self.scatter(reservation.tensor)
+
+    def scatter(self, tensor: Any) -> None:
+        """Put the bytes into blocks, if they still may go there."""
+        raise NotImplementedError
+
+
+def staging(pair: Pair, direction: str, slot: int, shared: Shared) -> Any:
+    """Memory of a lane to gather into: made at first use, freed with the pair."""
+    if (direction, slot) not in pair.staging:
+        pair.staging[direction, slot] = empty_bytes(CHUNK_BYTES, shared.pool.device, is_host=False)
+    return pair.staging[direction, slot]
