@@ -46,6 +46,8 @@ MAX_WAITING_REQUESTS = 32
 """Of each frontend."""
 DECODE_STEP_S = 0.02
 """Of the mock engine: long enough for a fault to strike during a stream."""
+WAITS_OF_A_FAULT = 3
+"""A fault waits for a whole cluster, for its victim's end and for the healing, each for at most ``heal_timeout_s``."""
 IDLE_TIMEOUT_S = 20.0
 MIN_STABLE_SHARE = 0.5
 
@@ -224,8 +226,8 @@ async def _disturb(
     heal_timeout_s: float,
     progress: Progress,
 ) -> int:
-    """Run load and faults for the whole duration, and until the last fault has healed. Returns how many faults did not
-    heal."""
+    """Run load and faults for the whole duration, and until the last fault has healed. Returns how many faults were
+    given up because none of those that were left made progress."""
     stop = asyncio.Event()
     start_s = time.monotonic()
     asking = [
@@ -238,13 +240,25 @@ async def _disturb(
         progress(f"{time.monotonic() - start_s:6.1f} s  {number}/{len(plan)}  {fault.name}")
         running.append(asyncio.ensure_future(injector.run(fault)))
     await asyncio.sleep(max(0.0, start_s + options.duration_s - time.monotonic()))
-    late: set[asyncio.Future[None]] = set()
-    if running:
-        done, late = await asyncio.wait(running, timeout=heal_timeout_s)
-        await asyncio.gather(*done)
+    late = await _until_stuck(running, heal_timeout_s)
     for task in late:
         task.cancel()
     stop.set()
     await asyncio.gather(*asking)
     await asyncio.gather(*late, return_exceptions=True)
     return len(late)
+
+
+async def _until_stuck(running: Sequence[asyncio.Future[None]], heal_timeout_s: float) -> set[asyncio.Future[None]]:
+    """Wait until all faults have healed. Returns those that are left when none of them has ended for the longest time
+    that one may take. There is no bound on all of them together: faults against one role wait for each other, and a
+    slow machine then needs as much longer as it is slower. Raises what a fault raised."""
+    left = set(running)
+    while left:
+        done, left = await asyncio.wait(
+            left, timeout=WAITS_OF_A_FAULT * heal_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        await asyncio.gather(*done)
+        if not done:
+            break
+    return left
