@@ -34,10 +34,10 @@ from kvrelay.errors import OverloadedError
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.decode import DecodeRules
 from kvrelay.handoff.decode_ledger import DecodeLedger
-from kvrelay.handoff.prefill import PrefillRules
+from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.prefill_ledger import PrefillLedger
+from kvrelay.handoff.prefill_state import PrefillRules
 
 MakeEngine = Callable[..., EngineCore]
 VOCAB_SIZE, EOS = 500, (2,)

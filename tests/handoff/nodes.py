@@ -10,11 +10,13 @@ from kvrelay.core.handoff import (
     HandoffOrder,
     KvDirection,
 )
-from kvrelay.handoff.decode import WAITING_FOR_CLAIMANT, DecodeHandoff, DecodeRules, GrantState
+from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.decode_state import WAITING_FOR_CLAIMANT, DecodeRules, GrantState
 from kvrelay.handoff.leases import PeerLeases
-from kvrelay.handoff.prefill import PrefillHandoff, PrefillRules
+from kvrelay.handoff.prefill import PrefillHandoff
 from kvrelay.handoff.prefill_ledger import PrefillLedger
+from kvrelay.handoff.prefill_state import PrefillRules
 
 TTL = 2
 Move = tuple[Any, ...]
@@ -210,6 +212,9 @@ def number_of(worker_id: str) -> int:
     return D if worker_id == "d" else int(worker_id[1:])
 
 
+_FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in (DecodeHandoff, PrefillHandoff)}
+
+
 # -- copies and keys --------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +228,7 @@ def copied(original: T) -> T:
 def clone_handoff(handoff: H) -> H:
     """The machines' fields hold immutable values."""
     other = object.__new__(type(handoff))
-    for name_ in handoff.__slots__:
+    for name_ in _FIELDS[type(handoff)]:
         setattr(other, name_, getattr(handoff, name_))
     return other
 

@@ -20,13 +20,13 @@ from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, RefusalReason
-from kvrelay.handoff.decode import TRANSITIONS as DECODE_TRANSITIONS
-from kvrelay.handoff.decode import DecodeRules, DecodeState
 from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.decode_state import TRANSITIONS as DECODE_TRANSITIONS
+from kvrelay.handoff.decode_state import DecodeRules, DecodeState
 from kvrelay.handoff.leases import MAX_LEASE_TTL_S, PeerLeases
-from kvrelay.handoff.prefill import TRANSITIONS as PREFILL_TRANSITIONS
-from kvrelay.handoff.prefill import PrefillRules, PrefillState
 from kvrelay.handoff.prefill_ledger import PrefillLedger
+from kvrelay.handoff.prefill_state import TRANSITIONS as PREFILL_TRANSITIONS
+from kvrelay.handoff.prefill_state import PrefillRules, PrefillState
 
 BLOCKS = (0, 1, 2, 3, 4)
 """Of a request with blocks of 4 tokens: the first two are prefix hits."""

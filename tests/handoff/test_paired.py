@@ -16,10 +16,10 @@ from kvrelay.core.handoff import (
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, RefusalReason
-from kvrelay.handoff.decode import DecodeRules
 from kvrelay.handoff.decode_ledger import DecodeLedger
-from kvrelay.handoff.prefill import PrefillRules
+from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.prefill_ledger import PrefillLedger
+from kvrelay.handoff.prefill_state import PrefillRules
 
 FIRST = HandoffOrder.PREFILL_FIRST
 BLOCKS = (0, 1, 2, 3, 4)

@@ -16,8 +16,8 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.handoff import HandoffDone, HandoffGrant
 from kvrelay.core.messages import decode_message, encode_message
 from kvrelay.core.workers import WorkerRole
-from kvrelay.handoff.decode import DecodeState
-from kvrelay.handoff.prefill import PrefillState
+from kvrelay.handoff.decode_state import DecodeState
+from kvrelay.handoff.prefill_state import PrefillState
 from kvrelay.transfer.base import TransferOp
 from kvrelay.worker import prefill_side
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.worker.cluster import Node, cluster, expected, prompt
 
 from kvrelay.core.workers import WorkerRole
-from kvrelay.handoff.decode import DecodeCounters
+from kvrelay.handoff.decode_state import DecodeCounters
 from kvrelay.worker.metrics import PREFIX, WorkerMetrics
 from kvrelay.worker.worker import Worker
 

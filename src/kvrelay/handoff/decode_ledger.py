@@ -14,16 +14,7 @@ from typing import Any
 
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffId, HandoffOrder, KvDirection
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason
-from kvrelay.handoff.decode import (
-    DecodeCounters,
-    DecodeHandoff,
-    DecodeRules,
-    DecodeState,
-    GrantState,
-    Turn,
-    refuse,
-    tell_fetched,
-)
+from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_events import (
     Allocated,
     ClaimantGone,
@@ -50,6 +41,15 @@ from kvrelay.handoff.decode_events import (
     Send,
     Tick,
     Verified,
+)
+from kvrelay.handoff.decode_state import (
+    DecodeCounters,
+    DecodeRules,
+    DecodeState,
+    GrantState,
+    Turn,
+    refuse,
+    tell_fetched,
 )
 from kvrelay.handoff.leases import PeerLeases
 

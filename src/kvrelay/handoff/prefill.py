@@ -16,165 +16,34 @@ RELEASING.
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from kvrelay.core.checksums import unit_tokens
-from kvrelay.core.handoff import (
-    HandoffClaim,
-    HandoffDone,
-    HandoffGrant,
-    HandoffId,
-    HandoffOrder,
-    HandoffProgress,
-    HandoffReady,
-    HandoffReleased,
-    KvDirection,
-)
-from kvrelay.errors import IllegalTransitionError
+from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffGrant, HandoffOrder, HandoffReady, KvDirection
 from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.prefill_ends import PrefillEnds
 from kvrelay.handoff.prefill_events import (
     Blocks,
     ChecksumChunk,
     ChunkComputed,
     Compute,
-    Computed,
-    FreeBlocks,
-    PrefillAction,
     Pulled,
     Read,
-    SayReleased,
     SendClaim,
-    SendDone,
-    SendProgress,
-    SendReady,
     Settle,
-    StopComputing,
     TellLoaded,
     VerifyHits,
     Write,
 )
+from kvrelay.handoff.prefill_state import PrefillRules, PrefillState, Turn
 
-MAX_DOUBLINGS = 16
 MAX_BLOCK_ID = 2**31 - 1
 MAX_BLOCK_SIZE = 2**20
 
 
-class PrefillState(enum.Enum):
-    """States of a hand-off at the prefill worker."""
-
-    CLAIMING = "claiming"
-    """The engine computes; the claim is in flight."""
-    SENDING = "sending"
-    """Granted: D's hit blocks may be read, computed blocks may be written."""
-    HOLDING = "holding"
-    """Pull: everything is computed and D may read it."""
-    CONFIRMING = "confirming"
-    """Push: everything is written; D has not acknowledged it yet."""
-    STOPPING = "stopping"
-    """Nothing more is submitted; transfers in flight still touch our blocks."""
-    RELEASING = "releasing"
-    """D has not acknowledged yet that we have stopped."""
-    ENDED = "ended"
-
-
-_S = PrefillState
-TRANSITIONS: dict[PrefillState, frozenset[PrefillState]] = {
-    _S.CLAIMING: frozenset({_S.SENDING, _S.STOPPING}),
-    _S.SENDING: frozenset({_S.HOLDING, _S.CONFIRMING, _S.STOPPING, _S.ENDED}),
-    _S.CONFIRMING: frozenset({_S.RELEASING, _S.ENDED}),
-    _S.HOLDING: frozenset({_S.STOPPING, _S.ENDED}),
-    _S.STOPPING: frozenset({_S.RELEASING, _S.ENDED}),
-    _S.RELEASING: frozenset({_S.ENDED}),
-    _S.ENDED: frozenset(),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRules:
-    """Settings of a prefill ledger. Seconds. ``checksums``: this worker accepts no KV without checksums."""
-
-    worker_id: str
-    block_size: int
-    kv_compatibility: str
-    claim_timeout_s: float = 5.0
-    paired_claim_timeout_s: float = 30.0
-    """Prefill-first: the claim also waits for blocks of the decode worker."""
-    progress_s: float = 2.0
-    """The interval of HandoffProgress to a decode worker."""
-    ready_repeat_s: float = 1.0
-    """The interval at which HandoffReady, or an unanswered HandoffDone, is repeated."""
-    release_repeat_s: float = 0.05
-    """The first interval; doubled each time."""
-    max_release_repeat_s: float = 2.0
-    gone_for_s: float = 30.0
-    """How long after the end of its lease releases to a decode worker are repeated. A worker that was stopped comes
-    back under its old id, and would wait for hand-offs that no worker computes."""
-    checksums: bool = False
-
-    def claim_timeout_of(self, order: HandoffOrder) -> float:
-        return self.paired_claim_timeout_s if order is HandoffOrder.PREFILL_FIRST else self.claim_timeout_s
-
-
 @dataclass(slots=True)
-class PrefillCounters:
-    """Counts since start."""
-
-    num_prefills: int = 0
-    num_refused: int = 0
-    num_abandoned: int = 0
-    num_failed: int = 0
-    num_verified_blocks: int = 0
-    num_damaged: int = 0
-
-
-@dataclass(slots=True)
-class Turn:
-    """The handling of one event: its time, the rules, and the resulting actions."""
-
-    now_s: float
-    rules: PrefillRules
-    counters: PrefillCounters
-    out: list[PrefillAction] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class PrefillHandoff:
-    """The state machine. Every field holds an immutable value. Methods are events."""
-
-    handoff_id: HandoffId
-    decode_worker_id: str
-    num_blocks: int
-    num_cached_tokens: int
-    started_s: float
-    due_s: float
-    """When ``tick`` acts: the claim's deadline, or the next repetition."""
-    state: PrefillState = PrefillState.CLAIMING
-    grant: HandoffGrant | None = None
-    load: Blocks | None = None
-    """CLAIMING: the engine's requested read."""
-    chunks: tuple[ChunkComputed, ...] = ()
-    """Chunks computed and not yet submitted, in order; with pull all of them."""
-    checksums: tuple[int, ...] = ()
-    """Checksums of the blocks in the order of the request, as far as known."""
-    num_tokens: int = 0
-    """The request's tokens; 0: as many as ``num_blocks`` hold."""
-    num_in_flight: int = 0
-    """Reads, writes and checksums that touch our blocks."""
-    is_computed: bool = False
-    is_sent: bool = False
-    """Push: the last write was submitted."""
-    done: HandoffDone | None = None
-    """Push: the message after the last write."""
-    is_heard: bool = False
-    """Push: D has acknowledged it."""
-    held: tuple[int, ...] = ()
-    """Pull: our blocks that D lacks, in the order of the request."""
-    ready: HandoffReady | None = None
-    has_blocks: bool = True
-    reason: EndReason | None = None
-    num_said: int = 0
-    order: HandoffOrder = HandoffOrder.DECODE_FIRST
+class PrefillHandoff(PrefillEnds):
+    """The state machine. Methods are events. The record and its ends are in ``PrefillEnds``."""
 
     # -- the claim ----------------------------------------------------------------------------------------------------
 
@@ -271,12 +140,7 @@ class PrefillHandoff:
         elif self.state is PrefillState.SENDING:
             self._send(chunk, turn)
 
-    def _computed(self, turn: Turn) -> None:
-        if not self.is_computed:
-            self.is_computed = True
-            turn.out.append(Computed(self.handoff_id))
-
-    # -- transfers ----------------------------------------------------------------------------------------------------
+    # -- hits are read ------------------------------------------------------------------------------------------------
 
     def _read(self, load: Blocks, turn: Turn) -> None:
         assert self.grant is not None, "nothing is read before the grant"
@@ -305,6 +169,8 @@ class PrefillHandoff:
         self.num_in_flight -= 1
         turn.out.append(TellLoaded(self.handoff_id, ok))
         self.settle(turn)
+
+    # -- chunks are sent, or kept -------------------------------------------------------------------------------------
 
     def _send(self, chunk: ChunkComputed, turn: Turn) -> None:
         """Write the blocks that D lacks, after their checksums if required. Pull: keep them until the last chunk."""
@@ -354,21 +220,6 @@ class PrefillHandoff:
         self.done = self._done(chunk, turn)
         turn.out.append(Write(self.handoff_id, self.grant.generation, chunk.blocks, remote, self.done, first))
 
-    def decode_block_size(self, rules: PrefillRules) -> int:
-        """Tokens per block of D, as its grant says."""
-        return (0 if self.grant is None else self.grant.block_size) or rules.block_size
-
-    def _of_decode(self, blocks: Blocks, rules: PrefillRules) -> tuple[int, int]:
-        """First and end of D's blocks that hold any of these tokens."""
-        ours, theirs = rules.block_size, self.decode_block_size(rules)
-        return blocks.first_block * ours // theirs, -(-(blocks.first_block + len(blocks.block_ids)) * ours // theirs)
-
-    def _needed(self, blocks: Blocks, checksums: tuple[int, ...], rules: PrefillRules) -> tuple[int, ...]:
-        """Our blocks of tokens that D lacks."""
-        unit, first = unit_tokens(rules.block_size), _units(blocks, rules).start
-        num_tokens = self.num_tokens or self.num_blocks * rules.block_size
-        return checksums[max(0, self.num_cached_tokens // unit - first) : max(0, -(-num_tokens // unit) - first)]
-
     def _done(self, chunk: ChunkComputed, turn: Turn) -> HandoffDone | None:
         if chunk.first_token is None or self.grant is None:
             return None
@@ -391,8 +242,6 @@ class PrefillHandoff:
         else:
             self.settle(turn)
 
-    # -- pull ---------------------------------------------------------------------------------------------------------
-
     def _hold(self, chunk: ChunkComputed, turn: Turn) -> None:
         assert self.grant is not None
         assert chunk.first_token is not None
@@ -409,149 +258,25 @@ class PrefillHandoff:
         )
         self._say_ready(turn)
 
-    def _say_ready(self, turn: Turn) -> None:
-        if self.ready is not None:
-            self.due_s = turn.now_s + turn.rules.ready_repeat_s
-            turn.out.append(SendReady(self.decode_worker_id, self.ready))
+    # -- arithmetic of blocks -----------------------------------------------------------------------------------------
 
-    def fetched(self, generation: int, turn: Turn) -> None:
-        """D has read everything, or knows that everything is written, perhaps before we know it ourselves."""
-        if self.grant is None or self.grant.generation != generation:
-            return
-        if self.state is PrefillState.HOLDING:
-            self._end(turn)
-        elif self.state is PrefillState.CONFIRMING:
-            self._move(PrefillState.ENDED)
-        elif self.state is PrefillState.SENDING:
-            self.is_heard = self.is_sent
+    def decode_block_size(self, rules: PrefillRules) -> int:
+        """Tokens per block of D, as its grant says."""
+        return (0 if self.grant is None else self.grant.block_size) or rules.block_size
 
-    # -- ends ---------------------------------------------------------------------------------------------------------
+    def _of_decode(self, blocks: Blocks, rules: PrefillRules) -> tuple[int, int]:
+        """First and end of D's blocks that hold any of these tokens."""
+        ours, theirs = rules.block_size, self.decode_block_size(rules)
+        return blocks.first_block * ours // theirs, -(-(blocks.first_block + len(blocks.block_ids)) * ours // theirs)
 
-    def stop(self, reason: EndReason, turn: Turn) -> None:
-        """Compute, read and write nothing more."""
-        if self.state not in (PrefillState.CLAIMING, PrefillState.SENDING, PrefillState.HOLDING):
-            return
-        self._move(PrefillState.STOPPING)
-        self.reason = reason
-        self._count(reason, turn)
-        turn.out.append(StopComputing(self.handoff_id))
-        if self.load is not None and self.num_in_flight == 0:
-            # The engine waits for this load; without an answer its request would not end.
-            self.load = None
-            turn.out.append(TellLoaded(self.handoff_id, False))
-        self._computed(turn)
-        self.settle(turn)
-
-    def abandoned(self, generation: int, turn: Turn) -> None:
-        """D neither waits nor reads any more. A grant that was sent before is void too."""
-        if self.state is PrefillState.RELEASING:
-            self._say_released(turn)
-        elif self.state is PrefillState.CONFIRMING:
-            self.reason = EndReason.ABANDONED
-            self._move(PrefillState.RELEASING)
-            self._say_released(turn)
-        elif self.state is PrefillState.CLAIMING or (self.grant is not None and self.grant.generation == generation):
-            self.stop(EndReason.ABANDONED, turn)
-
-    def lost(self, reason: EndReason, turn: Turn) -> None:
-        """Stop: D does not need it, or it is no longer allowed. Blocks that D may be reading are kept until D says so
-        or is fenced."""
-        if self.state in (PrefillState.CLAIMING, PrefillState.SENDING):
-            self.stop(reason, turn)
-
-    def fenced(self, turn: Turn) -> None:
-        """D is fenced: it reads no more, alive or not."""
-        self.stop(EndReason.DECODE_WORKER_LOST, turn)
-
-    def release_heard(self, turn: Turn) -> None:
-        """D has acknowledged that we have stopped."""
-        if self.state is PrefillState.RELEASING:
-            self._move(PrefillState.ENDED)
-
-    def tick(self, ended_s: float | None, turn: Turn) -> None:
-        """``ended_s``: when D's lease ended; None if it lives."""
-        if turn.now_s < self.due_s:
-            return
-        if self.state is PrefillState.CLAIMING:
-            self.stop(EndReason.CLAIM_TIMEOUT, turn)
-        elif self.state is PrefillState.SENDING:
-            self._say_progress(turn)
-        elif self.state is PrefillState.HOLDING:
-            self._say_ready(turn)
-        elif self.state in (PrefillState.CONFIRMING, PrefillState.RELEASING):
-            if ended_s is not None and ended_s + turn.rules.gone_for_s <= turn.now_s:
-                self._move(PrefillState.ENDED)
-            elif self.state is PrefillState.CONFIRMING:
-                self._say_done(turn)
-            else:
-                self._say_released(turn)
-
-    @property
-    def next_s(self) -> float | None:
-        """When ``tick`` acts next."""
-        return None if self.state in (PrefillState.STOPPING, PrefillState.ENDED) else self.due_s
-
-    def settle(self, turn: Turn) -> None:
-        """End the hand-off once nothing touches our blocks any more."""
-        if self.num_in_flight:
-            return
-        if self.state is PrefillState.SENDING and self.is_sent:
-            self._end(turn)
-        elif self.state is PrefillState.STOPPING:
-            self._free(turn)
-            if self.reason is EndReason.REFUSED:
-                self._move(PrefillState.ENDED)
-            else:
-                self._move(PrefillState.RELEASING)
-                self._say_released(turn)
-
-    def _end(self, turn: Turn) -> None:
-        turn.counters.num_prefills += 1
-        must_confirm = self.state is PrefillState.SENDING and not self.is_heard
-        self.due_s = turn.now_s + turn.rules.ready_repeat_s
-        self._move(PrefillState.CONFIRMING if must_confirm else PrefillState.ENDED)
-        self._free(turn)
-
-    def _say_done(self, turn: Turn) -> None:
-        assert self.done is not None, "the last write has ended"
-        self.due_s = turn.now_s + turn.rules.ready_repeat_s
-        turn.out.append(SendDone(self.decode_worker_id, self.done))
-
-    def _say_progress(self, turn: Turn) -> None:
-        assert self.grant is not None
-        self.due_s = turn.now_s + turn.rules.progress_s
-        progress = HandoffProgress(self.handoff_id, self.grant.generation, self.grant.secret)
-        turn.out.append(SendProgress(self.decode_worker_id, progress))
-
-    def _free(self, turn: Turn) -> None:
-        if self.has_blocks:
-            self.has_blocks = False
-            turn.out += [FreeBlocks(self.handoff_id), Settle(self.handoff_id, self.reason)]
-
-    def _say_released(self, turn: Turn) -> None:
-        rules = turn.rules
-        self.due_s = turn.now_s + min(rules.release_repeat_s * 2.0**self.num_said, rules.max_release_repeat_s)
-        self.num_said = min(self.num_said + 1, MAX_DOUBLINGS)
-        error = None if self.reason is None else self.reason.value
-        release = HandoffReleased(self.handoff_id, rules.worker_id, error)
-        turn.out.append(SayReleased(self.decode_worker_id, release))
-
-    @staticmethod
-    def _count(reason: EndReason, turn: Turn) -> None:
-        if reason is EndReason.REFUSED:
-            turn.counters.num_refused += 1
-        elif reason is EndReason.ABANDONED:
-            turn.counters.num_abandoned += 1
-        else:
-            turn.counters.num_failed += 1
+    def _needed(self, blocks: Blocks, checksums: tuple[int, ...], rules: PrefillRules) -> tuple[int, ...]:
+        """Our blocks of tokens that D lacks."""
+        unit, first = unit_tokens(rules.block_size), _units(blocks, rules).start
+        num_tokens = self.num_tokens or self.num_blocks * rules.block_size
+        return checksums[max(0, self.num_cached_tokens // unit - first) : max(0, -(-num_tokens // unit) - first)]
 
     def _with_checksums(self, rules: PrefillRules) -> bool:
         return rules.checksums or (self.grant is not None and self.grant.checksums is not None)
-
-    def _move(self, state: PrefillState) -> None:
-        if state not in TRANSITIONS[self.state]:
-            raise IllegalTransitionError(f"hand-off {self.handoff_id} cannot go from {self.state} to {state}")
-        self.state = state
 
 
 def _units(blocks: Blocks, rules: PrefillRules) -> slice:

@@ -14,7 +14,7 @@ from typing import Any
 from kvrelay.core.handoff import HandoffId, HandoffReleased
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.leases import PeerLeases
-from kvrelay.handoff.prefill import PrefillCounters, PrefillHandoff, PrefillRules, PrefillState, Turn
+from kvrelay.handoff.prefill import PrefillHandoff
 from kvrelay.handoff.prefill_events import (
     Abandoned,
     Cancelled,
@@ -43,6 +43,7 @@ from kvrelay.handoff.prefill_events import (
     Tick,
     Written,
 )
+from kvrelay.handoff.prefill_state import PrefillCounters, PrefillRules, PrefillState, Turn
 
 MAX_REMEMBERED = 4096
 

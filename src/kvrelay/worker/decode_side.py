@@ -44,7 +44,7 @@ from kvrelay.errors import (
     RetryElsewhereError,
 )
 from kvrelay.handoff import decode_events as de
-from kvrelay.handoff.decode import DecodeRules
+from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.handoff.placement import CostPlacement, Decision
 from kvrelay.rpc.base import Peer, RpcServer

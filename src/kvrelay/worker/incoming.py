@@ -24,8 +24,8 @@ from kvrelay.engine.base import StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.errors import PayloadTooLargeError, ProtocolError
 from kvrelay.handoff import decode_events as de
-from kvrelay.handoff.decode import DecodeRules
 from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.rpc.base import RpcServer
 from kvrelay.transfer.base import GrantRef, Int64Array
 from kvrelay.transfer.thread import TransferThread

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from kvrelay.core.cost_model import StepCost
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.stats import EngineStats
-from kvrelay.handoff.decode import DecodeCounters
+from kvrelay.handoff.decode_state import DecodeCounters
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.p2p.counters import P2pCounters
 from kvrelay.transfer.stats import TransferStats

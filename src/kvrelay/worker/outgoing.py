@@ -41,8 +41,8 @@ from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import KvrelayError, TransferError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
-from kvrelay.handoff.prefill import PrefillRules
 from kvrelay.handoff.prefill_ledger import PrefillLedger
+from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.transfer.base import GrantRef, TransferOp, TransferPlan
 from kvrelay.transfer.compat import planner_for
 from kvrelay.transfer.planner import TransferPlanner

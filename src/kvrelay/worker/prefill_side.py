@@ -23,7 +23,7 @@ from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
-from kvrelay.handoff.prefill import PrefillRules
+from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.outgoing import Job, OutgoingHandoffs

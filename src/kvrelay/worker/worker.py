@@ -41,7 +41,7 @@ from kvrelay.errors import (
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
-from kvrelay.handoff.decode import DecodeRules
+from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.disagg import DisaggPolicy
 from kvrelay.rpc.base import RpcServer
 from kvrelay.rpc.heartbeat import Heartbeat

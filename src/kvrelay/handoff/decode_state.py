@@ -1,0 +1,138 @@
+"""What a hand-off at the decode worker is made of: its states, its grants, the settings and counts, one event's turn.
+
+``decode`` draws the states.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrelay.core.handoff import HandoffDone, HandoffFetched, HandoffRefused
+from kvrelay.handoff.base import Connection, RefusalReason
+from kvrelay.handoff.decode_events import Claimed, DecodeAction, Send
+
+
+class DecodeState(enum.Enum):
+    """States of a hand-off at the decode worker."""
+
+    OPEN = "open"
+    """No worker has claimed it."""
+    GRANTED = "granted"
+    """The holder of the current generation computes it."""
+    RENEWING = "renewing"
+    """A later claimant waits for other blocks."""
+    OFFERED = "offered"
+    """Pull: P is ready; we wait for blocks to read into."""
+    READING = "reading"
+    """Pull: we read P's blocks."""
+    VERIFYING = "verifying"
+    """Everything has arrived; checksums are compared."""
+    CLOSED = "closed"
+    """The request no longer waits for it. Grants and loans may still be out."""
+
+
+_S = DecodeState
+TRANSITIONS: dict[DecodeState, frozenset[DecodeState]] = {
+    _S.OPEN: frozenset({_S.GRANTED, _S.CLOSED}),
+    _S.GRANTED: frozenset({_S.RENEWING, _S.OFFERED, _S.READING, _S.VERIFYING, _S.CLOSED}),
+    _S.RENEWING: frozenset({_S.GRANTED, _S.VERIFYING, _S.CLOSED}),
+    _S.OFFERED: frozenset({_S.READING, _S.CLOSED}),
+    _S.READING: frozenset({_S.VERIFYING, _S.CLOSED}),
+    _S.VERIFYING: frozenset({_S.CLOSED}),
+    _S.CLOSED: frozenset(),
+}
+WAITING_FOR_CLAIMANT = frozenset({_S.OPEN, _S.GRANTED, _S.RENEWING, _S.OFFERED})
+"""States that a lost claimant or a deadline ends. In the other states nothing more is needed from the claimant."""
+
+
+class GrantState(enum.Enum):
+    """States of a grant."""
+
+    PREPARING = "preparing"
+    """Its hit blocks are being checksummed; it has not been sent to the claimant."""
+    OUT = "out"
+    ABANDONED = "abandoned"
+    """The claimant was told to stop."""
+    WITHDRAWN = "withdrawn"
+    """It was being prepared and will not be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A claimant's permission to read the hits of ``loan`` and, with push, to write its other blocks."""
+
+    worker_id: str
+    connection: Connection
+    generation: int
+    loan: int
+    state: GrantState
+    block_size: int = 0
+    """The claimant's tokens per block; 0: the same as ours."""
+    told_s: float = 0.0
+    """When an abandon was last sent."""
+    secret: int = 0
+    """Its holder's messages carry this number."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRules:
+    """Settings of a decode ledger. Seconds. ``checksums``: this worker accepts no KV without checksums."""
+
+    block_size: int
+    kv_compatibility: str
+    remote_prefill_timeout_s: float = 30.0
+    """If the hand-off is not claimed by then, the request is computed here."""
+    grant_timeout_s: float = 120.0
+    """If the hand-off is claimed and not done by then, the request is computed here."""
+    silence_timeout_s: float = 10.0
+    """The same for a claimant that has been silent for so long. It sends HandoffProgress several times as often."""
+    max_attempts: int = 2
+    """The limit of granted claims; then the request is computed here."""
+    early_claim_timeout_s: float = 1.0
+    """How long a claim waits for its request (prefill-first), or for its claimant's term to be known."""
+    abandon_repeat_s: float = 2.0
+    can_replace_blocks: bool = True
+    """Whether the engine can give a waiting request other blocks. If not, a later claimant is refused, and the request
+    is computed here only when no peer can write to its blocks any more."""
+    checksums: bool = False
+
+
+@dataclass(slots=True)
+class DecodeCounters:
+    """Counts since start. Stale: messages of a hand-off or generation that is not current. Refused: refused claims."""
+
+    num_opened: int = 0
+    num_granted: int = 0
+    num_done: int = 0
+    num_stale: int = 0
+    num_refused: int = 0
+    num_released: int = 0
+    num_abandoned: int = 0
+    num_expired: int = 0
+    num_fenced: int = 0
+
+
+@dataclass(slots=True)
+class Turn:
+    """The handling of one event: its time, the rules, and the resulting actions."""
+
+    now_s: float
+    rules: DecodeRules
+    counters: DecodeCounters
+    connections: dict[str, Connection]
+    new_secret: Callable[[], int]
+    out: list[DecodeAction] = field(default_factory=list)
+
+
+def refuse(event: Claimed, reason: RefusalReason, turn: Turn) -> None:
+    """Refuse a claim."""
+    turn.counters.num_refused += 1
+    turn.out.append(Send(event.connection, HandoffRefused(event.claim.handoff_id, reason)))
+
+
+def tell_fetched(message: HandoffDone, connection: Connection | None, turn: Turn) -> None:
+    """Acknowledge HandoffDone, so that P stops repeating it."""
+    if connection is not None:
+        turn.out.append(Send(connection, HandoffFetched(message.handoff_id, message.generation)))

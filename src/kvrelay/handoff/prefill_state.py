@@ -1,0 +1,90 @@
+"""What a hand-off at the prefill worker is made of: its states, the settings and counts, one event's turn.
+
+``prefill`` draws the states.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvrelay.core.handoff import HandoffOrder
+from kvrelay.handoff.prefill_events import PrefillAction
+
+
+class PrefillState(enum.Enum):
+    """States of a hand-off at the prefill worker."""
+
+    CLAIMING = "claiming"
+    """The engine computes; the claim is in flight."""
+    SENDING = "sending"
+    """Granted: D's hit blocks may be read, computed blocks may be written."""
+    HOLDING = "holding"
+    """Pull: everything is computed and D may read it."""
+    CONFIRMING = "confirming"
+    """Push: everything is written; D has not acknowledged it yet."""
+    STOPPING = "stopping"
+    """Nothing more is submitted; transfers in flight still touch our blocks."""
+    RELEASING = "releasing"
+    """D has not acknowledged yet that we have stopped."""
+    ENDED = "ended"
+
+
+_S = PrefillState
+TRANSITIONS: dict[PrefillState, frozenset[PrefillState]] = {
+    _S.CLAIMING: frozenset({_S.SENDING, _S.STOPPING}),
+    _S.SENDING: frozenset({_S.HOLDING, _S.CONFIRMING, _S.STOPPING, _S.ENDED}),
+    _S.CONFIRMING: frozenset({_S.RELEASING, _S.ENDED}),
+    _S.HOLDING: frozenset({_S.STOPPING, _S.ENDED}),
+    _S.STOPPING: frozenset({_S.RELEASING, _S.ENDED}),
+    _S.RELEASING: frozenset({_S.ENDED}),
+    _S.ENDED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRules:
+    """Settings of a prefill ledger. Seconds. ``checksums``: this worker accepts no KV without checksums."""
+
+    worker_id: str
+    block_size: int
+    kv_compatibility: str
+    claim_timeout_s: float = 5.0
+    paired_claim_timeout_s: float = 30.0
+    """Prefill-first: the claim also waits for blocks of the decode worker."""
+    progress_s: float = 2.0
+    """The interval of HandoffProgress to a decode worker."""
+    ready_repeat_s: float = 1.0
+    """The interval at which HandoffReady, or an unanswered HandoffDone, is repeated."""
+    release_repeat_s: float = 0.05
+    """The first interval; doubled each time."""
+    max_release_repeat_s: float = 2.0
+    gone_for_s: float = 30.0
+    """How long after the end of its lease releases to a decode worker are repeated. A worker that was stopped comes
+    back under its old id, and would wait for hand-offs that no worker computes."""
+    checksums: bool = False
+
+    def claim_timeout_of(self, order: HandoffOrder) -> float:
+        return self.paired_claim_timeout_s if order is HandoffOrder.PREFILL_FIRST else self.claim_timeout_s
+
+
+@dataclass(slots=True)
+class PrefillCounters:
+    """Counts since start."""
+
+    num_prefills: int = 0
+    num_refused: int = 0
+    num_abandoned: int = 0
+    num_failed: int = 0
+    num_verified_blocks: int = 0
+    num_damaged: int = 0
+
+
+@dataclass(slots=True)
+class Turn:
+    """The handling of one event: its time, the rules, and the resulting actions."""
+
+    now_s: float
+    rules: PrefillRules
+    counters: PrefillCounters
+    out: list[PrefillAction] = field(default_factory=list)
