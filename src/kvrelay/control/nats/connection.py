@@ -16,12 +16,16 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from nats import errors as nats_errors
-from nats.aio.client import Client
-from nats.aio.transport import TcpTransport
-
 from kvrelay.control.tls import TLS_OPTIONS, TlsFiles
+from kvrelay.core.hidden_module import hidden_module
 from kvrelay.errors import ConfigError, ControlUnavailableError, PayloadTooLargeError
+
+# The library imports aiohttp, where it is installed, for websockets, which we do not offer. It would cost each process
+# 0.2 s of its start.
+with hidden_module("aiohttp"):
+    from nats import errors as nats_errors
+    from nats.aio.client import Client
+    from nats.aio.transport import TcpTransport
 
 _log = logging.getLogger(__name__)
 
