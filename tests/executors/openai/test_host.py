@@ -24,8 +24,8 @@ from kvrelay.engine.request import Request
 from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError, OverloadedError
 from kvrelay.executors import ExecutorSettings, build_executor, build_host
 from kvrelay.executors.mock import mock_generate
-from kvrelay.executors.openai import host as host_module
 from kvrelay.executors.openai.text_tokens import TextTokenizer
+from kvrelay.executors.streamed import host as host_module
 
 CONFIG = EngineConfig(num_blocks=64, max_num_seqs=4, max_num_waiting=2)
 PROMPT = list(range(20, 60))

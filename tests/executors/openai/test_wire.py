@@ -13,7 +13,8 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
 from kvrelay.errors import InvalidInputError
-from kvrelay.executors.openai.wire import UpstreamAnswerError, completion_body, parse_event, require_possible
+from kvrelay.executors.openai.wire import completion_body, parse_event, require_possible
+from kvrelay.executors.streamed.backend import AnswerError
 
 
 def _body(sampling: SamplingParams, output: tuple[int, ...] = (), priority: int = 0) -> dict[str, object]:
@@ -141,7 +142,7 @@ def test_an_event_as_vllm_sends_it() -> None:
     ],
 )
 def test_what_is_no_completion_is_an_error(data: bytes) -> None:
-    with pytest.raises(UpstreamAnswerError):
+    with pytest.raises(AnswerError):
         parse_event(data)
 
 
@@ -149,5 +150,5 @@ def test_what_is_no_completion_is_an_error(data: bytes) -> None:
 def test_any_bytes_are_an_event_or_an_error(data: bytes) -> None:
     try:
         parse_event(data)
-    except UpstreamAnswerError:
+    except AnswerError:
         pass

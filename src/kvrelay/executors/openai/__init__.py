@@ -5,8 +5,8 @@
 
 Requests to the server are completions by token ids, and it returns token ids if it can (``return_token_ids``). So
 nothing is tokenized twice, and an answer that migrates continues at the exact token. If a server returns only text, the
-text is tokenized. Its KV stays with it: such a worker has role ``both``. Its cache is known from its cache events
-(``mirrored``), or estimated from the requests that it was sent (``placed``).
+text is tokenized. Its KV stays with it: such a worker has role ``both``. Its cache is known from its cache events,
+or estimated from the requests that it was sent (``executors/streamed``).
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from kvrelay.core.layout import KVLayout
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
-from kvrelay.executors.openai.host import OpenAIHost
+from kvrelay.executors.openai.backend import ServerBackend
 from kvrelay.executors.openai.server import Description, UpstreamServer
 from kvrelay.executors.openai.text_tokens import TextTokenizer
 from kvrelay.executors.registry import ExecutorSettings
+from kvrelay.executors.streamed.host import CacheEvents, StreamedHost
 
 DEFAULT_NUM_BLOCKS = 16384
 
 
-def from_settings(settings: ExecutorSettings, worker_id: str) -> OpenAIHost:
+def from_settings(settings: ExecutorSettings, worker_id: str) -> StreamedHost:
     """The registry's builder: waits for the server. Not from a thread with a running event loop.
 
     Raises ConfigError, CheckpointError, and EngineDeadError if the server does not become ready.
@@ -46,12 +47,13 @@ def from_settings(settings: ExecutorSettings, worker_id: str) -> OpenAIHost:
         weights_fingerprint=f"upstream {server.model}",
         hands_over_kv=False,
     )
-    return OpenAIHost(
+    tokenizer = None if server.tells_token_ids else TextTokenizer(settings.model_path)
+    events = CacheEvents(upstream.upstream_kv_events, upstream.upstream_kv_replay)
+    return StreamedHost(
         facts,
         config,
-        upstream,
-        server,
-        None if server.tells_token_ids else TextTokenizer(settings.model_path),
+        ServerBackend(upstream, server, tokenizer),
+        events if events.endpoint else None,
         worker_id=worker_id,
         eos_token_ids=model.eos_token_ids,
     )

@@ -21,7 +21,8 @@ import msgspec
 
 from kvrelay.config import UpstreamConfig
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError
-from kvrelay.executors.openai.wire import Piece, UpstreamAnswerError, parse_event
+from kvrelay.executors.openai.wire import TextPiece, parse_event
+from kvrelay.executors.streamed.backend import AnswerError, RefusedError
 
 _log = logging.getLogger(__name__)
 
@@ -30,15 +31,6 @@ HEALTH_TIMEOUT_S = 5.0
 MAX_EVENT_BYTES = 8 << 20
 MAX_ANSWER_BYTES = 8 << 20
 """Size limit of an answer that is not streamed: a list of models, a refusal."""
-
-
-class UpstreamRefusedError(KvrelayError):
-    """The server refuses the request. ``status`` is the server's; ``retry_after_s`` is the requested wait."""
-
-    def __init__(self, message: str, status: int, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +81,8 @@ class UpstreamServer:
                 model = self._choose(await self._get_models())
                 tells_token_ids = await self._probe(model.id, probe_token_id)
                 return Description(model.id, model.max_model_len or 0, tells_token_ids)
-            except (httpx.HTTPError, UpstreamRefusedError, UpstreamAnswerError) as exc:
-                if isinstance(exc, UpstreamRefusedError) and exc.status in (400, 401, 403, 404, 422):
+            except (httpx.HTTPError, RefusedError, AnswerError) as exc:
+                if isinstance(exc, RefusedError) and exc.status in (400, 401, 403, 404, 422):
                     raise ConfigError(f"the server {self.url} refuses us: {exc.message}", param="upstream") from exc
                 if time.monotonic() > deadline_s:
                     raise EngineDeadError(f"the server {self.url} is not ready: {_reason(exc)}") from exc
@@ -106,10 +98,10 @@ class UpstreamServer:
         except httpx.HTTPError:
             return False
 
-    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[TextPiece, None]:
         """The pieces of one completion. Close the iterator to abort it.
 
-        Raises UpstreamRefusedError before the first piece, UpstreamAnswerError for a broken or incomplete answer.
+        Raises RefusedError before the first piece, AnswerError for a broken or incomplete answer.
         """
         is_finished = False
         try:
@@ -123,9 +115,9 @@ class UpstreamServer:
                     is_finished = is_finished or piece.finish is not None
                     yield piece
         except httpx.HTTPError as exc:
-            raise UpstreamAnswerError(f"the connection to {self.url} failed: {_reason(exc)}") from exc
+            raise AnswerError(f"the connection to {self.url} failed: {_reason(exc)}") from exc
         if not is_finished:
-            raise UpstreamAnswerError(f"{self.url} ended its stream in the middle of an answer")
+            raise AnswerError(f"{self.url} ended its stream in the middle of an answer")
 
     async def _get_models(self) -> list[_Model]:
         response = await self._client.get("/v1/models", timeout=HEALTH_TIMEOUT_S)
@@ -134,7 +126,7 @@ class UpstreamServer:
         try:
             return msgspec.json.decode(response.content, type=_Models).data
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise UpstreamAnswerError(f"/v1/models is no list of models: {exc}") from exc
+            raise AnswerError(f"/v1/models is no list of models: {exc}") from exc
 
     def _choose(self, models: list[_Model]) -> _Model:
         wanted = self._config.upstream_model
@@ -185,18 +177,18 @@ def _trusted(config: UpstreamConfig) -> ssl.SSLContext | bool:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The data of each server-sent event. Raises UpstreamAnswerError for a line that does not end."""
+    """The data of each server-sent event. Raises AnswerError for a line that does not end."""
     rest = b""
     async for received in response.aiter_raw():
         *lines, rest = (rest + received).split(b"\n")
         if len(rest) > MAX_EVENT_BYTES:
-            raise UpstreamAnswerError(f"an event of the server has more than {MAX_EVENT_BYTES} bytes")
+            raise AnswerError(f"an event of the server has more than {MAX_EVENT_BYTES} bytes")
         for line in lines:
             if line.startswith(b"data:"):
                 yield line[5:].strip()
 
 
-async def _refusal(response: httpx.Response) -> UpstreamRefusedError:
+async def _refusal(response: httpx.Response) -> RefusedError:
     text = bytearray()
     async for received in response.aiter_bytes():
         text += received
@@ -207,7 +199,7 @@ async def _refusal(response: httpx.Response) -> UpstreamRefusedError:
         retry_after_s = min(max(float(response.headers.get("retry-after", "1")), 0.1), 600.0)
     except ValueError:
         retry_after_s = 1.0
-    return UpstreamRefusedError(f"status {response.status_code}: {said}", response.status_code, retry_after_s)
+    return RefusedError(f"status {response.status_code}: {said}", response.status_code, retry_after_s)
 
 
 def _reason(error: Exception) -> str:

@@ -15,16 +15,13 @@ from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
-from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.errors import InvalidInputError
+from kvrelay.executors.streamed.backend import AnswerError
 
 GRAMMAR_FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 TOKEN_ID = "token_id:"
 """With ``return_tokens_as_token_ids`` ``token_id:42`` replaces a token's text."""
-
-
-class UpstreamAnswerError(KvrelayError):
-    """The server's answer is malformed, or ends with an error."""
 
 
 def require_possible(sampling: SamplingParams) -> None:
@@ -114,7 +111,7 @@ _decoder = msgspec.json.Decoder(_Event)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """The content of one event. ``token_ids`` is None if the server returns no ids: then there is only ``text``."""
 
     text: str
@@ -125,20 +122,20 @@ class Piece:
     num_cached_tokens: int | None
 
 
-def parse_event(data: bytes | str) -> Piece:
-    """Parse one event's JSON. Raises UpstreamAnswerError for an error event and for data that is no completion."""
+def parse_event(data: bytes | str) -> TextPiece:
+    """Parse one event's JSON. Raises AnswerError for an error event and for data that is no completion."""
     try:
         event = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise UpstreamAnswerError(f"the server's answer is no completion: {exc}") from exc
+        raise AnswerError(f"the server's answer is no completion: {exc}") from exc
     if event.error is not None:
         said = event.error if isinstance(event.error, str) else event.error.message
-        raise UpstreamAnswerError(f"the server failed: {said[:500] or 'no reason given'}")
+        raise AnswerError(f"the server failed: {said[:500] or 'no reason given'}")
     if len(event.choices) > 1:
-        raise UpstreamAnswerError(f"{len(event.choices)} choices came, one was asked for")
+        raise AnswerError(f"{len(event.choices)} choices came, one was asked for")
     choice = event.choices[0] if event.choices else _Choice(token_ids=[])
     details = event.usage.prompt_tokens_details if event.usage is not None else None
-    return Piece(
+    return TextPiece(
         text=choice.text,
         token_ids=None if choice.token_ids is None else tuple(choice.token_ids),
         logprobs=None if choice.logprobs is None else _positions(choice.logprobs),
@@ -152,15 +149,15 @@ def _finish(reason: str | None) -> FinishReason | None:
     if reason is None:
         return None
     if reason not in FINISH_REASONS:
-        raise UpstreamAnswerError(f"the server ended the answer with {reason[:100]!r}")
+        raise AnswerError(f"the server ended the answer with {reason[:100]!r}")
     return FINISH_REASONS[reason]
 
 
 def _positions(logprobs: _Logprobs) -> tuple[PositionLogprobs, ...]:
-    """Raises UpstreamAnswerError unless tokens are given by id and each has its logprob."""
+    """Raises AnswerError unless tokens are given by id and each has its logprob."""
     tops = logprobs.top_logprobs or [None] * len(logprobs.tokens)
     if not len(logprobs.tokens) == len(logprobs.token_logprobs) == len(tops):
-        raise UpstreamAnswerError("the server's logprobs do not fit each other")
+        raise AnswerError("the server's logprobs do not fit each other")
     return tuple(
         _position(_token_id(token), logprob, top or {})
         for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, tops)
@@ -170,7 +167,7 @@ def _positions(logprobs: _Logprobs) -> tuple[PositionLogprobs, ...]:
 def _position(token_id: int, logprob: float | None, top: dict[str, float | None]) -> PositionLogprobs:
     """The API has no ranks: the chosen token's rank follows from its place among the alternatives."""
     if logprob is None:
-        raise UpstreamAnswerError("a token of the answer has no logprob")
+        raise AnswerError("a token of the answer has no logprob")
     known = {_token_id(token): value for token, value in top.items() if value is not None}
     best = sorted(known.items(), key=lambda item: (-item[1], item[0]))
     alternatives = tuple(TokenLogprob(token, value, rank) for rank, (token, value) in enumerate(best, start=1))
@@ -181,5 +178,5 @@ def _position(token_id: int, logprob: float | None, top: dict[str, float | None]
 def _token_id(token: str) -> int:
     number = token.removeprefix(TOKEN_ID)
     if number == token or not number.isdecimal() or len(number) > 10:
-        raise UpstreamAnswerError(f"the server's logprobs name a token {token[:50]!r}, not its id")
+        raise AnswerError(f"the server's logprobs name a token {token[:50]!r}, not its id")
     return int(number)

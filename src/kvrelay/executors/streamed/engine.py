@@ -1,14 +1,13 @@
-"""The scheduler half: the requests at the server, and the effect of each piece of an answer.
+"""The scheduler half: the requests at the backend, and the effect of each piece of an answer.
 
-It sends nothing itself: ``begin`` and ``cancel`` of a request at the server are given functions. Everything runs on the
-host's thread, except for ``check_room`` and the numbers that ``stats`` reads.
+It sends nothing itself: ``begin`` and ``cancel`` of a request at the backend are given functions. Everything runs on
+the host's thread, except for ``check_room`` and the numbers that ``stats`` reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
@@ -32,45 +31,40 @@ from kvrelay.errors import (
     KvrelayError,
     OverloadedError,
 )
-from kvrelay.executors.openai.mirrored import MirroredCache
-from kvrelay.executors.openai.placed import PlacedPrefixes
-from kvrelay.executors.openai.server import Description, UpstreamRefusedError
-from kvrelay.executors.openai.text_tokens import TextTokenizer, TextTokens
-from kvrelay.executors.openai.wire import Piece, UpstreamAnswerError, completion_body, require_possible
+from kvrelay.executors.streamed.backend import AnswerError, Backend, Piece, RefusedError
+from kvrelay.executors.streamed.mirrored import MirroredCache
+from kvrelay.executors.streamed.placed import PlacedPrefixes
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request at the server. ``texts`` turns text into ids, if the server returns no ids."""
+    """A request at the backend."""
 
     request: Request
     num_sent_tokens: int
-    texts: TextTokens | None
 
 
-class OpenAIEngine:
-    """An Engine whose requests a server computes. Its KV stays there: nothing is handed over."""
+class StreamedEngine:
+    """An Engine whose requests a backend computes. Its KV stays there: nothing is handed over."""
 
     def __init__(
         self,
         facts: EngineFacts,
         config: EngineConfig,
-        server: Description,
-        tokenizer: TextTokenizer | None,
+        backend: Backend,
         cache: PlacedPrefixes | MirroredCache,
         clock: Clock,
         *,
         worker_id: str,
         eos_token_ids: tuple[int, ...],
-        begin: Callable[[str, dict[str, Any]], None],
+        begin: Callable[[Request, int], None],
         cancel: Callable[[str], None],
     ) -> None:
         self.worker_id = worker_id
         self.output = StepOutput()
         self._facts = facts
         self._config = config
-        self._server = server
-        self._tokenizer = tokenizer
+        self._backend = backend
         self._clock = clock
         self._eos_token_ids = eos_token_ids
         self._begin, self._cancel = begin, cancel
@@ -78,7 +72,7 @@ class OpenAIEngine:
         self._cache = cache
         self._ended = CompletionRate(clock)
         self._busy_until_s = 0.0
-        """The time until which the server has asked us to wait."""
+        """The time until which the backend has asked us to wait."""
         self._dead: EngineDeadError | None = None
         self._num_arrived = self._num_metrics = 0
         self._num_queried_tokens = self._num_hit_tokens = self._num_generated_tokens = 0
@@ -88,7 +82,7 @@ class OpenAIEngine:
     def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals) -> None:
         wait_s = self._busy_until_s - self._clock.now()
         if wait_s > 0 and is_new:
-            raise OverloadedError("the server that computes is full", retry_after_s=wait_s)
+            raise OverloadedError(f"{self._backend.name} is full", retry_after_s=wait_s)
         num_running = len(self._running) + ahead.num_requests
         excess = num_running + 1 - self._config.max_num_seqs - self._config.max_num_waiting
         if excess > 0:
@@ -98,7 +92,7 @@ class OpenAIEngine:
             )
 
     def num_cached_tokens(self, request: Request) -> int:
-        """By the server's cache events, or by the requests that it was sent before."""
+        """By the backend's cache events, or by the requests that it was sent before."""
         return self._num_placed_blocks(request) * self._facts.kv_layout.block_size
 
     def add_request(self, request: Request) -> None:
@@ -119,13 +113,8 @@ class OpenAIEngine:
             report_token(self.output, request, None, None, FinishReason.LENGTH)
             return
         self._num_queried_tokens += len(request.token_ids)
-        texts = None if self._tokenizer is None else TextTokens(self._tokenizer, request.token_ids)
-        self._running[request.request_id] = _Running(request, len(request.token_ids), texts)
-        with_token_ids = self._server.tells_token_ids
-        self._begin(
-            request.request_id,
-            completion_body(request, self._server.model, num_wanted, with_token_ids=with_token_ids),
-        )
+        self._running[request.request_id] = _Running(request, len(request.token_ids))
+        self._begin(request, num_wanted)
 
     def abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None:
@@ -134,11 +123,9 @@ class OpenAIEngine:
     def _validate(self, request: Request) -> None:
         sampling, vocab_size = request.sampling, self._facts.vocab_size
         sampling.validate(vocab_size)
-        require_possible(sampling)
-        if sampling.logprobs is not None and not self._server.tells_token_ids:
-            raise InvalidInputError("the server tells no token ids, so there are no logprobs", param="logprobs")
+        self._backend.check(sampling)
         if request.mode is not PrefillMode.LOCAL or request.is_prefill_only:
-            raise InvalidInputError("engine openai only generates", param="max_tokens")
+            raise InvalidInputError("this engine only generates", param="max_tokens")
         check_tokens(
             request,
             is_running=request.request_id in self._running,
@@ -146,49 +133,50 @@ class OpenAIEngine:
             max_model_len=self._facts.max_model_len,
         )
 
-    # -- what comes from the server -----------------------------------------------------------------------------------
+    # -- what comes from the backend ----------------------------------------------------------------------------------
 
     def received(self, request_id: str, piece: Piece) -> None:
-        """A piece of an answer. Raises UpstreamAnswerError for an impossible piece; the caller then calls
+        """A piece of an answer. Raises AnswerError for an impossible piece; the caller then calls
         ``failed``."""
         running = self._running.get(request_id)
         if running is None:
             return
         request = running.request
         if piece.num_prompt_tokens not in (None, 0, running.num_sent_tokens):
-            raise UpstreamAnswerError(
-                f"the server counts {piece.num_prompt_tokens} prompt tokens where {running.num_sent_tokens} were sent"
+            raise AnswerError(
+                f"{self._backend.name} counts {piece.num_prompt_tokens} prompt tokens, "
+                f"{running.num_sent_tokens} were sent"
             )
         if not request.first_output_sent and piece.num_cached_tokens:
             request.num_cached_tokens = min(piece.num_cached_tokens, running.num_sent_tokens)
             self._num_hit_tokens += request.num_cached_tokens
-        token_ids, logprobs = self._tokens(running, piece)
+        token_ids, logprobs = piece.token_ids, piece.logprobs
+        self._require_sound(piece)
         for number, token_id in enumerate(token_ids):
             request.token_ids.append(token_id)
-            # Ids made from text do not count: the server ends the answer.
-            reason = finish_reason(request, token_id) if running.texts is None else None
+            reason = finish_reason(request, token_id) if self._backend.samples_ids else None
             if reason is None and number == len(token_ids) - 1:
                 reason = piece.finish
             self._num_generated_tokens += 1
             report_token(self.output, request, token_id, logprobs[number] if logprobs else None, reason)
             if reason is not None:
-                return self._finished(request, at_server=piece.finish is not None)
+                return self._finished(request, at_backend=piece.finish is not None)
         if piece.finish is not None:
             report_token(self.output, request, None, None, piece.finish)
-            self._finished(request, at_server=True)
+            self._finished(request, at_backend=True)
         return None
 
     def failed(self, request_id: str, error: KvrelayError) -> None:
-        """The server sends nothing more for this request. Another worker may succeed, unless the request itself is at
+        """The backend sends nothing more for this request. Another worker may succeed, unless the request itself is at
         fault."""
         running = self._running.pop(request_id, None)
         if running is None:
             return
-        status = error.status if isinstance(error, UpstreamRefusedError) else 0
-        if isinstance(error, UpstreamRefusedError) and status in (429, 503):
+        status = error.status if isinstance(error, RefusedError) else 0
+        if isinstance(error, RefusedError) and status in (429, 503):
             self._busy_until_s = self._clock.now() + error.retry_after_s
         elif not status and isinstance(self._cache, PlacedPrefixes):
-            # Perhaps the server was restarted and its cache is empty.
+            # Perhaps the backend was restarted and its cache is empty.
             self.clear_cache()
         self.output.outputs.append(
             TokenOutput(
@@ -201,34 +189,32 @@ class OpenAIEngine:
         )
 
     def die(self, error: EngineDeadError) -> None:
-        """The server is gone: every request ends here."""
+        """The backend is gone: every request ends here."""
         self._dead = error
         for request_id in list(self._running):
             self._cancel(request_id)
             self.failed(request_id, error)
 
     def cache_changed(self, events: list[KvEvent]) -> None:
-        """The server has reported the contents of its cache."""
+        """The backend has reported the contents of its cache."""
         self.output.kv_events += events
 
     def take_output(self) -> StepOutput:
         output, self.output = self.output, StepOutput()
         return output
 
-    def _tokens(self, running: _Running, piece: Piece) -> tuple[tuple[int, ...], tuple[PositionLogprobs, ...] | None]:
-        if running.texts is not None:
-            return running.texts.add(piece.text, is_last=piece.finish is not None), None
-        if piece.token_ids is None:
-            raise UpstreamAnswerError("the server has stopped to tell token ids")
+    def _require_sound(self, piece: Piece) -> None:
+        """Raise AnswerError for tokens that this model does not have, or that do not fit their logprobs."""
         if any(not 0 <= token_id < self._facts.vocab_size for token_id in piece.token_ids):
-            raise UpstreamAnswerError("the server answers with a token that is not in the vocabulary: another model?")
+            raise AnswerError(
+                f"{self._backend.name} answers with a token that is not in the vocabulary: another model?"
+            )
         if piece.logprobs is not None and len(piece.logprobs) != len(piece.token_ids):
-            raise UpstreamAnswerError("the server's logprobs do not belong to its tokens")
-        return piece.token_ids, piece.logprobs
+            raise AnswerError(f"the logprobs of {self._backend.name} do not belong to its tokens")
 
-    def _finished(self, request: Request, *, at_server: bool) -> None:
+    def _finished(self, request: Request, *, at_backend: bool) -> None:
         del self._running[request.request_id]
-        if not at_server:
+        if not at_backend:
             self._cancel(request.request_id)
         self._ended.add(1)
         if self._config.enable_prefix_caching:
@@ -265,7 +251,7 @@ class OpenAIEngine:
         """They always are."""
 
     def set_exclusive_prefill(self, exclusive: bool) -> None:
-        """The server schedules."""
+        """The backend schedules."""
 
     def kv_loaded(self, request_id: str, ok: bool) -> None:
         """No read was asked for."""
@@ -297,7 +283,7 @@ class OpenAIEngine:
         )
 
     def stats(self) -> EngineStats:
-        """From any thread. Steps and pool are in the server's own metrics."""
+        """From any thread. Steps and pool are in the backend's own metrics."""
         num_running = len(self._running)
         num_active = self._num_active_blocks()
         return EngineStats(
@@ -323,7 +309,7 @@ class OpenAIEngine:
         return self._cache.hashes()
 
     def clear_cache(self) -> None:
-        """Forget the known state of the server's cache. The cache itself stays."""
+        """Forget the known state of the backend's cache. The cache itself stays."""
         self.output.kv_events += self._cache.clear()
 
     def check_integrity(self) -> None:

@@ -17,9 +17,9 @@ from tests.patience import PATIENCE_S
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvrelay.core.hashing import compute_sequence_hashes
-from kvrelay.executors.openai import kv_events
-from kvrelay.executors.openai.kv_events import END, KvEventReader
-from kvrelay.executors.openai.mirrored import REMOVED_FIELDS, STORED_FIELDS, EventsError, MirroredCache
+from kvrelay.executors.streamed import kv_events
+from kvrelay.executors.streamed.kv_events import END, KvEventReader
+from kvrelay.executors.streamed.mirrored import REMOVED_FIELDS, STORED_FIELDS, EventsError, MirroredCache
 
 SIZE, THEIR_SIZE = 2, 4
 

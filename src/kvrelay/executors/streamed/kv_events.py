@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from kvrelay.core.events import KvEvent
-from kvrelay.executors.openai.mirrored import EventsError, MirroredCache
+from kvrelay.executors.streamed.mirrored import EventsError, MirroredCache
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The engine's life: a thread with an event loop that talks to the server, and runs callbacks between its turns."""
+"""The engine's life: a thread with an event loop that reads the answers, and runs callbacks between its turns."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import mmap
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import uvloop
 
-from kvrelay.config import EngineConfig, UpstreamConfig
+from kvrelay.config import EngineConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.events import KvEvent
 from kvrelay.core.layout import MemoryRegion
@@ -22,15 +22,14 @@ from kvrelay.engine.base import StepOutput
 from kvrelay.engine.contract import Engine, EngineFacts
 from kvrelay.engine.load_sampler import LoadSampler
 from kvrelay.engine.progress import Progress
+from kvrelay.engine.request import Request
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError
-from kvrelay.executors.openai.engine import OpenAIEngine
-from kvrelay.executors.openai.kv_events import KvEventReader
-from kvrelay.executors.openai.mirrored import MirroredCache
-from kvrelay.executors.openai.placed import PlacedPrefixes
-from kvrelay.executors.openai.server import Description, UpstreamRefusedError, UpstreamServer
-from kvrelay.executors.openai.text_tokens import TextTokenizer
-from kvrelay.executors.openai.wire import UpstreamAnswerError, require_possible
+from kvrelay.executors.streamed.backend import AnswerError, Backend, RefusedError
+from kvrelay.executors.streamed.engine import StreamedEngine
+from kvrelay.executors.streamed.kv_events import KvEventReader
+from kvrelay.executors.streamed.mirrored import MirroredCache
+from kvrelay.executors.streamed.placed import PlacedPrefixes
 
 _log = logging.getLogger(__name__)
 
@@ -38,34 +37,39 @@ T = TypeVar("T")
 
 LOAD_INTERVAL_S = 0.05
 HEALTH_INTERVAL_S = 1.0
-MAX_HEALTH_FAILURES = 3
 
 
-class OpenAIHost:
-    """The EngineHost of an OpenAIEngine."""
+class CacheEvents(NamedTuple):
+    """Where a backend publishes its cache events, and where it repeats missed ones (empty: nowhere)."""
+
+    endpoint: str
+    replay: str
+
+
+class StreamedHost:
+    """The EngineHost of a StreamedEngine. With ``cache_events`` None the backend's cache is estimated."""
 
     def __init__(
         self,
         facts: EngineFacts,
         config: EngineConfig,
-        upstream: UpstreamConfig,
-        server: Description,
-        tokenizer: TextTokenizer | None,
+        backend: Backend,
+        cache_events: CacheEvents | None,
         *,
         worker_id: str,
         eos_token_ids: tuple[int, ...],
     ) -> None:
         clock = MonotonicClock()
         self._facts = facts
-        self._upstream = upstream
+        self._backend = backend
+        self._cache_events = cache_events
         block_size = facts.kv_layout.block_size
-        self._mirror = MirroredCache(block_size) if upstream.upstream_kv_events else None
+        self._mirror = None if cache_events is None else MirroredCache(block_size)
         self._progress = Progress(clock)
-        self._engine = OpenAIEngine(
+        self._engine = StreamedEngine(
             facts,
             config,
-            server,
-            tokenizer,
+            backend,
             self._mirror or PlacedPrefixes(block_size, facts.num_blocks),
             clock,
             worker_id=worker_id,
@@ -99,7 +103,7 @@ class OpenAIHost:
 
     @property
     def progress(self) -> Progress:
-        """It always rests: health checks show whether the server makes progress."""
+        """It always rests: health checks show whether the backend makes progress."""
         return self._progress
 
     def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
@@ -121,10 +125,10 @@ class OpenAIHost:
         return self._engine.stats()
 
     def prepare(self, sampling: SamplingParams) -> None:
-        require_possible(sampling)
+        self._backend.check(sampling)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        raise ConfigError("engine openai has no KV of its own", param="engine")
+        raise ConfigError(f"the KV stays with {self._backend.name}", param="engine")
 
     def peek(self, read: Callable[[Engine], T]) -> T:
         return read(self._engine)
@@ -193,10 +197,10 @@ class OpenAIHost:
             self._on_dead(died)
 
     async def _serve(self) -> EngineDeadError | None:
-        """Return on a stop, or with the reason why the server is gone."""
-        self._server = UpstreamServer(self._upstream)
+        """Return on a stop, or with the reason why the backend is gone."""
+        await self._backend.open()
         stopped, gone = asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self._watch())
-        reading = None if self._mirror is None else asyncio.ensure_future(self._read_events(self._mirror))
+        reading = asyncio.ensure_future(self._read_events())
         try:
             await asyncio.wait({stopped, gone}, return_when=asyncio.FIRST_COMPLETED)
             died = gone.result() if gone.done() else None
@@ -205,27 +209,29 @@ class OpenAIHost:
                 self._flush()
             return died
         finally:
-            tasks = [stopped, gone, *([] if reading is None else [reading]), *self._streams.values(), *self._ending]
+            tasks = [stopped, gone, reading, *self._streams.values(), *self._ending]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._server.close()
+            await self._backend.close()
 
     async def _watch(self) -> EngineDeadError:
-        """Return when the server has not answered for a while."""
-        num_failures = 0
-        while num_failures < MAX_HEALTH_FAILURES:
+        """Return when the backend cannot go on."""
+        while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
-            num_failures = 0 if await self._server.is_healthy() else num_failures + 1
-        return EngineDeadError(f"the server {self._server.url} has failed {num_failures} health checks")
+            failure = await self._backend.failure()
+            if failure is not None:
+                return EngineDeadError(failure)
 
-    async def _read_events(self, mirror: MirroredCache) -> None:
+    async def _read_events(self) -> None:
+        if self._mirror is None or self._cache_events is None:
+            return
+
         def changed(events: list[KvEvent]) -> None:
             self._engine.cache_changed(events)
             self._flush_soon()
 
-        endpoint, replay = self._upstream.upstream_kv_events, self._upstream.upstream_kv_replay
-        await KvEventReader(endpoint, replay, mirror, changed).run()
+        await KvEventReader(self._cache_events.endpoint, self._cache_events.replay, self._mirror, changed).run()
 
     def _end(self, error: EngineDeadError) -> None:
         """Callbacks no longer run."""
@@ -235,15 +241,16 @@ class OpenAIHost:
         for result in waiting:
             self._settle(result, error=error)
 
-    # -- requests at the server ---------------------------------------------------------------------------------------
+    # -- requests at the backend --------------------------------------------------------------------------------------
 
-    def _begin(self, request_id: str, body: dict[str, Any]) -> None:
-        task = self._loop.create_task(self._stream(request_id, body))
+    def _begin(self, request: Request, num_tokens: int) -> None:
+        request_id = request.request_id
+        task = self._loop.create_task(self._stream(request, num_tokens))
         self._streams[request_id] = task
         task.add_done_callback(lambda done: self._forget(request_id, done))
 
     def _cancel(self, request_id: str) -> None:
-        """Closes the connection, by which the server notices that the answer is not needed."""
+        """Closes the stream, by which the backend notices that the answer is not needed."""
         task = self._streams.pop(request_id, None)
         if task is not None and task is not asyncio.current_task(self._loop):
             self._ending.add(task)
@@ -254,10 +261,10 @@ class OpenAIHost:
         if self._streams.get(request_id) is task:
             del self._streams[request_id]
 
-    async def _stream(self, request_id: str, body: dict[str, Any]) -> None:
-        task = asyncio.current_task()
+    async def _stream(self, request: Request, num_tokens: int) -> None:
+        request_id, task = request.request_id, asyncio.current_task()
         try:
-            pieces = self._server.stream(body)
+            pieces = self._backend.stream(request, num_tokens)
             try:
                 async for piece in pieces:
                     self._engine.received(request_id, piece)
@@ -266,11 +273,11 @@ class OpenAIHost:
                         return
             finally:
                 await pieces.aclose()
-        except (UpstreamAnswerError, UpstreamRefusedError) as exc:
+        except (AnswerError, RefusedError) as exc:
             self._fail(request_id, exc, task)
         except Exception as exc:  # noqa: BLE001 - whatever it is, somebody waits for the answer
-            _log.exception("request %s failed at the server", request_id)
-            self._fail(request_id, UpstreamAnswerError(f"asking the server failed: {exc!r}"), task)
+            _log.exception("request %s failed at %s", request_id, self._backend.name)
+            self._fail(request_id, AnswerError(f"asking {self._backend.name} failed: {exc!r}"), task)
 
     def _fail(self, request_id: str, error: KvrelayError, task: asyncio.Task[Any] | None) -> None:
         if self._streams.get(request_id) is task:

@@ -1,0 +1,71 @@
+"""The contract with what computes: a request in, the pieces of its answer out.
+
+All methods but ``check`` are called in one event loop, that of the host's thread: ``open`` first, ``close`` last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import FinishReason
+from kvrelay.engine.request import Request
+from kvrelay.errors import KvrelayError
+
+
+class AnswerError(KvrelayError):
+    """The answer is malformed, or ends with an error. Another worker may succeed."""
+
+
+class RefusedError(KvrelayError):
+    """The backend refuses the request. ``status`` is HTTP's; ``retry_after_s`` is the requested wait."""
+
+    def __init__(self, message: str, status: int, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next tokens of an answer, in order. ``logprobs``: one for each, if there are any. ``finish``: the answer ends
+    with them. The counts are None if the backend tells none."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    finish: FinishReason | None = None
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+
+
+class Backend(Protocol):
+    """What computes. It never repeats a request: the cluster, which knows the tokens so far, decides about retries."""
+
+    @property
+    def name(self) -> str:
+        """For messages, e.g. "the server http://127.0.0.1:8001"."""
+
+    @property
+    def samples_ids(self) -> bool:
+        """Whether its token ids are those that it sampled. Otherwise they are made from text: then stop tokens cannot
+        be recognised, and only ``Piece.finish`` ends an answer."""
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raise InvalidInputError for a request that it cannot serve. From any thread."""
+
+    async def open(self) -> None: ...
+
+    def stream(self, request: Request, num_tokens: int) -> AsyncGenerator[Piece, None]:
+        """The next ``num_tokens`` tokens of ``request``. Tokens generated before, here or by another worker, count as
+        its prompt. Closing the iterator aborts the request.
+
+        Raises RefusedError before the first piece, AnswerError for a broken or incomplete answer.
+        """
+
+    async def failure(self) -> str | None:
+        """Why it cannot go on, or None. Called about once a second."""
+
+    async def close(self) -> None: ...
