@@ -56,6 +56,26 @@ def test_a_request_waits_for_the_cheaper_way_if_that_is_closed() -> None:
     assert place(replace(behind, num_away=10_000)) is PrefillPlace.REMOTE, "short prefills: the wait is short"
 
 
+def test_a_long_line_uses_both_ways() -> None:
+    """Where the cheaper way is closed, the line's end decides whether to wait for it."""
+    slow = RemoteCost(0.3, 1e-5, 1e-7, 0.001, 1e-5)
+
+    def placed(situation: Situation) -> PrefillPlace | None:
+        return decide(situation, slow, ONE, 1000.0).place
+
+    here = replace(IDLE, num_decodes=0, is_here_open=False)
+    assert placed(here) is None, "alone, it waits for the cheaper way"
+    assert placed(replace(here, num_line=4000)) is None
+    assert placed(replace(here, num_line=800_000)) is PrefillPlace.REMOTE
+    assert placed(replace(here, num_line=800_000, is_here_open=True)) is PrefillPlace.LOCAL_CHEAPER
+    full = replace(here, num_line=800_000, num_prefills_away=60, num_away=480_000)
+    assert placed(full) is None
+    away = replace(IDLE, num_away=32_000, num_prefills_away=MIN_WINDOW, num_decodes=40)
+    assert place(away) is None
+    assert place(replace(away, num_line=4_000_000)) is PrefillPlace.LOCAL_CHEAPER
+    assert place(replace(away, num_line=4_000_000, is_here_open=False)) is None
+
+
 def test_without_prefill_workers_everything_is_computed_here() -> None:
     none = PrefillFleet(0, 0)
     assert place(IDLE, none) is PrefillPlace.LOCAL_NO_PREFILL_WORKER

@@ -4,7 +4,11 @@
 
 A waiting request is not bound to a way: the decode worker sends a prefill away only while its window is open, a few
 prefills ahead of the prefill workers. So the queue stays short, little must be taken back from it, and a request holds
-blocks only from then on. While the cheaper way is closed, the request continues to wait.
+blocks only from then on.
+
+While the cheaper way is closed, the request waits for it, unless the line of waiting requests is so long that the other
+way would serve the line's end sooner. With two unequal servers the slower one is used from some length of the line on
+(Lin and Kumar, IEEE Trans. Automatic Control 1984). Otherwise a way with a long latency would stay idle under any load.
 
 Pure: numbers in, a decision out. ``docs/cost-model.md`` has the formulas with their sources.
 """
@@ -26,7 +30,7 @@ HARM = 0.25
 MIN_WINDOW = 4
 """Prefills per prefill worker that may always be in flight: one computing, one waiting, two to arrive."""
 WINDOW_S = 0.25
-"""More are sent while the wait before them is below this."""
+"""More are sent while the wait before them is below this and the way's own latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,9 @@ class Situation:
     """The engine's state when a prefill is placed. Token counts are of tokens still to compute.
 
     ``num_tokens`` of this request; ``num_here`` will be computed here before it; ``num_away`` were sent away by this
-    worker and have not come back, in ``num_prefills_away`` prefills. ``chunk``: prefill tokens of a step beside
-    ``num_decodes`` answers with ``num_context`` tokens. ``is_here_open``: the step's budget has room.
+    worker and have not come back, in ``num_prefills_away`` prefills. ``num_line`` of the other waiting requests.
+    ``chunk``: prefill tokens of a step beside ``num_decodes`` answers with ``num_context`` tokens. ``is_here_open``:
+    the step's budget has room.
     """
 
     num_tokens: int
@@ -57,6 +62,7 @@ class Situation:
     is_here_open: bool
     cost: StepCost
     objectives: Objectives
+    num_line: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +86,38 @@ def decide(situation: Situation, remote: RemoteCost, fleet: PrefillFleet, mean_t
     """Place one prefill. ``mean_tokens``: of a prefill that another decode worker has queued."""
     if fleet.num_workers <= 0:
         return Decision(PrefillPlace.LOCAL_NO_PREFILL_WORKER if situation.is_here_open else None)
-    local_s, local_cost = _local(situation)
     others = max(0, fleet.queue_size - situation.num_prefills_away) * mean_tokens
     ahead = (situation.num_away + others) / fleet.num_workers
-    remote_s = remote.seconds(situation.num_tokens, ahead)
-    remote_cost = remote_s + LATE * _late(situation, remote_s)
+    local_s, local_cost = _local(situation, situation.num_here)
+    remote_s, remote_cost = _remote(situation, remote, ahead)
     is_window_open = (
-        situation.num_prefills_away < MIN_WINDOW * fleet.num_workers or ahead * remote.wait_token_s < WINDOW_S
+        situation.num_prefills_away < MIN_WINDOW * fleet.num_workers
+        or ahead * remote.wait_token_s < WINDOW_S + remote.overhead_s
     )
-    place: PrefillPlace | None = None
     if local_cost <= remote_cost:
+        end_cost = _local(situation, situation.num_here + situation.num_line)[1]
+        is_local = situation.is_here_open or not is_window_open or end_cost <= remote_cost
+    else:
+        end_cost = _remote(situation, remote, ahead + situation.num_line / fleet.num_workers)[1]
+        is_local = not is_window_open and situation.is_here_open and local_cost < end_cost
+    place: PrefillPlace | None = None
+    if is_local:
         place = PrefillPlace.LOCAL_CHEAPER if situation.is_here_open else None
     elif is_window_open:
         place = PrefillPlace.REMOTE
     return Decision(place, local_s, remote_s, local_cost, remote_cost)
 
 
-def _local(situation: Situation) -> tuple[float, float]:
-    """Seconds to the first token, and the cost, of a prefill here."""
+def _remote(situation: Situation, remote: RemoteCost, ahead: float) -> tuple[float, float]:
+    """Seconds to the first token, and the cost, of a prefill at a prefill worker with ``ahead`` tokens before it."""
+    seconds = remote.seconds(situation.num_tokens, ahead)
+    return seconds, seconds + LATE * _late(situation, seconds)
+
+
+def _local(situation: Situation, num_before: int) -> tuple[float, float]:
+    """Seconds to the first token, and the cost, of a prefill here with ``num_before`` tokens before it."""
     cost, chunk = situation.cost, max(situation.chunk, 1)
     decodes, context = situation.num_decodes, situation.num_context
-    num_before = situation.num_here
     seconds = cost.prefill_seconds(
         num_before + situation.num_tokens, chunk=chunk, num_decodes=decodes, num_context=context
     )

@@ -181,6 +181,7 @@ class AdmissionQueue:
             num_here=load.num_tokens_before(candidate),
             num_away=load.num_away,
             num_prefills_away=load.num_prefills_away,
+            num_line=max(self.num_waiting_tokens - request.num_queued_tokens, 0),
             chunk=load.chunk,
             num_decodes=pace.num_decodes,
             num_context=pace.num_context,
