@@ -36,7 +36,8 @@ class KvDirection(enum.StrEnum):
     PUSH = "push"
     """P writes into the blocks that D has granted."""
     PULL = "pull"
-    """P keeps its blocks until D has read them (GET)."""
+    """P keeps its blocks until D has read them (GET). So it is, too, if the engines move the KV themselves: D's engine
+    gets it with the ``kv_transfer_params`` of P's engine, and no block ids are exchanged."""
 
 
 class Pair(msgspec.Struct, frozen=True, array_like=True):
@@ -202,16 +203,21 @@ class HandoffReady(msgspec.Struct, frozen=True, tag=True):
     last.
 
     P keeps them, and repeats this message, until it gets HandoffFetched or HandoffAbandon, or D is fenced.
+
+    ``kv_transfer_params`` is set if the engines move the KV themselves: a JSON object that P's engine made for D's, and
+    that no one else reads. There are no block ids then, and D's engine samples the first token itself (``token_id``
+    None).
     """
 
     handoff_id: HandoffId
     generation: int
     block_ids: tuple[int, ...]
-    token_id: int
+    token_id: int | None
     logprobs: PositionLogprobs | None
     prefill_s: float
     checksums: tuple[int, ...] | None = None
     secret: int = 0
+    kv_transfer_params: bytes | None = None
 
 
 class HandoffFetched(msgspec.Struct, frozen=True, tag=True):

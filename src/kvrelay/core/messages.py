@@ -26,7 +26,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.errors import ProtocolError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, tag=True):

@@ -173,6 +173,9 @@ class HandoffChunk:
     last: bool
     first_output: TokenOutput | None = None
     """The first token as a frontend may be told of it: with logprobs, prefix hit, and an end if it is the last."""
+    kv_transfer_params: bytes | None = None
+    """Only of an engine that moves KV itself, and only of the last chunk, which has no blocks: what the decode worker's
+    engine needs to get the KV, as a JSON object. A first token is optional then."""
 
     @property
     def token_id(self) -> int | None:
@@ -196,6 +199,8 @@ class StepOutput:
     """Decode side: hand-offs whose requests have ended by themselves."""
     kv_loads: list[KvLoad] = field(default_factory=list)
     handoff_chunks: list[HandoffChunk] = field(default_factory=list)
+    fetched_handoffs: list[tuple[HandoffId, bool]] = field(default_factory=list)
+    """Decode side, of an engine that moves KV itself: the fetches that have ended, and whether the KV has arrived."""
     kv_events: list[KvEvent] = field(default_factory=list)
     num_scheduled_tokens: int = 0
     load: LoadMetrics | None = None

@@ -24,6 +24,15 @@ Hand-offs, prefill side. Where may KV be read from, when may the blocks be freed
     StepOutput.handoff_chunks                             these blocks are computed; the last chunk carries the token
     sending_finished                                      no transfer touches the blocks any more: free them
 
+An engine with ``EngineFacts.moves_kv`` moves the KV itself, as two vLLM servers do with its NIXL connector. It lends no
+blocks. Its hand-offs carry what the prefill worker's engine says to the decode worker's, ``kv_transfer_params``:
+
+    decode side    add_request(REMOTE) ... StepOutput.remote_prefills    the request waits; there are no blocks
+                   fetch_handoff ... StepOutput.fetched_handoffs         get the KV and continue; it has come, or not
+                   compute_handoff_here                                  after a failed fetch, or if no KV will come
+    prefill side   add_request(HANDOFF) ... StepOutput.handoff_chunks    one, with kv_transfer_params
+                   sending_finished / abort                              the KV was fetched / it will not be: free it
+
 The engine may neither free nor reuse lent blocks, even if the request ends: ``kvrelay/handoff`` decides when a loan
 ends.
 """
@@ -77,6 +86,11 @@ class Engine(Protocol):
         False: no request waits for it, or the token cannot be one; then the request is computed here.
         """
 
+    def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
+        """Only with ``moves_kv``: get the KV of the waiting request, and continue it with a first token of its own.
+        ``StepOutput.fetched_handoffs`` tells the end, exactly once. False: no request waits for it, and nothing
+        follows."""
+
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
         """No KV will arrive: the request, if it still waits, is computed here in other blocks."""
 
@@ -117,7 +131,8 @@ class Engine(Protocol):
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What does not change while an engine lives. Lengths in tokens. Without ``hands_over_kv`` no request of the engine
-    is a hand-off, and peers never use its memory."""
+    is a hand-off, and peers never use its memory. With ``moves_kv`` hand-offs carry no blocks, and peers' engines get
+    the KV from this engine without kvrelay."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -125,6 +140,7 @@ class EngineFacts:
     vocab_size: int
     weights_fingerprint: str
     hands_over_kv: bool = True
+    moves_kv: bool = False
 
 
 class EngineHost(Protocol):

@@ -263,6 +263,10 @@ class EngineCore:
         self.scheduler.remote_done(request, token_id, logprobs)
         return True
 
+    def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
+        """Workers move this engine's KV, so no peer offers it any other way."""
+        return False
+
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
         """No KV will arrive: the request, if it still waits, is computed here in other blocks."""
         request = self._remote.pop(handoff_id, None)

@@ -95,7 +95,7 @@ class DecodeHandoff(DecodeClaims):
             return False
         if self.state is DecodeState.GRANTED:
             self.arrived = message
-            if self.loan:
+            if self.loan or message.kv_transfer_params is not None:
                 self._start_read(message, grant, turn)
             else:
                 self._move(DecodeState.OFFERED)
@@ -112,6 +112,13 @@ class DecodeHandoff(DecodeClaims):
             self._start_read(self.arrived, holder, turn)
 
     def _start_read(self, message: HandoffReady, grant: Grant, turn: Turn) -> None:
+        if message.kv_transfer_params is not None:
+            self._move(DecodeState.READING)
+            self.is_touched = True
+            turn.out.append(
+                Read(self.handoff_id, grant.generation, grant.worker_id, (), (), 0, 0, message.kv_transfer_params)
+            )
+            return
         missing = self.block_ids[self.num_hit_blocks :]
         ours, theirs = turn.rules.block_size, grant.block_size or turn.rules.block_size
         num_tokens = self.num_tokens or len(self.block_ids) * ours
@@ -130,9 +137,11 @@ class DecodeHandoff(DecodeClaims):
         """Pull: our read has ended, so P may free its blocks."""
         grant = self.find(generation)
         self.is_touched = False
+        by_engine = isinstance(self.arrived, HandoffReady) and self.arrived.kv_transfer_params is not None
         if grant is not None:
-            fetched = HandoffFetched(self.handoff_id, generation)
-            turn.out.append(Send(grant.connection, fetched))
+            # P's engine frees what ours has not read; if this message is lost, P says Ready again and is told again.
+            kind = HandoffAbandon if by_engine and not ok else HandoffFetched
+            turn.out.append(Send(grant.connection, kind(self.handoff_id, generation)))
             self._end_grant(grant)
         if self.state is not DecodeState.READING or self.arrived is None:
             return
@@ -149,7 +158,8 @@ class DecodeHandoff(DecodeClaims):
             refuse(self.waiting, RefusalReason.BUSY, turn)
             self.waiting = None
         self._move(DecodeState.VERIFYING)
-        if message.checksums is None and not turn.rules.checksums:
+        by_engine = isinstance(message, HandoffReady) and message.kv_transfer_params is not None
+        if by_engine or (message.checksums is None and not turn.rules.checksums):
             self._resume(turn)
             return
         self.is_touched = True

@@ -139,7 +139,8 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """Pull: the answer to Read. No read of ours touches either side's blocks any more."""
+    """Pull: the answer to Read. No read of ours touches either side's blocks any more. With ``kv_transfer_params`` and
+    without ``ok`` D's engine has perhaps not asked P's, which must free the blocks by itself."""
 
     handoff_id: HandoffId
     generation: int
@@ -278,7 +279,8 @@ class Read:
     """Pull: read P's blocks, of which ``remote_first_block`` is the request's first, into ours from ``first_block`` on:
     the tokens that both hold. Blocks of the two workers may differ in size.
 
-    Answered by ReadEnded, when no part of it moves any more.
+    With ``kv_transfer_params`` there are no blocks: the engine reads, as they say. Answered by ReadEnded, when no part
+    of it moves any more.
     """
 
     handoff_id: HandoffId
@@ -288,6 +290,7 @@ class Read:
     block_ids: tuple[int, ...]
     remote_first_block: int
     first_block: int
+    kv_transfer_params: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +319,7 @@ class EndLoan:
 @dataclass(frozen=True, slots=True)
 class Resume:
     """The blocks of ``loan`` hold the request's KV: they are its blocks from now on. The message has its first
-    token.
+    token. With ``kv_transfer_params`` the engine continues already.
 
     Occurs at most once for a hand-off, before the loan's end.
     """

@@ -133,7 +133,7 @@ class PrefillHandoff(PrefillEnds):
 
     def chunk_computed(self, chunk: ChunkComputed, turn: Turn) -> None:
         """Another chunk is computed."""
-        if chunk.first_token is not None:
+        if chunk.is_last:
             self._computed(turn)
         if self.state is PrefillState.CLAIMING:
             self.chunks = (*self.chunks, chunk)
@@ -175,9 +175,9 @@ class PrefillHandoff(PrefillEnds):
     def _send(self, chunk: ChunkComputed, turn: Turn) -> None:
         """Write the blocks that D lacks, after their checksums if required. Pull: keep them until the last chunk."""
         chunk = self._lacking(chunk, turn.rules)
-        if not chunk.blocks.block_ids and chunk.first_token is None:
+        if not chunk.blocks.block_ids and not chunk.is_last:
             return
-        if self._with_checksums(turn.rules):
+        if self._with_checksums(turn.rules) and chunk.kv_transfer_params is None:
             self.num_in_flight += 1
             self.chunks = (*self.chunks, chunk)
             turn.out.append(ChecksumChunk(self.handoff_id, chunk.blocks.block_ids))
@@ -207,8 +207,12 @@ class PrefillHandoff(PrefillEnds):
         assert self.grant is not None, "nothing is written before the grant"
         if self.grant.direction is KvDirection.PULL:
             self.held += chunk.blocks.block_ids
-            if chunk.first_token is not None:
+            if chunk.is_last:
                 self._hold(chunk, turn)
+            return
+        if chunk.kv_transfer_params is not None:
+            # D's engine wants blocks, and ours gives none.
+            self.stop(EndReason.BAD_GRANT, turn)
             return
         first, end = self._of_decode(chunk.blocks, turn.rules)
         if chunk.blocks.first_block == self.num_cached_tokens // turn.rules.block_size:
@@ -244,17 +248,18 @@ class PrefillHandoff(PrefillEnds):
 
     def _hold(self, chunk: ChunkComputed, turn: Turn) -> None:
         assert self.grant is not None
-        assert chunk.first_token is not None
         self._move(PrefillState.HOLDING)
+        has_checksums = self._with_checksums(turn.rules) and chunk.kv_transfer_params is None
         self.ready = HandoffReady(
             handoff_id=self.handoff_id,
             generation=self.grant.generation,
             block_ids=self.held,
-            token_id=chunk.first_token.token_id,
-            logprobs=chunk.first_token.logprobs,
+            token_id=None if chunk.first_token is None else chunk.first_token.token_id,
+            logprobs=None if chunk.first_token is None else chunk.first_token.logprobs,
             prefill_s=turn.now_s - self.started_s,
-            checksums=self.checksums if self._with_checksums(turn.rules) else None,
+            checksums=self.checksums if has_checksums else None,
             secret=self.grant.secret,
+            kv_transfer_params=chunk.kv_transfer_params,
         )
         self._say_ready(turn)
 

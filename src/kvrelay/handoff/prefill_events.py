@@ -118,11 +118,17 @@ class LoadWanted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkComputed:
-    """These blocks are computed. The last chunk carries the first token."""
+    """These blocks are computed. The last chunk carries the first token, or the ``kv_transfer_params`` of an engine that
+    moves the KV itself; then it has no blocks."""
 
     handoff_id: HandoffId
     blocks: Blocks
     first_token: FirstToken | None = None
+    kv_transfer_params: bytes | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.first_token is not None or self.kv_transfer_params is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class CallerKind(enum.StrEnum):
 MAY_SAY: dict[CallerKind, tuple[type[Message], ...]] = {
     CallerKind.FRONTEND: (GenerateRequest, AbortRequest, PrefillLost, Ping),
     CallerKind.OPERATOR: (AdminRequest, Ping),
-    CallerKind.WORKER: (HandoffClaim, HandoffProgress, HandoffDone, HandoffReleased, Ping),
+    CallerKind.WORKER: (HandoffClaim, HandoffProgress, HandoffDone, HandoffReady, HandoffReleased, Ping),
 }
 
 

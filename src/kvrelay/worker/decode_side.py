@@ -86,6 +86,7 @@ class DecodeSide:
         server: RpcServer,
         policy: DisaggPolicy,
         num_prefill_workers: Callable[[], int],
+        term: Callable[[], int],
         give_up_after_s: float,
     ) -> None:
         self.stats = DecodeStats()
@@ -113,6 +114,7 @@ class DecodeSide:
             server=server,
             stats=self.stats,
             push=self._begin_push,
+            term=term,
             on_arrived=self.placement.prefill_took,
         )
         self._arrivals: Arrivals[_Arrival] = Arrivals()
@@ -266,7 +268,7 @@ class DecodeSide:
             handoff_number=0 if handoff_id is None else handoff_id.number,
         )
         request.explain = message.explain
-        if self._policy.is_by_cost:
+        if self._policy.is_by_cost and not self._engine.facts.moves_kv:
             request.objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
             if message.order is HandoffOrder.DECODE_FIRST and not request.must_prefill_here:
                 request.placement = self.placement

@@ -2,7 +2,7 @@
 
     frontend   GenerateRequest ──[grammar: Preparation]──> DecodeSide, or PairedPrefills for the prefill half of a pair
                AbortRequest, PrefillLost, Ping
-    worker     HandoffClaim, HandoffProgress, HandoffDone, HandoffReleased ──> the decode side's ledger
+    worker     HandoffClaim, HandoffProgress, HandoffDone, HandoffReady, HandoffReleased ──> the decode side's ledger
     operator   AdminRequest ──> ``run_command``, then AdminReply
 
 It owns no request: the parts do.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffProgress, HandoffReleased
+from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
 from kvrelay.core.messages import (
     AbortRequest,
     AdminReply,
@@ -87,6 +87,8 @@ class Inbox:
                 self._decode.handoffs.handle(de.Progress(message))
             case HandoffDone():
                 self._decode.handoffs.handle(de.Done(message, peer))
+            case HandoffReady():
+                self._decode.handoffs.handle(de.Ready(message, peer))
             case HandoffReleased():
                 self._decode.handoffs.handle(de.Released(message))
             case Ping():

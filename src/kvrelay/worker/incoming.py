@@ -2,6 +2,7 @@
 
     engine thread     remote prefills, closed hand-offs ──> Opened, Closed          Allocate, EndLoan, Resume,
                                                             Allocated          <──  ComputeHere
+                      fetches of an engine that moves KV ──> ReadEnded         <──  Read
     event loop        claims, releases, connections, leases ──> Claimed, ...   <──  Push, SendGrant, Send
     transfer thread   notification after the last write ──> Done
     checksum thread                                 HitsChecksummed, Verified  <──  ChecksumHits, Verify
@@ -18,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.handoff import HandoffDone, HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffDone, HandoffId, HandoffOrder, KvDirection, RemotePrefillRequest
 from kvrelay.core.messages import decode_message
 from kvrelay.engine.base import StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
@@ -42,6 +43,7 @@ def _ignore(request_id: str, prefill_s: float) -> None:
 
 class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
     """``push(prefill)`` runs on the event loop for each prefill to be queued; if it fails, ``PushFailed`` follows.
+    ``term`` returns this worker's own; peers whose engines move the KV check it.
 
     ``on_arrived(request_id, prefill_s)`` runs on the engine's thread when KV has arrived, before the request continues.
     """
@@ -57,6 +59,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         server: RpcServer,
         stats: DecodeStats,
         push: Callable[[RemotePrefillRequest], None],
+        term: Callable[[], int] = lambda: 0,
         on_arrived: Callable[[str, float], None] = _ignore,
     ) -> None:
         self.ledger = DecodeLedger(rules)
@@ -66,9 +69,13 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self._server = server
         self._stats = stats
         self._push = push
+        self._term = term
+        self._direction = KvDirection.PULL if engine.facts.moves_kv else KvDirection.PUSH
         self._on_arrived = on_arrived
         self._block_bytes = engine.facts.kv_layout.block_bytes
         self._prefills: dict[HandoffId, RemotePrefillRequest] = {}
+        self._fetching: dict[HandoffId, int] = {}
+        """Hand-offs whose KV the engine gets by itself, with the generation of their grants."""
         self._num_polled_for = 0
         self._num_stale = 0
         super().__init__(
@@ -81,6 +88,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
                 de.ChecksumHits: self._checksum_hits,
                 de.SendGrant: self._grant,
                 de.Send: lambda action: self.on_loop(self._send, action),
+                de.Read: self._fetch,
                 de.Verify: self._verify,
                 de.EndLoan: self._end_loan,
                 de.Resume: lambda action: self._engine.post(partial(self._resume, action)),
@@ -89,8 +97,8 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         )
 
     def handled(self, event: de.DecodeEvent) -> None:
-        """Keep the transfer thread polling while grants are out: peers depend on it."""
-        num_grants = self.ledger.num_grants
+        """Keep the transfer thread polling while grants are out and peers move KV: they depend on it."""
+        num_grants = self.ledger.num_grants if self._direction is KvDirection.PUSH else 0
         for _ in range(self._num_polled_for, num_grants):
             self._transfer.open_handoff()
         for _ in range(num_grants, self._num_polled_for):
@@ -121,17 +129,26 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
                 prefill.block_ids,
                 num_hit_blocks,
                 order=order,
+                direction=self._direction,
                 claimant=claimant,
+                term=self._term(),
                 num_tokens=len(prefill.token_ids),
             )
             self.handle(opened)
         for handoff_id in step.closed_handoffs:
             self.handle(de.Closed(handoff_id))
+        for handoff_id, ok in step.fetched_handoffs:
+            self._fetched(handoff_id, ok)
+
+    def _fetched(self, handoff_id: HandoffId, ok: bool) -> None:
+        self.handle(de.ReadEnded(handoff_id, self._fetching.pop(handoff_id), ok))
 
     def _resume(self, action: de.Resume, core: Engine) -> None:
         message = action.message
         self._on_arrived(action.request_id, message.prefill_s)
-        if core.resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs):
+        if message.token_id is None:
+            self._stats.num_remote_done += 1  # the engine got the KV, and has continued
+        elif core.resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs):
             self._stats.num_remote_done += 1
             if isinstance(message, HandoffDone):
                 self._stats.num_received_bytes += message.num_transferred_bytes
@@ -164,6 +181,17 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
         self._engine.post(allocate)
 
+    def _fetch(self, action: de.Read) -> None:
+        """The drivers pull only with engines that move the KV themselves."""
+        params = action.kv_transfer_params
+
+        def fetch(core: Engine) -> None:
+            if params is None or not core.fetch_handoff(action.handoff_id, params):
+                self._fetched(action.handoff_id, False)
+
+        self._fetching[action.handoff_id] = action.generation
+        self._engine.post(fetch)
+
     def _checksum_hits(self, action: de.ChecksumHits) -> None:
         def checksummed(checksums: tuple[int, ...] | None) -> None:
             self.handle(de.HitsChecksummed(action.handoff_id, action.generation, checksums))
@@ -182,7 +210,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         grants, message = self._transfer.grants, action.message
         handoff = self.ledger.handoffs.get(message.handoff_id)
         grant = None if handoff is None else handoff.find(message.generation)
-        if grants is not None and grant is not None:
+        if grants is not None and grant is not None and message.direction is KvDirection.PUSH:
             # Before the claimant gets the grant. It reads D's hits and writes the other blocks.
             num_hit_blocks = message.num_cached_tokens // self.ledger.rules.block_size
             hits, others = message.block_ids[:num_hit_blocks], message.block_ids[num_hit_blocks:]

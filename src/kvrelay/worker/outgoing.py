@@ -131,6 +131,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 pe.Settle: lambda action: self.on_loop(self._settle, action),
                 pe.SendProgress: lambda action: self.on_loop(self._tell, action),
                 pe.SendDone: lambda action: self.on_loop(self._tell, action),
+                pe.SendReady: lambda action: self.on_loop(self._tell, action),
                 pe.SayReleased: lambda action: self.on_loop(self._releases.say, action.worker_id, action.message),
             },
         )
@@ -202,7 +203,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         handoff_id = action.message.handoff_id
         try:
             peer = await self._peers.get(action.worker_id)
-            await self._connect_memory(action.worker_id)
+            if not self._engine.facts.moves_kv:
+                await self._connect_memory(action.worker_id)
             peer.client.send(action.message)
         except KvrelayError as exc:
             _log.warning("hand-off %s cannot be claimed: %s", handoff_id, exc)
@@ -211,14 +213,14 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             _log.exception("claiming hand-off %s failed", handoff_id)
             self.handle(pe.ClaimFailed(handoff_id))
 
-    def _tell(self, action: pe.SendProgress | pe.SendDone) -> None:
+    def _tell(self, action: pe.SendProgress | pe.SendDone | pe.SendReady) -> None:
         """Unless the last attempt still waits for a connection: the ledger says it again."""
         handoff_id = action.message.handoff_id
         if handoff_id not in self._telling:
             self._telling.add(handoff_id)
             self._tasks.spawn(self._send(action))
 
-    async def _send(self, action: pe.SendProgress | pe.SendDone) -> None:
+    async def _send(self, action: pe.SendProgress | pe.SendDone | pe.SendReady) -> None:
         try:
             peer = await self._peers.get(action.worker_id)
             peer.client.send(action.message)
@@ -272,12 +274,16 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         if chunk.first_output is not None and job is not None and job.on_first is not None:
             # Before the ledger handles it, because a hand-off may settle at once.
             self.on_loop(job.on_first, chunk.first_output)
-        token = pe.FirstToken(chunk.token_id, chunk.logprobs) if chunk.token_id is not None else None
-        self.handle(pe.ChunkComputed(handoff_id, pe.Blocks(chunk.first_block, chunk.block_ids), token))
+        token, params = None, chunk.kv_transfer_params
+        if chunk.token_id is not None and params is None:
+            # An engine that gets the KV by itself also samples the first token.
+            token = pe.FirstToken(chunk.token_id, chunk.logprobs)
+        self.handle(pe.ChunkComputed(handoff_id, pe.Blocks(chunk.first_block, chunk.block_ids), token, params))
 
     def _compute(self, action: pe.Compute) -> None:
         job = self.jobs[action.handoff_id]
-        self._transfer.open_handoff()
+        if not self._engine.facts.moves_kv:
+            self._transfer.open_handoff()
         self._engine.post(partial(self._add_request, job))
 
     def _add_request(self, job: Job, core: Engine) -> None:
@@ -312,7 +318,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
     def _free_blocks(self, action: pe.FreeBlocks) -> None:
         name = str(action.handoff_id)
         self._engine.post(lambda core: core.sending_finished(name))
-        self._transfer.close_handoff()
+        if not self._engine.facts.moves_kv:
+            self._transfer.close_handoff()
 
     # -- transfers and checksums --------------------------------------------------------------------------------------
 

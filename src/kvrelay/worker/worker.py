@@ -234,6 +234,7 @@ class Worker:
             server=self._server,
             policy=self._policy,
             num_prefill_workers=self._num_prefill_workers,
+            term=lambda: self._membership.term,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
 

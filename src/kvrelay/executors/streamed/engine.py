@@ -238,6 +238,9 @@ class StreamedEngine:
     ) -> bool:
         return False
 
+    def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
+        return False
+
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
         """No request waits for a hand-off."""
 
