@@ -281,6 +281,50 @@ def test_pull_without_room_waits_for_it() -> None:
     assert actions[-2:] == [de.Resume("h", "r", 1, ready.message), de.EndLoan("h", 1)]
 
 
+PARAMS = b'{"remote_engine_id": "e"}'
+
+
+def engine_pull() -> tuple[DecodeLedger, de.Ready]:
+    """A granted hand-off between engines that move the KV themselves, and P's message that everything is computed."""
+    ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
+    ledger.handle(de.Registered("p", 10.0, 1), 0.0)
+    ledger.handle(de.Opened("h", "r", (), 0, direction=KvDirection.PULL, num_tokens=18, term=1), 0.0)
+    grant = grant_of(ledger.handle(claim(), 1.0))
+    assert (grant.direction, grant.block_ids, grant.num_cached_tokens) == (KvDirection.PULL, (), 0)
+    message = HandoffReady("h", 1, (), None, None, 0.5, secret=SECRET, kv_transfer_params=PARAMS)
+    return ledger, de.Ready(message, "to p")
+
+
+def test_an_engine_that_moves_kv_itself_reads_by_its_params_without_blocks() -> None:
+    ledger, ready = engine_pull()
+    assert ledger.handle(ready, 2.0) == [de.Read("h", 1, "p", (), (), 0, 0, PARAMS)]
+    assert ledger.handle(ready, 3.0) == [], "P repeats it until it hears of the end"
+    fetched, resume = ledger.handle(de.ReadEnded("h", 1, True), 4.0)
+    assert fetched == de.Send("to p", HandoffFetched("h", 1))
+    assert resume == de.Resume("h", "r", 0, ready.message)
+    assert not ledger.handoffs
+
+
+def test_when_an_engine_has_not_fetched_the_prefill_side_is_told_to_free_it() -> None:
+    ledger, ready = engine_pull()
+    ledger.handle(ready, 2.0)
+    abandon = de.Send("to p", HandoffAbandon("h", 1))
+    assert ledger.handle(de.ReadEnded("h", 1, False), 3.0) == [
+        abandon,
+        de.ComputeHere("h", "r", EndReason.READ_FAILED),
+    ]
+    assert not ledger.handoffs
+    assert ledger.handle(ready, 4.0) == [abandon], "the first one was lost"
+
+
+def test_a_request_that_ends_while_its_engine_fetches_waits_for_the_end_of_that() -> None:
+    ledger, ready = engine_pull()
+    ledger.handle(ready, 2.0)
+    assert ledger.handle(de.Closed("h"), 3.0) == []
+    assert ledger.handle(de.ReadEnded("h", 1, False), 4.0) == [de.Send("to p", HandoffAbandon("h", 1))]
+    assert not ledger.handoffs
+
+
 # -- the prefill side -------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +347,39 @@ def test_nothing_is_touched_before_the_grant_and_everything_after_it() -> None:
     assert ledger.handle(pe.ChunkComputed("h", chunk), 1.0) == []
     actions = ledger.handle(pe.Granted("d", GRANT), 2.0)
     assert actions == [pe.Read("h", load, (0, 1), 0), pe.Write("h", 1, chunk, (2, 3), None, 2)]
+
+
+def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
+    ledger.handle(pe.Registered("d", 10.0, 3), 0.0)
+    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
+    chunk = pe.ChunkComputed("h", pe.Blocks(0, ()), kv_transfer_params=PARAMS)
+    assert ledger.handle(chunk, 1.0) == [pe.Computed("h")]
+    grant = HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3, block_size=4, secret=SECRET)
+    (offer,) = ledger.handle(pe.Granted("d", grant), 2.0)
+    assert isinstance(offer, pe.SendReady)
+    assert offer.message == HandoffReady("h", 1, (), None, None, 2.0, secret=SECRET, kv_transfer_params=PARAMS)
+    assert ledger.handle(pe.Tick(), 60.0) == [offer]
+    assert ledger.handle(pe.Fetched(HandoffFetched("h", 1)), 61.0) == [pe.FreeBlocks("h"), pe.Settle("h", None)]
+
+
+def test_kv_transfer_params_that_no_one_uses_are_given_up() -> None:
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
+    ledger.handle(pe.Registered("d", 10.0, 3), 0.0)
+    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
+    ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, ()), kv_transfer_params=PARAMS), 1.0)
+    ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3)), 2.0)
+    actions = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 3.0)
+    assert actions[:2] == [pe.StopComputing("h"), pe.FreeBlocks("h")]
+
+
+def test_an_engine_that_only_takes_blocks_gets_no_kv_transfer_params() -> None:
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
+    ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 0.0)
+    ledger.handle(pe.Granted("d", GRANT), 2.0)
+    actions = ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, ()), kv_transfer_params=PARAMS), 3.0)
+    assert pe.StopComputing("h") in actions
+    assert not [action for action in actions if isinstance(action, pe.SendReady | pe.Write)]
 
 
 def test_writes_pair_blocks_of_two_sizes_and_spare_the_hits() -> None:

@@ -21,6 +21,7 @@ from kvrelay.core.handoff import (
     HandoffGrant,
     HandoffId,
     HandoffProgress,
+    HandoffReady,
     HandoffReleased,
 )
 from kvrelay.core.messages import (
@@ -53,6 +54,7 @@ MESSAGES: list[Message] = [
     HandoffReleased(HANDOFF, "p"),
     HandoffProgress(HANDOFF, 1),
     HandoffDone(HANDOFF, 1, 7, None, 0, 0.0),
+    HandoffReady(HANDOFF, 1, (1,), 7, None, 0.0),
     HandoffAbandon(HANDOFF, 1),
     HandoffGrant(HANDOFF, 1, (1,), 0),
     OutputBatch(()),

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.core.checksums import unit_tokens
-from kvrelay.core.handoff import HandoffDone, HandoffFetched, HandoffProgress, HandoffReady
+from kvrelay.core.handoff import HandoffAbandon, HandoffDone, HandoffFetched, HandoffProgress, HandoffReady
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason
 from kvrelay.handoff.decode_claims import DecodeClaims
 from kvrelay.handoff.decode_events import Allocated, Read, Resume, Send, Verify

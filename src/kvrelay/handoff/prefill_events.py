@@ -118,8 +118,8 @@ class LoadWanted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkComputed:
-    """These blocks are computed. The last chunk carries the first token, or the ``kv_transfer_params`` of an engine that
-    moves the KV itself; then it has no blocks."""
+    """These blocks are computed. The last chunk carries the first token, or, without blocks, the ``kv_transfer_params``
+    of an engine that moves the KV itself."""
 
     handoff_id: HandoffId
     blocks: Blocks

@@ -22,7 +22,7 @@ import msgspec
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_caller
-from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffProgress, HandoffReleased
+from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
 from kvrelay.core.messages import AbortRequest, AdminRequest, GenerateRequest, Message, Ping, PrefillLost
 from kvrelay.core.tasks import TaskSet
 

@@ -36,6 +36,8 @@ from kvrelay.worker.preparation import Preparation
 
 _log = logging.getLogger(__name__)
 
+_FromPrefillSide = HandoffClaim | HandoffProgress | HandoffDone | HandoffReady | HandoffReleased
+
 
 class Inbox:
     """``prepare`` compiles what a request needs (``EngineHost.prepare``). ``publish_secret``: frontends get it with the
@@ -81,16 +83,8 @@ class Inbox:
                 self._decode.abort(peer, message)
             case PrefillLost():
                 self._decode.prefill_lost(peer, message)
-            case HandoffClaim():
-                self._decode.handoffs.handle(de.Claimed(message, peer))
-            case HandoffProgress():
-                self._decode.handoffs.handle(de.Progress(message))
-            case HandoffDone():
-                self._decode.handoffs.handle(de.Done(message, peer))
-            case HandoffReady():
-                self._decode.handoffs.handle(de.Ready(message, peer))
-            case HandoffReleased():
-                self._decode.handoffs.handle(de.Released(message))
+            case HandoffClaim() | HandoffProgress() | HandoffDone() | HandoffReady() | HandoffReleased():
+                self._decode.handoffs.handle(_event(peer, message))
             case Ping():
                 secret = self._publish_secret if self._callers.is_frontend(self._server.identity(peer)) else b""
                 self._server.send(peer, Pong(message.nonce, self._worker_id, secret))
@@ -118,3 +112,17 @@ class Inbox:
             self._server.send(peer, reply)
         except PayloadTooLargeError as exc:
             self._server.send(peer, AdminReply(message.nonce, error=exc.message))
+
+
+def _event(peer: Peer, message: _FromPrefillSide) -> de.DecodeEvent:
+    match message:
+        case HandoffClaim():
+            return de.Claimed(message, peer)
+        case HandoffProgress():
+            return de.Progress(message)
+        case HandoffDone():
+            return de.Done(message, peer)
+        case HandoffReady():
+            return de.Ready(message, peer)
+        case HandoffReleased():
+            return de.Released(message)
