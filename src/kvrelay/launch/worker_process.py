@@ -50,8 +50,9 @@ from kvrelay.transfer.p2p.transport import P2pAddress
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.peers import Connect
+from kvrelay.worker.roles import require_possible_role
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
-from kvrelay.worker.worker import Worker, require_possible_role
+from kvrelay.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
 

@@ -19,8 +19,11 @@ ADMIN_COMMANDS = ("status", "drain", "role", "check_integrity", "cache", "clear_
 class Administered(Protocol):
     """The part of a worker that admin commands use."""
 
-    role: WorkerRole
-    epoch: int
+    @property
+    def role(self) -> WorkerRole: ...
+
+    @property
+    def epoch(self) -> int: ...
 
     async def status(self) -> dict[str, object]: ...
 

@@ -23,24 +23,16 @@ from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.messages import (
     AdminReply,
     AdminRequest,
-    Message,
 )
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet, end_tasks
-from kvrelay.core.workers import KvMetadata, WorkerRole
+from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.base import StepOutput
-from kvrelay.engine.contract import EngineFacts, EngineHost
+from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import (
-    ConfigError,
-    ControlUnavailableError,
     EngineHungError,
     FatalError,
-    LeaseLostError,
-    WorkerUnavailableError,
 )
-from kvrelay.handoff import decode_events as de
-from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.disagg import DisaggPolicy
 from kvrelay.rpc.base import RpcServer
@@ -48,17 +40,19 @@ from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.admin import run_admin_command
-from kvrelay.worker.callers import Caller, CallerKind, Callers
+from kvrelay.worker.callers import Callers
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.decode_side import DecodeSide
 from kvrelay.worker.fleet import Fleet
 from kvrelay.worker.inbox import Inbox
-from kvrelay.worker.membership import RETRY_INTERVAL_S, Membership
+from kvrelay.worker.membership import Membership
 from kvrelay.worker.metrics import WorkerStats
 from kvrelay.worker.paired import PairedPrefills
-from kvrelay.worker.peers import Connect, DecodePeer, DecodePeers
+from kvrelay.worker.peer_events import PeerEvents
+from kvrelay.worker.peers import Connect, DecodePeers
 from kvrelay.worker.prefill_side import PrefillSide
 from kvrelay.worker.publisher import Publisher
+from kvrelay.worker.roles import FIRST_EPOCH, Roles
 from kvrelay.worker.runtime import follow_thresholds
 from kvrelay.worker.settings import WorkerSettings
 from kvrelay.worker.watchdog import Watchdog
@@ -75,16 +69,6 @@ GIVE_UP_LEASES = 3.0
 """A drain waits for peers this many times the lease's time to live: long enough to fence a dead peer."""
 
 
-def require_possible_role(role: WorkerRole, facts: EngineFacts) -> None:
-    """Raises ConfigError if no hand-off reaches the engine's KV."""
-    if role is not WorkerRole.BOTH and not facts.hands_over_kv:
-        raise ConfigError(
-            f"this worker cannot be a {role} worker: its engine hands no KV over (it computes elsewhere, or its ranks "
-            "hold their KV on several CUDA devices); use --role both",
-            param="role",
-        )
-
-
 class Worker:
     """Connects an engine to the planes. All its parts come by constructor."""
 
@@ -98,18 +82,17 @@ class Worker:
         connect: Connect,
     ) -> None:
         self.settings = settings
-        self.role = settings.role
-        self.epoch = 0
         self._engine = engine
         self._control = control
         self._server = server
         self._keys = Keys(settings.control.namespace)
         self._loop = asyncio.get_running_loop()
-        self._role_lock = asyncio.Lock()
         self._draining = asyncio.Event()
         self._failed = asyncio.Event()
         self._failure: FatalError | None = None
         self._tasks = TaskSet()
+        self._callers = Callers(control.discovery, self._keys, is_open=not settings.public_key)
+        self._peer_events = PeerEvents(engine, self._callers)
         self._membership = self._build_membership(transport.name)
         self._transfer = TransferThread(
             transport, settings.transfer, fence=self._membership.fence_s, on_failed=self._on_transfer_failed
@@ -121,18 +104,28 @@ class Worker:
             self._engine.progress, settings.engine.step_timeout_s, self._on_failure, MonotonicClock()
         )
         self._policy = DisaggPolicy(settings.disagg)
-        self._callers = Callers(control.discovery, self._keys, is_open=not settings.public_key)
         self._fleet = self._build_fleet(has_bar=transport.has_bar)
         self._peers = DecodePeers(
             connect,
             control.discovery,
             self._keys,
-            on_message=self._on_decode_peer_message,
-            on_lost=self._on_decode_peer_lost,
+            on_message=self._peer_events.message,
+            on_lost=self._peer_events.connection_lost,
         )
         self._prefill = self._build_prefill_side()
         self._paired = self._build_paired_prefills()
         self._decode = self._build_decode_side()
+        self._peer_events.attach(self._transfer, self._decode, self._prefill)
+        self._roles = Roles(
+            settings.role,
+            engine,
+            self._membership,
+            self._prefill,
+            self._paired,
+            self._decode,
+            is_leaving=self._draining.is_set,
+            tasks=self._tasks,
+        )
         self._inbox = Inbox(
             settings.worker_id,
             server,
@@ -154,17 +147,17 @@ class Worker:
             self._control.discovery,
             transport_name=transport_name,
             address=lambda: self._server.address,
-            on_lost=self._on_lease_lost,
+            on_lost=self._peer_events.lease_lost,
             on_revoked=self._on_lease_revoked,
-            withdraw=self._withdraw,
+            withdraw=self._peer_events.withdraw,
         )
 
     def _build_publisher(self) -> Publisher:
         settings = self.settings
-        events = KvEventLog(settings.worker_id, self.epoch)
+        events = KvEventLog(settings.worker_id, FIRST_EPOCH)
         return Publisher(
             settings.worker_id,
-            self.epoch,
+            FIRST_EPOCH,
             self._control.events,
             self._keys,
             events,
@@ -179,9 +172,9 @@ class Worker:
             self._keys,
             settings.model,
             self._membership.kv_compatibility,
-            on_registered=self._on_worker_registered,
-            on_ended=self._on_worker_ended,
-            on_no_prefill=self._on_no_prefill_worker,
+            on_registered=self._peer_events.registered,
+            on_ended=self._peer_events.lease_ended,
+            on_no_prefill=self._peer_events.no_prefill_worker,
             transfer=self._transfer if has_bar else None,
         )
 
@@ -262,7 +255,7 @@ class Worker:
         self._tasks.spawn(follow_thresholds(self._control.discovery, self._keys, self._policy))
         self._tasks.spawn(self._membership.keep_entries())
         self._tasks.spawn(self._membership.keep_term())
-        await self._enter_role(self.role)
+        await self._roles.begin()
 
     async def run(self) -> None:
         """Serve until ``request_drain``; then drain and leave. Raises FatalError, for example EngineDeadError, after a
@@ -277,21 +270,13 @@ class Worker:
 
     async def _drain_unless_failed(self) -> None:
         """Drain, unless a fatal failure occurs: then work in flight cannot finish."""
-        drained, failed = self._loop.create_task(self._drain()), self._loop.create_task(self._failed.wait())
+        drained, failed = self._loop.create_task(self._roles.drain()), self._loop.create_task(self._failed.wait())
         try:
             await asyncio.wait((drained, failed), return_when=asyncio.FIRST_COMPLETED)
             if drained.done():
                 drained.result()
         finally:
             await end_tasks((drained, failed))
-
-    async def _drain(self) -> None:
-        async with self._role_lock:
-            try:
-                await self._membership.unlist()
-            except ControlUnavailableError as exc:
-                _log.warning("cannot leave discovery: %s", exc)
-            await self._finish()
 
     def request_drain(self) -> None:
         """Begin to leave; ``run`` returns when everything in flight has ended."""
@@ -322,67 +307,23 @@ class Worker:
 
     # -- role ---------------------------------------------------------------------------------------------------------
 
-    async def set_role(self, role: WorkerRole) -> None:
-        """Drain, register again under a new epoch, continue. The weights and the KV pool stay.
+    @property
+    def role(self) -> WorkerRole:
+        return self._roles.role
 
-        Raises ConfigError for a role that this worker cannot have; ControlUnavailableError if discovery is away: then
-        the worker keeps its role, and is listed again once that is possible; WorkerUnavailableError if it is leaving.
-        """
-        require_possible_role(role, self._engine.facts)
-        async with self._role_lock:
-            if role is self.role:
-                return
-            before = self.role
-            try:
-                await self._membership.unlist()
-                await self._finish()
-                if self._draining.is_set():
-                    raise WorkerUnavailableError("the worker is leaving")
-                self.epoch += 1
-                await self._enter_role(role)
-            except ControlUnavailableError:
-                self._assume(before)
-                self._tasks.spawn(self._register_again())
-                raise
+    @property
+    def epoch(self) -> int:
+        """How often the role has changed."""
+        return self._roles.epoch
+
+    async def set_role(self, role: WorkerRole) -> None:
+        """Drain, then continue in another role (``Roles.change``)."""
+        await self._roles.change(role)
 
     def _num_prefill_workers(self) -> int:
         """The number of workers that may take over a prefill of this worker."""
         is_alone = self.role is WorkerRole.PREFILL or not self._engine.facts.hands_over_kv
         return 0 if is_alone else self._fleet.num_prefill_workers
-
-    async def _enter_role(self, role: WorkerRole) -> None:
-        self._assume(role)
-        await self._membership.register(role, self.epoch)
-
-    def _assume(self, role: WorkerRole) -> None:
-        """Work in ``role``, before or without its registration."""
-        self.role = role
-        self._engine.post(lambda core: core.set_exclusive_prefill(role is WorkerRole.PREFILL))
-        self._decode.accepting = role.takes_requests
-        self._paired.accepting = role.pulls_prefills
-        if role.pulls_prefills:
-            self._prefill.start()
-        else:
-            self._prefill.stop()
-
-    async def _finish(self) -> None:
-        """Begin no new work; return when all work in flight has ended."""
-        self._paired.accepting = False
-        await self._prefill.drain()
-        await self._decode.drain()
-
-    async def _register_again(self) -> None:
-        """After a failed change of role: retry until it succeeds or the role changes again."""
-        epoch, role = self.epoch, self.role
-        while True:
-            async with self._role_lock:
-                if self._draining.is_set() or (self.epoch, self.role) != (epoch, role):
-                    return
-                try:
-                    return await self._membership.register(role, epoch)
-                except (ControlUnavailableError, LeaseLostError) as exc:
-                    _log.debug("cannot register: %s", exc)
-            await asyncio.sleep(RETRY_INTERVAL_S)
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 
@@ -399,54 +340,10 @@ class Worker:
         if step.kv_events or step.load is not None:
             self._loop.call_soon_threadsafe(self._publisher.update, step.kv_events, step.load)
 
-    def _on_worker_registered(self, metadata: KvMetadata) -> None:
-        worker_id, ttl_s, term = metadata.worker_id, metadata.lease_ttl_s, metadata.term
-        self._callers.learn(Caller(CallerKind.WORKER, worker_id), metadata.public_key)
-        self._transfer.learn(worker_id, metadata.public_key)
-        self._decode.handoffs.handle(de.Registered(worker_id, ttl_s, term))
-        self._prefill.handoffs.handle(pe.Registered(worker_id, ttl_s, term))
-
-    def _on_worker_ended(self, worker_id: str) -> None:
-        self._callers.forget(Caller(CallerKind.WORKER, worker_id))
-        self._transfer.learn(worker_id, "")
-        self._decode.handoffs.handle(de.LeaseEnded(worker_id))
-        self._prefill.handoffs.handle(pe.LeaseEnded(worker_id))
-        self._prefill.handoffs.forget_memory(worker_id)
-        self._transfer.remove_peer(worker_id)
-
-    def _on_no_prefill_worker(self) -> None:
-        self._engine.post(lambda core: core.keep_prefills_here())
-        self._decode.handoffs.handle(de.NoPrefillWorker())
-
-    def _on_decode_peer_message(self, peer: DecodePeer, message: Message) -> None:
-        self._prefill.handoffs.on_message(peer, message)
-
-    def _on_decode_peer_lost(self, worker_id: str) -> None:
-        self._prefill.handoffs.handle(pe.ConnectionLost(worker_id))
-        self._prefill.handoffs.forget_memory(worker_id)
-        self._transfer.remove_peer(worker_id)
-
-    def _on_lease_lost(self) -> None:
-        """Others may count this worker as dead: later writes could land in reused blocks.
-
-        The fence already stops posts. This covers a lease that was ended before its time, and ensures that nothing
-        continues under the next lease.
-        """
-        _log.warning("lease lost: abandoning hand-offs in progress")
-        # The order matters: the first stops new submissions, the second withdraws submitted transfers.
-        self._prefill.give_up_all(EndReason.LEASE_LOST)
-        self._decode.handoffs.handle(de.LeaseLost())
-        self._transfer.fail_all("lease lost")
-
     def _on_lease_revoked(self) -> None:
         """An operator wants this worker to leave. The effects of the lost lease have been handled."""
         _log.warning("lease revoked: draining")
         self.request_drain()
-
-    async def _withdraw(self) -> None:
-        """Return when no write of ours is in flight any more. The lease may stay alive."""
-        self._prefill.give_up_all(EndReason.LEASE_LOST)
-        await asyncio.wrap_future(self._transfer.fail_all("peers lost sight of this worker"))
 
     def _on_transfer_failed(self, error: Exception) -> None:
         failure = FatalError(f"the KV transfer failed: {error!r}")
