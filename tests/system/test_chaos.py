@@ -9,7 +9,7 @@ from tests.system.serving import kvrelay
 
 from kvrelay.bench.chaos.plan import FaultKind, make_plan
 
-pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(600)]
 
 SEED = 14
 DURATION_S = 45
@@ -50,7 +50,6 @@ def test_nothing_is_lost_in_a_minute_of_chaos():
     assert {name.split()[0] for name in planned} == {str(kind) for kind in FaultKind}
 
 
-@pytest.mark.matrix
 def test_nothing_is_lost_in_a_minute_of_chaos_with_prefill_first():
     done = kvrelay(
         *("bench", "chaos", "--engine", "mock", "--order", "prefill-first", "--json"),

@@ -1,7 +1,7 @@
 """The same tokens wherever the prefill ran: 1P1D, aggregated, the offline engine and transformers agree.
 
-200 mixed prompts (1 to 3,000 tokens, shared prefixes), streaming and not, through the ``openai`` client, against real
-processes. Afterwards the pools are whole and nothing is in use.
+Mixed prompts (1 to 3,000 tokens, shared prefixes; 200 of them in the matrix, 50 else), streaming and not, through the
+``openai`` client, against real processes. Afterwards the pools are whole and nothing is in use.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvrelay.engine.request import Request
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-NUM_PROMPTS = 200
+NUM_PROMPTS, NUM_PROMPTS_OF_MATRIX = 50, 200
 OUTPUT_LEN = 12
 TIE = 1e-3
 """Where the oracle's two best logits are closer than this, rounding may decide; such prompts prove nothing."""
 
 
-def make_prompts(vocab_size: int) -> list[tuple[int, ...]]:
+def make_prompts(vocab_size: int, num_prompts: int) -> list[tuple[int, ...]]:
     """Lengths from 1 to 3,000, most of them short; a third of them share one of four prefixes."""
     draw = random.Random(7)
 
@@ -38,7 +38,7 @@ def make_prompts(vocab_size: int) -> list[tuple[int, ...]]:
 
     prefixes = [tokens(length) for length in (40, 160, 700, 1500)]
     lengths = [1, 2, 15, 16, 17, 255, 256, 257, 2047, 2048, 3000]
-    lengths += [int(10 ** draw.uniform(0, 3.3)) for _ in range(NUM_PROMPTS - len(lengths))]
+    lengths += [int(10 ** draw.uniform(0, 3.3)) for _ in range(num_prompts - len(lengths))]
     prompts = []
     for number, length in enumerate(lengths):
         prefix = prefixes[number % 4] if number % 3 == 0 else ()
@@ -115,9 +115,10 @@ def check_idle(server: Serve) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_disaggregated_equals_aggregated_equals_offline_equals_transformers():
+@pytest.mark.parametrize("num_prompts", [NUM_PROMPTS, pytest.param(NUM_PROMPTS_OF_MATRIX, marks=pytest.mark.matrix)])
+def test_disaggregated_equals_aggregated_equals_offline_equals_transformers(num_prompts: int) -> None:
     config = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
-    prompts = make_prompts(config["vocab_size"])
+    prompts = make_prompts(config["vocab_size"], num_prompts)
     num_long = sum(len(prompt) > 64 for prompt in prompts)
     with Serve(serve_arguments(1)) as server:
         streamed = complete_all(server, prompts, stream=True)
@@ -131,7 +132,7 @@ def test_disaggregated_equals_aggregated_equals_offline_equals_transformers():
     assert prefill["prefill"]["num_prefills"] == num_remote
     assert prefill["prefill"]["num_failed"] == 0
     assert decode["decode"]["num_received_bytes"] > num_remote * 64 * 100
-    assert decode["decode"]["places"]["local_short"] >= NUM_PROMPTS - num_long
+    assert decode["decode"]["places"]["local_short"] >= num_prompts - num_long
     assert all(len(output) == OUTPUT_LEN for output in streamed)
     assert plain == streamed
     with Serve(serve_arguments(0)) as server:
@@ -139,4 +140,4 @@ def test_disaggregated_equals_aggregated_equals_offline_equals_transformers():
         check_idle(server)
     assert aggregated == streamed
     assert offline(prompts) == streamed
-    assert check_against_transformers(prompts, streamed) < NUM_PROMPTS * 0.1
+    assert check_against_transformers(prompts, streamed) < num_prompts * 0.1

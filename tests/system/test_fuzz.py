@@ -40,7 +40,7 @@ from kvrelay.launch.admin import list_workers
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-NUM_FRAMES = 20_000
+NUM_FRAMES, NUM_FRAMES_OF_MATRIX = 6_000, 20_000
 MAX_GROWTH_BYTES = 48 << 20
 MAX_NEW_DESCRIPTORS = 40
 MAX_LOG_BYTES = 100_000
@@ -126,11 +126,12 @@ async def attack_with_credentials(server: Serve, num_frames: int, seed: int) -> 
         await control.close()
 
 
-def test_random_and_mutated_frames(server):
+@pytest.mark.parametrize("num_frames", [NUM_FRAMES, pytest.param(NUM_FRAMES_OF_MATRIX, marks=pytest.mark.matrix)])
+def test_random_and_mutated_frames(server, num_frames: int) -> None:
     attack(server, 2000, seed=1)
     assert_well(server)
     before = Footprint.of(server)
-    attack(server, NUM_FRAMES - 2000, seed=100)
+    attack(server, num_frames - 2000, seed=100)
     assert_well(server)
     check_growth(before, Footprint.of(server))
 
