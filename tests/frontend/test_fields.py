@@ -7,7 +7,11 @@ import logging
 import re
 from pathlib import Path
 from random import Random
+from typing import Any, get_type_hints
 
+import anthropic
+import msgspec
+import openai
 import pytest
 from tests.executors.constrained import TOKENIZER as CHECKPOINT
 from tests.executors.constrained import random_answer
@@ -15,30 +19,121 @@ from tests.frontend.doubles import EOS, Script, byte_level_tokenizer, running
 from tests.frontend.raw_http import events, send
 from tests.frontend.test_api import FOX, with_logprobs
 
-from kvrelay.frontend.openai.requests import CompletionRequest, parse_body
+from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.anthropic.requests import CountTokensRequest, MessagesRequest
+from kvrelay.frontend.fields import ADVICE, TABLES, RequestFields
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, parse_body
 from kvrelay.frontend.openai.structured import constraint_of
-from kvrelay.frontend.openai.unknown import ADVICE, OURS, UNSUPPORTED
+from kvrelay.frontend.responses.requests import ResponsesRequest
+from tools import field_table
 
 TOKENIZER = byte_level_tokenizer()
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "x"}
 
 
-async def test_neighbours_names_are_refused_with_ours(model_dir: Path) -> None:
-    async with running(model_dir, Script((10,)), on_unknown_field="ignore") as cluster:
-        for name, ours in OURS.items():
-            answer = await send(cluster.frontend.port, "POST", COMPLETIONS, {"prompt": "a", name: 1})
-            assert (answer.status, answer.error["param"]) == (400, name)
-            assert ours in str(answer.error["message"])
-        for name in UNSUPPORTED:
-            answer = await send(cluster.frontend.port, "POST", CHAT, {"messages": [USER], name: 1})
-            assert (answer.status, answer.error["param"]) == (400, name)
+CLIENTS: list[tuple[type[msgspec.Struct], Any]] = [
+    (CompletionRequest, openai.types.completion_create_params.CompletionCreateParamsBase),
+    (ChatCompletionRequest, openai.types.chat.completion_create_params.CompletionCreateParamsBase),
+    (ResponsesRequest, openai.types.responses.response_create_params.ResponseCreateParamsBase),
+    (MessagesRequest, anthropic.types.message_create_params.MessageCreateParamsBase),
+    (MessagesRequest, anthropic.types.beta.message_create_params.MessageCreateParamsBase),
+    (CountTokensRequest, anthropic.types.message_count_tokens_params.MessageCountTokensParams),
+]
+BOTH = """
+    add_special_tokens allowed_token_ids bad_words cache_salt ec_transfer_params frequency_penalty ignore_eos
+    include_stop_str_in_output kv_transfer_params length_penalty logit_bias logprob_token_ids logprobs max_tokens min_p
+    min_tokens model n presence_penalty priority prompt_logprobs repetition_detection repetition_penalty request_id
+    response_format return_mm_kwargs return_token_ids return_token_offsets return_tokens_as_token_ids
+    routed_experts_prompt_start seed session_id skip_special_tokens spaces_between_special_tokens stop stop_token_ids
+    stream stream_interval stream_options structured_outputs temperature thinking_token_budget top_k top_p
+    truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs watermarking
+    bootstrap_host bootstrap_port bootstrap_room custom_logit_processor custom_params data_parallel_rank
+    disagg_prefill_dp_rank ebnf extra_key images_config json_schema lora_path ngram_corpus_id no_stop_trim regex
+    return_cached_tokens_details return_hidden_states return_routed_experts rid routed_dp_rank routed_experts_start_len
+    session_params stop_regex
+"""
+"""What vLLM (0.32) and SGLang (0.6) add to completions and to chats, and the names that they share with OpenAI."""
+SERVERS = [
+    (CompletionRequest, f"{BOTH} prompt echo suffix prompt_embeds best_of custom_labels"),
+    (
+        ChatCompletionRequest,
+        f"""{BOTH} messages add_generation_prompt chat_template chat_template_kwargs continue_final_message documents
+        echo include_reasoning max_completion_tokens media_io_kwargs mm_processor_kwargs parallel_tool_calls
+        reasoning_effort return_prompt_text tool_choice tools top_logprobs input_ids max_dynamic_patch min_dynamic_patch
+        return_meta_info return_prompt_token_ids separate_reasoning stream_reasoning task use_audio_in_video""",
+    ),
+    (
+        ResponsesRequest,
+        """ignore_eos include_stop_str_in_output skip_special_tokens request_id mm_processor_kwargs priority cache_salt
+        enable_response_messages previous_input_messages previous_response structured_outputs repetition_penalty seed
+        stop logit_bias top_k vllm_xargs""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "params"), CLIENTS)
+def test_every_field_of_the_official_clients_is_named(kind: type[msgspec.Struct], params: type) -> None:
+    given = get_type_hints(params)
+    assert len(given) > 10
+    assert set(given) <= TABLES[kind].names
+
+
+@pytest.mark.parametrize(("kind", "names"), SERVERS)
+def test_every_field_of_other_servers_is_named(kind: type[msgspec.Struct], names: str) -> None:
+    assert set(names.split()) <= TABLES[kind].names
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_field_has_one_verdict(kind: type[msgspec.Struct]) -> None:
+    table = TABLES[kind]
+    lists = (table.done, table.renamed.keys(), table.refused.keys(), table.advice)
+    assert len(table.names) == sum(map(len, lists))
+    assert table.done == set(kind.__struct_fields__)
+
+
+def test_the_page_has_this_table() -> None:
+    page = field_table.PAGE.read_text(encoding="utf-8")
+    assert page == field_table.with_section(page), "run: python tools/field_table.py"
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_refused_fields_are_refused_by_name_and_null_is_absent(kind: type[msgspec.Struct]) -> None:
+    table, fields = TABLES[kind], RequestFields("ignore")
+    for name in (*table.renamed, *table.refused):
+        with pytest.raises(InvalidInputError, match=re.escape(table.renamed.get(name, "not supported"))) as caught:
+            fields.check(kind, {name: msgspec.Raw(b"17")})
+        assert caught.value.param == name
+        assert name in caught.value.message
+        fields.check(kind, {name: msgspec.Raw(b"null")})
+    for name, refusal in table.refused.items():
+        for value in (refusal.harmless, False, [], {}, ""):
+            fields.check(kind, {name: msgspec.Raw(msgspec.json.encode(value))})
+
+
+async def test_refused_and_harmless_fields_in_requests(model_dir: Path) -> None:
+    async with running(model_dir, Script((10,)), on_unknown_field="refuse") as cluster:
+        port = cluster.frontend.port
+        for path, body, field in (
+            (COMPLETIONS, {"prompt": "a"}, "tools"),
+            (COMPLETIONS, {"prompt": "a"}, "max_new_tokens"),
+            (CHAT, {"messages": [USER]}, "suffix"),
+            (CHAT, {"messages": [USER]}, "thinking"),
+            ("/v1/kvrelay/route", {"prompt": "a"}, "n_predict"),
+            ("/tokenize", {"prompt": "a"}, "tools"),
+            ("/detokenize", {"tokens": [10]}, "vllm_xargs"),
+        ):
+            answer = await send(port, "POST", path, {**body, field: "x"})
+            assert (answer.status, answer.error["param"]) == (400, field)
+        harmless = {"length_penalty": 1.0, "suffix": None, "use_beam_search": False, "tools": []}
+        answer = await send(port, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1, **harmless})
+        assert answer.status == 200
 
 
 async def test_advice_is_accepted_and_logged_once(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    body = {"messages": [USER], "max_tokens": 1, **{name: {"a": 1} for name in ADVICE if name != "user"}, "user": "u"}
+    body = {"messages": [USER], "max_tokens": 1, **{name: {"a": 1} for name in ADVICE}}
     async with running(model_dir, Script((10,)), on_unknown_field="refuse") as cluster:
-        with caplog.at_level(logging.WARNING, "kvrelay.frontend.openai.unknown"):
+        with caplog.at_level(logging.WARNING, "kvrelay.frontend.fields"):
             for _ in range(2):
                 assert (await send(cluster.frontend.port, "POST", CHAT, body)).status == 200
     logged = [record.getMessage() for record in caplog.records]
@@ -51,7 +146,7 @@ async def test_unknown_fields(
     model_dir: Path, caplog: pytest.LogCaptureFixture, mode: str, status: int, num_logged: int
 ) -> None:
     async with running(model_dir, Script((10,)), on_unknown_field=mode) as cluster:
-        with caplog.at_level(logging.WARNING, "kvrelay.frontend.openai.unknown"):
+        with caplog.at_level(logging.WARNING, "kvrelay.frontend.fields"):
             for _ in range(2):
                 body = {"prompt": "a", "max_tokens": 1, "temprature\n": 1}
                 answer = await send(cluster.frontend.port, "POST", COMPLETIONS, body)

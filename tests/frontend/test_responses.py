@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pydantic
 import pytest
@@ -15,6 +16,7 @@ from tests.frontend.test_openai_tools import CALLS, client, script
 
 from kvrelay.core.messages import RequestRefused
 from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.fields import RequestFields
 from kvrelay.frontend.openai.requests import parse_body
 from kvrelay.frontend.responses.requests import ResponsesRequest
 from kvrelay.frontend.responses.translation import chat_of
@@ -270,11 +272,8 @@ async def test_refused_by_name(model_dir: Path, fields: dict[str, object], param
 
 
 def test_a_hint_names_the_field_of_this_api() -> None:
-    from kvrelay.frontend.openai.unknown import UnknownFields
-    from kvrelay.frontend.responses.requests import NAMES
-
     with pytest.raises(InvalidInputError, match="use max_output_tokens"):
-        UnknownFields("ignore").check(["max_new_tokens"], frozenset(), NAMES)
+        RequestFields("ignore").check(ResponsesRequest, {"max_new_tokens": msgspec.Raw(b"1")})
 
 
 async def test_the_client_hears_of_errors(model_dir: Path) -> None:

@@ -28,6 +28,7 @@ from kvrelay.frontend.chat_api import CHAT_COMPLETIONS
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.content_coding import gunzipped, is_coded
 from kvrelay.frontend.cors import AllowedOrigins
+from kvrelay.frontend.fields import RequestFields
 from kvrelay.frontend.http import Exchange, HttpRequest, Response
 from kvrelay.frontend.keys_file import following
 from kvrelay.frontend.metrics import FrontendMetrics
@@ -110,9 +111,12 @@ class FrontendApp:
         self._access_log = AccessLog(config.access_log)
         self._origins = AllowedOrigins(config.allowed_origins)
         self._max_body_bytes = config.max_body_bytes
-        pipeline = Pipeline(config, cluster, metrics, self._keys, self._admission, self._threads, self._access_log)
+        self._fields = fields = RequestFields(config.on_unknown_field)
+        pipeline = Pipeline(
+            config, cluster, metrics, self._keys, self._admission, self._threads, self._access_log, fields
+        )
         neighbours = NeighbourEndpoints(cluster, document)
-        routing = RoutingEndpoints(cluster, self._threads, HandoffOrder(config.order))
+        routing = RoutingEndpoints(cluster, self._threads, fields, HandoffOrder(config.order))
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
             "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),
@@ -270,7 +274,7 @@ class FrontendApp:
 
     async def _tokenize(self, exchange: Exchange, request_id: str) -> None:
         size = len(exchange.request.body)
-        request = await self._threads.call(size, parse_body, exchange.request.body, TokenizeRequest)
+        request = await self._threads.call(size, parse_body, exchange.request.body, TokenizeRequest, self._fields.check)
         exchange.drop_body()
         model = self._cluster.model(request.model)
         tokens = await self._threads.run(size, tokenized(request, model), partial(require_client, exchange))
@@ -279,7 +283,9 @@ class FrontendApp:
 
     async def _detokenize(self, exchange: Exchange, request_id: str) -> None:
         size = len(exchange.request.body)
-        request = await self._threads.call(size, parse_body, exchange.request.body, DetokenizeRequest)
+        request = await self._threads.call(
+            size, parse_body, exchange.request.body, DetokenizeRequest, self._fields.check
+        )
         exchange.drop_body()
         model = self._cluster.model(request.model)
         text = await self._threads.call(size, detokenized, request, model)

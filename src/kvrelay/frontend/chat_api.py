@@ -17,8 +17,7 @@ from kvrelay.frontend.openai.errors import RefusedError
 from kvrelay.frontend.openai.logprobs import TokenTexts
 from kvrelay.frontend.openai.parsed_chat import ParsedChatFormat
 from kvrelay.frontend.openai.plan import GenerationPlan
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, parse_body
-from kvrelay.frontend.openai.unknown import UnknownFields
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, FieldsCheck, parse_body
 from kvrelay.frontend.prompts import echoed_message
 from kvrelay.frontend.tools.base import OutputParser
 
@@ -54,7 +53,7 @@ class ChatApi:
     """``read`` and ``check_headers`` raise InvalidInputError. ``params`` maps names of a chat's fields to those of this
     API, for errors."""
 
-    read: Callable[[bytes, UnknownFields], ChatTask]
+    read: Callable[[bytes, FieldsCheck], ChatTask]
     params: Mapping[str, str] = field(default_factory=dict)
     check_headers: Callable[[Mapping[str, str]], None] = lambda headers: None
 
@@ -68,8 +67,8 @@ class ChatApi:
             raise
 
 
-def _read_chat(body: bytes, unknown: UnknownFields) -> ChatTask:
-    request = parse_body(body, ChatCompletionRequest, unknown)
+def _read_chat(body: bytes, check_fields: FieldsCheck) -> ChatTask:
+    request = parse_body(body, ChatCompletionRequest, check_fields)
     return ChatTask(request, lambda context: _chat_format(request, context))
 
 

@@ -26,6 +26,7 @@ from kvrelay.frontend.answers import ClientGoneError, CollectedAnswer, StreamedA
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.chat_api import AnswerContext, ChatApi, ChatTask
 from kvrelay.frontend.cluster import Cluster
+from kvrelay.frontend.fields import RequestFields
 from kvrelay.frontend.http import Exchange, HttpRequest, Response
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
@@ -45,7 +46,6 @@ from kvrelay.frontend.openai.plan import (
     plan_completion,
 )
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, GenerationFields
-from kvrelay.frontend.openai.unknown import UnknownFields
 from kvrelay.frontend.pairs import ORDER_HEADER, read_order
 from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts, read_completion
 from kvrelay.frontend.sequence import Sequence, sequences_of
@@ -66,6 +66,7 @@ class Pipeline:
         admission: Admission,
         threads: SideThreads,
         access_log: AccessLog,
+        fields: RequestFields,
     ) -> None:
         self._config = config
         self._order = HandoffOrder(config.order)
@@ -75,14 +76,14 @@ class Pipeline:
         self._admission = admission
         self._threads = threads
         self._access_log = access_log
-        self._unknown = UnknownFields(config.on_unknown_field)
+        self._fields = fields
         self._reading = Reading(config.tool_call_parser, config.reasoning_parser)
 
     async def complete(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/completions``. Raises KvrelayError before the answer has begun."""
         size = len(exchange.request.body)
         request, items = await self._threads.call(
-            size, read_completion, exchange.request.body, self._config.max_prompts, self._unknown
+            size, read_completion, exchange.request.body, self._config.max_prompts, self._fields.check
         )
         exchange.drop_body()
         model = self._cluster.model(request.model)
@@ -151,7 +152,7 @@ class Pipeline:
         """The request, its model, and how many bytes it had."""
         api.check_headers(exchange.request.headers)
         size = len(exchange.request.body)
-        task = await self._threads.call(size, api.read, exchange.request.body, self._unknown)
+        task = await self._threads.call(size, api.read, exchange.request.body, self._fields.check)
         exchange.drop_body()
         return task, self._cluster.model(task.request.model), size
 

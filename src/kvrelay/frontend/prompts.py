@@ -16,10 +16,10 @@ from kvrelay.frontend.openai.requests import (
     ChatMessage,
     CompletionRequest,
     DetokenizeRequest,
+    FieldsCheck,
     TokenizeRequest,
     parse_body,
 )
-from kvrelay.frontend.openai.unknown import UnknownFields
 from kvrelay.frontend.side_threads import Pieces
 from kvrelay.frontend.tools.histories import described, template_messages
 
@@ -41,10 +41,10 @@ class Prompt:
 
 
 def read_completion(
-    body: bytes, max_prompts: int, unknown: UnknownFields | None = None
+    body: bytes, max_prompts: int, check_fields: FieldsCheck | None = None
 ) -> tuple[CompletionRequest, list[PromptItem]]:
     """The request and its prompts, at most ``max_prompts``. Raises InvalidInputError."""
-    request = parse_body(body, CompletionRequest, unknown)
+    request = parse_body(body, CompletionRequest, check_fields)
     items = _split(request.prompt)
     if len(items) > max_prompts:
         raise InvalidInputError(f"more than {max_prompts} prompts", param="prompt")

@@ -14,6 +14,7 @@ import msgspec
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.cluster import Cluster
+from kvrelay.frontend.fields import RequestFields
 from kvrelay.frontend.http import Exchange, Response
 from kvrelay.frontend.models import Model, WorkerState
 from kvrelay.frontend.pairs import ORDER_HEADER, read_order
@@ -63,15 +64,16 @@ class RouterAnswer(msgspec.Struct, frozen=True):
 class RoutingEndpoints:
     """The handlers that ``FrontendApp`` expects."""
 
-    def __init__(self, cluster: Cluster, threads: SideThreads, order: HandoffOrder) -> None:
+    def __init__(self, cluster: Cluster, threads: SideThreads, fields: RequestFields, order: HandoffOrder) -> None:
         self._cluster = cluster
+        self._fields = fields
         self._threads = threads
         self._order = order
 
     async def explain(self, exchange: Exchange, request_id: str) -> None:
         """The decision on a completion request with one prompt. Raises InvalidInputError, WorkerUnavailableError."""
         size = len(exchange.request.body)
-        request, items = await self._threads.call(size, read_completion, exchange.request.body, max_prompts=1)
+        request, items = await self._threads.call(size, read_completion, exchange.request.body, 1, self._fields.check)
         exchange.drop_body()
         model = self._cluster.model(request.model)
         add_special_tokens = request.add_special_tokens is not False

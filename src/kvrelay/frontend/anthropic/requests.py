@@ -8,24 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvrelay.frontend.openai.bounds import JsonList, JsonMap, Name, StopStrings, Text, Word
+from kvrelay.frontend.openai.bounds import JsonMap, Name, StopStrings, Text, Word
 from kvrelay.frontend.openai.tool_fields import MAX_TOOLS, FunctionName
-from kvrelay.frontend.openai.unknown import OURS, UNSUPPORTED, OtherNames
-
-NAMES = OtherNames(
-    {
-        **{name: ours for name, ours in OURS.items() if name != "stop_sequences"},
-        "max_completion_tokens": "max_tokens",
-        "stop": "stop_sequences",
-        "response_format": "output_config.format",
-        "schema": "output_config.format",
-        "output_format": "output_config.format",
-        "instructions": "system",
-        "functions": "tools",
-        "reasoning_effort": "output_config.effort",
-    },
-    UNSUPPORTED | {"n", "logprobs", "seed", "mcp_servers", "logit_bias", "structured_outputs"},
-)
 
 
 class TextBlock(msgspec.Struct, frozen=True):
@@ -125,10 +109,6 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    metadata: JsonMap | None = None
-    container: Name | JsonMap | None = None
-    context_management: JsonMap | None = None
-    mcp_servers: JsonList | None = None
     priority: int | None = None
     timeout: float | None = None
     cache_salt: Name | None = None

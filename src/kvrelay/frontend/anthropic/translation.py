@@ -10,7 +10,6 @@ import msgspec
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.anthropic.events import MessagesFormat
 from kvrelay.frontend.anthropic.requests import (
-    NAMES,
     AnthropicTool,
     AnthropicToolChoice,
     ContentBlock,
@@ -24,7 +23,7 @@ from kvrelay.frontend.anthropic.requests import (
 from kvrelay.frontend.chat_api import AnswerContext, ChatApi, ChatTask
 from kvrelay.frontend.openai.answer import AnswerFormat
 from kvrelay.frontend.openai.bounds import check_free_json
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, ChatMessage, parse_body
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, ChatMessage, FieldsCheck, parse_body
 from kvrelay.frontend.openai.structured import JsonSchemaFormat, ResponseFormat
 from kvrelay.frontend.openai.tool_fields import (
     CalledFunction,
@@ -34,7 +33,6 @@ from kvrelay.frontend.openai.tool_fields import (
     ToolCall,
     ToolChoice,
 )
-from kvrelay.frontend.openai.unknown import UnknownFields
 
 VERSION_HEADER, FIRST_VERSION = "anthropic-version", "2023-06-01"
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -47,11 +45,8 @@ _PARAMS = {
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def _read(body: bytes, unknown: UnknownFields) -> ChatTask:
-    request = parse_body(body, MessagesRequest, unknown, NAMES)
-    for name in ("container", "context_management", "mcp_servers"):
-        if getattr(request, name):
-            raise InvalidInputError(f"{name} is not supported", param=name)
+def _read(body: bytes, check_fields: FieldsCheck) -> ChatTask:
+    request = parse_body(body, MessagesRequest, check_fields)
     chat = msgspec.structs.replace(
         chat_of(request),
         max_tokens=request.max_tokens,
@@ -67,8 +62,8 @@ def _read(body: bytes, unknown: UnknownFields) -> ChatTask:
     return ChatTask(chat, MessagesFormat)
 
 
-def _read_counted(body: bytes, unknown: UnknownFields) -> ChatTask:
-    return ChatTask(chat_of(parse_body(body, CountTokensRequest, unknown, NAMES)), _no_format)
+def _read_counted(body: bytes, check_fields: FieldsCheck) -> ChatTask:
+    return ChatTask(chat_of(parse_body(body, CountTokensRequest, check_fields)), _no_format)
 
 
 def _no_format(context: AnswerContext) -> AnswerFormat:

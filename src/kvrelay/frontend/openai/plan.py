@@ -145,9 +145,6 @@ def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
 
 def plan_completion(request: CompletionRequest, defaults: DefaultSampling, max_n: int) -> GenerationPlan:
     """Raises InvalidInputError."""
-    _refuse(request)
-    if request.suffix:
-        raise InvalidInputError("suffix is not supported", param="suffix")
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     is_echo = bool(request.echo)
     prompt_logprobs = request.prompt_logprobs
@@ -162,8 +159,7 @@ def plan_chat(
     request: ChatCompletionRequest, defaults: DefaultSampling, max_n: int, constraint: Constraint | None
 ) -> GenerationPlan:
     """``constraint`` is the required form of the answer. Raises InvalidInputError."""
-    _refuse(request)
-    _refuse_chat(request)
+    _refuse_contradictions(request)
     logprobs = None
     if request.logprobs:
         logprobs = _or(request.top_logprobs, 0)
@@ -256,26 +252,12 @@ def _sampling(
     return sampling
 
 
-def _refuse(request: GenerationFields) -> None:
-    """A field that is not supported must be refused by name."""
-    if request.use_beam_search:
-        raise InvalidInputError("beam search is not supported", param="use_beam_search")
-
-
-def _refuse_chat(request: ChatCompletionRequest) -> None:
-    for name in ("documents", "audio", "chat_template"):
-        if getattr(request, name):
-            raise InvalidInputError(f"{name} is not supported", param=name)
-    for name, ours in (("functions", "tools"), ("function_call", "tool_choice")):
-        if getattr(request, name):
-            raise InvalidInputError(f"{name} is not supported; it is {ours} now", param=name)
+def _refuse_contradictions(request: ChatCompletionRequest) -> None:
     if request.continue_final_message and request.add_generation_prompt:
         message = "continue_final_message and add_generation_prompt exclude each other"
         raise InvalidInputError(message, param="continue_final_message")
     if request.echo and request.tools:
         raise InvalidInputError("echo and tools exclude each other", param="echo")
-    if request.modalities not in (None, ["text"]):
-        raise InvalidInputError("only the modality text is supported", param="modalities")
 
 
 def _keep_last(request: GenerationFields) -> int | None:

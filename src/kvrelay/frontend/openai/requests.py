@@ -1,5 +1,5 @@
-"""Request bodies of OpenAI's API, with vLLM's additional fields. Null means absent; ``unknown.py`` handles fields that
-are not here.
+"""Request bodies of OpenAI's API, with vLLM's additional fields. Null means absent; ``fields.py`` decides about
+fields that are not here.
 
 Every string, list and map has a type of ``bounds``, which limits its length.
 """
@@ -7,6 +7,7 @@ Every string, list and map has a type of ``bounds``, which limits its length.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Generic, TypeVar
@@ -17,7 +18,6 @@ from msgspec import Meta
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.openai.bounds import (
     AllowedTokenIds,
-    JsonList,
     JsonMap,
     LogitBias,
     Name,
@@ -29,7 +29,6 @@ from kvrelay.frontend.openai.bounds import (
     TokenIds,
     TokenizedText,
     Word,
-    Words,
     check_body,
     check_free_json,
     free_json_fields,
@@ -42,7 +41,6 @@ from kvrelay.frontend.openai.structured import (
     StructuredOutputs,
 )
 from kvrelay.frontend.openai.tool_fields import ToolCalls, ToolChoice, Tools
-from kvrelay.frontend.openai.unknown import OPENAI_NAMES, OtherNames, UnknownFields
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -79,8 +77,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     priority: int | None = None
     timeout: float | None = None
-    user: Name | None = None
-    use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
     bad_words: StopStrings | None = None
     allowed_token_ids: AllowedTokenIds | None = None
@@ -102,7 +98,6 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
 
     prompt: Text | PromptItems
     echo: bool | None = None
-    suffix: Text | None = None
     logprobs: int | None = None
 
 
@@ -138,15 +133,9 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
     echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: Text | None = None
     chat_template_kwargs: JsonMap | None = None
-    documents: JsonList | None = None
     tools: Tools | None = None
     tool_choice: Word | ToolChoice | None = None
-    functions: JsonList | None = None
-    function_call: Word | JsonMap | None = None
-    modalities: Words | None = None
-    audio: JsonMap | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Word | None = None
 
@@ -171,7 +160,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-_names = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,20 +168,21 @@ class _Reader(Generic[Body]):
     """The decoder of bodies of one kind."""
 
     decoder: msgspec.json.Decoder[Body]
-    known: frozenset[str]
     free_fields: tuple[str, ...]
 
 
 @cache
 def _reader(kind: type[Body]) -> _Reader[Body]:
-    return _Reader(msgspec.json.Decoder(kind), frozenset(kind.__struct_fields__), free_json_fields(kind))
+    return _Reader(msgspec.json.Decoder(kind), free_json_fields(kind))
 
 
-def parse_body(
-    body: bytes, kind: type[Body], unknown: UnknownFields | None = None, names: OtherNames = OPENAI_NAMES
-) -> Body:
-    """The request in a JSON body; ``unknown`` handles unknown fields (None: they are ignored), by the ``names`` of its
-    API.
+FieldsCheck = Callable[[type[msgspec.Struct], Mapping[str, msgspec.Raw]], None]
+"""Gets the kind of a body and its fields; raises InvalidInputError for one that is refused."""
+
+
+def parse_body(body: bytes, kind: type[Body], check_fields: FieldsCheck | None = None) -> Body:
+    """The request in a JSON body. ``check_fields`` decides about fields that ``kind`` does not have (None: they are
+    ignored).
 
     Raises InvalidInputError that names the field.
 
@@ -211,8 +201,8 @@ def parse_body(
         raise InvalidInputError(f"the body is not valid JSON: {exc}") from exc
     except RecursionError as exc:
         raise InvalidInputError("the body is nested too deeply") from exc
-    if unknown is not None:
-        unknown.check(_names.decode(body), reader.known, names)
+    if check_fields is not None:
+        check_fields(kind, _fields.decode(body))
     for name in reader.free_fields:
         check_free_json(getattr(value, name), name)
     return value

@@ -7,28 +7,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvrelay.frontend.openai.bounds import JsonList, JsonMap, Name, StopString, StopStrings, Text, Word, Words
+from kvrelay.frontend.openai.bounds import JsonMap, Name, StopString, StopStrings, Text, Word, Words
 from kvrelay.frontend.openai.tool_fields import MAX_TOOLS, FunctionName
-from kvrelay.frontend.openai.unknown import OURS, UNSUPPORTED, OtherNames
 
 MetadataValue = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[str, MetadataValue], Meta(max_length=16)]
-
-NAMES = OtherNames(
-    {
-        **{name: ours.replace("max_tokens", "max_output_tokens") for name, ours in OURS.items()},
-        "max_tokens": "max_output_tokens",
-        "max_completion_tokens": "max_output_tokens",
-        "messages": "input",
-        "system": "instructions",
-        "schema": "text.format",
-        "response_format": "text.format",
-        "reasoning_effort": "reasoning.effort",
-        "functions": "tools",
-        "function_call": "tool_choice",
-    },
-    UNSUPPORTED | {"n", "moderation", "suffix", "logit_bias", "logprobs", "structured_outputs"},
-)
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -123,15 +106,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     include: Words | None = None
     metadata: Metadata | None = None
     stream: bool | None = None
-    stream_options: JsonMap | None = None
-    store: bool | None = None
-    truncation: Word | None = None
     user: Name | None = None
-    background: bool | None = None
-    previous_response_id: Name | None = None
-    conversation: Name | JsonMap | None = None
-    prompt: JsonMap | None = None
-    context_management: JsonList | None = None
     seed: int | None = None
     stop: StopString | StopStrings | None = None
     top_k: int | None = None

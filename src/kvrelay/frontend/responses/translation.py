@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.chat_api import ChatApi, ChatTask
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, ChatMessage, parse_body
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, ChatMessage, FieldsCheck, parse_body
 from kvrelay.frontend.openai.structured import JsonSchemaFormat, ResponseFormat
 from kvrelay.frontend.openai.tool_fields import (
     CalledFunction,
@@ -19,10 +19,8 @@ from kvrelay.frontend.openai.tool_fields import (
     ToolCall,
     ToolChoice,
 )
-from kvrelay.frontend.openai.unknown import UnknownFields
 from kvrelay.frontend.responses.events import ResponsesFormat
 from kvrelay.frontend.responses.requests import (
-    NAMES,
     ContentPart,
     InputItem,
     NamedTool,
@@ -34,17 +32,10 @@ from kvrelay.frontend.responses.requests import (
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 """Reasoning is returned in plain text, so that nothing needs to be encrypted."""
-_STATEFUL = {
-    "previous_response_id": "no response is kept; send the whole conversation as input",
-    "conversation": "no conversation is kept; send all of it as input",
-    "prompt": "no prompt template is kept; send instructions and input",
-    "context_management": "send as much of the conversation as fits",
-    "background": "a response runs while its client waits for it",
-}
 
 
-def _read(body: bytes, unknown: UnknownFields) -> ChatTask:
-    request = parse_body(body, ResponsesRequest, unknown, NAMES)
+def _read(body: bytes, check_fields: FieldsCheck) -> ChatTask:
+    request = parse_body(body, ResponsesRequest, check_fields)
     return ChatTask(chat_of(request), lambda context: ResponsesFormat(request, context))
 
 
@@ -89,11 +80,6 @@ def chat_of(request: ResponsesRequest) -> ChatCompletionRequest:
 
 
 def _refuse(request: ResponsesRequest) -> None:
-    for name, reason in _STATEFUL.items():
-        if getattr(request, name):
-            raise InvalidInputError(f"{name} is not supported: {reason}", param=name)
-    if request.truncation not in (None, "disabled"):
-        raise InvalidInputError("truncation is not supported, only disabled", param="truncation")
     for name in request.include or ():
         if name not in _INCLUDED:
             raise InvalidInputError(f"include of {name} is not supported", param="include")

@@ -1,0 +1,82 @@
+"""Writes the table of request fields into docs/openai-api.md, from the tables that decide: ``python
+tools/field_table.py``. A test fails while the page has another table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kvrelay.frontend.anthropic.requests import MessagesRequest
+from kvrelay.frontend.fields import TABLES, FieldTable
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from kvrelay.frontend.responses.requests import ResponsesRequest
+
+PAGE = Path(__file__).parents[1] / "docs/openai-api.md"
+BEGIN, END = "<!-- fields: written by tools/field_table.py -->\n", "<!-- fields end -->\n"
+COLUMNS = {
+    "completions": TABLES[CompletionRequest],
+    "chats": TABLES[ChatCompletionRequest],
+    "responses": TABLES[ResponsesRequest],
+    "messages": TABLES[MessagesRequest],
+    "tokenize": TABLES[TokenizeRequest],
+}
+DONE, REFUSED, ADVICE, UNKNOWN = "**done**", "refused", "advice", "unknown"
+
+
+def verdict(table: FieldTable, name: str) -> str:
+    """What one API does with a field."""
+    if name in table.done:
+        return DONE
+    if name in table.renamed:
+        return f"use {table.renamed[name]}"
+    if name in table.refused:
+        return REFUSED
+    return ADVICE if name in table.advice else UNKNOWN
+
+
+def section() -> str:
+    """Both tables, in Markdown."""
+    names = sorted(frozenset().union(*(table.names for table in COLUMNS.values())))
+    verdicts = {name: [verdict(table, name) for table in COLUMNS.values()] for name in names}
+    refused = [name for name in names if set(verdicts[name]) == {REFUSED}]
+    rest = [name for name in names if name not in refused]
+    return "".join(
+        f"{line}\n"
+        for line in (
+            *_table(("field", *COLUMNS), ((f"`{name}`", *verdicts[name]) for name in rest)),
+            "",
+            "Refused everywhere, unless the value asks for nothing (null, false, empty, or the one named here):",
+            "",
+            *_table(("field", "why", "harmless"), map(_refused_row, refused)),
+        )
+    )
+
+
+def _refused_row(name: str) -> tuple[str, ...]:
+    refusal = next(table.refused[name] for table in COLUMNS.values())
+    return f"`{name}`", refusal.reason, "" if refusal.harmless is None else f"`{refusal.harmless}`"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def with_section(page: str) -> str:
+    """The page with the present tables between the two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{section()}\n{END}{after}"
+
+
+def main() -> int:
+    PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
