@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.patience import PATIENCE_S, until
-from tests.system.serving import Serve
+from tests.system.serving import Serve, kvrelay
 
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
@@ -27,6 +28,8 @@ from kvrelay.executors.torch.checkpoints import make_model
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_OUTPUTS = 12
+ROUND = 32
+"""Prompts at once."""
 
 
 def complete(server: Serve, prompt: list[int], num_tokens: int = NUM_OUTPUTS) -> list[int]:
@@ -72,24 +75,61 @@ def alone(model: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [tokens[str(number)] for number in range(len(prompts))]
 
 
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.matrix)])
+def test_a_group_answers_as_one_engine(count: int, record_property: Callable[[str, object], None]) -> None:
+    """Requests on both ranks, in bursts with sleep between them, and on one rank while the other only steps along."""
+    flags = ("--group", "2", "--requests", str(count), "--idle", "1", "--json")
+    done = kvrelay("bench", "dp", *flags, timeout_s=550)
+    assert done.returncode == 0, f"{done.stderr}\n{done.stdout}"
+    report = json.loads(done.stdout)
+    rows = {row["pattern"]: row for row in report["rows"]}
+    assert list(rows) == ["both ranks", "bursts", "one rank"]
+    for row in rows.values():
+        assert (row["num_requests"], row["num_right"], row["wrong"]) == (count, count, [])
+        assert sum(row["requests_by_rank"].values()) == count
+        # Figures of a busy machine fail no test.
+        record_property(f"longest silence, {row['pattern']}, s", f"{row['silence_max_s']:.2f}")
+    assert all(rows["both ranks"]["requests_by_rank"].values())
+    assert rows["one rank"]["requests_by_rank"] == {"0": count}
+    record_property("CPU of the idle group, share of a core", f"{report['idle_cpu_share']:.3f}")
+
+
+def groups_of_two(tp_prefill: int, tp_decode: int) -> tuple[str, ...]:
+    """A prefill group and a decode group with spread experts; ranks of a busy machine do not count as hung."""
+    sizes = ("--tp-prefill", str(tp_prefill), "--tp-decode", str(tp_decode), "--num-threads", "1")
+    limits = ("--num-blocks", "256", "--max-model-len", "512", "--rank-timeout-s", str(PATIENCE_S))
+    groups = ("--prefill", "1", "--decode", "1", "--dp", "2", "--ep", "--max-local-prefill-length", "16")
+    return (*groups, *sizes, *limits, "--dtype", "float32", "--disagg-policy", "threshold")
+
+
 @pytest.mark.matrix
-def test_spread_experts_answer_as_one_engine(tmp_path: Path) -> None:
-    """Prefill and decode are groups of two; hand-offs go from any rank to any rank."""
+@pytest.mark.parametrize(("tp_prefill", "tp_decode"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_hand_offs_between_groups(tp_prefill: int, tp_decode: int, tmp_path: Path) -> None:
+    """Prefill and decode are groups of two; hand-offs go from every rank to every rank."""
     model = tmp_path / "mixtral"
     make_model(model, "mixtral", "tiny", dtype="float32")
     draw = random.Random(3)
-    prompts = [[draw.randrange(16, 1000) for _ in range(draw.choice((2, 20, 90, 200)))] for _ in range(40)]
+    prompts = [[draw.randrange(16, 1000) for _ in range(draw.choice((2, 20, 90, 200)))] for _ in range(4 + 4 * ROUND)]
     expected = alone(model, prompts)
-    groups = ("--prefill", "1", "--decode", "1", "--dp", "2", "--ep", "--max-local-prefill-length", "16")
-    sizes = ("--dtype", "float32", "--num-blocks", "256", "--max-model-len", "512")
-    with Serve((str(model), *groups, *sizes, "--rank-timeout-s", "60")) as server:
-        # One after the other: one rank has a request, the other ranks have none. Then all at once.
-        assert [complete(server, prompt) for prompt in prompts[:8]] == expected[:8]
-        with ThreadPoolExecutor(16) as pool:
-            assert list(pool.map(lambda prompt: complete(server, prompt), prompts)) == expected
-        decodes = server.workers("decode")
-        assert len(decodes) == 2
-        assert all(worker["decode"]["num_remote_done"] for worker in decodes)
+    with Serve((str(model), *groups_of_two(tp_prefill, tp_decode))) as server, ThreadPoolExecutor(16) as pool:
+        # One after the other: one rank has a request, the other ranks have none. Then many at once, until each prefill
+        # rank has written to each decode rank.
+        assert [complete(server, prompt) for prompt in prompts[:4]] == expected[:4]
+        ranks = {worker["worker_id"]: worker["dp_rank"] for worker in server.workers("decode")}
+        assert sorted(ranks.values()) == [0, 1]
+        for start in range(4, len(prompts), ROUND):
+            some = slice(start, start + ROUND)
+            assert list(pool.map(lambda prompt: complete(server, prompt), prompts[some])) == expected[some]
+            pairs = {
+                (worker["dp_rank"], ranks[peer["worker_id"]])
+                for worker in server.workers("prefill")
+                for peer in worker["transfer"]["peers"]
+                if peer["op"] == "write" and peer["num_bytes"]
+            }
+            if len(pairs) == 4:
+                break
+        assert pairs == {(0, 0), (0, 1), (1, 0), (1, 1)}
+        assert sum(worker["prefill"]["num_failed"] for worker in server.workers("prefill")) == 0
         until(server.is_idle)
 
 

@@ -372,6 +372,8 @@ class Worker:
             "lease_id": self._membership.lease_id,
             "model": self.settings.model,
             "pid": os.getpid(),
+            "dp_group": self.settings.dp_group,
+            "dp_rank": self.settings.dp_rank,
             "load": msgspec.to_builtins(metrics),
             "step_age_s": self._engine.progress.age_s,
             "requests": self._decode.num_requests,

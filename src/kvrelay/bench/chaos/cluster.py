@@ -31,6 +31,7 @@ from kvrelay.launch.routing import routing_state
 READY = re.compile(r"ready: (\S+) .* at (\S+)/v1 \(control (\S+)\)")
 CHILD_ENDED = re.compile(r"kvrelay: (.+) \(pid (\d+)\) ended with exit code (-?\d+)")
 FRONTEND_COMMAND = kvrelay_command("frontend")
+WORKER_COMMAND = kvrelay_command("worker")
 START_TIMEOUT_S = 300.0
 POLL_INTERVAL_S = 0.1
 LOOK_CONNECT_TIMEOUT_S = 1.0
@@ -247,6 +248,15 @@ class ClusterUnderTest:
                 if child.cmdline()[: len(FRONTEND_COMMAND)] == FRONTEND_COMMAND:
                     pids.append(child.pid)
         return sorted(pids)
+
+    def worker_processes(self) -> list[psutil.Process]:
+        """All processes of the workers that ``serve`` has started, ranks included."""
+        found: list[psutil.Process] = []
+        for child in psutil.Process(self._serve.pid).children():
+            with suppress(psutil.NoSuchProcess):  # a zombie, too
+                if child.cmdline()[: len(WORKER_COMMAND)] == WORKER_COMMAND:
+                    found += [child, *child.children(recursive=True)]
+        return found
 
     async def until_frontends_answer(self) -> float | None:
         """Wait until all frontends run and each has answered. Returns the seconds that it took, or None."""

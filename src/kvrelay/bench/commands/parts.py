@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -228,16 +229,27 @@ def bench_transfer(
 @click.option("--wakes", default=500, type=click.IntRange(1), help="Wake-ups measured with each carrier.")
 @click.option("--pause-ms", default=10.0, type=click.FloatRange(0.0), help="Sleep before each wake-up.")
 @click.option("--load-seed", default=0, type=int, help="Seed of the arrivals and delays.")
+@click.option("--group", "group_size", type=click.IntRange(2, 8), help="Measure a real group of this size instead.")
+@click.option("--requests", default=200, type=click.IntRange(1), help="Of each pattern, with --group.")
+@click.option("--idle", "idle_s", default=10.0, type=click.FloatRange(0.1), help="Seconds of idleness, with --group.")
 @json_option
 def bench_dp(as_json: bool, **given: Any) -> None:
     """Data-parallel groups: messages and dummy steps by lookahead, beside waves (simulated); wake-up of an idle group.
 
+    With --group: a real group with spread experts under load, every answer checked; its CPU time when idle. Ends with 1
+    if an answer was wrong.
+
+    \b
     Example: kvrelay bench dp --ranks 2,8,64
+             kvrelay bench dp --group 2
     """
     from kvrelay.bench.parts.dp import dp_text, run_dp_benchmark
     from kvrelay.bench.parts.dp_simulation import Load
     from kvrelay.bench.report.files import print_result
 
+    if given["group_size"]:
+        _print_group(given["group_size"], given["requests"], given["idle_s"], as_json)
+        return
     sizes = [int(word) for word in given["ranks"].split(",") if word.strip().isdigit() and int(word) > 1]
     if not sizes:
         raise click.UsageError("--ranks: give numbers above 1, with commas between them")
@@ -257,6 +269,17 @@ def bench_dp(as_json: bool, **given: Any) -> None:
     ]
     report = run_dp_benchmark(loads, given["wakes"], given["pause_ms"] / 1e3)
     print_result(report, dp_text(report), as_json)
+
+
+def _print_group(size: int, num_requests: int, idle_s: float, as_json: bool) -> None:
+    from kvrelay.bench.parts.dp_group import group_text, run_group_benchmark
+    from kvrelay.bench.report.files import print_result
+    from kvrelay.cli.processes import run_async
+
+    report = run_async(run_group_benchmark(size, num_requests, idle_s))
+    print_result(report, group_text(report), as_json)
+    if any(row.num_right < row.num_requests for row in report.rows):
+        sys.exit(1)
 
 
 def _print_peers(as_json: bool) -> None:
