@@ -7,7 +7,7 @@ import pytest
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.credentials import require_credentials
-from kvrelay.control.nats.connection import _options, _parse
+from kvrelay.control.nats.urls import client_options, parse_url
 from kvrelay.errors import ConfigError
 
 
@@ -67,12 +67,12 @@ def test_an_address_that_is_not_a_url_is_refused_as_such(address: str) -> None:
 )
 def test_certificates_that_would_not_be_used_are_refused(url: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        _options([_parse(url)])
+        client_options([parse_url(url)])
 
 
 def test_the_first_login_and_the_options_of_all_urls_are_used() -> None:
     urls = "nats://10.0.0.1:4222,nats://me:secret@10.0.0.2:4222,nats://10.0.0.3:4222?creds=me.creds"
-    options = _options([_parse(url) for url in urls.split(",")])
+    options = client_options([parse_url(url) for url in urls.split(",")])
     assert options == {
         "user": "me",
         "password": "secret",

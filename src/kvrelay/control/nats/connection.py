@@ -1,8 +1,7 @@
-"""One connection to NATS: the only place that knows the client library's errors and quirks.
+"""One connection to NATS: the only place that knows the client library's errors; ``client`` mends its faults.
 
-It owns connecting, reconnecting without end, authentication and TLS from the URL, and the mapping of foreign errors to
-ControlUnavailableError. Without a connection every call fails at once; nothing is buffered. It does not know JetStream,
-keys or queues.
+It owns connecting, reconnecting without end, and the mapping of foreign errors to ControlUnavailableError. Without a
+connection every call fails at once; nothing is buffered. It does not know JetStream, keys or queues.
 """
 
 from __future__ import annotations
@@ -11,21 +10,13 @@ import asyncio
 import logging
 import re
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from kvrelay.control.tls import TLS_OPTIONS, TlsFiles
-from kvrelay.core.hidden_module import hidden_module
-from kvrelay.errors import ConfigError, ControlUnavailableError, PayloadTooLargeError
-
-# The library imports aiohttp, where it is installed, for websockets, which we do not offer. It would cost each process
-# 0.2 s of its start.
-with hidden_module("aiohttp"):
-    from nats import errors as nats_errors
-    from nats.aio.client import Client
-    from nats.aio.transport import TcpTransport
+from kvrelay.control.nats.client import NatsClient, leave, nats_errors, one_line
+from kvrelay.control.nats.urls import client_options, parse_url
+from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError
 
 _log = logging.getLogger(__name__)
 
@@ -33,11 +24,7 @@ REQUEST_TIMEOUT_S = 2.0
 RECONNECT_INTERVAL_S = 0.25
 PING_INTERVAL_S = 2.0
 MAX_SILENT_PINGS = 2
-CLOSE_TIMEOUT_S = 1.0
-SCHEMES = ("nats", "tls")
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 DENIED_PUBLISH = re.compile(r'permissions violation for publish to "([^"]+)"')
-URL_OPTIONS = (*TLS_OPTIONS, "creds")
 
 
 class NoRespondersError(ControlUnavailableError):
@@ -69,67 +56,6 @@ class NatsSubscription(Protocol):
     async def drain(self) -> None: ...
 
 
-class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not typed
-    """Sends nothing in the clear if the URL asks for TLS; the library would follow what the server says.
-
-    It also tells asyncio that the stream has become TLS; otherwise asyncio warns when the server ends the connection.
-    """
-
-    def __init__(self, *, needs_tls: bool) -> None:
-        super().__init__()
-        self._is_open = not needs_tls
-
-    def __bool__(self) -> bool:
-        # True also before it is connected: the library replaces a transport that is false.
-        return True
-
-    async def connect_tls(self, *arguments: Any, **settings: Any) -> None:
-        await super().connect_tls(*arguments, **settings)
-        self._io_writer._protocol._over_ssl = True
-        self._is_open = True
-
-    def write(self, payload: bytes) -> None:
-        self._check()
-        super().write(payload)
-
-    def writelines(self, payload: Iterable[bytes]) -> None:
-        self._check()
-        super().writelines(payload)
-
-    def abort(self) -> None:
-        """Close the socket without the farewell of TLS: for one that its server no longer sends, asyncio would wait
-        half a minute, and the socket would outlive the event loop of a short command."""
-        for writer in (self._io_writer, self._bare_io_writer):
-            if writer is not None:
-                writer.transport.abort()
-
-    def _check(self) -> None:
-        if not self._is_open:
-            raise ssl.SSLError(1, "the server does not speak TLS: a control URL without TLS begins with nats://")
-
-
-class _Client(Client):  # type: ignore[misc]
-    """The library's client, with three faults fixed."""
-
-    _transport: Any
-
-    async def _connect_to_server(self, server: Any) -> None:
-        """Closes the socket of a failed attempt, which the library leaves open."""
-        if self._transport:
-            self._transport.abort()
-        self._transport = _Transport(needs_tls=self.options.get("tls") is not None)
-        await super()._connect_to_server(server)
-
-    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
-        """Send a ping after everything that is pending. The library's own ping overtakes pending data, so the answer to
-        a flush would not prove that the server has seen that data, e.g. a subscription."""
-        if self._pending:
-            self._transport.writelines(self._pending)
-            self._pending.clear()
-            self._pending_data_size = 0
-        await super()._send_ping(future)
-
-
 class NatsConnection:
     """A connection that reconnects. ``on_reconnected`` callbacks run on the event loop after each gap."""
 
@@ -151,9 +77,9 @@ class NatsConnection:
         ``?creds=FILE`` names a credentials file. Raises ConfigError for a malformed URL and ControlUnavailableError if
         no server accepts the connection within ``connect_timeout_s``.
         """
-        servers = [_parse(part) for part in url.split(",")]
+        servers = [parse_url(part) for part in url.split(",")]
         shown = ",".join(f"{part.scheme}://{part.netloc.rpartition('@')[2]}" for part in servers)
-        client = _Client()
+        client = NatsClient()
         connection = cls(client, shown)
         attempts = _Attempts(connection)
         connecting = asyncio.create_task(
@@ -167,7 +93,7 @@ class NatsConnection:
                 connect_timeout=connect_timeout_s,
                 ping_interval=PING_INTERVAL_S,
                 max_outstanding_pings=MAX_SILENT_PINGS,
-                **_options(servers),
+                **client_options(servers),
             )
         )
         refused = asyncio.create_task(attempts.refused.wait())
@@ -178,9 +104,9 @@ class NatsConnection:
         connection._is_closing = True
         connecting.cancel()
         await asyncio.wait({connecting, refused})
-        await _leave(client)
+        await leave(client)
         failure = None if connecting.cancelled() else connecting.exception()
-        reason = _one_line(failure or attempts.last_error) or f"no answer in {connect_timeout_s:g} s"
+        reason = one_line(failure or attempts.last_error) or f"no answer in {connect_timeout_s:g} s"
         if isinstance(failure or attempts.last_error, ConnectionResetError | BrokenPipeError):
             # The server closes the connection after its refusal, which is lost if the reset is read first.
             reason += " (this may also be a failed authorization)"
@@ -279,7 +205,7 @@ class NatsConnection:
             with suppress(nats_errors.Error, OSError, TimeoutError):
                 await self._client.flush(1)
         self._is_closing = True
-        await _leave(self._client)
+        await leave(self._client)
 
     def _check(self, data: bytes) -> None:
         self.check_connected()
@@ -305,7 +231,7 @@ class NatsConnection:
                 raise ControlDeniedError(f"these credentials may not publish {subject} at {self._url}") from exc
             raise RequestTimeoutError(f"no answer to {subject} from {self._url}") from exc
         except (nats_errors.Error, OSError) as exc:
-            raise ControlUnavailableError(f"control server {self._url}: {_one_line(exc)}") from exc
+            raise ControlUnavailableError(f"control server {self._url}: {one_line(exc)}") from exc
 
     async def _reconnected(self) -> None:
         _log.info("reconnected to the control server %s", self._url)
@@ -324,7 +250,7 @@ class NatsConnection:
             self._denied.add(denied[1])
             for scope in self._asking.get(denied[1], ()):
                 scope.reschedule(asyncio.get_running_loop().time())
-        _log.debug("control server %s: %s", self._url, _one_line(error))
+        _log.debug("control server %s: %s", self._url, one_line(error))
 
 
 class _Attempts:
@@ -341,78 +267,3 @@ class _Attempts:
         text = str(error).lower()
         if isinstance(error, ssl.SSLError) or "authorization" in text or "authentication" in text:
             self.refused.set()
-
-
-async def _leave(client: Any) -> None:
-    """Close a client, whatever state it is in, together with its socket.
-
-    Its own ``close`` may raise anything while it reconnects with pending data, leaves the socket of a cancelled attempt
-    open, and does not wait for the server's side of a TLS session.
-    """
-    await _ended(client.close())
-    if client._transport:
-        client._transport.abort()
-        # The event loop closes the socket in its next turn.
-        await asyncio.sleep(0)
-
-
-async def _ended(closing: Coroutine[Any, Any, None]) -> None:
-    """Return when ``closing`` has ended, with or without an error, or after a time limit.
-
-    ``closing`` runs in a task of its own: asyncio's streams raise the CancelledError of the abandoned attempt, which
-    would here look as if this task were cancelled.
-    """
-    task = asyncio.ensure_future(closing)
-    try:
-        await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)
-    finally:
-        task.cancel()
-    if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-        _log.debug("closing a connection to the control server failed: %s", _one_line(error))
-
-
-def _parse(url: str) -> SplitResult:
-    try:
-        parts = urlsplit(url.strip())
-        is_valid = parts.scheme in SCHEMES and bool(parts.hostname) and (parts.port or 4222) > 0
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        shown = url.rpartition("@")[2]
-        raise ConfigError(
-            f"{shown!r} is not a control URL: expected nats://HOST:PORT or tls://HOST:PORT", param="control"
-        )
-    return parts
-
-
-def _options(servers: list[SplitResult]) -> dict[str, Any]:
-    """The login and the options of the URLs, as the library's keyword arguments.
-
-    The first login that is given serves for all servers. Options may be in any of the URLs.
-    """
-    parts = next((server for server in servers if server.username is not None), servers[0])
-    query = dict(pair for server in servers for pair in parse_qsl(server.query))
-    unknown = sorted(set(query) - set(URL_OPTIONS))
-    if unknown:
-        raise ConfigError(f"unknown option {unknown[0]} in the control URL (known: {', '.join(URL_OPTIONS)})")
-    options: dict[str, Any] = {}
-    if "creds" in query:
-        options["user_credentials"] = query["creds"]
-    if parts.password is not None:
-        user = options["user"] = unquote(parts.username or "")
-        options["password"] = unquote(parts.password)
-        if PLAIN_NAME.fullmatch(user):
-            # A server's permissions can tell the users' inboxes apart, so that each user reads only its own answers.
-            options["inbox_prefix"] = f"_INBOX_{user}"
-    elif parts.username is not None:
-        options["token"] = unquote(parts.username)
-    files = TlsFiles.of_url("control", query, is_tls=any(server.scheme == "tls" for server in servers))
-    if files is not None:
-        options["tls"] = files.context()
-    return options
-
-
-def _one_line(error: BaseException | None) -> str:
-    if error is None:
-        return ""
-    return " ".join(str(error).split()).removeprefix("nats: ") or type(error).__name__

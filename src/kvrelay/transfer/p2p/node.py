@@ -17,10 +17,11 @@ from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.p2p.acceptor import Acceptor
 from kvrelay.transfer.p2p.control import ControlThread
 from kvrelay.transfer.p2p.counters import P2pCounters
-from kvrelay.transfer.p2p.initiator import Initiator, Post
+from kvrelay.transfer.p2p.initiator import Initiator
 from kvrelay.transfer.p2p.memory import PoolView
 from kvrelay.transfer.p2p.messages import Message
 from kvrelay.transfer.p2p.pairs import Pair, PairTable
+from kvrelay.transfer.p2p.posts import Post
 from kvrelay.transfer.p2p.room import Room
 from kvrelay.transfer.p2p.shared import Shared
 from kvrelay.transfer.p2p.waiting import RoomQueue
@@ -150,12 +151,12 @@ class Node:
         self.initiator.drop_peer(worker_id, f"worker {worker_id} is gone")
 
     def _end_idle(self, pair: Pair) -> None:
-        (self.acceptor if pair.rank else self.initiator).end_idle(pair)
+        (self.acceptor if pair.rank else self.initiator.contacts).end_idle(pair)
 
     def _tick(self) -> None:
         now_s = self.shared.clock()
         self.shared.rooms.expire(now_s)
-        self.initiator.tick()
+        self.initiator.contacts.tick()
         if self._tick_s is None or now_s < self._tick_s:
             return
         self._tick_s = None
@@ -174,5 +175,5 @@ class Node:
         """When something is due."""
         if self._tick_s is None and (self.shared.table.num_alive or not self._is_checked):
             self._tick_s = self.shared.clock() + TICK_S
-        times = (self.shared.rooms.next_deadline_s, self.initiator.next_s, self._tick_s)
+        times = (self.shared.rooms.next_deadline_s, self.initiator.contacts.next_s, self._tick_s)
         return min((at_s for at_s in times if at_s is not None), default=None)

@@ -33,8 +33,8 @@ from kvrelay.transfer.plan import check_bounds
 
 if TYPE_CHECKING:
     from kvrelay.transfer.p2p.control import ControlKeys
-    from kvrelay.transfer.p2p.initiator import Post
     from kvrelay.transfer.p2p.node import Node
+    from kvrelay.transfer.p2p.posts import Post
 
 MAX_NOTIFY_BYTES = 1 << 20
 

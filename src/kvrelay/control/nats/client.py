@@ -1,0 +1,122 @@
+"""The client library of NATS as we use it: faults fixed, closed for certain, errors as one line.
+
+The only module that imports the library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from kvrelay.core.hidden_module import hidden_module
+
+# The library imports aiohttp, where it is installed, for websockets, which we do not offer. It would cost each process
+# 0.2 s of its start.
+with hidden_module("aiohttp"):
+    from nats import errors as nats_errors
+    from nats.aio.client import Client
+    from nats.aio.transport import TcpTransport
+
+__all__ = ["NatsClient", "leave", "nats_errors", "one_line"]
+
+_log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 1.0
+
+
+class _Transport(TcpTransport):  # type: ignore[misc]  # the library is not typed
+    """Sends nothing in the clear if the URL asks for TLS; the library would follow what the server says.
+
+    It also tells asyncio that the stream has become TLS; otherwise asyncio warns when the server ends the connection.
+    """
+
+    def __init__(self, *, needs_tls: bool) -> None:
+        super().__init__()
+        self._is_open = not needs_tls
+
+    def __bool__(self) -> bool:
+        # True also before it is connected: the library replaces a transport that is false.
+        return True
+
+    async def connect_tls(self, *arguments: Any, **settings: Any) -> None:
+        await super().connect_tls(*arguments, **settings)
+        self._io_writer._protocol._over_ssl = True
+        self._is_open = True
+
+    def write(self, payload: bytes) -> None:
+        self._check()
+        super().write(payload)
+
+    def writelines(self, payload: Iterable[bytes]) -> None:
+        self._check()
+        super().writelines(payload)
+
+    def abort(self) -> None:
+        """Close the socket without the farewell of TLS: for one that its server no longer sends, asyncio would wait
+        half a minute, and the socket would outlive the event loop of a short command."""
+        for writer in (self._io_writer, self._bare_io_writer):
+            if writer is not None:
+                writer.transport.abort()
+
+    def _check(self) -> None:
+        if not self._is_open:
+            raise ssl.SSLError(1, "the server does not speak TLS: a control URL without TLS begins with nats://")
+
+
+class NatsClient(Client):  # type: ignore[misc]
+    """The library's client, with three faults fixed."""
+
+    _transport: Any
+
+    async def _connect_to_server(self, server: Any) -> None:
+        """Closes the socket of a failed attempt, which the library leaves open."""
+        if self._transport:
+            self._transport.abort()
+        self._transport = _Transport(needs_tls=self.options.get("tls") is not None)
+        await super()._connect_to_server(server)
+
+    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
+        """Send a ping after everything that is pending. The library's own ping overtakes pending data, so the answer to
+        a flush would not prove that the server has seen that data, e.g. a subscription."""
+        if self._pending:
+            self._transport.writelines(self._pending)
+            self._pending.clear()
+            self._pending_data_size = 0
+        await super()._send_ping(future)
+
+
+async def leave(client: Any) -> None:
+    """Close a client, whatever state it is in, together with its socket.
+
+    Its own ``close`` may raise anything while it reconnects with pending data, leaves the socket of a cancelled attempt
+    open, and does not wait for the server's side of a TLS session.
+    """
+    await _ended(client.close())
+    if client._transport:
+        client._transport.abort()
+        # The event loop closes the socket in its next turn.
+        await asyncio.sleep(0)
+
+
+async def _ended(closing: Coroutine[Any, Any, None]) -> None:
+    """Return when ``closing`` has ended, with or without an error, or after a time limit.
+
+    ``closing`` runs in a task of its own: asyncio's streams raise the CancelledError of the abandoned attempt, which
+    would here look as if this task were cancelled.
+    """
+    task = asyncio.ensure_future(closing)
+    try:
+        await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)
+    finally:
+        task.cancel()
+    if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+        _log.debug("closing a connection to the control server failed: %s", one_line(error))
+
+
+def one_line(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    return " ".join(str(error).split()).removeprefix("nats: ") or type(error).__name__

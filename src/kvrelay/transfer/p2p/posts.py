@@ -1,0 +1,82 @@
+"""What the posting end has open: posts, the messages that they are cut into, and the peers that they go to.
+
+Values and marks only; ``initiator`` moves them.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvrelay.transfer.base import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.p2p.pairs import Pair
+from kvrelay.transfer.p2p.room import Reservation
+
+
+@dataclass(eq=False, slots=True)
+class Post:
+    """One call of ``Transport.post``. ``is_over``: completed, or given up (under ``Initiator.post_lock``).
+
+    ``is_refused``: all its errors are refusals of the peer, and the connection is good.
+    """
+
+    handle: int
+    op: TransferOp
+    worker_id: str
+    notify: bytes | None
+    grant: GrantRef | None
+    num_parts: int = 0
+    num_left: int = 0
+    error: str | None = None
+    is_refused: bool = True
+    is_over: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class State(enum.Enum):
+    """Of a message."""
+
+    WAITING = "waiting"
+    """For a communicator, the window, or room of our own."""
+    OFFERED = "offered"
+    ACCEPTED = "accepted"
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """One message of a post. ``is_busy``: a task of it is queued or runs. ``is_kept`` (GET): the bytes are copied."""
+
+    number: int
+    post: Post
+    peer: PostPeer
+    plan: TransferPlan
+    num_bytes: int
+    state: State = State.WAITING
+    pair: Pair | None = None
+    reservation: Reservation | None = None
+    is_busy: bool = False
+    is_kept: bool = False
+    is_landed: bool = False
+    error: str | None = None
+    is_refused: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class PostPeer:
+    """A worker that we post to. ``connecting``: the communicator that it was asked for. ``retry_s``: when to ask
+    again."""
+
+    max_message_bytes: int
+    pair: Pair | None = None
+    connecting: str = ""
+    retry_s: float | None = None
+    waiting: deque[Part] = field(default_factory=deque)
+    num_offered: int = 0
+    is_pumping: bool = False
+
+
+def rides(post: Post) -> bytes | None:
+    """The notification, if the post's only message carries it."""
+    return post.notify if post.num_parts == 1 and post.op is TransferOp.WRITE else None
