@@ -67,6 +67,7 @@ async def test_kv_that_finds_no_room_at_all_is_computed_again_by_the_decode_work
             client.send(f"r{number}", prompt(900, number))
             assert await client.answer(f"r{number}") == expected(prompt(900, number), 8)
         assert counters(decode).num_lost >= 3
+        assert decode.worker._decode.stats.num_recomputed == 3
         await shared.until(lambda: prefill.worker._prefill.stats.num_failed == 3)
         assert prefill.worker._prefill.stats.num_prefills == 0
         assert counters(decode).num_failed == 0, "the communicator is good: only the KV was lost"

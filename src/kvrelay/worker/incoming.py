@@ -231,7 +231,12 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
     def _compute_here(self, action: de.ComputeHere) -> None:
         _log.info("hand-off %s of request %s ended: %s", action.handoff_id, action.request_id, action.reason)
-        self._engine.post(lambda core: core.compute_handoff_here(action.handoff_id))
+
+        def compute_here(core: Engine) -> None:
+            self._stats.num_recomputed += 1
+            core.compute_handoff_here(action.handoff_id)
+
+        self._engine.post(compute_here)
 
     def _send_grant(self, action: de.SendGrant) -> None:
         message = action.message

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from kvrelay.bench.chaos.counts import WorkerCounts, counts_of, sum_counts
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
@@ -76,7 +77,7 @@ class ClusterUnderTest:
         self._extras: list[Child] = []
         self._joined_pids: set[int] = set()
         """Processes that were seen working."""
-        self._num_prefills: dict[str, int] = {}
+        self._counts: dict[str, WorkerCounts] = {}
 
     async def __aenter__(self) -> ClusterUnderTest:
         shape = [f"--{role}={count}" for role, count in self.num_workers.items()]
@@ -123,9 +124,9 @@ class ClusterUnderTest:
         ]
 
     @property
-    def num_remote_prefills(self) -> int:
-        """Lower bound of the prompts that were prefilled for another worker; a killed worker counts as last seen."""
-        return sum(self._num_prefills.values())
+    def counts(self) -> WorkerCounts:
+        """Of all workers together; a worker that has ended counts as last seen."""
+        return sum_counts(self._counts.values())
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class ClusterUnderTest:
         members = []
         for status in report["workers"]:
             if "error" not in status:
-                self._num_prefills[status["worker_id"]] = status["prefill"]["num_prefills"]
+                self._counts[status["worker_id"]] = counts_of(status)
                 self._joined_pids.add(status["pid"])
                 members.append(_member(status, extras))
         return members

@@ -98,12 +98,13 @@ class Promise:
 @dataclass(frozen=True, slots=True)
 class ChaosReport:
     """The whole run. ``refused`` requests got 429 or 503 with Retry-After and were sent again. ``reconnected`` ones
-    lost their frontend and were sent again; they also count by their outcome. ``remote_prefills`` is a lower bound,
-    because the last counts of killed workers are unknown. The two pauses are each stream's longest silence, including
-    the wait for the first token: before the faults, and during them."""
+    lost their frontend and were sent again; they also count by their outcome. The workers' own counts, from
+    ``remote_prefills`` to ``losses``, are lower bounds (``WorkerCounts``). The two pauses are each stream's longest
+    silence, including the wait for the first token: before the faults, and during them."""
 
     machine: str
     engine: str
+    transport: str
     duration_s: float
     seed: int
     lease_ttl_s: float
@@ -121,6 +122,11 @@ class ChaosReport:
     refusal_max_s: float
     cancelled: int
     remote_prefills: int
+    recomputes: int
+    spills: int
+    spilled_bytes: int
+    waits_for_room: int
+    losses: int
     leaked_blocks: int
     skipped_faults: int
     undisturbed_pause: Spread | None

@@ -73,12 +73,15 @@ class ChaosOptions:
     tp: int = 1
     pp: int = 1
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    transport: str = "nixl"
+    transfer_flags: tuple[str, ...] = ()
+    """The flags of a worker's data plane, ``transport`` included."""
 
     @property
     def worker_flags(self) -> list[str]:
         """Model and flags of a worker; ``serve`` takes the same."""
         flags = [str(self.model_path), "--engine", self.engine_kind, "--lease-ttl-s", f"{self.lease_ttl_s:g}"]
-        flags += ["--max-local-prefill-length", "64", "--num-blocks", str(NUM_BLOCKS)]
+        flags += ["--max-local-prefill-length", "64", "--num-blocks", str(NUM_BLOCKS), *self.transfer_flags]
         # The deadline must not rescue a lost prefill before its client counts it as hung.
         flags += ["--remote-prefill-timeout-s", f"{4 * SILENCE_LIMIT_S:g}"]
         if self.engine_kind == "mock":
@@ -110,11 +113,12 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         progress("waiting until nothing is in flight")
         leaked, problem = await cluster.until_idle(IDLE_TIMEOUT_S + options.lease_ttl_s)
         problems = [*([problem] if problem else []), *cluster.unclean_exits(), *await cluster.stop()]
-    verdicts = count_verdicts(client.records)
+    verdicts, counts = count_verdicts(client.records), cluster.counts
     faults = summarise_faults(injector.records, client.records, options.lease_ttl_s)
     return ChaosReport(
         machine=describe_machine(),
         engine=options.engine_kind,
+        transport=options.transport,
         duration_s=options.duration_s,
         seed=options.seed,
         lease_ttl_s=options.lease_ttl_s,
@@ -131,7 +135,12 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         refused=client.num_refused,
         refusal_max_s=round(client.refusal_max_s, 4),
         cancelled=client.num_cancelled,
-        remote_prefills=cluster.num_remote_prefills,
+        remote_prefills=counts.remote_prefills,
+        recomputes=counts.recomputes,
+        spills=counts.spills,
+        spilled_bytes=counts.spilled_bytes,
+        waits_for_room=counts.waits_for_room,
+        losses=counts.losses,
         leaked_blocks=leaked,
         skipped_faults=skipped,
         undisturbed_pause=_pauses(calm),

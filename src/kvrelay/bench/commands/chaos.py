@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kvrelay.bench.commands.options import ORDERS
-from kvrelay.cli.options import engine_option, json_option, model_argument
+from kvrelay.cli.options import (
+    SettingsSource,
+    engine_option,
+    field_options,
+    json_option,
+    model_argument,
+    settings_to_flags,
+)
 from kvrelay.cli.processes import run_async
+from kvrelay.config import TransferConfig
+
+UNUSED = ("kv_port", "ucx_tls", "ucx_net_devices", "poll_interval_s")
+"""Settings of the data plane that decide nothing here."""
 
 
 @click.command("chaos")
@@ -39,11 +51,13 @@ from kvrelay.cli.processes import run_async
     type=click.Path(dir_okay=False, path_type=Path),
     help="Keep the cluster's log there; default: none.",
 )
+@field_options(TransferConfig, exclude=UNUSED)
 @json_option
 def bench_chaos(model: str | None, as_json: bool, **given: Any) -> None:
     """Kill, stop, drain and switch workers, kill frontends, kill and stop NATS, let clients leave, all at random, and
     compare every answer.
 
+    Options of the KV data plane, e.g. --transport, are passed to every worker.
     Ends with 1 if any answer was wrong, any request failed or hung, or any block leaked.
 
     Example: kvrelay bench chaos --duration 60 --seed 7 --engine mock
@@ -53,7 +67,12 @@ def bench_chaos(model: str | None, as_json: bool, **given: Any) -> None:
     from kvrelay.bench.report.files import print_result
     from kvrelay.launch.models import resolve_model
 
-    options = ChaosOptions(resolve_model(model), **given)
+    names = {item.name for item in fields(TransferConfig)}
+    source = SettingsSource((TransferConfig,), None, {name: given.pop(name) for name in names & given.keys()})
+    transfer = source.build(TransferConfig)
+    options = ChaosOptions(
+        resolve_model(model), **given, transport=transfer.transport, transfer_flags=tuple(settings_to_flags(transfer))
+    )
     report = run_async(run_chaos(options, lambda text: click.echo(text, err=True)))
     print_result(report, chaos_text(report), as_json)
     if not report.is_clean:
