@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import sys
 import time
@@ -44,7 +45,7 @@ def test_ranks_share_out_the_gpus(tmp_path: Path) -> None:
 # -- the processes ----------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import signal, sys, time
+import os, signal, sys, time
 rank = int(sys.argv[sys.argv.index("--dp-rank") + 1])
 def end(*_):
     sys.exit(0)
@@ -52,6 +53,8 @@ signal.signal(signal.SIGTERM, end if "stubborn" not in sys.argv else signal.SIG_
 print("up", rank, flush=True)
 if "fails" in sys.argv and rank == 1:
     sys.exit(3)
+if "stops" in sys.argv:
+    os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(300)
 """
 
@@ -72,6 +75,11 @@ def group_options(*arguments: str) -> GroupOptions:
 async def test_a_rank_that_fails_ends_the_group(scripted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dp_group, "GROUP_END_S", 0.1)
     assert await run_group(group_options("fails", "stubborn")) == 3
+
+
+async def test_ranks_that_are_stopped_are_ended_at_once(scripted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dp_group, "GROUP_END_S", math.inf)
+    assert await run_group(group_options("fails", "stops")) == 3
 
 
 async def test_a_group_that_is_told_to_leave_ends_in_order(

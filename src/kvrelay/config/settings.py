@@ -75,7 +75,9 @@ class RunnerConfig(Settings):
     tp: int = setting(1, "Tensor-parallel ranks, which share each layer.", low=1, high=64)
     pp: int = setting(1, "Pipeline stages, each with a run of layers.", low=1, high=64)
     rank_timeout_s: float = setting(
-        4.0, "Seconds without progress by one layer after which ranks count as hung.", low=0.2
+        3.0,
+        "Seconds without progress by one layer, or without a sign of life, after which ranks count as hung.",
+        low=0.2,
     )
     yield_while_starting: bool = setting(
         False, "Loading and compiling at lower CPU priority, beside workers that serve; restarts by serve do so."

@@ -1,9 +1,9 @@
 """A data-parallel group on this host: ``kvrelay worker --dp N`` starts a worker process for each rank and watches
 them.
 
-The group lives and ends as one. If a rank ends with an error, the others end by themselves, because they have lost it;
-ranks that have not ended GROUP_END_S later are killed. The exit code is that of the first rank that failed. The ranks
-meet in a private directory, so they step by shared memory.
+The group lives and ends as one. If a rank ends with an error, the others end by themselves, because they have lost it.
+Ranks that have not ended GROUP_END_S later are killed; stopped ones at once, because they cannot end. The exit code is
+that of the first rank that failed. The ranks meet in a private directory, so they step by shared memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from kvrelay.launch.children import Child, kvrelay_command, start_child
 from kvrelay.launch.signals import on_terminate
@@ -84,12 +86,22 @@ async def _watch(ranks: list[Child], stop: asyncio.Event) -> int:
             for child in ranks:
                 if child.exit_code is None:
                     child.process.terminate()
+        if code and all(child.exit_code is not None or _is_stopped(child) for child in ranks):
+            kill_s = 0.0
         if time.monotonic() > kill_s:
             return code if code > 0 else 1
         await asyncio.sleep(POLL_INTERVAL_S)
     codes = [child.exit_code or 0 for child in ranks]
     code = code or next((each for each in codes if each), 0)
     return code if code >= 0 else 1
+
+
+def _is_stopped(child: Child) -> bool:
+    """By SIGSTOP or a debugger."""
+    try:
+        return bool(psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def devices_of_rank(

@@ -44,7 +44,8 @@ def join_group(options: WorkerOptions) -> StepGroup | None:
         )
     place = f"{socket.gethostname()}, pid {os.getpid()}"
     info = RankInfo(group.dp_rank, group.dp, place, _facts(options))
-    return StepGroup(GroupMember.join(address, info, group.dp_lookahead), _end_process)
+    member = GroupMember.join(address, info, group.dp_lookahead, silence_s=options.runner.rank_timeout_s)
+    return StepGroup(member, _end_process)
 
 
 def together(options: WorkerOptions, executor: Executor) -> StepsTogether | None:

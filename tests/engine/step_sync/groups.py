@@ -59,13 +59,17 @@ class Heard:
 
 
 def join_all(
-    address: GroupAddress, infos: list[RankInfo], lookahead: int = 24, timeout_s: float = 60.0
+    address: GroupAddress,
+    infos: list[RankInfo],
+    lookahead: int = 24,
+    timeout_s: float = 60.0,
+    silence_s: float = 60.0,
 ) -> list[GroupMember | Exception]:
     """Each rank's member, or what its join has raised."""
 
     def join(info: RankInfo) -> GroupMember | Exception:
         try:
-            return GroupMember.join(address, info, lookahead, timeout_s)
+            return GroupMember.join(address, info, lookahead, timeout_s, silence_s)
         except KvrelayError as exc:
             return exc
 
@@ -74,9 +78,11 @@ def join_all(
 
 
 @contextmanager
-def formed(carrier: str, directory: Path, num_ranks: int = 2, lookahead: int = 24) -> Iterator[list[GroupMember]]:
+def formed(
+    carrier: str, directory: Path, num_ranks: int = 2, lookahead: int = 24, silence_s: float = 60.0
+) -> Iterator[list[GroupMember]]:
     infos = [RankInfo(rank, num_ranks, f"place {rank}", FACTS) for rank in range(num_ranks)]
-    joined = join_all(address_for(carrier, directory), infos, lookahead)
+    joined = join_all(address_for(carrier, directory), infos, lookahead, silence_s=silence_s)
     members = [member for member in joined if isinstance(member, GroupMember)]
     try:
         assert len(members) == num_ranks, joined

@@ -6,13 +6,17 @@ import os
 import random
 import socket
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from tests.engine.step_sync.groups import CARRIERS, FACTS, Heard, address_for, formed, join_all
+from tests.patience import until
 
+from kvrelay.engine.step_sync import member as member_module
 from kvrelay.engine.step_sync import server as server_module
 from kvrelay.engine.step_sync.addresses import GroupAddress
+from kvrelay.engine.step_sync.beats import SilenceDetector
 from kvrelay.engine.step_sync.member import GroupMember
 from kvrelay.engine.step_sync.messages import AllLeft, Ended, FrameReader, FromRank, RankInfo, RegPart, encode
 from kvrelay.engine.step_sync.protocol import StartStep, StepsUntil
@@ -102,6 +106,56 @@ def test_a_failed_coordinator_ends_the_group(carrier: str, tmp_path: Path, monke
         members[1].leave()
         for each in heard:
             assert "the coordinator of the data-parallel group failed" in each.wait_for_kind(Ended).reason
+
+
+@each_carrier
+def test_a_rank_that_hangs_ends_the_group(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with formed(carrier, tmp_path, num_ranks=3) as members:
+        server = members[0]._server
+        assert server is not None
+        (hung,) = [server._connections[part] for part, info in server._roster._parts.items() if info.rank == 2]
+        monkeypatch.setattr(SilenceDetector, "tick", lambda detector: detector is hung.silence)
+        heard = [Heard(member) for member in members]
+        for member in members:
+            member.ready()
+        # The rank that hangs hears it as well, if it continues.
+        for each in heard:
+            reason = each.wait_for_kind(Ended).reason
+            assert "rank 2 of the data-parallel group (place 2) has sent nothing for 60 s (--rank-timeout-s)" in reason
+
+
+@each_carrier
+def test_a_coordinator_that_hangs_ends_the_group(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with formed(carrier, tmp_path) as members:
+        monkeypatch.setattr(SilenceDetector, "tick", lambda detector: detector is members[1]._silence)
+        heard = [Heard(member) for member in members]
+        for member in members:
+            member.ready()
+        reason = heard[1].wait_for_kind(Ended).reason
+        assert "rank 0 of the data-parallel group, its coordinator, has sent nothing for 60 s" in reason
+
+
+@each_carrier
+def test_an_idle_group_beats(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every rank hears the coordinator again and again, and the coordinator every rank."""
+    for module in (server_module, member_module):
+        monkeypatch.setattr(module, "BEAT_S", 0.01)
+    beats: Counter[SilenceDetector] = Counter()
+    monkeypatch.setattr(SilenceDetector, "heard", lambda detector: beats.update([detector]))
+    monkeypatch.setattr(SilenceDetector, "tick", lambda _: False)
+    with formed(carrier, tmp_path, num_ranks=3) as members:
+        for member in members:
+            Heard(member)
+        for member in members:
+            member.ready()
+        until(lambda: len(beats) == 6 and min(beats.values()) > 20)
+
+
+def test_silence_is_counted_in_ticks():
+    detector = SilenceDetector(2.0)
+    assert [detector.tick() for _ in range(5)] == [False] * 4 + [True]
+    detector.heard()
+    assert not detector.tick()
 
 
 # -- groups that do not come about ------------------------------------------------------------------------------------

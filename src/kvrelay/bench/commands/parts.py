@@ -229,8 +229,12 @@ def bench_transfer(
 @click.option("--wakes", default=500, type=click.IntRange(1), help="Wake-ups measured with each carrier.")
 @click.option("--pause-ms", default=10.0, type=click.FloatRange(0.0), help="Sleep before each wake-up.")
 @click.option("--load-seed", default=0, type=int, help="Seed of the arrivals and delays.")
-@click.option("--group", "group_size", type=click.IntRange(2, 8), help="Measure a real group of this size instead.")
+@click.option(
+    "--group", "group_size", type=click.IntRange(2, 8), help="Measure a real group of this size instead; default: none."
+)
 @click.option("--requests", default=200, type=click.IntRange(1), help="Of each pattern, with --group.")
+@click.option("--faults", is_flag=True, help="With --group: kill and stop its processes; how soon it has ended.")
+@click.option("--rank-timeout-s", default=3.0, type=click.FloatRange(0.2), help="Of the group, with --faults.")
 @click.option("--idle", "idle_s", default=10.0, type=click.FloatRange(0.1), help="Seconds of idleness, with --group.")
 @json_option
 def bench_dp(as_json: bool, **given: Any) -> None:
@@ -242,11 +246,15 @@ def bench_dp(as_json: bool, **given: Any) -> None:
     \b
     Example: kvrelay bench dp --ranks 2,8,64
              kvrelay bench dp --group 2
+             kvrelay bench dp --group 2 --faults
     """
     from kvrelay.bench.parts.dp import dp_text, run_dp_benchmark
     from kvrelay.bench.parts.dp_simulation import Load
     from kvrelay.bench.report.files import print_result
 
+    if given["faults"] and given["group_size"]:
+        _print_group_faults(given["group_size"], given["rank_timeout_s"], as_json)
+        return
     if given["group_size"]:
         _print_group(given["group_size"], given["requests"], given["idle_s"], as_json)
         return
@@ -280,6 +288,15 @@ def _print_group(size: int, num_requests: int, idle_s: float, as_json: bool) -> 
     print_result(report, group_text(report), as_json)
     if any(row.num_right < row.num_requests for row in report.rows):
         sys.exit(1)
+
+
+def _print_group_faults(size: int, rank_timeout_s: float, as_json: bool) -> None:
+    from kvrelay.bench.parts.dp_faults import faults_text, run_fault_benchmark
+    from kvrelay.bench.report.files import print_result
+    from kvrelay.cli.processes import run_async
+
+    report = run_async(run_fault_benchmark(size, rank_timeout_s))
+    print_result(report, faults_text(report), as_json)
 
 
 def _print_peers(as_json: bool) -> None:

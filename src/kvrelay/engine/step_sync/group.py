@@ -16,7 +16,7 @@ from kvrelay.engine.step_sync.messages import AllLeft, AllReady, Ended
 from kvrelay.engine.step_sync.protocol import Participant, Round, StepsUntil
 from kvrelay.errors import EngineDeadError, KvrelayError, PeerLostError
 
-BLAME_WAIT_S = 3.0
+BLAME_WAIT_S = 0.5
 """How long to wait, after a failed collective, for the message that another rank has ended, which is then the
 reason."""
 

@@ -8,6 +8,7 @@ the connection: if a process ends, the kernel closes it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import socket
@@ -16,9 +17,11 @@ import time
 from collections.abc import Callable
 
 from kvrelay.engine.step_sync.addresses import GroupAddress
+from kvrelay.engine.step_sync.beats import BEAT_S, DEFAULT_SILENCE_S, SilenceDetector, silent
 from kvrelay.engine.step_sync.messages import (
     AllLeft,
     AllReady,
+    Beat,
     Ended,
     Failed,
     Formed,
@@ -43,16 +46,21 @@ _log = logging.getLogger(__name__)
 GATHER_TIMEOUT_S = 60.0
 HELLO_TIMEOUT_S = 5.0
 MAX_FDS = 128
+COORDINATOR = "rank 0 of the data-parallel group, its coordinator"
 
 Notice = AllReady | StepsUntil | AllLeft | Ended
 """The messages to a rank once the group is formed."""
 
 
 class GroupMember:
-    """See ``join``. All methods except ``close`` are called by one thread at a time."""
+    """See ``join``. All methods except ``close`` are called by one thread at a time; it sends heartbeats itself."""
 
-    def __init__(self, connection: socket.socket, server: GroupServer | None) -> None:
+    def __init__(self, connection: socket.socket, server: GroupServer | None, silence_s: float) -> None:
         self._socket = connection
+        self._sending = threading.Lock()
+        self._silence_s = silence_s
+        self._next_beat_s = math.inf
+        self._silence = SilenceDetector(silence_s)
         self._server = server
         self._reader = FrameReader(FromCoordinator)
         self._fds: list[int] = []
@@ -72,14 +80,16 @@ class GroupMember:
         info: RankInfo,
         lookahead: int = DEFAULT_LOOKAHEAD,
         timeout_s: float = GATHER_TIMEOUT_S,
+        silence_s: float = DEFAULT_SILENCE_S,
     ) -> GroupMember:
-        """Register, and wait until all ranks have. Rank 0 runs the coordinator.
+        """Register, and wait until all ranks have. Rank 0 runs the coordinator. ``silence_s``: how long a rank or the
+        coordinator may send nothing after all are loaded, before it counts as hung.
 
         Raises AddressInUseError (rank 0), ConfigError if the group is refused, FatalError if it is not formed.
         """
-        server = GroupServer(address, info.size, lookahead, timeout_s) if info.rank == 0 else None
+        server = GroupServer(address, info.size, lookahead, timeout_s, silence_s) if info.rank == 0 else None
         try:
-            member = cls(address.connect(timeout_s), server)
+            member = cls(address.connect(timeout_s), server, silence_s)
         except FatalError:
             if server is not None:
                 server.close()
@@ -188,7 +198,8 @@ class GroupMember:
 
     def _send(self, message: FromRank) -> None:
         try:
-            self._socket.sendall(encode(message))
+            with self._sending:
+                self._socket.sendall(encode(message))
         except OSError as exc:
             # The listener notices the end of the connection and reports it.
             _log.debug("the coordinator does not take %s: %s", message, exc)
@@ -200,7 +211,7 @@ class GroupMember:
         while True:
             if self._hand_on(deliver):
                 return
-            events = {fd for fd, _ in poller.poll()}
+            events = {fd for fd, _ in poller.poll(self._wait_ms())}
             if self._stop in events:
                 return
             if self._shared is not None and self._shared.bell in events:
@@ -211,13 +222,30 @@ class GroupMember:
                 except (OSError, ProtocolError) as exc:
                     is_there = False
                     _log.error("the connection to the coordinator has failed: %s", exc)
+                self._silence.heard()
                 if not is_there:
-                    self._waiting.append(Ended("rank 0 of the data-parallel group, its coordinator, has ended"))
+                    self._waiting.append(Ended(f"{COORDINATOR}, has ended"))
+            # After reading: what has arrived while this process was stopped counts.
+            if time.monotonic() >= self._next_beat_s:
+                self._beat()
+
+    def _wait_ms(self) -> float | None:
+        """Until the next heartbeat; None: they have not begun."""
+        wait_s = self._next_beat_s - time.monotonic()
+        return None if wait_s == math.inf else max(0.0, wait_s) * 1000
+
+    def _beat(self) -> None:
+        self._next_beat_s = time.monotonic() + BEAT_S
+        self._send(Beat())
+        if self._silence.tick():
+            self._waiting.append(Ended(f"{COORDINATOR}, {silent(self._silence_s)}"))
 
     def _hand_on(self, deliver: Callable[[Notice], None]) -> bool:
         """Deliver the received messages. True after the last one."""
         while self._waiting:
             message = self._waiting.pop(0)
+            if isinstance(message, AllReady):
+                self._next_beat_s = time.monotonic()
             if isinstance(message, AllLeft) and self._shared is not None:
                 deliver(StepsUntil(self._shared.step))
             if isinstance(message, Notice):

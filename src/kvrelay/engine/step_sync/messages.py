@@ -5,6 +5,7 @@
                             Ready       this rank is loaded, and can step
                             Failed      this rank's engine has failed, for this reason
                             Leave       this rank has no requests left and gets none
+                            Beat        this rank lives; see ``beats``
     coordinator -> ranks    Hello       the port belongs to a coordinator
                             Formed      all ranks are there and agree
                             Refused     the group cannot be formed, for this reason
@@ -12,6 +13,7 @@
                             StepsUntil  see ``protocol``
                             AllLeft     every rank has said Leave: run the remaining steps, then end
                             Ended       a rank is gone: the group ends, for this reason
+                            Beat        the coordinator lives
 
 A frame is the length of the rest (4 bytes, little-endian), the version (1 byte), and the message in msgpack.
 """
@@ -57,6 +59,10 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
 class Hello(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -85,8 +91,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromRank = RegPart | Ready | StartStep | Failed | Leave
-FromCoordinator = Hello | Formed | Refused | AllReady | StepsUntil | AllLeft | Ended
+FromRank = RegPart | Ready | StartStep | Failed | Leave | Beat
+FromCoordinator = Hello | Formed | Refused | AllReady | StepsUntil | AllLeft | Ended | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 

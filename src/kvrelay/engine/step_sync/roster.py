@@ -50,6 +50,11 @@ class Roster:
     def is_gathering(self) -> bool:
         return self.state is RosterState.GATHERING
 
+    @property
+    def is_running(self) -> bool:
+        """Whether all ranks are loaded, and none has been lost: from then on a silent rank hangs."""
+        return self.state is RosterState.FORMED and len(self._ready) == self._size
+
     def has(self, part: Part) -> bool:
         return part in self._parts
 

@@ -16,7 +16,9 @@ import time
 import uuid
 
 from kvrelay.engine.step_sync.addresses import GroupAddress
+from kvrelay.engine.step_sync.beats import BEAT_S, SilenceDetector, silent
 from kvrelay.engine.step_sync.messages import (
+    Beat,
     Ended,
     Failed,
     Formed,
@@ -43,24 +45,29 @@ BACKLOG = 256
 
 
 class _Connection:
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, silence_s: float) -> None:
         connection.settimeout(SEND_TIMEOUT_S)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.reader = FrameReader(FromRank)
+        self.silence = SilenceDetector(silence_s)
 
 
 class GroupServer:
     """Runs from construction to ``close``. Raises AddressInUseError."""
 
-    def __init__(self, address: GroupAddress, size: int, lookahead: int, gather_timeout_s: float) -> None:
+    def __init__(
+        self, address: GroupAddress, size: int, lookahead: int, gather_timeout_s: float, silence_s: float
+    ) -> None:
         self._roster = Roster(size, f"dp-{uuid.uuid4().hex[:8]}")
         self._coordinator = Coordinator(lookahead)
         self._size = size
         self._shares_memory = address.is_shared_memory
         self._gather_timeout_s = gather_timeout_s
         self._deadline_s = time.monotonic() + gather_timeout_s
+        self._silence_s = silence_s
+        self._next_beat_s = 0.0
         self._listener = address.listen(BACKLOG)
         self._connections: dict[Part, _Connection] = {}
         self._lost: list[tuple[Part, str]] = []
@@ -92,15 +99,14 @@ class GroupServer:
         poller.register(self._listener, select.POLLIN)
         poller.register(self._stop, select.POLLIN)
         while True:
-            wait_s = self._deadline_s - time.monotonic() if self._roster.is_gathering else None
+            wait_s = self._wait_s()
             if wait_s is not None and wait_s <= 0:
-                self._tell_all(self._roster.overdue(self._gather_timeout_s))
-                continue
-            for fd, _ in poller.poll(None if wait_s is None else wait_s * 1000 + 1):
+                self._time_is_up()
+            for fd, _ in poller.poll(None if wait_s is None else max(0.0, wait_s) * 1000 + 1):
                 if fd == self._stop:
                     return
                 if fd == self._listener.fileno():
-                    accepted = _Connection(self._listener.accept()[0])
+                    accepted = _Connection(self._listener.accept()[0], self._silence_s)
                     self._connections[accepted.socket.fileno()] = accepted
                     poller.register(accepted.socket, select.POLLIN)
                     self._send(accepted.socket.fileno(), Hello())
@@ -110,6 +116,23 @@ class GroupServer:
                     self._read(fd)
             self._bury(poller)
 
+    def _wait_s(self) -> float | None:
+        """Seconds until something is due; None: nothing is."""
+        if self._roster.is_gathering:
+            return self._deadline_s - time.monotonic()
+        return self._next_beat_s - time.monotonic() if self._roster.is_running else None
+
+    def _time_is_up(self) -> None:
+        if self._roster.is_gathering:
+            self._tell_all(self._roster.overdue(self._gather_timeout_s))
+            return
+        self._next_beat_s = time.monotonic() + BEAT_S
+        self._tell_all(Beat())
+        hung = [part for part, each in self._connections.items() if self._roster.has(part) and each.silence.tick()]
+        for part in hung:
+            # Its connection stays, so that it hears the reason if it continues.
+            self._tell_all(self._end(part, silent(self._silence_s)))
+
     def _read(self, part: Part) -> None:
         connection = self._connections[part]
         try:
@@ -117,6 +140,7 @@ class GroupServer:
             if not data:
                 self._lost.append((part, "has ended"))
                 return
+            connection.silence.heard()
             for message in connection.reader.feed(data):
                 self._take(part, message)
         except (OSError, ProtocolError) as exc:
@@ -136,6 +160,8 @@ class GroupServer:
                 self._tell_all(self._roster.lost(part, f"has failed: {reason}"))
             case Leave() if self._roster.has(part):
                 self._tell_all(self._roster.left(part))
+            case Beat():
+                pass
             case _:
                 raise ProtocolError(f"{type(message).__name__} comes before RegPart")
 
@@ -148,10 +174,14 @@ class GroupServer:
                 continue
             poller.unregister(connection.socket)
             connection.socket.close()
-            ended = self._roster.lost(part, how)
-            if ended is not None:
-                _log.error("the data-parallel group ends: %s", ended.reason)
-                self._tell_all(ended)
+            self._tell_all(self._end(part, how))
+
+    def _end(self, part: Part, how: str) -> Ended | None:
+        """The group ends because of this rank, unless it is over already."""
+        ended = self._roster.lost(part, how)
+        if ended is not None:
+            _log.error("the data-parallel group ends: %s", ended.reason)
+        return ended
 
     def _tell_all(self, message: FromCoordinator | None) -> None:
         if isinstance(message, Formed) and self._shares_memory:

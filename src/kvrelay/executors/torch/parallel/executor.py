@@ -62,7 +62,7 @@ from kvrelay.executors.torch.parallel.rank import ParallelRank, check_sizes
 
 _log = logging.getLogger(__name__)
 
-LOOKS_PER_TIMEOUT = 8
+LOOKS_PER_TIMEOUT = 12
 BLAME_WAIT_S = 0.5
 """How long to wait, after a first failure, for the reasons of other ranks: the first one heard may be a consequence."""
 PING_INTERVAL_S = 0.4
