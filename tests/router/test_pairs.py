@@ -24,7 +24,7 @@ PROMPT = tuple(range(100, 100 + 640))
 
 def candidates(overlaps: list[float], pending: list[float], context: list[float]) -> Candidates:
     zeros = np.zeros(len(overlaps))
-    load = LoadColumns(np.array(pending), np.array(context), zeros, zeros, zeros)
+    load = LoadColumns(np.array(pending), np.array(context), zeros, zeros, zeros, zeros)
     return Candidates(640, BLOCK, np.array(overlaps), load)
 
 

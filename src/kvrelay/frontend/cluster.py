@@ -128,6 +128,10 @@ class Cluster:
     def count_workers(self) -> dict[str, int]:
         return {name: len(model.worker_ids) for name, model in self._models.items()}
 
+    def count_fallbacks(self) -> dict[str, int]:
+        """Per model, the requests that were placed without the workers' costs."""
+        return {name: model.router.num_fallbacks for name, model in self._models.items()}
+
     def loads(self) -> list[tuple[str, LoadMetrics]]:
         """The last sample of its load of each connected worker that takes requests, with its model's name."""
         return [

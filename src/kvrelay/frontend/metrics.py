@@ -63,6 +63,7 @@ class FrontendMetrics(Collector):
         self.num_output_tokens = 0
         self.num_disconnects = 0
         self._workers: Callable[[], Mapping[str, int]] = dict
+        self._fallbacks: Callable[[], Mapping[str, int]] = dict
         self._loads: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -75,6 +76,10 @@ class FrontendMetrics(Collector):
     def watch_loads(self, loads: Callable[[], Sequence[tuple[str, LoadMetrics]]]) -> None:
         """Where the workers' last samples come from, each with its model's name."""
         self._loads = loads
+
+    def watch_fallbacks(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
+        """Source of the number of requests per model that were placed without the workers' costs."""
+        self._fallbacks = count_by_model
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
@@ -117,6 +122,9 @@ class FrontendMetrics(Collector):
         yield requests
         yield _by_model("kvrelay_migrations", "Requests continued on another worker.", self.migrations)
         yield _by_model("kvrelay_refusals", "Requests that a worker refused.", self.refusals)
+        yield _by_model(
+            "kvrelay_routing_fallbacks", "Requests placed by weights: no worker's costs were known.", self._fallbacks()
+        )
         workers = GaugeMetricFamily("kvrelay_workers", "Connected workers that take requests.", labels=("model",))
         for model, count in self._workers().items():
             workers.add_metric((model,), count)

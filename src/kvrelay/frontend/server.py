@@ -45,6 +45,7 @@ class Frontend:
         self.cluster = Cluster(control, keys, connect, build_router, disagg=disagg)
         self.metrics.watch_workers(self.cluster.count_workers)
         self.metrics.watch_loads(self.cluster.loads)
+        self.metrics.watch_fallbacks(self.cluster.count_fallbacks)
         self._config = config
         self._background = AsyncExitStack()
         self._app = FrontendApp(config, self.cluster, self.metrics)

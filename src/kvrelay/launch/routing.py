@@ -46,7 +46,7 @@ async def _ask(url: str, method: str, path: str, api_key: str | None, body: obje
 
 def decision_table(answer: dict[str, Any]) -> None:
     """Print a decision as a table of all candidates, with the chosen one marked. Overlap with the prompt, pending
-    prefill and context in flight are in tokens."""
+    prefill and context in flight are in tokens. By seconds the score is minus the sum of the three times."""
     decision = answer["decision"]
     console = Console()
     console.print(
@@ -57,13 +57,16 @@ def decision_table(answer: dict[str, Any]) -> None:
     )
     table = Table()
     table.add_column("worker", no_wrap=True)
-    for column in ("score", "overlap", "pending", "context", "waiting", "KV used"):
+    by_seconds = any(candidate["first_token_s"] is not None for candidate in decision["candidates"])
+    times = ("first token", "lost prefix", "decode") if by_seconds else ()
+    for column in ("score", *times, "overlap", "pending", "context", "waiting", "KV used"):
         table.add_column(column, justify="right")
     for candidate in decision["candidates"]:
         chosen = candidate["worker_id"] == decision["worker_id"]
         table.add_row(
             candidate["worker_id"] + (" *" if chosen else ""),
             f"{candidate['score']:,.4g}" if abs(candidate["score"]) < 1000 else f"{candidate['score']:,.0f}",
+            *(f"{candidate[name]:.4f} s" for name in ("first_token_s", "lost_prefix_s", "decode_s") if by_seconds),
             f"{candidate['overlap_blocks'] * answer['block_size']:,}",
             f"{candidate['prefill_tokens']:,}",
             f"{candidate['decode_tokens']:,}",
@@ -77,7 +80,7 @@ def decision_table(answer: dict[str, Any]) -> None:
 
 
 def _pair_table(pair: dict[str, Any], console: Console) -> None:
-    """The pair of a prefill-first request and the cheapest others, in tokens of prefill."""
+    """The pair of a prefill-first request and the cheapest others, in seconds or in tokens of prefill."""
     decode, prefill = pair["decode"]["worker_id"], pair["prefill"]
     if prefill is None:
         console.print(f"prefill-first: {decode} prefills itself ({pair['place']})", highlight=False, soft_wrap=True)
@@ -90,17 +93,18 @@ def _pair_table(pair: dict[str, Any], console: Console) -> None:
     )
     if not pair["candidates"]:
         return
+    digits = 4 if pair["unit"] == "s" else 0
     table = Table()
     for column in ("prefill worker", "decode worker"):
         table.add_column(column, no_wrap=True)
-    for column in ("cost", "prefill", "decode", "transfer"):
+    for column in (f"cost, {pair['unit']}", "prefill", "decode", "transfer"):
         table.add_column(column, justify="right")
     for candidate in pair["candidates"]:
         chosen = (candidate["prefill_worker_id"], candidate["decode_worker_id"]) == (prefill["worker_id"], decode)
         table.add_row(
             candidate["prefill_worker_id"] + (" *" if chosen else ""),
             candidate["decode_worker_id"],
-            *(f"{candidate[name]:,.0f}" for name in ("cost", "prefill_cost", "decode_cost", "transfer_cost")),
+            *(f"{candidate[name]:,.{digits}f}" for name in ("cost", "prefill_cost", "decode_cost", "transfer_cost")),
             style="bold" if chosen else "",
         )
     console.print(table)

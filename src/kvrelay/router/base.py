@@ -25,7 +25,10 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 
 
 class CandidateScore(msgspec.Struct, frozen=True):
-    """One worker's numbers in a decision, for ``--explain`` and logs."""
+    """One worker's numbers in a decision, for ``--explain`` and logs.
+
+    The times are the terms of the cost in seconds (``seconds.py``); None if the decision was not made by seconds.
+    """
 
     worker_id: str
     score: float
@@ -34,6 +37,9 @@ class CandidateScore(msgspec.Struct, frozen=True):
     num_waiting: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    first_token_s: float | None = None
+    lost_prefix_s: float | None = None
+    decode_s: float | None = None
 
 
 class RoutingDecision(msgspec.Struct, frozen=True):

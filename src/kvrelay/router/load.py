@@ -60,8 +60,9 @@ class LoadColumns:
     """One entry a worker, in row order. Counts are floats too (exact up to 2^53), so that formulas need no conversion.
 
     ``prefill_tokens``: placed by this router and not yet prefilled; ``context_tokens``: the module's effective load;
-    ``recent_share``: tokens placed by this router in the last minutes, over those of the worker that got the most
-    (0 to 1); ``cache_usage`` (share of the KV pool, 0 to 1) and ``num_waiting`` as published, 0 without a fresh sample.
+    ``num_requests``: at the worker, effective in the same way; ``recent_share``: tokens placed by this router in the
+    last minutes, over those of the worker that got the most (0 to 1); ``cache_usage`` (share of the KV pool, 0 to 1)
+    and ``num_waiting`` as published, 0 without a fresh sample.
     """
 
     prefill_tokens: FloatColumn
@@ -69,15 +70,17 @@ class LoadColumns:
     recent_share: FloatColumn
     cache_usage: FloatColumn
     num_waiting: FloatColumn
+    num_requests: FloatColumn
 
 
 class _Bookkeeping(NamedTuple):
-    """Columns that decisions do not read. ``others_context``: the part of ``context_tokens`` that other frontends have
-    placed; ``num_requests``: placed and not finished; ``recent``: the numerator of ``recent_share``; ``heard_at``:
-    when the last sample arrived."""
+    """Columns that decisions do not read. ``others_context`` and ``others_requests``: the parts of ``context_tokens``
+    and ``num_requests`` that other frontends have placed; ``num_placed``: placed here and not finished; ``recent``: the
+    numerator of ``recent_share``; ``heard_at``: when the last sample arrived."""
 
     others_context: FloatColumn
-    num_requests: FloatColumn
+    others_requests: FloatColumn
+    num_placed: FloatColumn
     recent: FloatColumn
     heard_at: FloatColumn
 
@@ -122,7 +125,7 @@ class LoadTable:
     def num_pending(self) -> int:
         """Requests that wait on any worker: as placed by this router or as published, whichever is more."""
         waiting = self.columns().num_waiting
-        return int(np.maximum(self._kept.num_requests, waiting).sum())
+        return int(np.maximum(self._kept.num_placed, waiting).sum())
 
     def row(self, worker_id: str) -> int | None:
         return self._row.get(worker_id)
@@ -183,14 +186,15 @@ class LoadTable:
             return self._parked.get(worker_id, OwnLoad())
         shown, kept = self._shown, self._kept
         context = int(shown.context_tokens[at] - kept.others_context[at])
-        return OwnLoad(int(shown.prefill_tokens[at]), context, int(kept.num_requests[at]))
+        return OwnLoad(int(shown.prefill_tokens[at]), context, int(kept.num_placed[at]))
 
     def _shift(self, worker_id: str, prefill: int, context: int, requests: int) -> None:
         at = self._row.get(worker_id)
         if at is not None:
             self._shown.prefill_tokens[at] += prefill
             self._shown.context_tokens[at] += context
-            self._kept.num_requests[at] += requests
+            self._shown.num_requests[at] += requests
+            self._kept.num_placed[at] += requests
             return
         parked = self._parked.get(worker_id, OwnLoad()).shifted(prefill, context, requests)
         if parked.num_requests > 0:
@@ -234,6 +238,9 @@ class LoadTable:
         shown.cache_usage[at] = metrics.gpu_cache_usage_perc
         shown.num_waiting[at] = metrics.num_requests_waiting
         kept.others_context[at] = shown.context_tokens[at] - own
+        published = metrics.request_active_slots + metrics.num_requests_waiting
+        kept.others_requests[at] = max(published - kept.num_placed[at], 0.0)
+        shown.num_requests[at] = kept.num_placed[at] + kept.others_requests[at]
         kept.heard_at[at] = now
         self._fresh_until_s = min(self._fresh_until_s, now + self._stale_after_s)
         return True
@@ -246,6 +253,8 @@ class LoadTable:
         shown.num_waiting[stale] = 0.0
         shown.context_tokens[stale] -= kept.others_context[stale]
         kept.others_context[stale] = 0.0
+        shown.num_requests[stale] -= kept.others_requests[stale]
+        kept.others_requests[stale] = 0.0
         self._fresh_until_s = float(kept.heard_at[~stale].min(initial=math.inf)) + self._stale_after_s
 
     # -- columns, in row order ----------------------------------------------------------------------------------------
@@ -260,6 +269,6 @@ class LoadTable:
     def __repr__(self) -> str:
         context = self._shown.context_tokens.sum() - self._kept.others_context.sum()
         return (
-            f"LoadTable(workers={len(self._ids)}, requests={self._kept.num_requests.sum():.0f}, "
+            f"LoadTable(workers={len(self._ids)}, requests={self._kept.num_placed.sum():.0f}, "
             f"prefill_tokens={self._shown.prefill_tokens.sum():.0f}, context_tokens={context:.0f})"
         )

@@ -1,6 +1,14 @@
 """The choice of a pair (P, D) for prefill-first: a pure function of both halves' numbers; the lowest cost wins.
 
-    cost(P, D) = prefill(P) + decode(D) + transfer(P, D)                                  all in tokens of prefill
+    cost(P, D) = prefill(P) + decode(D) + transfer(P, D)
+
+In seconds, if the costs of both halves are known, with the terms of ``seconds.py``:
+
+    prefill(P)     first token + lost prefix at P
+    decode(D)      HARM * decode at D + prefill_token at D * what the prompt needs beyond D's free blocks
+    transfer(P, D) prefill_token at P * (prompt - overlap at D) * 0.02 within a host, * 0.1 between hosts
+
+By weights, in tokens of prefill:
 
     prefill(P)     0.7 * pending + (prompt - overlap at P) * (1 + 0.02 * recent)         as the kv policy has it
     decode(D)      decode_weight * context in flight + what the prompt needs beyond D's free blocks
@@ -18,6 +26,7 @@ import numpy.typing as npt
 
 from kvrelay.router.load import FloatColumn
 from kvrelay.router.policies import BALANCE_WEIGHT, PENDING_WEIGHT, Candidates
+from kvrelay.router.seconds import decode_seconds, own_tokens, prefill_seconds
 
 SAME_HOST_WEIGHT = 0.02
 OTHER_HOST_WEIGHT = 0.1
@@ -47,7 +56,8 @@ def pair_costs(
     can_exchange: BoolMatrix,
     decode_weight: float,
 ) -> PairCosts:
-    """``free_tokens`` [D]: room in each KV pool of the decode side; ``is_same_host`` and ``can_exchange`` [P, D]."""
+    """By weights. ``free_tokens`` [D]: room in each KV pool of the decode side; ``is_same_host`` and ``can_exchange``
+    [P, D]."""
     prompt = float(decode.prompt_tokens)
     own = np.maximum(prompt - prefill.block_size * prefill.overlap_blocks, 0.0)
     missing = np.maximum(prompt - decode.block_size * decode.overlap_blocks, 0.0)
@@ -55,5 +65,27 @@ def pair_costs(
     return PairCosts(
         prefill=PENDING_WEIGHT * prefill.load.prefill_tokens + own * (1.0 + BALANCE_WEIGHT * prefill.load.recent_share),
         decode=decode_weight * decode.load.context_tokens + np.maximum(missing - free_tokens, 0.0),
+        transfer=np.where(can_exchange, weight * missing[None, :], np.inf),
+    )
+
+
+def pair_seconds(
+    prefill: Candidates,
+    decode: Candidates,
+    free_tokens: FloatColumn,
+    is_same_host: BoolMatrix,
+    can_exchange: BoolMatrix,
+) -> PairCosts | None:
+    """In seconds, the arguments as above; None unless the costs of both halves are known."""
+    if prefill.costs is None or decode.costs is None:
+        return None
+    own = own_tokens(prefill.prompt_tokens, prefill.block_size * prefill.overlap_blocks)
+    missing = own_tokens(decode.prompt_tokens, decode.block_size * decode.overlap_blocks)
+    weight = np.where(is_same_host, SAME_HOST_WEIGHT, OTHER_HOST_WEIGHT) * prefill.costs.prefill_token_s[:, None]
+    first_token, lost_prefix = prefill_seconds(own, prefill.load, prefill.costs)
+    waiting = decode.costs.prefill_token_s * np.maximum(missing - free_tokens, 0.0)
+    return PairCosts(
+        prefill=first_token + lost_prefix,
+        decode=decode_seconds(decode.prompt_tokens, decode.num_output, decode.load, decode.costs) + waiting,
         transfer=np.where(can_exchange, weight * missing[None, :], np.inf),
     )

@@ -21,13 +21,13 @@ from kvrelay.errors import WorkerUnavailableError
 from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.router.base import RoutingDecision, RoutingRequest
 from kvrelay.router.load import FloatColumn
-from kvrelay.router.pair_cost import PairCosts, pair_costs
+from kvrelay.router.pair_cost import PairCosts, pair_costs, pair_seconds
 from kvrelay.router.policies import pick_best
 from kvrelay.router.router import Router, Survey
 
 
 class PairCandidate(msgspec.Struct, frozen=True):
-    """One pair's numbers in a decision, in tokens of prefill."""
+    """One pair's numbers in a decision, in the unit of the PairDecision."""
 
     prefill_worker_id: str
     decode_worker_id: str
@@ -39,12 +39,13 @@ class PairCandidate(msgspec.Struct, frozen=True):
 
 class PairDecision(msgspec.Struct, frozen=True):
     """``place`` says why there is a prefill worker, or none. ``candidates``: the cheapest pairs first; only for an
-    explanation, and only under a policy with costs."""
+    explanation, and only under a policy with costs. ``unit`` of their costs: ``s``, or ``tokens`` of prefill."""
 
     place: PrefillPlace
     decode: RoutingDecision
     prefill: RoutingDecision | None = None
     candidates: tuple[PairCandidate, ...] = ()
+    unit: str = "tokens"
 
 
 MAX_EXPLAINED = 32
@@ -83,7 +84,8 @@ class PairRouter:
         costs = self._costs(halves, survey)
         if costs is None:
             return decision
-        return msgspec.structs.replace(decision, candidates=_candidates(costs, halves, survey))
+        unit = "s" if self._by_seconds(halves, survey) else "tokens"
+        return msgspec.structs.replace(decision, candidates=_candidates(costs, halves, survey), unit=unit)
 
     def prefilled(self, request_id: str) -> None:
         """The prefill half of a pair has ended, for any reason."""
@@ -128,20 +130,26 @@ class PairRouter:
 
     def _costs(self, halves: Survey, survey: Survey) -> PairCosts | None:
         """None under a policy without costs."""
-        if self.decodes.config.router != "kv":
+        if self.decodes.config.router not in ("kv", "kv-weights"):
             return None
         pairs = [[(p, d) for d in survey.infos] for p in halves.infos]
-        costs = pair_costs(
+        numbers = (
             halves.candidates,
             survey.candidates,
             _free_tokens(survey),
             np.array([[p.host == d.host for p, d in row] for row in pairs], dtype=np.bool_),
             np.array([[_can_exchange(p, d) for p, d in row] for row in pairs], dtype=np.bool_),
-            self.decodes.config.decode_weight,
         )
+        costs = pair_seconds(*numbers) if self._by_seconds(halves, survey) else None
+        if costs is None:
+            costs = pair_costs(*numbers, self.decodes.config.decode_weight)
         costs.prefill[~np.isfinite(halves.scores)] = math.inf
         costs.decode[~np.isfinite(survey.scores)] = math.inf
         return costs
+
+    def _by_seconds(self, halves: Survey, survey: Survey) -> bool:
+        is_known = halves.candidates.costs is not None and survey.candidates.costs is not None
+        return is_known and self.decodes.config.router == "kv"
 
 
 def _plain(decision: RoutingDecision) -> RoutingDecision:

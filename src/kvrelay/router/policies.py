@@ -14,7 +14,9 @@ import msgspec
 import numpy as np
 
 from kvrelay.config import RouterConfig
+from kvrelay.router.costs import CostColumns
 from kvrelay.router.load import FloatColumn, LoadColumns
+from kvrelay.router.seconds import Seconds, decode_seconds, own_tokens, prefill_seconds
 
 # Weights are arrays of no dimension: a Python number would be converted anew in every operation with a column.
 PENDING_WEIGHT = np.asarray(0.7)
@@ -22,12 +24,17 @@ BALANCE_WEIGHT = np.asarray(0.02)
 
 
 class Candidates(msgspec.Struct, frozen=True):
-    """The columns of one decision. ``overlap_blocks`` are leading blocks of this prompt that the worker holds."""
+    """The columns of one decision. ``overlap_blocks`` are leading blocks of this prompt that the worker holds.
+
+    ``costs``: of the workers' steps; None while none are known. ``num_output``: the expected tokens of the answer.
+    """
 
     prompt_tokens: int
     block_size: int
     overlap_blocks: FloatColumn
     load: LoadColumns
+    costs: CostColumns | None = None
+    num_output: float = 0.0
 
     def __len__(self) -> int:
         return len(self.overlap_blocks)
@@ -35,10 +42,11 @@ class Candidates(msgspec.Struct, frozen=True):
 
 class Policy(Protocol):
     """Scores candidates. ``uses_overlap``: the policy needs prefix look-ups. ``anticipates``: a placed prompt counts as
-    held before the worker's events report it."""
+    held before the worker's events report it. ``uses_costs``: the policy compares seconds if costs are known."""
 
     uses_overlap: bool
     anticipates: bool
+    uses_costs: bool
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         """One score per candidate, ``-inf`` for those that must not be chosen. Called once per decision."""
@@ -69,14 +77,15 @@ def pick_softmax(scores: FloatColumn, temperature: float, rng: random.Random) ->
     return min(at, int(np.flatnonzero(finite)[-1]))
 
 
-class KvPolicy:
-    """The default: the work that a worker would have before this request's first token, and while decoding it.
+class KvWeightsPolicy:
+    """The work that a worker would have before this request's first token, and while decoding it.
 
         cost = 0.7 * pending prefill + own * (1 + 0.02 * recent) + decode_weight * context in flight
         own = prompt - overlap_weight * overlap
 
     all in tokens; the score is the negative cost. Pending prefill counts less than own, because waiting delays this
-    request, but computing a prefix twice takes capacity from all; the weights were found by replaying traces.
+    request, but computing a prefix twice takes capacity from all; the weights were found by replaying traces. The
+    policy knows no speeds: a token of context costs the same on every worker.
 
     ``recent`` (0 to 1) is the number of tokens placed on the worker in the last minutes, over that of the worker that
     got the most. It decides near-ties: while load is low, a new prefix goes to the worker that got the least. Otherwise
@@ -89,6 +98,7 @@ class KvPolicy:
 
     uses_overlap = True
     anticipates = True
+    uses_costs = False
 
     def __init__(self, overlap_weight: float, decode_weight: float, temperature: float) -> None:
         self._overlap_weight = overlap_weight
@@ -113,6 +123,26 @@ class KvPolicy:
         return pick_best(scores, rng)
 
 
+class KvPolicy(KvWeightsPolicy):
+    """The default: the lowest cost in seconds (``seconds.py``); by weights while no worker's costs are known."""
+
+    uses_costs = True
+
+    def scores(self, candidates: Candidates) -> FloatColumn:
+        seconds = self.seconds(candidates)
+        return super().scores(candidates) if seconds is None else -seconds.total
+
+    def seconds(self, candidates: Candidates) -> Seconds | None:
+        """The terms of the cost; None if the weights decide."""
+        costs, load = candidates.costs, candidates.load
+        if costs is None:
+            return None
+        overlap = (self._overlap_weight * candidates.block_size) * candidates.overlap_blocks
+        first_token, lost_prefix = prefill_seconds(own_tokens(candidates.prompt_tokens, overlap), load, costs)
+        decode = decode_seconds(candidates.prompt_tokens, candidates.num_output, load, costs)
+        return Seconds(first_token, lost_prefix, decode)
+
+
 class DynamoV0Policy:
     """The formula of NVIDIA Dynamo's first KV-aware router, from published load only:
 
@@ -121,6 +151,7 @@ class DynamoV0Policy:
 
     uses_overlap = True
     anticipates = False
+    uses_costs = False
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         overlap = candidates.overlap_blocks * (candidates.block_size / max(candidates.prompt_tokens, 1))
@@ -137,6 +168,7 @@ class RoundRobinPolicy:
 
     uses_overlap = False
     anticipates = False
+    uses_costs = False
 
     def __init__(self) -> None:
         self._next = 0
@@ -156,6 +188,7 @@ class RandomPolicy:
 
     uses_overlap = False
     anticipates = False
+    uses_costs = False
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         return np.zeros(len(candidates))
@@ -169,6 +202,7 @@ class LeastLoadedPolicy:
 
     uses_overlap = False
     anticipates = False
+    uses_costs = False
 
     def scores(self, candidates: Candidates) -> FloatColumn:
         return -(candidates.load.prefill_tokens + candidates.load.context_tokens)
@@ -190,6 +224,8 @@ def build_policy(config: RouterConfig) -> Policy:
     """The policy that ``config.router`` names."""
     if config.router == "kv":
         return KvPolicy(config.overlap_weight, config.decode_weight, config.temperature)
+    if config.router == "kv-weights":
+        return KvWeightsPolicy(config.overlap_weight, config.decode_weight, config.temperature)
     if config.router == "dynamo-v0":
         return DynamoV0Policy()
     if config.router == "round-robin":

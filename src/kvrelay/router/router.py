@@ -34,16 +34,19 @@ from kvrelay.router.base import (
     RoutingExplanation,
     RoutingRequest,
 )
+from kvrelay.router.costs import WorkerCosts
 from kvrelay.router.indexer import KvIndexer, StreamState
-from kvrelay.router.load import FloatColumn, LoadTable
+from kvrelay.router.load import STALE_AFTER_S, FloatColumn, LoadTable
 from kvrelay.router.overlap import WorkerGroup
-from kvrelay.router.policies import Candidates, Policy, build_policy
+from kvrelay.router.policies import Candidates, KvPolicy, Policy, build_policy
 from kvrelay.router.stalls import Stalls
 
 _log = logging.getLogger(__name__)
 
 ANTICIPATION_S = 10.0
 MAX_CACHED_GROUPS = 1024
+FIRST_OUTPUT, OUTPUT_SHARE = 128.0, 0.02
+"""Tokens expected of an answer at first, and the weight of the latest answer in their mean."""
 
 _RowIndices = npt.NDArray[np.intp]
 
@@ -104,6 +107,10 @@ class Router:
         self._rows_of: dict[WorkerGroup, _RowIndices] = {}
         self._workers: dict[str, WorkerInfo] = {}
         self._load = LoadTable(block_size, clock)
+        self._costs = WorkerCosts(clock, STALE_AFTER_S)
+        self._mean_output = FIRST_OUTPUT
+        self.num_fallbacks = 0
+        """Requests that were placed by weights, because no worker's costs were known."""
         self._stalls = Stalls()
         self._rng = random.Random(config.router_seed)
         self.configure(config)
@@ -159,6 +166,7 @@ class Router:
             return
         self._workers[info.worker_id] = info
         self._rows_of.clear()
+        self._costs.changed()
         if self._stage.admits(info):
             self._load.add_worker(info.worker_id)
             if known is None or not self._stage.admits(known):
@@ -170,6 +178,7 @@ class Router:
     def remove_worker(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
         self._load.remove_worker(worker_id)
+        self._costs.forget(worker_id)
         self._stalls.forget(worker_id)
         self._rows_of.clear()
         self._forget_prefixes(worker_id)
@@ -243,7 +252,10 @@ class Router:
         return compute_sequence_hashes(request.token_ids, self._block_size, salt=request.cache_salt)
 
     def _candidates(self, request: RoutingRequest, sequence: tuple[int, ...]) -> Candidates:
-        return Candidates(len(request.token_ids), self._block_size, self._overlaps(sequence), self._load.columns())
+        num_output = min(request.max_tokens or math.inf, self._mean_output)
+        costs = self._costs.columns(self._load.worker_ids) if self._policy.uses_costs else None
+        num_tokens, overlaps = len(request.token_ids), self._overlaps(sequence)
+        return Candidates(num_tokens, self._block_size, overlaps, self._load.columns(), costs, num_output)
 
     def _scores(self, policy: Policy, candidates: Candidates, exclude: Collection[str]) -> FloatColumn:
         """The policy's scores, ``-inf`` for excluded and avoided workers.
@@ -282,9 +294,17 @@ class Router:
             _counts(candidates.load.num_waiting),
             _counts(candidates.load.prefill_tokens),
             _counts(candidates.load.context_tokens),
+            *self._seconds(candidates),
         )
         possible = tuple(record for record in records if record.score > -math.inf)
         return RoutingExplanation(**msgspec.structs.asdict(decision), candidates=possible)
+
+    def _seconds(self, candidates: Candidates) -> list[list[float]]:
+        """The columns of the cost in seconds, if that is what decides."""
+        seconds = self._policy.seconds(candidates) if isinstance(self._policy, KvPolicy) else None
+        if seconds is None:
+            return []
+        return [column.tolist() for column in (seconds.first_token, seconds.lost_prefix, seconds.decode)]
 
     def place(
         self, request: RoutingRequest, decision: RoutingDecision, survey: Survey, *, prefills: bool = True
@@ -292,6 +312,7 @@ class Router:
         """Count the request as placed on the chosen worker, and its prompt as cached there soon. ``prefills``: whether
         the worker computes the prompt, too."""
         num_tokens = len(request.token_ids)
+        self.num_fallbacks += self._policy.uses_costs and survey.candidates.costs is None
         cached = min(decision.overlap_blocks * self._block_size, num_tokens) if prefills else num_tokens
         sequence = survey.sequence
         self._load.place(request.request_id, decision.worker_id, num_tokens - cached, num_tokens)
@@ -308,7 +329,8 @@ class Router:
 
     def finished(self, request_id: str, num_output_tokens: int) -> None:
         """A placed request has left its worker, for any reason."""
-        self._load.finish(request_id)
+        if self._load.finish(request_id) is not None and num_output_tokens > 0:
+            self._mean_output += OUTPUT_SHARE * (num_output_tokens - self._mean_output)
 
     def _overlaps(self, sequence: tuple[int, ...]) -> FloatColumn:
         """Per worker the leading blocks that it holds or is about to hold, in the load table's row order."""
@@ -357,6 +379,7 @@ class Router:
     def apply_metrics(self, metrics: LoadMetrics) -> None:
         if self._load.apply_metrics(metrics):
             self._stalls.heard(metrics.worker_id, metrics.step_age_s)
+            self._costs.heard(metrics.worker_id, metrics.step_cost)
         if isinstance(self._indexer, KvIndexer):
             self._indexer.heard(metrics.worker_id)
 

@@ -32,7 +32,7 @@ from kvrelay.bench.report.files import describe_machine
 from kvrelay.config import RouterConfig
 from kvrelay.errors import InvalidInputError
 
-POLICIES = ("round-robin", "random", "least-loaded", "power-of-two", "dynamo-v0", "kv")
+POLICIES = ("round-robin", "random", "least-loaded", "power-of-two", "dynamo-v0", "kv-weights", "kv")
 GROWTH_WORKERS = (8, 64, 256, 1024)
 """Measured at 100,000 blocks."""
 GROWTH_BLOCKS = (10_000, 100_000, 1_000_000, 10_000_000)

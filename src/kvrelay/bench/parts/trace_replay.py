@@ -23,6 +23,7 @@ from kvrelay.bench.formats import TraceRecord, read_mooncake
 from kvrelay.bench.prefixes.blocks import hit_ratios, leading_hits
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import ManualClock
+from kvrelay.core.cost_model import StepCost
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics
 from kvrelay.core.hashing import compute_sequence_hashes
@@ -40,6 +41,12 @@ class WorkerModel(msgspec.Struct, frozen=True):
     cache_blocks: int = 2500
     prefill_tokens_per_s: float = 8000.0
     inter_token_s: float = 0.02
+
+    @property
+    def step_cost(self) -> StepCost:
+        """What it publishes; a token of a prompt is a block here."""
+        per_block_s = TRACE_BLOCK_TOKENS / self.prefill_tokens_per_s
+        return StepCost(self.inter_token_s, 0.0, per_block_s, 0.0, 0.0, 0.0)
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
@@ -120,7 +127,8 @@ class _SimulatedWorker:
     def metrics(self, now: float) -> LoadMetrics:
         while self._starts and self._starts[0] <= now:
             self._starts.popleft()
-        return simulated_load(self.name, self._active_blocks, self._model.cache_blocks, len(self._starts))
+        load = simulated_load(self.name, self._active_blocks, self._model.cache_blocks, len(self._starts))
+        return msgspec.structs.replace(load, step_cost=self._model.step_cost)
 
 
 @dataclass(frozen=True, slots=True, order=True)

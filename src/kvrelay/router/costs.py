@@ -1,0 +1,85 @@
+"""What the workers' steps cost, as they publish it: one column per coefficient, in the row order of a decision.
+
+It owns the last sound costs of each worker and their age. A decision needs a cost of every candidate. So a worker
+without fresh costs counts with the median of the others, and nobody's cost is further from the median than
+``MAX_RATIO``: a worker that publishes nonsense can neither attract all requests nor repel them for good. If no worker
+has fresh costs, there are no columns, and the policy decides without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.core.clock import Clock
+from kvrelay.core.cost_model import StepCost
+
+FloatColumn = npt.NDArray[np.float64]
+
+MAX_RATIO = 10.0
+REFRESH_S = 0.1
+"""Columns are at most this much older than the samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostColumns:
+    """One entry a worker, in seconds: per token of prefill, per decode step, per decode in it, per token of context."""
+
+    prefill_token_s: FloatColumn
+    step_s: FloatColumn
+    decode_s: FloatColumn
+    context_s: FloatColumn
+
+
+class WorkerCosts:
+    """The costs of the registered workers. A cost older than ``stale_after_s`` does not count."""
+
+    def __init__(self, clock: Clock, stale_after_s: float) -> None:
+        self._clock = clock
+        self._stale_after_s = stale_after_s
+        self._known: dict[str, tuple[StepCost, float]] = {}
+        self._columns: CostColumns | None = None
+        self._built_s = -math.inf
+
+    def __repr__(self) -> str:
+        return f"WorkerCosts({len(self._known)} known)"
+
+    def heard(self, worker_id: str, cost: StepCost | None) -> None:
+        """The worker has published ``cost``; None and impossible ones say nothing."""
+        if cost is not None and cost.is_sound:
+            if worker_id not in self._known:
+                self.changed()
+            self._known[worker_id] = (cost, self._clock.now())
+
+    def forget(self, worker_id: str) -> None:
+        self._known.pop(worker_id, None)
+        self.changed()
+
+    def changed(self) -> None:
+        """The rows of a decision have changed."""
+        self._built_s = -math.inf
+
+    def columns(self, worker_ids: Sequence[str]) -> CostColumns | None:
+        """The columns for these workers in this order, the same since ``changed``; None if no fresh costs are known."""
+        now_s = self._clock.now()
+        if now_s - self._built_s >= REFRESH_S:
+            self._columns, self._built_s = self._build(worker_ids, now_s), now_s
+        return self._columns
+
+    def _build(self, ids: Sequence[str], now_s: float) -> CostColumns | None:
+        oldest_s = now_s - self._stale_after_s
+        found = [(at, *self._known[name]) for at, name in enumerate(ids) if name in self._known]
+        fresh = [(at, cost) for at, cost, heard_s in found if heard_s >= oldest_s]
+        if not fresh:
+            return None
+        known = np.array(
+            [(cost.prefill_token_s, cost.step_s, cost.decode_s, cost.context_s) for _, cost in fresh], dtype=np.float64
+        )
+        median = np.median(known, axis=0)
+        values = np.tile(median, (len(ids), 1))
+        values[[at for at, _ in fresh]] = np.clip(known, median / MAX_RATIO, median * MAX_RATIO)
+        return CostColumns(*np.ascontiguousarray(values.T))
