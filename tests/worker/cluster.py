@@ -28,6 +28,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import CallerInfo, WorkerRole
 from kvrelay.engine.base import Executor
+from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.handoff.decode_ledger import DecodeLedger
@@ -233,9 +234,13 @@ class Cluster:
     late_writes: list[str] = field(default_factory=list)
 
     async def join(
-        self, role: WorkerRole, build: Callable[[EngineConfig], Executor] | None = None, **engine: int
+        self,
+        role: WorkerRole,
+        build: Callable[[EngineConfig], Executor] | None = None,
+        host: Callable[[str], EngineHost] | None = None,
+        **engine: int,
     ) -> Node:
-        """``build``: another executor than the mock."""
+        """``build``: another executor than the mock; ``host``: the whole engine of a worker of this id."""
         config = EngineConfig(**{"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256, **engine})
         worker_id = new_worker_id(role)
         memory = shared_memory(self.transfer)
@@ -252,6 +257,7 @@ class Cluster:
             MonotonicClock(),
             worker_id=worker_id,
         )
+        engine_host = EngineThread(core) if host is None else await asyncio.to_thread(host, worker_id)
         key = f"key of {worker_id}"
         settings = WorkerSettings(
             "m", "m", role, "mock", config, self.transfer, self.control, self.disagg, worker_id, key
@@ -261,7 +267,7 @@ class Cluster:
         transport = build_transport(self.transfer, worker_id, self.fabric, memory)
         if isinstance(transport, LoopbackTransport):
             self._watch_writes(transport)
-        worker = Worker(settings, EngineThread(core), transport, control, server, partial(self.connect, key))
+        worker = Worker(settings, engine_host, transport, control, server, partial(self.connect, key))
         await worker.start()
         node = Node(worker, core, server, transport, control, asyncio.create_task(worker.run()))
         self.nodes.append(node)

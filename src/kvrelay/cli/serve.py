@@ -112,7 +112,7 @@ def serve(
     path = resolve_model(model)
     upstreams = _upstreams(engine_kind, source.build(UpstreamConfig))
     if upstreams:
-        num_prefill, num_decode = _aggregated(len(upstreams), num_prefill, num_decode)
+        num_prefill, num_decode = _split_servers(upstreams, num_prefill, num_decode)
     runner = source.build(RunnerConfig)
     group = source.build(GroupConfig)
     groups = [replace(group, dp=dp_prefill or group.dp)] * num_prefill
@@ -185,9 +185,19 @@ def _upstreams(engine_kind: str, settings: UpstreamConfig) -> list[UpstreamConfi
     return [replace(settings, upstream=url) for url in urls]
 
 
-def _aggregated(num_upstreams: int, num_prefill: int, num_decode: int) -> tuple[int, int]:
-    """The numbers of workers in front of servers. Raises ConfigError for others that were asked for."""
+def _split_servers(upstreams: list[UpstreamConfig], num_prefill: int, num_decode: int) -> tuple[int, int]:
+    """The numbers of workers in front of servers: the first servers prefill. Raises ConfigError for numbers that were
+    asked for and do not fit."""
+    num_upstreams = len(upstreams)
     given = click.get_current_context().get_parameter_source
+    if upstreams[0].upstream_kv_transfer != "none":
+        if num_prefill + num_decode != num_upstreams or not num_decode:
+            raise ConfigError(
+                f"--upstream names {num_upstreams} servers, --prefill {num_prefill} --decode {num_decode} need one for "
+                "each worker",
+                param="upstream",
+            )
+        return num_prefill, num_decode
     is_split = given("num_prefill") is not ParameterSource.DEFAULT and num_prefill
     if is_split or (given("num_decode") is not ParameterSource.DEFAULT and num_decode != num_upstreams):
         raise ConfigError(

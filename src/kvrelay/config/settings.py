@@ -328,6 +328,13 @@ class UpstreamConfig(Settings):
         "", "Where that server publishes cache events (vLLM's --kv-events-config), e.g. tcp://127.0.0.1:5557."
     )
     upstream_kv_replay: str = setting("", "Where that server tells missed cache events again.")
+    upstream_kv_transfer: Literal["none", "vllm", "sglang"] = setting(
+        "none",
+        "KV exchange of that server with others, by vLLM's NixlConnector or SGLang's disaggregation modes.",
+    )
+    upstream_bootstrap: str = setting(
+        "", "HOST:PORT of the bootstrap server of an SGLang prefill server; default: its own host, 8998."
+    )
     upstream_timeout_s: float = setting(
         300.0, "Seconds without a byte after which an answer of that server counts as lost.", low=0.1
     )

@@ -132,7 +132,8 @@ class Engine(Protocol):
 class EngineFacts:
     """What does not change while an engine lives. Lengths in tokens. Without ``hands_over_kv`` no request of the engine
     is a hand-off, and peers never use its memory. With ``moves_kv`` hand-offs carry no blocks, and peers' engines get
-    the KV from this engine without kvrelay."""
+    the KV from this engine without kvrelay. Without ``prefills_here`` the engine computes prompts for others
+    or continues from KV that it gets, never both."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -141,6 +142,7 @@ class EngineFacts:
     weights_fingerprint: str
     hands_over_kv: bool = True
     moves_kv: bool = False
+    prefills_here: bool = True
 
 
 class EngineHost(Protocol):

@@ -285,6 +285,8 @@ class DecodeSide:
 
     def _place_of(self, core: Engine, request: Request, message: GenerateRequest) -> PrefillPlace:
         """Where the prefill runs: decided here (decode-first) or by the frontend (prefill-first)."""
+        if not self._engine.facts.prefills_here and self._num_prefill_workers():
+            return PrefillPlace.REMOTE
         if message.order is HandoffOrder.PREFILL_FIRST and not request.must_prefill_here:
             return PrefillPlace.LOCAL_UNPAIRED if message.pair is None else PrefillPlace.REMOTE
         return self._policy.decide(

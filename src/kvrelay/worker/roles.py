@@ -24,7 +24,11 @@ FIRST_EPOCH = 0
 
 
 def require_possible_role(role: WorkerRole, facts: EngineFacts) -> None:
-    """Raises ConfigError if no hand-off reaches the engine's KV."""
+    """Raises ConfigError if no hand-off reaches the engine's KV, or if the engine only does half of the work."""
+    if role is WorkerRole.BOTH and not facts.prefills_here:
+        raise ConfigError(
+            "the server computes only prompts or only answers; use --role prefill or --role decode", param="role"
+        )
     if role is not WorkerRole.BOTH and not facts.hands_over_kv:
         raise ConfigError(
             f"this worker cannot be a {role} worker: its engine hands no KV over (it computes elsewhere, or its ranks "

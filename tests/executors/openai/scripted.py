@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 from tests.patience import PATIENCE_S
@@ -17,6 +17,11 @@ from tests.patience import PATIENCE_S
 from kvrelay.executors.mock import mock_generate
 
 Event = dict[str, Any]
+
+
+class Exchange(Protocol):
+    async def take(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Fields of the answer; None: the KV has not come, so the request fails."""
 
 
 @dataclass
@@ -42,6 +47,8 @@ class Script:
     num_ended: int = 0
     num_cut: int = 0
     """Answers whose client went away."""
+    exchange: Exchange | None = None
+    """The KV that servers exchange: it checks each request and adds fields to its answer."""
 
 
 class ScriptedServer:
@@ -97,6 +104,16 @@ class ScriptedServer:
             return web.json_response(
                 {"error": {"message": "not now"}}, status=script.status, headers={"Retry-After": script.retry_after}
             )
+        try:
+            fields = {} if script.exchange is None else await script.exchange.take(body)
+        except asyncio.CancelledError:
+            script.num_cut += 1
+            raise
+        if fields is None:
+            return web.json_response({"error": {"message": "the KV has not come"}}, status=500)
+        if not body["stream"]:
+            script.num_ended += 1
+            return web.json_response({**self._whole(body), **fields})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:
@@ -117,6 +134,13 @@ class ScriptedServer:
             raise
         script.num_ended += 1
         return response
+
+    def _whole(self, body: dict[str, Any]) -> Event:
+        """The answer in one piece."""
+        *events, last = self._events(body)
+        choices = [event["choices"][0] for event in events]
+        token_ids = [token for choice in choices for token in choice["token_ids"]]
+        return {**last, "choices": [{**choices[-1], "logprobs": None, "token_ids": token_ids}]}
 
     def _events(self, body: dict[str, Any]) -> Iterator[Event]:
         prompt, num_tokens = body["prompt"], body["max_tokens"]

@@ -8,21 +8,29 @@ from kvrelay.config import UpstreamConfig
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
 from kvrelay.errors import InvalidInputError
+from kvrelay.executors.openai.kv_transfer import KvTransfer
 from kvrelay.executors.openai.server import Description, UpstreamServer
 from kvrelay.executors.openai.text_tokens import TextTokenizer, TextTokens
-from kvrelay.executors.openai.wire import completion_body, require_possible
-from kvrelay.executors.streamed.backend import AnswerError, Piece
+from kvrelay.executors.openai.wire import completion_body, parse_event, require_possible
+from kvrelay.executors.streamed.backend import AnswerError, Piece, Prefilled
 
 MAX_HEALTH_FAILURES = 3
 
 
 class ServerBackend:
-    """``tokenizer`` turns text into ids, if the server returns no ids."""
+    """``tokenizer`` turns text into ids, if the server returns no ids. ``kv_transfer``: how it exchanges KV."""
 
-    def __init__(self, upstream: UpstreamConfig, server: Description, tokenizer: TextTokenizer | None) -> None:
+    def __init__(
+        self,
+        upstream: UpstreamConfig,
+        server: Description,
+        tokenizer: TextTokenizer | None,
+        kv_transfer: KvTransfer | None = None,
+    ) -> None:
         self._upstream = upstream
         self._description = server
         self._tokenizer = tokenizer
+        self._kv_transfer = kv_transfer
         self._num_health_failures = 0
 
     @property
@@ -41,8 +49,12 @@ class ServerBackend:
     async def open(self) -> None:
         self._server = UpstreamServer(self._upstream)
 
-    async def stream(self, request: Request, num_tokens: int) -> AsyncGenerator[Piece, None]:
+    async def stream(
+        self, request: Request, num_tokens: int, kv_transfer_params: bytes | None = None
+    ) -> AsyncGenerator[Piece, None]:
         body = completion_body(request, self._description.model, num_tokens, with_token_ids=self.samples_ids)
+        if kv_transfer_params is not None and self._kv_transfer is not None:
+            body = self._kv_transfer.decode_body(body, kv_transfer_params)
         texts = None if self._tokenizer is None else TextTokens(self._tokenizer, request.token_ids)
         answer = self._server.stream(body)
         try:
@@ -57,6 +69,19 @@ class ServerBackend:
                 yield Piece(token_ids, logprobs, piece.finish, piece.num_prompt_tokens, piece.num_cached_tokens)
         finally:
             await answer.aclose()
+
+    async def prefill(self, request: Request) -> AsyncGenerator[Prefilled, None]:
+        assert self._kv_transfer is not None, "only asked of a server that exchanges KV"
+        num_tokens = max(request.length_limit - len(request.token_ids), 1)
+        body = completion_body(request, self._description.model, num_tokens, with_token_ids=self.samples_ids)
+        body, params = self._kv_transfer.prefill_body(body)
+        if params is not None:
+            yield Prefilled(params)
+        answer = await self._server.complete(body)
+        piece = parse_event(answer)  # it may be an error
+        if params is None:
+            first = None if piece.token_ids is None else Piece(piece.token_ids, piece.logprobs)
+            yield Prefilled(self._kv_transfer.params_of(answer), first)
 
     async def failure(self) -> str | None:
         if await self._server.is_healthy():

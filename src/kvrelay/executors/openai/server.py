@@ -68,9 +68,9 @@ class UpstreamServer:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def describe(self, probe_token_id: int) -> Description:
+    async def describe(self, probe_token_id: int, probe_fields: dict[str, Any] | None = None) -> Description:
         """Wait until the server answers, for ``upstream_start_timeout_s``; then request its model, and one token to
-        find out whether it returns token ids.
+        find out whether it returns token ids. ``probe_fields`` are added to that request.
 
         Raises ConfigError for a server that has another model or refuses the key; EngineDeadError after the timeout.
         """
@@ -79,7 +79,7 @@ class UpstreamServer:
         while True:
             try:
                 model = self._choose(await self._get_models())
-                tells_token_ids = await self._probe(model.id, probe_token_id)
+                tells_token_ids = await self._probe(model.id, probe_token_id, probe_fields or {})
                 return Description(model.id, model.max_model_len or 0, tells_token_ids)
             except (httpx.HTTPError, RefusedError, AnswerError) as exc:
                 if isinstance(exc, RefusedError) and exc.status in (400, 401, 403, 404, 422):
@@ -119,6 +119,24 @@ class UpstreamServer:
         if not is_finished:
             raise AnswerError(f"{self.url} ended its stream in the middle of an answer")
 
+    async def complete(self, body: dict[str, Any]) -> bytes:
+        """One completion in one piece: the answer's JSON. Cancel the call to abort it.
+
+        Raises RefusedError, and AnswerError for a broken or too long answer.
+        """
+        answer = bytearray()
+        try:
+            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise await _refusal(response)
+                async for received in response.aiter_bytes():
+                    answer += received
+                    if len(answer) > MAX_ANSWER_BYTES:
+                        raise AnswerError(f"an answer of the server has more than {MAX_ANSWER_BYTES} bytes")
+        except httpx.HTTPError as exc:
+            raise AnswerError(f"the connection to {self.url} failed: {_reason(exc)}") from exc
+        return bytes(answer)
+
     async def _get_models(self) -> list[_Model]:
         response = await self._client.get("/v1/models", timeout=HEALTH_TIMEOUT_S)
         if response.status_code != 200:
@@ -143,7 +161,7 @@ class UpstreamServer:
             )
         return found[0]
 
-    async def _probe(self, model: str, token_id: int) -> bool:
+    async def _probe(self, model: str, token_id: int, fields: dict[str, Any]) -> bool:
         body = {
             "model": model,
             "prompt": [token_id],
@@ -151,6 +169,7 @@ class UpstreamServer:
             "temperature": 0.0,
             "stream": True,
             "return_token_ids": True,
+            **fields,
         }
         return any([bool(piece.token_ids) async for piece in self.stream(body)])
 

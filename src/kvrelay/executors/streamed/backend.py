@@ -41,6 +41,15 @@ class Piece:
     num_cached_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What the decode worker's backend needs to get the KV of a prefill: a JSON object. ``piece`` has the first token,
+    if there is one by now."""
+
+    kv_transfer_params: bytes
+    piece: Piece | None = None
+
+
 class Backend(Protocol):
     """What computes. It never repeats a request: the cluster, which knows the tokens so far, decides about retries."""
 
@@ -58,11 +67,22 @@ class Backend(Protocol):
 
     async def open(self) -> None: ...
 
-    def stream(self, request: Request, num_tokens: int) -> AsyncGenerator[Piece, None]:
+    def stream(
+        self, request: Request, num_tokens: int, kv_transfer_params: bytes | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """The next ``num_tokens`` tokens of ``request``. Tokens generated before, here or by another worker, count as
         its prompt. Closing the iterator aborts the request.
 
-        Raises RefusedError before the first piece, AnswerError for a broken or incomplete answer.
+        With ``kv_transfer_params``, which a prefill worker's backend gave (``Prefilled``), this backend gets the KV of
+        the prompt from that one. Raises RefusedError before the first piece, AnswerError for a broken or incomplete
+        answer.
+        """
+
+    def prefill(self, request: Request) -> AsyncGenerator[Prefilled, None]:
+        """Compute the KV of ``request`` for another backend, and keep it until that one has it. One item, then perhaps
+        some time until nothing is left to do. Closing the iterator before its end gives the prefill up.
+
+        Only if ``EngineFacts.moves_kv``. Raises like ``stream``.
         """
 
     async def failure(self) -> str | None:

@@ -17,9 +17,9 @@ from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.admission.limits import PendingArrivals
-from kvrelay.engine.base import StepOutput
+from kvrelay.engine.base import HandoffChunk, StepOutput
 from kvrelay.engine.contract import EngineFacts
-from kvrelay.engine.reports import report_token
+from kvrelay.engine.reports import handed_off_token, report_token
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.stats import EngineStats
 from kvrelay.engine.stopping import finish_reason, stop_token_ids
@@ -30,10 +30,12 @@ from kvrelay.errors import (
     InvalidInputError,
     KvrelayError,
     OverloadedError,
+    WorkerUnavailableError,
 )
-from kvrelay.executors.streamed.backend import AnswerError, Backend, Piece, RefusedError
+from kvrelay.executors.streamed.backend import AnswerError, Backend, Piece, Prefilled, RefusedError
 from kvrelay.executors.streamed.mirrored import MirroredCache
 from kvrelay.executors.streamed.placed import PlacedPrefixes
+from kvrelay.executors.streamed.remote import RemotePrefills
 
 
 @dataclass(slots=True)
@@ -45,7 +47,8 @@ class _Running:
 
 
 class StreamedEngine:
-    """An Engine whose requests a backend computes. Its KV stays there: nothing is handed over."""
+    """An Engine whose requests a backend computes. Its KV stays there; with ``EngineFacts.moves_kv`` backends exchange
+    it by themselves, and hand-offs tell them from where."""
 
     def __init__(
         self,
@@ -57,7 +60,8 @@ class StreamedEngine:
         *,
         worker_id: str,
         eos_token_ids: tuple[int, ...],
-        begin: Callable[[Request, int], None],
+        begin: Callable[[Request, int, bytes | None], None],
+        begin_prefill: Callable[[Request], None],
         cancel: Callable[[str], None],
     ) -> None:
         self.worker_id = worker_id
@@ -67,8 +71,9 @@ class StreamedEngine:
         self._backend = backend
         self._clock = clock
         self._eos_token_ids = eos_token_ids
-        self._begin, self._cancel = begin, cancel
+        self._begin, self._begin_prefill, self._cancel = begin, begin_prefill, cancel
         self._running: dict[str, _Running] = {}
+        self._remote = RemotePrefills(worker_id)
         self._cache = cache
         self._ended = CompletionRate(clock)
         self._busy_until_s = 0.0
@@ -114,18 +119,26 @@ class StreamedEngine:
             return
         self._num_queried_tokens += len(request.token_ids)
         self._running[request.request_id] = _Running(request, len(request.token_ids))
-        self._begin(request, num_wanted)
+        if request.mode is PrefillMode.REMOTE:
+            self._remote.open(request, self.output)
+        elif request.mode is PrefillMode.HANDOFF:
+            self._begin_prefill(request)
+        else:
+            self._begin(request, num_wanted, None)
 
     def abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None:
+            self._remote.ended(request_id, self.output)
             self._cancel(request_id)
 
     def _validate(self, request: Request) -> None:
         sampling, vocab_size = request.sampling, self._facts.vocab_size
         sampling.validate(vocab_size)
         self._backend.check(sampling)
-        if request.mode is not PrefillMode.LOCAL or request.is_prefill_only:
+        if request.is_prefill_only or (request.mode is not PrefillMode.LOCAL and not self._facts.moves_kv):
             raise InvalidInputError("this engine only generates", param="max_tokens")
+        if request.mode is PrefillMode.LOCAL and not self._facts.prefills_here:
+            raise WorkerUnavailableError(f"{self._backend.name} computes no prompts, and no prefill worker is there")
         check_tokens(
             request,
             is_running=request.request_id in self._running,
@@ -147,7 +160,9 @@ class StreamedEngine:
                 f"{self._backend.name} counts {piece.num_prompt_tokens} prompt tokens, "
                 f"{running.num_sent_tokens} were sent"
             )
-        if not request.first_output_sent and piece.num_cached_tokens:
+        # KV that has come from elsewhere is no hit of this cache, whatever the backend calls it.
+        is_remote = self._remote.arrived(request_id, self.output)
+        if not is_remote and not request.first_output_sent and piece.num_cached_tokens:
             request.num_cached_tokens = min(piece.num_cached_tokens, running.num_sent_tokens)
             self._num_hit_tokens += request.num_cached_tokens
         token_ids, logprobs = piece.token_ids, piece.logprobs
@@ -169,9 +184,12 @@ class StreamedEngine:
     def failed(self, request_id: str, error: KvrelayError) -> None:
         """The backend sends nothing more for this request. Another worker may succeed, unless the request itself is at
         fault."""
+        if self._dead is None and self._remote.failed(request_id, self.output):
+            return  # its hand-off decides
         running = self._running.pop(request_id, None)
         if running is None:
             return
+        self._remote.ended(request_id, self.output)
         status = error.status if isinstance(error, RefusedError) else 0
         if isinstance(error, RefusedError) and status in (429, 503):
             self._busy_until_s = self._clock.now() + error.retry_after_s
@@ -217,9 +235,13 @@ class StreamedEngine:
         if not at_backend:
             self._cancel(request.request_id)
         self._ended.add(1)
+        # The last token's KV was never needed, so it was not computed.
+        self._place(request, len(request.token_ids) - 1)
+
+    def _place(self, request: Request, num_tokens: int) -> None:
+        """The backend has computed, or got, the KV of the first ``num_tokens``."""
         if self._config.enable_prefix_caching:
-            # The last token's KV was never needed, so it was not computed.
-            num_blocks = (len(request.token_ids) - 1) // self._facts.kv_layout.block_size
+            num_blocks = num_tokens // self._facts.kv_layout.block_size
             request.hash_blocks(num_blocks, self._facts.kv_layout.block_size)
             self.output.kv_events += self._cache.place(
                 request.sequence_hashes[:num_blocks], request.local_hashes[:num_blocks], request.token_ids
@@ -231,18 +253,34 @@ class StreamedEngine:
         request.hash_blocks(num_blocks, self._facts.kv_layout.block_size)
         return self._cache.num_leading(request.sequence_hashes[:num_blocks])
 
-    # -- hand-offs: there are none ------------------------------------------------------------------------------------
+    # -- hand-offs, decode side ---------------------------------------------------------------------------------------
+
+    def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
+        request_id = self._remote.fetch(handoff_id)
+        if request_id is None:
+            return False
+        request = self._running[request_id].request
+        self._begin(request, request.length_limit - len(request.token_ids), kv_transfer_params)
+        return True
+
+    def compute_handoff_here(self, handoff_id: HandoffId) -> None:
+        request_id = self._remote.compute_here(handoff_id, self.output)
+        if request_id is None:
+            return
+        self._cancel(request_id)
+        if not self._facts.prefills_here:
+            self.failed(request_id, AnswerError(f"no KV has come, and {self._backend.name} computes no prompts"))
+            return
+        request = self._running[request_id].request
+        self._begin(request, request.length_limit - len(request.token_ids), None)
+
+    def keep_prefills_here(self) -> None:
+        """Hand-offs that no one has claimed are computed here one by one."""
 
     def resume_handoff(
         self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
     ) -> bool:
         return False
-
-    def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
-        return False
-
-    def compute_handoff_here(self, handoff_id: HandoffId) -> None:
-        """No request waits for a hand-off."""
 
     def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
         return None
@@ -250,17 +288,36 @@ class StreamedEngine:
     def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
         raise KeyError(handoff_id, loan)
 
-    def keep_prefills_here(self) -> None:
-        """They always are."""
+    # -- hand-offs, prefill side --------------------------------------------------------------------------------------
+
+    def prefilled(self, request_id: str, prefilled: Prefilled) -> None:
+        """The backend keeps the KV of this request, or will. Raises AnswerError for an impossible first token."""
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        request, piece, first = running.request, prefilled.piece, None
+        if piece is not None and piece.token_ids:
+            self._require_sound(piece)
+            request.num_cached_tokens = min(piece.num_cached_tokens or 0, running.num_sent_tokens)
+            self._num_hit_tokens += request.num_cached_tokens
+            first = handed_off_token(request, piece.token_ids[0], piece.logprobs[0] if piece.logprobs else None)
+        self._place(request, len(request.token_ids))
+        self.output.handoff_chunks.append(
+            HandoffChunk(
+                request_id, 0, (), last=True, first_output=first, kv_transfer_params=prefilled.kv_transfer_params
+            )
+        )
+
+    def sending_finished(self, request_id: str) -> None:
+        """The decode worker's backend has the KV, or none will get it. The answer may still be ending."""
+        if self._running.pop(request_id, None) is not None:
+            self._ended.add(1)
 
     def set_exclusive_prefill(self, exclusive: bool) -> None:
         """The backend schedules."""
 
     def kv_loaded(self, request_id: str, ok: bool) -> None:
         """No read was asked for."""
-
-    def sending_finished(self, request_id: str) -> None:
-        """Nothing is sent."""
 
     # -- what can be seen ---------------------------------------------------------------------------------------------
 

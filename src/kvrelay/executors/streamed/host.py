@@ -6,7 +6,7 @@ import asyncio
 import logging
 import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,6 +75,7 @@ class StreamedHost:
             worker_id=worker_id,
             eos_token_ids=eos_token_ids,
             begin=self._begin,
+            begin_prefill=self._begin_prefill,
             cancel=self._cancel,
         )
         self._load = LoadSampler(self._engine, LOAD_INTERVAL_S, clock)
@@ -243,9 +244,14 @@ class StreamedHost:
 
     # -- requests at the backend --------------------------------------------------------------------------------------
 
-    def _begin(self, request: Request, num_tokens: int) -> None:
-        request_id = request.request_id
-        task = self._loop.create_task(self._stream(request, num_tokens))
+    def _begin(self, request: Request, num_tokens: int, kv_transfer_params: bytes | None) -> None:
+        self._run_for(request.request_id, self._stream(request, num_tokens, kv_transfer_params))
+
+    def _begin_prefill(self, request: Request) -> None:
+        self._run_for(request.request_id, self._prefill(request))
+
+    def _run_for(self, request_id: str, asking: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(asking)
         self._streams[request_id] = task
         task.add_done_callback(lambda done: self._forget(request_id, done))
 
@@ -261,18 +267,27 @@ class StreamedHost:
         if self._streams.get(request_id) is task:
             del self._streams[request_id]
 
-    async def _stream(self, request: Request, num_tokens: int) -> None:
-        request_id, task = request.request_id, asyncio.current_task()
+    async def _stream(self, request: Request, num_tokens: int, kv_transfer_params: bytes | None) -> None:
+        pieces = self._backend.stream(request, num_tokens, kv_transfer_params)
+        await self._follow(request.request_id, pieces, self._engine.received)
+
+    async def _prefill(self, request: Request) -> None:
+        await self._follow(request.request_id, self._backend.prefill(request), self._engine.prefilled)
+
+    async def _follow(
+        self, request_id: str, answer: AsyncGenerator[T, None], receive: Callable[[str, T], None]
+    ) -> None:
+        """Give the engine each item of an answer, and the error that ends it."""
+        task = asyncio.current_task()
         try:
-            pieces = self._backend.stream(request, num_tokens)
             try:
-                async for piece in pieces:
-                    self._engine.received(request_id, piece)
+                async for item in answer:
+                    receive(request_id, item)
                     self._flush_soon()
                     if self._streams.get(request_id) is not task:
                         return
             finally:
-                await pieces.aclose()
+                await answer.aclose()
         except (AnswerError, RefusedError) as exc:
             self._fail(request_id, exc, task)
         except Exception as exc:  # noqa: BLE001 - whatever it is, somebody waits for the answer
@@ -297,5 +312,5 @@ class StreamedHost:
         self._is_flushing = False
         output = self._engine.take_output()
         output.load = self._load.sample()
-        if output.outputs or output.kv_events or output.load is not None:
+        if output != StepOutput():
             self._on_step(output)
