@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from tests.executors.openai.exchange import VllmExchange
 from tests.executors.openai.scripted import Script, scripted_server
 from tests.patience import until
 from tests.system.serving import Serve, kvrelay_here
@@ -28,9 +31,26 @@ def test_a_server_that_dies_loses_no_token() -> None:
         assert server.process.returncode == 0, server.output
 
 
+@pytest.mark.parametrize("order", ["decode-first", "prefill-first"])
+def test_servers_that_exchange_kv_are_prefill_and_decode_workers(order: str) -> None:
+    exchange = VllmExchange()
+    first, second = (replace(_script(), exchange=exchange) for _ in range(2))
+    with scripted_server(first) as prefill, scripted_server(second) as decode:
+        words = ("--engine", "openai", "--upstream", f"{prefill.url},{decode.url}", "--upstream-kv-transfer", "vllm")
+        split = ("--prefill", "1", "--decode", "1", "--disagg-policy", "always", "--order", order)
+        with Serve((*words, *split)) as server:
+            with Streams(server) as streams:
+                streams.check()
+            until(lambda: not exchange.kept)
+        assert server.process.returncode == 0, server.output
+    assert exchange.errors == []
+    assert exchange.num_fetched == exchange.num_prefilled > 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("--engine openai --upstream http://127.0.0.1:9 --upstream-kv-transfer vllm", "names 1 servers"),
         ("--engine openai", "--engine openai needs --upstream"),
         ("--engine mock --upstream http://127.0.0.1:9", "--upstream is for --engine openai"),
         ("--engine openai --upstream http://127.0.0.1:9 --prefill 1", "leave out --prefill 1"),

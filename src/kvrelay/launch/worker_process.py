@@ -34,7 +34,6 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.step_sync.group import StepGroup
 from kvrelay.errors import CheckpointError, ConfigError, EngineHungError, KvrelayError
 from kvrelay.executors import ExecutorSettings, build_executor, build_host
-from kvrelay.executors.registry import HOSTS
 from kvrelay.launch.group_rank import join_group, together
 from kvrelay.launch.low_priority import at_low_priority
 from kvrelay.launch.request_plane import connector
@@ -123,6 +122,10 @@ async def _run_worker(options: WorkerOptions) -> None:
         worker_id = new_worker_id(options.role)
         engine = await loading(partial(_load_in_group, options, worker_id, memory, group))
         require_possible_role(options.role, engine.facts)
+        if engine.facts.moves_kv and options.transfer.kv_checksums:
+            raise ConfigError(
+                "--kv-checksums: the engines exchange the KV, kvrelay does not see it", param="kv_checksums"
+            )
         settings = _settings(options, engine.facts, worker_id, curve_keys.public.decode() if curve_keys else "")
         if group is not None:
             settings = replace(
@@ -197,10 +200,12 @@ def _engine_over(
 
 
 def _require_possible_role(options: WorkerOptions) -> None:
-    """Raises ConfigError for a role that the engine cannot have."""
-    if options.engine_kind in HOSTS and options.role is not WorkerRole.BOTH:
+    """Raises ConfigError for a role that the engine cannot have, before it is loaded."""
+    has_role = options.role is not WorkerRole.BOTH
+    if options.engine_kind == "openai" and has_role and options.upstream.upstream_kv_transfer == "none":
         raise ConfigError(
-            f"--role {options.role} with engine {options.engine_kind}: its KV stays with the server; use --role both",
+            f"--role {options.role} with engine openai: its KV stays with the server; use --role both, or "
+            "--upstream-kv-transfer if servers exchange KV",
             param="role",
         )
 
