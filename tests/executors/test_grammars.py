@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from random import Random
+from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jsonschema_rs
 import pytest
 from tests.executors.constrained import COMPILER, random_answer
@@ -14,73 +17,68 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import InvalidInputError
 
 NUM_SCHEMAS = 200
+NAMES = ["name", "age", "größe", "a b", "x", "tags", "$y", "deep/er"]
+DEFINITIONS = ["d0", "d1"]
+PATTERNS = ["^[a-c]{2,4}$", "^\\d{3}-\\d{2}$", "^(yes|no)$", "^[A-Z][a-z]{0,3}$"]
+FORMATS = ["date", "ipv4", "uuid"]
+"""Not ``time``: the grammar has the form only, with second 60 in any minute."""
+VALUES = ["a", "é\n", 'q"', 1, 2.5, None, True, [1], {"k": []}]
+
+Schema = dict[str, Any]
+small = st.integers(0, 3)
 
 
-def random_schema(rng: Random, depth: int = 3) -> dict[str, object]:
-    """Only bounded values, so that random choices come to an end."""
-    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
-    if depth:
-        kinds += ["object", "object", "object", "array", "anyOf", "ref"]
-    match rng.choice(kinds):
-        case "string":
-            return {"type": "string", "minLength": rng.randrange(3), "maxLength": rng.randrange(3, 9)}
-        case "integer":
-            low = rng.randrange(-1000, 1000)
-            return {"type": "integer", "minimum": low, "maximum": low + rng.randrange(5000)}
-        case "number":
-            return {"type": "number", "minimum": 0, "exclusiveMaximum": rng.randrange(1, 50)}
-        case "enum":
-            return {"enum": rng.sample(["a", "é\n", 'q"', 1, 2.5, None, True, [1], {"k": []}], 3)}
-        case "const":
-            return {"const": rng.choice(["x", 7, None, {"a": [1, "b"]}])}
-        case "pattern":
-            return {"type": "string", "pattern": rng.choice(["^[a-c]{2,4}$", "^\\d{3}-\\d{2}$", "^(yes|no)$"])}
-        case "object":
-            names = rng.sample(["name", "age", "größe", "a b", "x", "tags", "$y"], rng.randrange(1, 5))
-            return {
-                "type": "object",
-                "properties": {name: random_schema(rng, depth - 1) for name in names},
-                "required": rng.sample(names, rng.randrange(len(names) + 1)),
-                "additionalProperties": False,
-            }
-        case "array":
-            low = rng.randrange(3)
-            items = random_schema(rng, depth - 1)
-            return {"type": "array", "items": items, "minItems": low, "maxItems": low + rng.randrange(3)}
-        case "anyOf":
-            return {"anyOf": [random_schema(rng, depth - 1) for _ in range(2)]}
-        case "ref":
-            name = f"d{rng.randrange(10**9)}"
-            definition = {"$defs": {name: random_schema(rng, depth - 1)}}
-            return {"type": "object", "properties": {"r": {"$ref": f"#/$defs/{name}"}}, "required": ["r"],
-                    "additionalProperties": False, **definition}  # fmt: skip
-        case kind:
-            return {"type": kind}
+def bounded(low: int, span: int, **more: object) -> Schema:
+    return {"minimum": low, "maximum": low + span, **more}
 
 
-def hoisted(schema: object, found: dict[str, object]) -> object:
-    """The schema with the definitions of all its parts collected, since a reference counts from the root."""
-    if isinstance(schema, list):
-        return [hoisted(item, found) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    for name, definition in schema.get("$defs", {}).items():
-        found[name] = hoisted(definition, found)
-    return {key: hoisted(value, found) for key, value in schema.items() if key != "$defs"}
+SCALARS: st.SearchStrategy[Schema] = st.one_of(
+    st.sampled_from(["boolean", "null"]).map(lambda kind: {"type": kind}),
+    st.tuples(small, st.integers(0, 6)).map(
+        lambda size: {"type": "string", "minLength": size[0], "maxLength": sum(size)}
+    ),
+    st.sampled_from(PATTERNS).map(lambda pattern: {"type": "string", "pattern": pattern}),
+    st.sampled_from(FORMATS).map(lambda form: {"type": "string", "format": form}),
+    st.builds(bounded, st.integers(-1000, 1000), st.integers(0, 5000), type=st.just("integer")),
+    st.builds(bounded, st.integers(-50, 50), st.integers(20, 90), type=st.just("integer"),
+              multipleOf=st.sampled_from([2, 5, 10])),
+    st.builds(bounded, st.integers(-20, 20), st.integers(1, 50), type=st.just("number")),
+    st.lists(st.sampled_from(VALUES), min_size=1, max_size=3, unique_by=repr).map(lambda values: {"enum": values}),
+    st.sampled_from([*VALUES, {"a": [1, "b"]}]).map(lambda value: {"const": value}),
+)  # fmt: skip
+"""Only bounded values, so that random choices come to an end."""
 
 
-@pytest.mark.parametrize("seed", range(NUM_SCHEMAS))
-def test_every_answer_to_a_random_schema_is_valid(seed: int) -> None:
-    rng = Random(seed)
-    definitions: dict[str, object] = {}
-    schema = hoisted(random_schema(rng), definitions)
-    assert isinstance(schema, dict)
-    schema |= {"$defs": definitions} if definitions else {}
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-    validator = jsonschema_rs.validator_for(schema)
-    for _ in range(2):
-        text = random_answer(grammar, rng)
-        validator.validate(json.loads(text))
+@st.composite
+def objects(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
+    names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True))
+    return {
+        "type": "object",
+        "properties": {name: draw(inner) for name in names},
+        "required": draw(st.lists(st.sampled_from(names), unique=True)),
+        "additionalProperties": False,
+    }
+
+
+def nested(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
+    arrays = st.tuples(inner, small, small).map(
+        lambda drawn: {"type": "array", "items": drawn[0], "minItems": drawn[1], "maxItems": drawn[1] + drawn[2]}
+    )
+    either = st.lists(inner, min_size=1, max_size=3).map(lambda options: {"anyOf": options})
+    return st.one_of(objects(inner), arrays, either)
+
+
+references = st.sampled_from(DEFINITIONS).map(lambda name: {"$ref": f"#/$defs/{name}"})
+schemas = st.recursive(SCALARS | references, nested, max_leaves=12)
+definitions = st.fixed_dictionaries({name: st.recursive(SCALARS, nested, max_leaves=3) for name in DEFINITIONS})
+
+
+@hypothesis.given(schemas, definitions, st.integers(0, 2**32))
+@hypothesis.settings(max_examples=NUM_SCHEMAS)
+def test_every_answer_to_a_random_schema_is_valid(schema: Schema, defs: Schema, seed: int) -> None:
+    whole = {**schema, "$defs": defs}
+    validator = jsonschema_rs.validator_for(whole, validate_formats=True)
+    validator.validate(json.loads(random_answer(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(whole)), Random(seed))))
 
 
 def chained_rules(count: int) -> str:
