@@ -23,8 +23,8 @@ class EchoApp:
     def check_head(self, request: HttpRequest) -> Response | None:
         return Response(404, b"no") if request.path == "/none" else None
 
-    def error_response(self, status: int, message: str) -> Response:
-        return Response(status, message.encode(), b"text/plain")
+    def error_response(self, status: int, message: str, path: str) -> Response:
+        return Response(status, message.encode(), b"text/plain", [(b"x-path", path.encode())])
 
     def handle(self, exchange: Exchange) -> None:
         request = exchange.request

@@ -8,7 +8,7 @@ from pathlib import Path
 import anthropic
 import pytest
 from tests.frontend.doubles import FakeCluster, Script, byte_level_tokenizer, running
-from tests.frontend.raw_http import send
+from tests.frontend.raw_http import RawClient, send
 from tests.frontend.test_openai_tools import CALLS, script
 from tests.frontend.test_responses import named_events, prompt_of
 
@@ -253,3 +253,33 @@ async def test_versions(model_dir: Path) -> None:
             answer = await send(port, "POST", PATH, {**BODY}, {"anthropic-version": version})
             assert answer.status == status
         assert "anthropic-version" in answer.json["error"]["message"]
+
+
+CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n800\r\n"
+HTTP_ERRORS = [
+    (b"POST %s HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n", 400, "invalid_request_error"),
+    (b"POST %s HTTP/1.1\r\n\r\n", 400, "invalid_request_error"),
+    (b"POST %s HTTP/2.0\r\nhost: x\r\n\r\n", 505, "api_error"),
+    (b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n", 501, "api_error"),
+    (b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n", 413, "request_too_large"),
+    (CHUNKED + b"x" * 2048, 413, "request_too_large"),
+    (b"POST %s HTTP/1.1\r\nhost: x\r\na: " + b"x" * 70_000, 431, "invalid_request_error"),
+    (b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n", 405, "invalid_request_error"),
+    (b"POST %s/batches HTTP/1.1\r\nhost: x\r\n\r\n", 404, "not_found_error"),
+]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/messages/count_tokens", "/v1/chat/completions"])
+async def test_errors_before_the_body_have_the_shape_of_their_api(model_dir: Path, path: str) -> None:
+    async with running(model_dir, max_body_bytes=1024) as cluster:
+        for head, status, kind in HTTP_ERRORS:
+            client = await RawClient.connect(cluster.frontend.port)
+            client.writer.write(head.replace(b"%s", path.encode()))
+            answer = await client.read_answer()
+            await client.close()
+            assert answer.status == status
+            if path.startswith(PATH):
+                assert (answer.json["type"], answer.json["error"]["type"]) == ("error", kind)
+                assert set(answer.json["error"]) == {"type", "message"}
+            else:
+                assert answer.error["message"]

@@ -22,8 +22,8 @@ class Listener:
         request.max_body_bytes = self._max_body_bytes
         return None
 
-    def error_response(self, status: int, message: str) -> Response:
-        return Response(status, message.encode())
+    def error_response(self, status: int, message: str, path: str) -> Response:
+        return Response(status, message.encode(), headers=[(b"x-path", path.encode())])
 
     def on_begin(self) -> None:
         pass

@@ -81,13 +81,12 @@ class DetokenizeResponse(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path's method, handler, the prefix of its request ids, and the shape of its errors. ``takes_x_api_key``: the
-    key may stand in that header."""
+    """A path's method, handler, and the prefix of its request ids. ``takes_x_api_key``: the key may stand in that
+    header."""
 
     method: str
     handler: Handler
     id_prefix: str = "req-"
-    errors: ErrorShape = openai_error
     takes_x_api_key: bool = False
 
 
@@ -121,8 +120,8 @@ class FrontendApp:
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
             "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),
             "/v1/responses": Route("POST", partial(pipeline.chat, RESPONSES), "resp_"),
-            MESSAGES_PATH: Route("POST", partial(pipeline.chat, MESSAGES), "msg_", anthropic_error, True),
-            COUNT_TOKENS_PATH: Route("POST", partial(pipeline.count_tokens, COUNTED), "req_", anthropic_error, True),
+            MESSAGES_PATH: Route("POST", partial(pipeline.chat, MESSAGES), "msg_", True),
+            COUNT_TOKENS_PATH: Route("POST", partial(pipeline.count_tokens, COUNTED), "req_", True),
             "/v1/models": Route("GET", self._models),
             "/v1/kvrelay/route": Route("POST", routing.explain),
             "/v1/kvrelay/router": Route("GET", routing.show),
@@ -151,7 +150,8 @@ class FrontendApp:
         """Answers 404, 405 and 401 before the body is read, and sets the body's limit."""
         route = self._route(request.path)
         if route is None:
-            return self._refusal(request, Failure(404, f"there is nothing at {request.path[:200]}"))
+            failure = Failure(404, f"there is nothing at {request.path[:200]}")
+            return self._refusal(request, failure)
         if self._origins.preflight(request, route.method) is not None:
             request.max_body_bytes = 0
             return None
@@ -159,21 +159,21 @@ class FrontendApp:
         if method != route.method:
             allow = [(b"allow", route.method.encode())]
             failure = Failure(405, f"{request.path[:200]} takes {route.method}")
-            return self._refusal(request, failure, allow, route.errors)
+            return self._refusal(request, failure, allow)
         if request.path not in self._open_paths:
             client = self._keys.name_of(_authorization(request, route))
             if client is None:
                 challenge = [(b"www-authenticate", b"Bearer")]
                 failure = Failure(401, "a valid API key is needed", code="invalid_api_key")
-                return self._refusal(request, failure, challenge, route.errors)
+                return self._refusal(request, failure, challenge)
             request.client, request.max_body_bytes = client, self._keys.limits_of(client).max_body_bytes
         if route.method != "POST":
             request.max_body_bytes = 0
         return None
 
-    def error_response(self, status: int, message: str) -> Response:
+    def error_response(self, status: int, message: str, path: str) -> Response:
         self._metrics.answered("http", str(status))
-        return Response(status, error_body(status, message))
+        return Response(status, _errors_of(path)(Failure(status, message)))
 
     def handle(self, exchange: Exchange) -> None:
         self._tasks.spawn(self._answer(exchange))
@@ -204,18 +204,18 @@ class FrontendApp:
         request: HttpRequest,
         failure: Failure,
         headers: Sequence[tuple[bytes, bytes]] = (),
-        errors: ErrorShape = openai_error,
     ) -> Response:
         self._metrics.answered("http", str(failure.status))
         self._access_log.write("-", request.client, request.method, request.path, str(failure.status), 0.0)
         shown = (*headers, *self._origins.headers(request))
-        return Response(failure.status, errors(failure), headers=shown)
+        return Response(failure.status, _errors_of(request.path)(failure), headers=shown)
 
     async def _answer(self, exchange: Exchange) -> None:
         """A request's outermost frame: the client hears of every error."""
         path = exchange.request.path
         route = self._route(path)
         assert route is not None
+        errors = _errors_of(path)
         endpoint = MODEL_PATH + "{id}" if route is self._model_route else path
         request_id = _request_id(exchange.request, route.id_prefix)
         status, started_s = "200", time.monotonic()
@@ -236,17 +236,17 @@ class FrontendApp:
             status = "broken"
             _log.warning("%s: the stream ended with an error: %s", request_id, exc)
         except KvrelayError as exc:
-            response = _with_request_id(error_response(exc, route.errors), request_id)
+            response = _with_request_id(error_response(exc, errors), request_id)
             status = str(response.status)
             exchange.respond(response)
         except asyncio.CancelledError:
             # Only close() cancels, and nothing waits for this task's result.
             status = "503"
-            _cut_short(exchange, Failure(503, "the frontend is shutting down"), request_id, route.errors)
+            _cut_short(exchange, Failure(503, "the frontend is shutting down"), request_id, errors)
         except Exception:  # noqa: BLE001 - the outermost frame of a request
             status = "500"
             _log.exception("%s failed", request_id)
-            _cut_short(exchange, Failure(500, "internal error"), request_id, route.errors)
+            _cut_short(exchange, Failure(500, "internal error"), request_id, errors)
         self._metrics.answered(endpoint, status)
         duration_s = time.monotonic() - started_s
         self._access_log.write(request_id, request.client, request.method, path, status, duration_s)
@@ -320,6 +320,11 @@ class FrontendApp:
 def _tokenize_answer(tokens: list[int], model: Model, with_strings: bool) -> bytes:
     strings = list(map(model.tokenizer.token_string, tokens)) if with_strings else None
     return msgspec.json.encode(TokenizeResponse(len(tokens), model.max_model_len, tokens, strings))
+
+
+def _errors_of(path: str) -> ErrorShape:
+    """The shape of errors of the API that ``path`` belongs to, served or not."""
+    return anthropic_error if f"{path}/".startswith(f"{MESSAGES_PATH}/") else openai_error
 
 
 def _respond(exchange: Exchange, body: msgspec.Struct) -> None:

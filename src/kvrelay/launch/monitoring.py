@@ -54,7 +54,7 @@ class MonitoringApp:
 
     def check_head(self, request: HttpRequest) -> Response | None:
         if request.path not in self._routes:
-            return self.error_response(404, f"there is nothing at {request.path[:200]}")
+            return self.error_response(404, f"there is nothing at {request.path[:200]}", request.path)
         if request.method not in ("GET", "HEAD"):
             return Response(405, error_body(405, f"{request.path} takes GET"), headers=[(b"allow", b"GET")])
         if request.path == METRICS_PATH and self._needs_key and not self._is_admitted(request):
@@ -62,7 +62,7 @@ class MonitoringApp:
             return Response(401, body, headers=[(b"www-authenticate", b"Bearer")])
         return None
 
-    def error_response(self, status: int, message: str) -> Response:
+    def error_response(self, status: int, message: str, path: str) -> Response:
         return Response(status, error_body(status, message))
 
     def handle(self, exchange: Exchange) -> None:

@@ -44,7 +44,8 @@ class ConnectionOwner(Protocol):
     def check_head(self, request: HttpRequest) -> Response | None:
         """Refuse a request by its head alone, or None."""
 
-    def error_response(self, status: int, message: str) -> Response: ...
+    def error_response(self, status: int, message: str, path: str) -> Response:
+        """``path``: of the request; empty if none has arrived."""
 
     def handle(self, exchange: Exchange) -> None: ...
 
@@ -132,7 +133,7 @@ class HttpConnection(asyncio.Protocol):
         elif self._deadline_s is None or now_s < self._deadline_s:
             return
         elif self._reader.is_in_message and not self._reader.is_refused:
-            self._reader.refuse(self._owner.error_response(408, "the request did not arrive in time"))
+            self._reader.refuse(self._reader.error_response(408, "the request did not arrive in time"))
         elif not self.num_unsent_bytes:
             self._close(transport)
 
@@ -227,8 +228,8 @@ class HttpConnection(asyncio.Protocol):
     def check_head(self, request: HttpRequest) -> Response | None:
         return self._owner.check_head(request)
 
-    def error_response(self, status: int, message: str) -> Response:
-        return self._owner.error_response(status, message)
+    def error_response(self, status: int, message: str, path: str) -> Response:
+        return self._owner.error_response(status, message, path)
 
     def on_begin(self) -> None:
         if not self._is_busy:
@@ -340,7 +341,7 @@ class HttpConnection(asyncio.Protocol):
                 self.abort()
 
     def _unavailable(self, message: str) -> Response:
-        response = self._owner.error_response(503, message)
+        response = self._reader.error_response(503, message)
         headers = (*response.headers, (b"retry-after", b"1"))
         return Response(response.status, response.body, response.content_type, headers)
 

@@ -27,7 +27,8 @@ class RequestListener(Protocol):
     def check_head(self, request: HttpRequest) -> Response | None:
         """Refuse a request by its head alone, or None."""
 
-    def error_response(self, status: int, message: str) -> Response: ...
+    def error_response(self, status: int, message: str, path: str) -> Response:
+        """``path``: of the request; empty if none has arrived."""
 
     def on_begin(self) -> None:
         """A request's first bytes have arrived."""
@@ -90,6 +91,11 @@ class RequestReader:
         else:
             self._num_silent_bytes = 0
         self._count_head(0)
+
+    def error_response(self, status: int, message: str) -> Response:
+        """The application's answer for an error of the request that is being read."""
+        path, _ = parse_target(self._url.decode("latin-1"))
+        return self._listener.error_response(status, message, path)
 
     def refuse(self, response: Response) -> None:
         """Read nothing more; the listener tells the client why."""
@@ -217,7 +223,7 @@ class RequestReader:
 
     def _malformed(self, request: HttpRequest, version: str) -> Response | None:
         """Refuse heads that llhttp accepts and RFC 9112 forbids."""
-        error = self._listener.error_response
+        error = self.error_response
         if version == "0.9":
             # The parser itself refuses a missing one.
             return error(400, "the request line has no HTTP version")
@@ -247,8 +253,8 @@ class RequestReader:
     def _too_large(self) -> Response:
         limit = self._max_body_bytes
         message = f"the request body is above {limit} bytes (max_body_bytes)" if limit else "this path takes no body"
-        return self._listener.error_response(413, message)
+        return self.error_response(413, message)
 
     def _refuse(self, status: int, message: str) -> None:
         if not self.is_refused:
-            self.refuse(self._listener.error_response(status, message))
+            self.refuse(self.error_response(status, message))

@@ -29,8 +29,8 @@ class HttpApplication(Protocol):
     def check_head(self, request: HttpRequest) -> Response | None:
         """Refuse a request before its body is read, or None."""
 
-    def error_response(self, status: int, message: str) -> Response:
-        """The response for an error of the HTTP layer itself."""
+    def error_response(self, status: int, message: str, path: str) -> Response:
+        """The response for an error of the HTTP layer itself. ``path``: of the request; empty if none has arrived."""
 
     def handle(self, exchange: Exchange) -> None:
         """Answer the request, now or later. Must not block or raise."""
@@ -113,8 +113,8 @@ class HttpServer:
     def check_head(self, request: HttpRequest) -> Response | None:
         return self._application.check_head(request)
 
-    def error_response(self, status: int, message: str) -> Response:
-        return self._application.error_response(status, message)
+    def error_response(self, status: int, message: str, path: str) -> Response:
+        return self._application.error_response(status, message, path)
 
     def handle(self, exchange: Exchange) -> None:
         self._application.handle(exchange)
