@@ -24,7 +24,7 @@ class EchoApp:
         return Response(404, b"no") if request.path == "/none" else None
 
     def error_response(self, status: int, message: str, path: str) -> Response:
-        return Response(status, message.encode(), b"text/plain", [(b"x-path", path.encode())])
+        return Response(status, message.encode(), b"text/plain", [(b"x-path", path[:64].encode())])
 
     def handle(self, exchange: Exchange) -> None:
         request = exchange.request
