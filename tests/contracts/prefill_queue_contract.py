@@ -45,7 +45,7 @@ OpenServer = Callable[[], AbstractAsyncContextManager[QueueServer]]
 
 
 def prefill(
-    name: str, timeout_s: float = 0.0, partition: str = PARTITION, num_output_tokens: int = 0
+    name: str, timeout_s: float = 0.0, partition: str = PARTITION, num_output_tokens: int = 0, priority: int = 0
 ) -> RemotePrefillRequest:
     return RemotePrefillRequest(
         handoff_id=HandoffId("decode-1", 1),
@@ -60,6 +60,7 @@ def prefill(
         num_cached_tokens=16,
         kv_compatibility=partition,
         timeout_s=timeout_s,
+        priority=priority,
     )
 
 
@@ -111,6 +112,47 @@ class PrefillQueueContract:
             assert delivery.request.request_id == "z"
             await delivery.ack()
             assert await one.pull(PARTITION, 0.0) is None
+
+        run(open_server, scenario)
+
+    def test_priorities_come_in_order_and_begun_streams_before_them(self, open_server: OpenServer) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one = await server.connect(), await server.connect()
+            await decode.push(prefill("first"))
+            for name, priority in (("low", 5), ("normal", 0), ("high", -1), ("higher", -7)):
+                await decode.push(prefill(name, priority=priority))
+            await decode.push(prefill("begun", num_output_tokens=2, priority=9))
+            assert await decode.size(PARTITION) == 6
+            deliveries = [await pulled(one) for _ in range(6)]
+            names = [item.request.request_id for item in deliveries]
+            assert names == ["begun", "high", "higher", "first", "normal", "low"]
+            for delivery in deliveries:
+                await delivery.ack()
+            assert await one.pull(PARTITION, 0.0) is None
+            waiting = asyncio.create_task(one.pull(PARTITION, PATIENCE_S))
+            await asyncio.sleep(0.05)
+            await decode.push(prefill("alone", priority=3))
+            delivery = await waiting
+            assert delivery is not None
+            await delivery.ack()
+
+        run(open_server, scenario)
+
+    def test_no_class_waits_for_all_of_a_better_one(self, open_server: OpenServer) -> None:
+        async def scenario(server: QueueServer) -> None:
+            decode, one = await server.connect(), await server.connect()
+            await decode.push(prefill("normal"))
+            await decode.push(prefill("low", priority=1))
+            for number in range(30):
+                await decode.push(prefill(f"high-{number}", priority=-1))
+            names = []
+            for _ in range(20):
+                delivery = await pulled(one)
+                names.append(delivery.request.request_id)
+                await delivery.ack()
+            assert {"normal", "low"} <= set(names)
+            better = [name for name in names if name.startswith("high")]
+            assert better == [f"high-{number}" for number in range(18)]
 
         run(open_server, scenario)
 

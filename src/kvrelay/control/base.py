@@ -130,9 +130,12 @@ class PrefillQueue(Protocol):
         """Into the partition of ``request.kv_compatibility``."""
 
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
-        """The partition's next entry, or None after ``timeout_s``. Resumed requests (``is_resumed``) come before new
-        ones. Malformed entries are logged, counted and dropped. Entries that were delivered too often go to the
-        dead-letter subject."""
+        """The partition's next entry, or None after ``timeout_s``.
+
+        The classes of requests (``queue_class``) come in order, each first in, first out; now and then a lower class
+        has its turn (``queue_order.py``). Malformed entries are logged, counted and dropped. Entries that were
+        delivered too often go to the dead-letter subject.
+        """
 
     async def size(self, kv_compatibility: str | None = None) -> int:
         """Number of entries that no consumer has pulled yet, in one partition or in all."""

@@ -11,9 +11,10 @@ from typing import Protocol
 import msgspec
 
 from kvrelay.control.base import PrefillDelivery
+from kvrelay.control.queue_order import QueueTurns
 from kvrelay.core.clock import Clock
 from kvrelay.core.control_codec import decode_prefill
-from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.handoff import QueueClass, RemotePrefillRequest
 from kvrelay.errors import ProtocolError
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class _QueueEntry:
     partition: str
     data: bytes
     pushed_s: float
-    is_resumed: bool = False
+    queue_class: QueueClass = QueueClass.NORMAL
     ready_s: float = 0.0
     num_deliveries: int = 0
 
@@ -50,6 +51,7 @@ class MemoryQueue:
         self.dead_letters: list[RemotePrefillRequest] = []
         self.num_malformed = 0
         self.num_expired = 0
+        self._turns = QueueTurns()
         self.changed = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -74,17 +76,19 @@ class MemoryQueue:
         """The ack deadline of a consumer that was heard now."""
         return self._clock.now() + self.ack_wait_s
 
-    def push_raw(self, partition: str, data: bytes, *, is_resumed: bool = False) -> None:
+    def push_raw(self, partition: str, data: bytes, queue_class: QueueClass = QueueClass.NORMAL) -> None:
         """An entry in its wire form. Tests also push garbage."""
-        self._entries.append(_QueueEntry(partition, data, self._clock.now(), is_resumed))
+        self._entries.append(_QueueEntry(partition, data, self._clock.now(), queue_class))
         self.changed.set()
 
     def pop(self, partition: str) -> MemoryPrefillDelivery | None:
         """The partition's first entry that may be delivered now."""
         now = self._clock.now()
-        for entry in sorted(self._entries, key=lambda entry: not entry.is_resumed):
-            if entry.partition != partition or entry.ready_s > now:
-                continue
+        ready = [entry for entry in self._entries if entry.partition == partition and entry.ready_s <= now]
+        if not ready:
+            return None
+        order = self._turns.next_order()
+        for entry in sorted(ready, key=lambda entry: order.index(entry.queue_class)):
             self._entries.remove(entry)
             entry.num_deliveries += 1
             delivery = self._accept(entry)
@@ -168,7 +172,7 @@ class MemoryPrefillQueue:
 
     async def push(self, request: RemotePrefillRequest) -> None:
         self._plane.check_connected()
-        self._queue.push_raw(request.kv_compatibility, msgspec.msgpack.encode(request), is_resumed=request.is_resumed)
+        self._queue.push_raw(request.kv_compatibility, msgspec.msgpack.encode(request), request.queue_class)
 
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
         deadline_s = asyncio.get_running_loop().time() + timeout_s

@@ -30,6 +30,16 @@ class HandoffOrder(enum.StrEnum):
     """P and D are chosen up front and get the request independently, so a claim may reach D before the request does."""
 
 
+class QueueClass(enum.StrEnum):
+    """Classes of prefills in the queue, in order: streams that have begun, then by priority."""
+
+    RESUMED = "resumed"
+    HIGH = "high"
+    """A priority below 0; a lower number is served first."""
+    NORMAL = "normal"
+    LOW = "low"
+
+
 class KvDirection(enum.StrEnum):
     """Which worker moves the KV, and so whose memory a peer touches."""
 
@@ -104,9 +114,13 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     version: int = 1
 
     @property
-    def is_resumed(self) -> bool:
-        """Whether a stream that has begun waits for it: such entries are pulled first."""
-        return self.num_output_tokens > 0
+    def queue_class(self) -> QueueClass:
+        """The class in which it waits in the prefill queue."""
+        if self.num_output_tokens > 0:
+            return QueueClass.RESUMED
+        if self.priority == 0:
+            return QueueClass.NORMAL
+        return QueueClass.HIGH if self.priority < 0 else QueueClass.LOW
 
 
 class HandoffClaim(msgspec.Struct, frozen=True, tag=True):

@@ -1,13 +1,14 @@
 """The global prefill queue on a JetStream work-queue stream.
 
-It owns the stream, the durable consumers, and the dead-letter stream. Each partition has two consumers, which all
-prefill workers of the partition share: one for resumed requests, which overtake, and one for all others. Delivery is at
+It owns the stream, the durable consumers, and the dead-letter stream. Each partition has a subject and a consumer for
+each class of requests, which all prefill workers of the partition share; ``control/queue_order.py`` has the order in
+which a pull looks at them. Delivery is at
 least once: an entry whose consumer is silent for ``ack_wait_s`` goes to the next consumer, so consumers extend the ack
 deadline while they compute. This module does not know what a prefill is, beyond its partition and the time limit in its
 envelope. The limit is compared with the server's time stamps, so that no two machines' clocks are compared.
 
     kvrelay.NS.prefill.queue.PART ──> stream kvrelay_NS_prefill ──> consumer prefill_PART ──pull──> workers
-    ...PART=resumed ─────────────────────────> " ─────────────────> ..._PART=resumed ───pull first──> "
+    ...PART=resumed, =high, =low ────────────> " ─────────────────> ..._PART=resumed, ... ────────> "
                                                                           │ delivered too often
                                                                           v
                                       kvrelay.NS.prefill.dead (stream kvrelay_NS_prefill_dead, kept for a day)
@@ -26,9 +27,10 @@ from kvrelay.control.base import Keys, PrefillDelivery
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage, NatsSubscription, NoRespondersError
 from kvrelay.control.nats.jetstream import ConsumerInfo, JetStream, parse_ack_subject
 from kvrelay.control.nats.kv_keys import encode_key
+from kvrelay.control.queue_order import CLASSES, QueueTurns
 from kvrelay.control.redelivery import MAX_ACK_WAIT_S
 from kvrelay.core.control_codec import decode_prefill
-from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.handoff import QueueClass, RemotePrefillRequest
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, ProtocolError
 
@@ -98,15 +100,19 @@ class _Track(NamedTuple):
 
 @dataclass(slots=True)
 class _Partition:
-    """One ``kv_compatibility``, in two tracks: resumed requests, which overtake, and all others. ``size`` counts both
-    and is valid until ``size_until_s``."""
+    """One ``kv_compatibility``, with a track per class. ``size`` counts all of them and is valid until
+    ``size_until_s``."""
 
-    resumed: _Track
-    new: _Track
+    tracks: dict[QueueClass, _Track]
     is_ready: bool = False
     size: int = 0
     size_until_s: float = 0.0
     size_task: asyncio.Task[int] | None = None
+
+    @property
+    def normal(self) -> _Track:
+        """The track on which idle consumers wait."""
+        return self.tracks[QueueClass.NORMAL]
 
 
 class NatsPrefillQueue:
@@ -131,6 +137,7 @@ class NatsPrefillQueue:
         self._ack_wait_s = ack_wait_s
         self._max_deliveries = max_deliveries
         self._partitions: dict[str, _Partition] = {}
+        self._turns = QueueTurns()
         self._background = TaskSet()
         self.num_malformed = 0
         self.num_expired = 0
@@ -159,11 +166,13 @@ class NatsPrefillQueue:
     async def push(self, request: RemotePrefillRequest) -> None:
         data = msgspec.msgpack.encode(request)
         partition = await self._ready_partition(request.kv_compatibility)
-        # Idle consumers wait on the other track only: if they waited on both, a pull might get two entries. In an empty
-        # queue there is no entry to overtake.
-        must_overtake = request.is_resumed and await self.size(request.kv_compatibility) > 0
+        # Idle consumers wait on the normal track only: if they waited on several, a pull might get several entries. In
+        # an empty queue there is no order to keep.
+        queue_class = request.queue_class
+        if queue_class is not QueueClass.NORMAL and await self.size(request.kv_compatibility) == 0:
+            queue_class = QueueClass.NORMAL
         try:
-            await self._publish(partition, partition.resumed if must_overtake else partition.new, data)
+            await self._publish(partition, partition.tracks[queue_class], data)
         except PayloadTooLargeError as exc:
             # Not the client's fault: this prefill is for the decode worker itself.
             raise ControlUnavailableError(f"prefill {request.handoff_id} does not fit into the queue: {exc}") from exc
@@ -181,9 +190,9 @@ class NatsPrefillQueue:
         deadline_s = loop.time() + timeout_s
         while True:
             partition = await self._ready_partition(kv_compatibility)
-            message = await self._next(partition, partition.resumed, 0.0)
-            if message is None:
-                message = await self._next(partition, partition.new, max(deadline_s - loop.time(), 0.0))
+            message = await self._first(partition)
+            if message is None and deadline_s > loop.time():
+                message = await self._next(partition, partition.normal, deadline_s - loop.time())
             if message is None:
                 return None
             delivery = await self._accept(partition, message)
@@ -206,8 +215,9 @@ class NatsPrefillQueue:
     async def _ask_size(self, kv_compatibility: str) -> int:
         partition = await self._ready_partition(kv_compatibility)
         try:
-            tracks = (partition.resumed, partition.new)
-            infos = [await self._jetstream.consumer_info(self._stream, track.consumer) for track in tracks]
+            infos = await asyncio.gather(
+                *(self._jetstream.consumer_info(self._stream, track.consumer) for track in partition.tracks.values())
+            )
         except ControlUnavailableError:
             partition.is_ready = False
             raise
@@ -220,12 +230,15 @@ class NatsPrefillQueue:
         partition = self._partitions.get(kv_compatibility)
         if partition is None:
             token = _token(kv_compatibility)
-            # "=resumed" cannot be part of a token: inside a token two hexadecimal digits follow each "=".
             partition = self._partitions[kv_compatibility] = _Partition(
-                resumed=_Track(f"{self._subject}{token}=resumed", f"prefill_{token}=resumed"),
-                new=_Track(f"{self._subject}{token}", f"prefill_{token}"),
+                {queue_class: self._track(token, queue_class) for queue_class in CLASSES}
             )
         return partition
+
+    def _track(self, token: str, queue_class: QueueClass) -> _Track:
+        # "=resumed" cannot be part of a token: inside a token two hexadecimal digits follow each "=".
+        suffix = "" if queue_class is QueueClass.NORMAL else f"={queue_class.value}"
+        return _Track(f"{self._subject}{token}{suffix}", f"prefill_{token}{suffix}")
 
     async def _ready_partition(self, kv_compatibility: str) -> _Partition:
         self._connection.check_connected()
@@ -237,7 +250,7 @@ class NatsPrefillQueue:
     async def _create(self, partition: _Partition) -> None:
         """Create the partition's consumers, and the streams, if they do not exist."""
         await self.start()
-        for track in (partition.resumed, partition.new):
+        for track in partition.tracks.values():
             config = _consumer(track, self._ack_wait_s)
             self._set_clock(await self._jetstream.create_consumer(self._stream, config))
         partition.is_ready = True
@@ -252,7 +265,7 @@ class NatsPrefillQueue:
         expire an entry, because the server's clock may have been set since the last one."""
         if not request.timeout_s or self._age_s(stored_s) <= request.timeout_s:
             return False
-        self._set_clock(await self._jetstream.consumer_info(self._stream, partition.new.consumer))
+        self._set_clock(await self._jetstream.consumer_info(self._stream, partition.normal.consumer))
         return self._age_s(stored_s) > request.timeout_s
 
     def _age_s(self, stored_s: float) -> float:
@@ -264,6 +277,14 @@ class NatsPrefillQueue:
             partition.is_ready = False
 
     # -- pulling ------------------------------------------------------------------------------------------------------
+
+    async def _first(self, partition: _Partition) -> NatsMessage | None:
+        """The first message that waits, or None."""
+        for queue_class in self._turns.next_order():
+            message = await self._next(partition, partition.tracks[queue_class], 0.0)
+            if message is not None:
+                return message
+        return None
 
     async def _next(self, partition: _Partition, track: _Track, timeout_s: float) -> NatsMessage | None:
         """One message from the consumer, or None. Safe to cancel: a message that arrives too late is returned to the
