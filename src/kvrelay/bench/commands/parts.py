@@ -26,17 +26,25 @@ ADMISSION = ("max_num_waiting", "kv_watermark")
 @click.option("--runs", default=3, type=click.IntRange(1, 1000), help="Timed passes; the median is reported.")
 @click.option("--load-seed", default=0, type=int, help="Seed of the prompts.")
 @click.option("--structured", is_flag=True, help="Free and grammar-bound passes in turns; reports the cost.")
+@click.option(
+    "--beside-one-process", is_flag=True, help="With --tp or --pp: in turns with one process of as many threads."
+)
 @json_option
 @settings_options(*SETTINGS, exclude=ADMISSION)
-def bench_engine(model: str | None, structured: bool, as_json: bool, config_file: Path | None, **given: Any) -> None:
+def bench_engine(
+    model: str | None, structured: bool, beside_one_process: bool, as_json: bool, config_file: Path | None, **given: Any
+) -> None:
     """Run a batch of random prompts through the engine, in this process, without any server.
 
+    \b
     Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64
+             kvrelay bench engine --tp 2 --num-threads 2 --beside-one-process
     """
     from kvrelay.bench.parts.engine import (
         BatchLoad,
         engine_text,
         run_engine_benchmark,
+        run_ranks_benchmark,
         run_structured_benchmark,
     )
     from kvrelay.bench.report.files import print_result
@@ -48,7 +56,9 @@ def bench_engine(model: str | None, structured: bool, as_json: bool, config_file
     runner = source.build(RunnerConfig)
     engine = source.build(EngineConfig, max_num_waiting=load.num_prompts, kv_watermark=0)
     path = resolve_model(model)
-    run = run_structured_benchmark if structured else run_engine_benchmark
+    run = run_ranks_benchmark if beside_one_process else run_engine_benchmark
+    if structured:
+        run = run_structured_benchmark
     report = run(path, runner, engine, load, num_runs)
     settings = {"model": path.name, "runner": dataclasses.asdict(runner), "engine": dataclasses.asdict(engine)}
     print_result(report | settings, engine_text(f"engine, {path.name}, {runner.dtype}", report), as_json)

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvrelay.bench.report.table import table
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.grammar import Grammar, GrammarKind
-from kvrelay.errors import FatalError
+from kvrelay.errors import ConfigError, FatalError
 from kvrelay.llm import LLM, SamplingParams
 
 ENDLESS = Grammar(
@@ -71,6 +71,39 @@ def run_structured_benchmark(
         "cost": statistics.median(costs),
         "cost_min": min(costs),
         "cost_max": max(costs),
+        "num_runs": num_runs,
+        "num_prompts": load.num_prompts,
+        "input_len": load.input_len,
+        "output_len": load.output_len,
+    }
+
+
+def run_ranks_benchmark(
+    model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: BatchLoad, num_runs: int
+) -> dict[str, float]:
+    """The batch in turns: with the ranks of ``runner``, and in one process with as many threads; ``num_runs`` passes of
+    each. Returns the medians, and of each pair of passes the ranks' throughput over that of the one process.
+
+    Raises ConfigError if ``runner`` has one rank.
+    """
+    if runner.num_ranks == 1:
+        raise ConfigError("--beside-one-process compares several ranks with one process: give --tp or --pp", param="tp")
+    one = dataclasses.replace(runner, tp=1, pp=1)
+    ranks_llm, one_llm = (
+        LLM(model_path, **dataclasses.asdict(each), **dataclasses.asdict(engine)) for each in (runner, one)
+    )
+    with ranks_llm, one_llm:
+        for llm in (ranks_llm, one_llm):
+            _run_once(llm, _warm_up(load))
+        pairs = [(_run_once(ranks_llm, load), _run_once(one_llm, load)) for _ in range(num_runs)]
+    ratios = [single.duration_s / spread.duration_s for spread, single in pairs]
+    return {
+        "ranks_tokens_per_s": statistics.median(each.num_output_tokens / each.duration_s for each, _ in pairs),
+        "one_process_tokens_per_s": statistics.median(each.num_output_tokens / each.duration_s for _, each in pairs),
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "num_ranks": runner.num_ranks,
         "num_runs": num_runs,
         "num_prompts": load.num_prompts,
         "input_len": load.input_len,

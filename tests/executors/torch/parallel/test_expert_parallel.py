@@ -40,12 +40,12 @@ Prompts = list[list[int]]
 class Rank:
     """One data-parallel rank: engine, thread, rank processes."""
 
-    def __init__(self, model: Path, member: GroupMember, config: GroupConfig, tp: int) -> None:
+    def __init__(self, model: Path, member: GroupMember, config: GroupConfig, tp: int, pp: int) -> None:
         self.dead: list[EngineDeadError] = []
         self.tokens: dict[str, list[int]] = {}
         self.group = StepGroup(member, self.dead.append)
         # Waiting for a rank of a busy machine is no hang.
-        runner = RunnerConfig(dtype="float32", device="cpu", tp=tp, num_threads=tp, rank_timeout_s=PATIENCE_S)
+        runner = RunnerConfig(dtype="float32", device="cpu", tp=tp, pp=pp, num_threads=1, rank_timeout_s=PATIENCE_S)
         self.executor = ParallelExecutor(model, runner, ENGINE, group=config)
         self.executor.warm_up()
         core = EngineCore(self.executor, ENGINE, MonotonicClock(), worker_id="w", group=self.group)
@@ -74,14 +74,16 @@ def greedy(num_outputs: int) -> SamplingParams:
 
 
 @contextmanager
-def group_of(model: Path, directory: Path, dp: int, tp: int = 1, carrier: str = "shm") -> Iterator[list[Rank]]:
+def group_of(
+    model: Path, directory: Path, dp: int, tp: int = 1, pp: int = 1, carrier: str = "shm"
+) -> Iterator[list[Rank]]:
     address = address_for(carrier, directory)
     members = join_all(address, [RankInfo(rank, dp, f"place {rank}", FACTS) for rank in range(dp)])
 
     def start(rank: int) -> Rank:
         member = members[rank]
         assert isinstance(member, GroupMember), member
-        return Rank(model, member, GroupConfig(dp=dp, ep=True, dp_rank=rank, dp_address=str(address)), tp)
+        return Rank(model, member, GroupConfig(dp=dp, ep=True, dp_rank=rank, dp_address=str(address)), tp, pp)
 
     with ThreadPoolExecutor(dp) as pool:
         ranks = list(pool.map(start, range(dp)))
@@ -147,10 +149,10 @@ def test_a_rank_that_is_killed_ends_the_group(checkpoint_of: Any, tmp_path: Path
 @pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["mixtral", "qwen3-moe"])
-@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2), (4, 1)])
-def test_tokens_with_other_shapes(arch: str, dp: int, tp: int, checkpoint_of: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 2, 1), (2, 2, 1), (4, 1, 1), (2, 1, 2), (1, 2, 2)])
+def test_tokens_with_other_shapes(arch: str, dp: int, tp: int, pp: int, checkpoint_of: Any, tmp_path: Path) -> None:
     model, prompts = checkpoint_of(arch), some_prompts(8)
-    with group_of(model, tmp_path, dp, tp) as ranks:
+    with group_of(model, tmp_path, dp, tp, pp) as ranks:
         for number, rank in enumerate(ranks):
             rank.send("a", prompts[number:])
         found = [rank.answers("a", 8 - number) for number, rank in enumerate(ranks)]
@@ -177,7 +179,7 @@ def test_each_expert_has_one_seat() -> None:
     ("arch", "tp", "pp", "dp", "reason"),
     [
         ("llama", 1, 1, 2, "this model has none"),
-        ("mixtral", 1, 2, 2, "--ep with --pp 2"),
+        ("mixtral", 1, 3, 2, "pp 3 does not divide num_hidden_layers"),
         ("mixtral", 2, 1, 64, "fewer than the 128 ranks"),
         ("mixtral", 1, 1, 3, r"dp 3 \* tp 1 = 3 ranks do not divide"),
     ],

@@ -127,7 +127,8 @@ class Decoder:
 
     def take_part(self) -> None:
         """A forward pass without tokens: what other ranks wait for happens, nothing is computed for this one."""
-        x = torch.empty(0, self._embedding.shape[1], dtype=self._embedding.dtype, device=self._embedding.device)
+        device = self._layers[0].input_norm.device
+        x = torch.empty(0, self._embedding.shape[1], dtype=self._embedding.dtype, device=device)
         for layer in self._layers:
             if layer.feed_forward.is_collective:
                 layer.feed_forward.forward(x, self._kernels)

@@ -3,10 +3,10 @@
     rank 0: tokens a b c ──counts, rows by owner──> all-to-all ──> experts 0 1 ──> all-to-all ──> sums of a b c
     rank 1: no tokens    ──0────────────────────>  all-to-all ──> experts 2 3 ──> all-to-all ──> nothing
 
-The group is all data-parallel and tensor-parallel ranks; its rank ``dp_rank * tp_size + tp_rank`` holds the experts
-from ``rank * num_experts / size`` on. Every rank takes part in every layer's exchange, also with no tokens at all.
-Counts differ from rank to rank and from step to step. Data are moved, not summed, so a token's result is, bit for bit,
-that of one process with all experts.
+The group is all data-parallel and tensor-parallel ranks of a pipeline stage; its rank ``dp_rank * tp_size + tp_rank``
+holds the experts from ``rank * num_experts / size`` on, of the stage's layers. Every rank takes part in every layer's
+exchange, also with no tokens at all. Counts differ from rank to rank and from step to step. Data are moved, not summed,
+so a token's result is, bit for bit, that of one process with all experts.
 
 With tensor parallelism all ranks of an engine have the same tokens: each sends its part of them, and the results are
 combined by a sum with zeros.
@@ -48,7 +48,9 @@ class ExpertGroup:
     def __init__(self, seat: ExpertSeat, groups: Groups, store: Any, timeout_s: float, host: str) -> None:
         self.seat = seat
         self._groups = groups
-        self._group = process_group("experts", store, seat.index, seat.size, groups.device, timeout_s, host)
+        self._group = process_group(
+            f"experts{groups.rank.pp_rank}", store, seat.index, seat.size, groups.device, timeout_s, host
+        )
 
     def connect(self) -> None:
         """Wait until all seats are taken. Raises PeerLostError."""

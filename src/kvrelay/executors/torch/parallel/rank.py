@@ -78,7 +78,7 @@ class ParallelRank:
 def check_sizes(config: ModelConfig, tp_size: int, pp_size: int, group: GroupConfig | None = None) -> None:
     """Raise ConfigError, naming the size, if the model cannot be cut into that many parts."""
     if group is not None and group.ep:
-        _check_expert_sizes(config, tp_size, pp_size, group)
+        _check_expert_sizes(config, tp_size, group)
     sizes = [("num_attention_heads", config.num_heads)]
     if config.moe is None or not all(config.sparse):
         sizes.append(("intermediate_size", config.intermediate))
@@ -98,13 +98,11 @@ def check_sizes(config: ModelConfig, tp_size: int, pp_size: int, group: GroupCon
         )
 
 
-def _check_expert_sizes(config: ModelConfig, tp_size: int, pp_size: int, group: GroupConfig) -> None:
+def _check_expert_sizes(config: ModelConfig, tp_size: int, group: GroupConfig) -> None:
     """Raise ConfigError, naming the size, if the model's experts cannot be spread so."""
     size = group.dp * tp_size
     if config.moe is None:
         raise ConfigError("--ep spreads experts, and this model has none; leave it out", param="ep")
-    if pp_size > 1:
-        raise ConfigError(f"--ep with --pp {pp_size}: stages and spread experts do not combine; use pp 1", param="ep")
     if config.moe.num_experts < size:
         raise ConfigError(
             f"--ep: this model has {config.moe.num_experts} experts, fewer than the {size} ranks (dp {group.dp} * tp "

@@ -69,6 +69,8 @@ class RankShard:
         self.rank = ParallelRank.numbered(start.index, start.runner.tp, start.runner.pp)
         self.progress = RankProgress(memory.progress[start.index])
         self.groups: Groups | None = None
+        # All ranks that share experts run equally many passes a step, whatever their own batches are.
+        self.max_micro_batches = 1 if start.group.ep else self.rank.pp_size
         self.block_factor, self.block_offset = 1, 0
         """Converts the worker's block ids to those of ``allocate``'s pool."""
         self._start = start
@@ -91,9 +93,10 @@ class RankShard:
         if group.dp > 1:
             address = GroupAddress.parse(group.dp_address)
             if address.directory is not None:
-                store = file_store(str(address.directory / "experts"), seat.size)
+                store = file_store(str(address.directory / "experts"), seat.size * self.rank.pp_size)
             else:
-                store = tcp_store(address.host, address.port + 1, is_host=seat.index == 0, timeout_s=timeout_s)
+                is_host = seat.index == 0 and self.rank.is_first_stage
+                store = tcp_store(address.host, address.port + 1, is_host=is_host, timeout_s=timeout_s)
                 host = address.own_host()
         experts = ExpertGroup(seat, groups, store, timeout_s, host)
         experts.connect()
@@ -172,7 +175,7 @@ class Rank:
         work, message = decode_step(self._memory.read(command), shard.block_factor, shard.block_offset)
         if isinstance(runner, FollowingRunner):
             runner.append(*drawn(message))
-        parts = split(work, shard.rank.pp_size)
+        parts = split(work, shard.max_micro_batches)
         outputs = [runner.execute(part.work) for part in parts]
         shard.progress.move()
         if not shard.rank.samples:
