@@ -47,6 +47,8 @@ class Scenario:
     before its hand-off opens, and P does not know D's hits before the grant."""
     direction: KvDirection = KvDirection.PUSH
     with_blocks: bool = True
+    by_engine: bool = False
+    """Pull: the engines move the KV themselves, so there are no blocks."""
     checksums: bool = False
     incompatible: bool = False
     can_replace_blocks: bool = True

@@ -39,6 +39,9 @@ SCENARIOS = {
     "pull": scenario(*NETWORK, *LOCAL, "damage", num_hit_blocks=1, checksums=True, direction=PULL),
     "pull, leases": scenario(*PREFILL, "cut decode", "revoke decode", direction=PULL),
     "pull, without room at first": scenario(*NETWORK, *LOCAL, direction=PULL, with_blocks=False),
+    "pull, by the engines": scenario(
+        *NETWORK, *LOCAL, "crash prefill", direction=PULL, with_blocks=False, by_engine=True
+    ),
     "pull, prefill-first": scenario(*NETWORK, *LOCAL, direction=PULL, order=PREFILL_FIRST),
 }
 LONG = {
@@ -53,6 +56,9 @@ LONG = {
     "push, paired, two faults": scenario(*EVERYTHING, "gone", num_faults=2, order=PREFILL_FIRST, is_paired=True),
     "pull, two faults": scenario(*EVERYTHING, num_faults=2, direction=PULL),
     "pull, two claimants": scenario(*EVERYTHING, num_prefill=2, direction=PULL),
+    "pull, by the engines, two faults": scenario(
+        *EVERYTHING, num_faults=2, direction=PULL, with_blocks=False, by_engine=True
+    ),
     "pull, prefill-first, two faults": scenario(*EVERYTHING, num_faults=2, direction=PULL, order=PREFILL_FIRST),
 }
 

@@ -302,6 +302,9 @@ class World(Hazards, Memory):
             return
         p.engine[handoff_id] = rest
         index = scenario.num_known_hits + int(step)
+        if scenario.by_engine:
+            self._handle(number, pe.ChunkComputed(handoff_id, pe.Blocks(0, ()), kv_transfer_params=b"{}"))
+            return
         token = pe.FirstToken(7) if not rest else None
         self._handle(number, pe.ChunkComputed(handoff_id, pe.Blocks(index, (100 + index,)), token))
 
@@ -389,6 +392,8 @@ class World(Hazards, Memory):
         if d.status[handoff_id] != "waiting":
             raise Violation(f"a first token for a request that is {d.status[handoff_id]}")
         d.status[handoff_id] = "running"
+        if self.scenario.by_engine:
+            return
         blocks = d.blocks[handoff_id] = d.loans[handoff_id, action.loan]
         for index, block in enumerate(blocks):
             wanted = ("hit", handoff_id) if index < self.scenario.num_hit_blocks else ("kv", handoff_id, 100 + index)
