@@ -10,11 +10,14 @@ import hypothesis
 import hypothesis.strategies as st
 import jsonschema_rs
 import pytest
-from tests.executors.constrained import COMPILER, random_answer
+from tests.executors.constrained import COMPILER, EOS, VOCAB_SIZE, random_answer
 
 from kvrelay.core.grammar import MAX_GRAMMAR_LINKS, Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import InvalidInputError
+from kvrelay.executors import grammars
+from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
 
 NUM_SCHEMAS = 200
 NAMES = ["name", "age", "größe", "a b", "x", "tags", "$y", "deep/er"]
@@ -158,3 +161,28 @@ def test_what_would_compile_for_minutes_never_reaches_the_compiler(kind: Grammar
 )
 def test_patterns_of_the_allowed_size_compile(kind: GrammarKind, source: str) -> None:
     COMPILER.compile(Grammar(kind, source))
+
+
+def test_a_compiled_grammar_outlives_the_cache_while_a_request_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preempted request that comes back must not compile on the engine's thread."""
+    monkeypatch.setattr(grammars, "MAX_COMPILED", 2)
+    compiler = GrammarCompiler(bundled_checkpoint_path() / "tokenizer.json", VOCAB_SIZE, [EOS])
+    held = [Grammar(GrammarKind.REGEX, "held") for _ in range(2)]
+    for grammar in held:
+        compiler.compile(grammar)
+    for number in range(5):
+        compiler.compile(Grammar(GrammarKind.REGEX, f"other {number}"))
+    del held[0], grammar
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("compiled again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars, "LLMatcher", refuse)
+        masks = GrammarMasks(compiler, VOCAB_SIZE)
+        masks.enter(0, held[0], [])
+        masks.release(0)
+    del held[0]
+    for number in range(5):
+        compiler.compile(Grammar(GrammarKind.REGEX, f"later {number}"))
+    assert repr(compiler) == "GrammarCompiler(2 compiled)"

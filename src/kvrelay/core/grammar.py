@@ -38,7 +38,7 @@ class GrammarKind(enum.StrEnum):
     LARK = "lark"
 
 
-class Grammar(msgspec.Struct, frozen=True):
+class Grammar(msgspec.Struct, frozen=True, weakref=True):
     """``source`` of at most MAX_GRAMMAR_CHARS characters. Equal values are compiled once."""
 
     kind: GrammarKind

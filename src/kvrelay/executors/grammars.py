@@ -11,6 +11,7 @@ machine. This module knows no logits and no torch.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +40,23 @@ _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pa
 """Enough for indented documents, but not for a model that writes spaces without end."""
 
 
+class _Compiled:
+    """An entry of the cache: a matcher at the start, and who holds the grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        self._holders: list[weakref.ref[Grammar]] = []
+
+    @property
+    def is_held(self) -> bool:
+        return any(holder() is not None for holder in self._holders)
+
+    def hold(self, grammar: Grammar) -> None:
+        """Holders are objects, not values: equal grammars of two requests are two."""
+        others = [holder for holder in self._holders if holder() is not None and holder() is not grammar]
+        self._holders = [*others, weakref.ref(grammar)]
+
+
 class GrammarCompiler:
     """Compiled grammars over one vocabulary; thread-safe. ``vocab_size`` is the width of the logits.
 
@@ -57,13 +75,15 @@ class GrammarCompiler:
         )
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"GrammarCompiler({len(self._compiled)} compiled)"
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the grammar's start. Compiled grammars are cached.
+        """A matcher at the grammar's start. A compiled grammar is cached, and kept at least as long as the object
+        ``grammar`` lives: a preempted request must not compile again when it returns, on the engine's thread. (In a
+        rank, which gets a copy of each request's grammar, only the cache's size keeps it.)
 
         Raises InvalidInputError for a grammar that does not compile, cannot be satisfied or is too complex;
         CheckpointError if the vocabulary cannot be read.
@@ -73,7 +93,8 @@ class GrammarCompiler:
             found = self._compiled.get(grammar)
             if found is not None:
                 self._compiled.move_to_end(grammar)
-                return found.deep_copy()
+                found.hold(grammar)
+                return found.matcher.deep_copy()
             tokenizer = self._vocabulary()
         matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=self._limits)
         if not matcher.is_error():
@@ -82,10 +103,19 @@ class GrammarCompiler:
         if matcher.is_error():
             raise InvalidInputError(f"{grammar.kind} cannot be used: {_one_line(matcher.get_error())}")
         with self._lock:
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            # The key is another object, which keeps no holder alive.
+            entry = self._compiled.setdefault(Grammar(grammar.kind, grammar.source), _Compiled(matcher))
+            entry.hold(grammar)
+            self._evict()
         return matcher.deep_copy()
+
+    def _evict(self) -> None:
+        """The least recently used entries go, except those that a request holds."""
+        excess = len(self._compiled) - MAX_COMPILED
+        if excess > 0:
+            free = [grammar for grammar, entry in self._compiled.items() if not entry.is_held]
+            for grammar in free[:excess]:
+                del self._compiled[grammar]
 
     def _vocabulary(self) -> LLTokenizer:
         if self._tokenizer is None:
