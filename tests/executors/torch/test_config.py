@@ -64,7 +64,7 @@ def test_windows_and_experts_by_layer() -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "proportional"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),

@@ -114,8 +114,14 @@ def test_torch_attention(
             "original_max_position_embeddings": 64,
         },
         {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 512,
+            "short_factor": [1 + pair / 2 for pair in range(16)],
+            "long_factor": [9.0] * 16,
+        },
     ],
-    ids=["linear", "llama3", "yarn"],
+    ids=["linear", "llama3", "yarn", "longrope"],
 )
 def test_rope_scaling(
     scaling: dict[str, object], tmp_path: Path, checkpoint_of: Any, build: Any, harness_of: Any, random_prompts: Any

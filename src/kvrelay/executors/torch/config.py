@@ -37,11 +37,12 @@ class RopeConfig:
     ``kind`` default and linear use ``theta`` and ``factor``. llama3 also uses the two frequency factors and
     ``original_max_position``, the context before it was extended. yarn also uses that context and the fields below it:
     between ``beta_fast`` and ``beta_slow`` rotations in it, frequencies change gradually from unscaled to divided by
-    ``factor``; ``attention_factor`` multiplies cosines and sines.
+    ``factor``; ``attention_factor`` multiplies cosines and sines. longrope divides each pair's frequency by its own one
+    of ``pair_factors``, within the original context.
     """
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -50,6 +51,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    pair_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ def parse_model_config(raw: JsonObject, eos_token_ids: tuple[int, ...] = ()) -> 
     num_layers = fields.integer("num_hidden_layers")
     attention_bias = fields.flag("attention_bias")
     moe = _moe(family, fields)
+    max_position, rope = fields.integer("max_position_embeddings", 2048), _rope(fields, head_dim)
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size"),
@@ -129,8 +132,8 @@ def parse_model_config(raw: JsonObject, eos_token_ids: tuple[int, ...] = ()) -> 
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_position=fields.integer("max_position_embeddings", 2048),
-        rope=_rope(fields),
+        max_position=rope.original_max_position if rope.kind == "longrope" else max_position,
+        rope=rope,
         dtype=_dtype(raw),
         eos_token_ids=eos_token_ids,
         windows=_windows(family, fields, num_layers),
@@ -231,7 +234,7 @@ def _dtype(raw: JsonObject) -> str:
     return str(value)
 
 
-def _rope(fields: _Fields) -> RopeConfig:
+def _rope(fields: _Fields, head_dim: int) -> RopeConfig:
     """Both spellings: ``rope_theta`` with ``rope_scaling``, and transformers 5's ``rope_parameters``."""
     scaling = fields.nested("rope_parameters")
     if not scaling.raw:
@@ -254,7 +257,10 @@ def _rope(fields: _Fields) -> RopeConfig:
         )
     if kind == "yarn":
         return _yarn(theta, scaling, fields)
-    raise UnsupportedModelError(f"rope type {kind} is not supported; supported: default, linear, dynamic, llama3, yarn")
+    if kind in ("longrope", "su"):
+        return _longrope(theta, scaling, fields, head_dim)
+    supported = "default, linear, dynamic, llama3, yarn, longrope"
+    raise UnsupportedModelError(f"rope type {kind} is not supported; supported: {supported}")
 
 
 def _yarn(theta: float, scaling: _Fields, fields: _Fields) -> RopeConfig:
@@ -276,6 +282,32 @@ def _yarn(theta: float, scaling: _Fields, fields: _Fields) -> RopeConfig:
         truncate=scaling.flag("truncate", True),
         attention_factor=scaling.number("attention_factor", attention_factor),
     )
+
+
+def _longrope(theta: float, scaling: _Fields, fields: _Fields, head_dim: int) -> RopeConfig:
+    """Only the short factors. A sequence that outgrows the original context changes to the long ones at all of its
+    positions, so the KV of a prefix would depend on what follows, and could be neither cached nor handed over. The
+    context therefore ends there."""
+    max_position = fields.integer("max_position_embeddings", 2048)
+    default = fields.integer("original_max_position_embeddings", max_position)
+    original = scaling.integer("original_max_position_embeddings", default)
+    factors = scaling.raw.get("short_factor")
+    if not isinstance(factors, list) or len(factors) != head_dim // 2 or not all(_is_positive(f) for f in factors):
+        raise CheckpointError(f"config.json: short_factor must be {head_dim // 2} positive numbers")
+    factor = scaling.number("factor", max_position / original)
+    attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return RopeConfig(
+        theta,
+        "longrope",
+        factor,
+        original_max_position=original,
+        attention_factor=scaling.number("attention_factor", attention_factor),
+        pair_factors=tuple(map(float, factors)),
+    )
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _yarn_scale(factor: float, mscale: float) -> float:

@@ -1,7 +1,8 @@
 """The table of rotary angles: cosines and sines for every position, computed once.
 
 Frequencies follow RoFormer (Su et al. 2021); ``linear`` is position interpolation (Chen et al. 2023); ``llama3`` is the
-frequency-dependent scaling published with Llama 3.1; ``yarn`` is YaRN (Peng et al. 2023). Pairs are (i, i +
+frequency-dependent scaling published with Llama 3.1; ``yarn`` is YaRN (Peng et al. 2023); ``longrope`` is
+LongRoPE (Ding et al. 2024). Pairs are (i, i +
 head_dim/2), as in Hugging Face checkpoints.
 """
 
@@ -25,6 +26,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Float32Array:
         frequencies = (frequencies / np.float32(config.factor)).astype(np.float32)
     if config.kind == "llama3":
         return _llama3(frequencies, config)
+    if config.kind == "longrope":
+        frequencies = (frequencies / np.asarray(config.pair_factors, dtype=np.float32)).astype(np.float32)
     if config.kind == "yarn":
         return _yarn(frequencies, config, head_dim)
     return frequencies
