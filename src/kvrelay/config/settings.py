@@ -196,6 +196,9 @@ class DisaggConfig(Settings):
     )
     slo_ttft_ms: float = setting(500.0, "cost: objective for the first token, in ms.", low=1)
     slo_itl_ms: float = setting(25.0, "cost: objective between tokens of an answer, in ms.", low=1)
+    early_reject: bool = setting(
+        False, "cost: refuse a request (429) whose objective for the first token cannot be met any more."
+    )
     max_local_prefill_length: int = setting(256, "Longest prefill that runs locally, in tokens; 0: none.", low=0)
     max_prefill_queue_size: int = setting(16, "Prefill queue length from which prefills run locally.", low=0)
     remote_prefill_timeout_s: float = setting(30.0, "Seconds after which an unclaimed prefill is taken back.", low=0.05)

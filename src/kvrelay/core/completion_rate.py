@@ -48,6 +48,11 @@ class CompletionRate:
         per_s = self.per_s
         return min(max(excess / per_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S) if per_s else MIN_RETRY_AFTER_S
 
+    def spacing_s(self, amount: float) -> float:
+        """Seconds in which ``amount`` completes at the present rate; 0 while that is unknown."""
+        per_s = self.per_s
+        return amount / per_s if per_s else 0.0
+
 
 def _decay(seconds: float) -> float:
     return math.exp(-seconds / MEAN_OVER_S)

@@ -172,6 +172,8 @@ class EngineCore:
             self.limits.reset_rates()
         is_new = request.num_output_tokens == 0 and request.mode is not PrefillMode.HANDOFF
         self.limits.check(len(request.token_ids), is_new=is_new)
+        if request.refuses_late and is_new:
+            self.limits.check_objective(request)
         sampling = request.sampling
         self._num_arrived += 1
         request.arrival = self._num_arrived

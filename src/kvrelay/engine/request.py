@@ -10,6 +10,7 @@ import enum
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvrelay.core.cost_model import StepCost
 from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.sampling import SamplingParams
@@ -26,6 +27,9 @@ class Placement(Protocol):
 
     def placed(self, decision: Decision) -> None:
         """The engine has acted on ``decision``."""
+
+    def soonest_s(self, num_tokens: int, num_before: int, cost: StepCost) -> float:
+        """Seconds to the first token of ``num_tokens`` at best, with ``num_before`` tokens before it."""
 
     def came_back(self, request_id: str, num_tokens: int, num_ahead: int, seconds: float) -> None:
         """A remote prefill of ``num_tokens`` took ``seconds``, with ``num_ahead`` tokens sent away before it."""
@@ -76,6 +80,7 @@ class Request:
         "placement",
         "priority",
         "prompt_logprobs",
+        "refuses_late",
         "request_id",
         "sampling",
         "seed",
@@ -133,6 +138,8 @@ class Request:
         self.explain = False
         """Whether the first output reports the decision."""
         self.objectives: Objectives | None = None
+        self.refuses_late = False
+        """Whether it is refused if its objective cannot be met any more."""
         self.num_queued_tokens = 0
         """Tokens to compute, as estimated when it began to wait; 1 or more while it waits."""
         self.slot = -1

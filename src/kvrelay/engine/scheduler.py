@@ -112,6 +112,11 @@ class Scheduler:
         """Prompt tokens still to compute of requests that have a slot."""
         return sum(request.num_missing_tokens for request in self._batch.prefilling)
 
+    def num_prefilling_tokens_before(self, num_tokens: int) -> int:
+        """The part of these that is computed before a prompt of ``num_tokens``."""
+        missing = (request.num_missing_tokens for request in self._batch.prefilling)
+        return sum(count for count in missing if count <= num_tokens)
+
     @property
     def num_admitted(self) -> int:
         return len(self._batch) + self._num_outside

@@ -90,9 +90,17 @@ class RetryElsewhereError(KvrelayError):
 
 
 class OverloadedError(RetryElsewhereError):
-    """A bounded queue is full."""
+    """A bounded queue is full. ``spacing_s``: seconds in which room for one more such request arises; 0: unknown."""
 
     status = 429
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, spacing_s: float = 0.0) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.spacing_s = spacing_s
+
+
+class ObjectiveMissedError(OverloadedError):
+    """The request's objective for the first token cannot be met any more (``--early-reject``)."""
 
 
 class WorkerUnavailableError(RetryElsewhereError):

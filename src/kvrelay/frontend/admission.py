@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.completion_rate import CompletionRate
+from kvrelay.core.return_times import ReturnTimes
 from kvrelay.errors import InvalidInputError, OverloadedError
 
 MINUTE_S = 60.0
@@ -23,6 +24,7 @@ class Admission:
         self.num_in_flight = 0
         self._max_in_flight = max_in_flight
         self._ended = CompletionRate(clock)
+        self._returns = ReturnTimes(clock)
         self._keys = _KeyBuckets(clock)
 
     def __repr__(self) -> str:
@@ -39,13 +41,12 @@ class Admission:
             raise InvalidInputError(f"prompts times n is {num_sequences}, above {self._max_in_flight}", param="n")
         excess = self.num_in_flight + num_sequences - self._max_in_flight
         if excess > 0:
-            raise OverloadedError(
-                f"{self.num_in_flight} requests are in flight already",
-                retry_after_s=self._ended.retry_after_s(excess),
-            )
+            wait_s = self._returns.next_s(self._ended.retry_after_s(excess), self._ended.spacing_s(num_sequences))
+            raise OverloadedError(f"{self.num_in_flight} requests are in flight already", retry_after_s=wait_s)
         if not self.num_in_flight:
             # Idle time must not count as slowness.
             self._ended.restart()
+            self._returns.restart()
         self.num_in_flight += num_sequences
         try:
             yield

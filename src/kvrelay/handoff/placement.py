@@ -172,6 +172,20 @@ class CostPlacement:
             place = None
         return Decision(place)
 
+    def soonest_s(self, num_tokens: int, num_before: int, cost: StepCost) -> float:
+        """Seconds to the first token of ``num_tokens`` at best: all workers compute the ``num_before`` tokens before
+        it, then the faster way is open at once. 0 if the costs are not reliable."""
+        remote, fleet = self.model.cost, self._fleet()
+        if not (cost.is_sound and remote.is_sound):
+            return 0.0
+        own_s = cost.prefill_seconds(num_tokens)
+        before_s = cost.prefill_token_s * num_before
+        if fleet.num_workers > 0:
+            own_s = min(own_s, remote.seconds(num_tokens, 0.0))
+            share = cost.prefill_token_s * fleet.num_workers
+            before_s *= remote.wait_token_s / (remote.wait_token_s + share) if share else 1.0
+        return min(before_s + own_s, MAX_COST_S)
+
     def placed(self, decision: Decision) -> None:
         """The engine has acted on ``decision``."""
         if decision.place is not None:

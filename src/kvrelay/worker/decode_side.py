@@ -30,6 +30,7 @@ from kvrelay.core.messages import (
     TokenOutput,
 )
 from kvrelay.core.pair_id import parse_pair_id
+from kvrelay.core.return_times import ReturnTimes
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.admission.control import AdmissionControl
 from kvrelay.engine.contract import Engine, EngineHost
@@ -39,6 +40,7 @@ from kvrelay.errors import (
     EngineDeadError,
     InvalidInputError,
     KvrelayError,
+    ObjectiveMissedError,
     OverloadedError,
     ProtocolError,
     RetryElsewhereError,
@@ -86,6 +88,7 @@ class DecodeSide:
         server: RpcServer,
         policy: DisaggPolicy,
         num_prefill_workers: Callable[[], int],
+        num_takers: Callable[[], int],
         term: Callable[[], int],
         give_up_after_s: float,
     ) -> None:
@@ -101,6 +104,8 @@ class DecodeSide:
         self._server = server
         self._policy = policy
         self._num_prefill_workers = num_prefill_workers
+        self._num_takers = num_takers
+        self._returns = ReturnTimes(MonotonicClock())
         self._give_up_after_s = give_up_after_s
         self._queue_size = 0
         self.placement = CostPlacement(policy, self._fleet, self._count_place)
@@ -158,6 +163,8 @@ class DecodeSide:
             self._refuse(peer, message.request_id, "a request of this id is running", 400, retryable=False)
             return
         self.stats.num_requests += 1
+        if not self._peer_of:
+            self._returns.restart()
         try:
             handoff_id = self._paired_handoff(message)
             self._admission.admit(message)
@@ -270,6 +277,7 @@ class DecodeSide:
         request.explain = message.explain
         if self._policy.is_by_cost and not self._engine.facts.moves_kv:
             request.objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
+            request.refuses_late = self._policy.config.early_reject
             if message.order is HandoffOrder.DECODE_FIRST and not request.must_prefill_here:
                 request.placement = self.placement
                 core.add_request(request)
@@ -306,6 +314,11 @@ class DecodeSide:
         self._forget(request_id)
         if isinstance(error, InvalidInputError):
             self._refuse(peer, request_id, error.message, error.status, retryable=False)
+        elif isinstance(error, OverloadedError):
+            self.stats.num_early_rejected += isinstance(error, ObjectiveMissedError)
+            # A client is refused by all workers before it hears of it, and comes back to one of them.
+            wait_s = self._returns.next_s(error.retry_after_s, error.spacing_s / max(self._num_takers(), 1))
+            self._refuse(peer, request_id, error.message, error.status, True, wait_s)
         elif isinstance(error, RetryElsewhereError):
             self._refuse(peer, request_id, error.message, error.status, True, error.retry_after_s)
         else:

@@ -46,6 +46,7 @@ class Fleet:
         self._on_ended = on_ended
         self._on_no_prefill = on_no_prefill
         self._prefill_workers: set[str] = set()
+        self._takers: set[str] = set()
         self._addresses: dict[str, str] = {}
         self._ranks: dict[str, set[str]] = {}
         """The registered entries of each worker."""
@@ -56,6 +57,11 @@ class Fleet:
     def num_prefill_workers(self) -> int:
         """Workers that pull prefills of this model and of this kind of KV from the queue."""
         return len(self._prefill_workers)
+
+    @property
+    def num_takers(self) -> int:
+        """Workers of this model that take requests of frontends."""
+        return len(self._takers)
 
     def address_of(self, worker_id: str) -> str | None:
         """The address of a worker of this model; None unless it is listed."""
@@ -99,12 +105,15 @@ class Fleet:
         worker_id = event.key.removeprefix(self._keys.workers)
         pulls = False
         self._addresses.pop(worker_id, None)
+        self._takers.discard(worker_id)
         if event.kind is WatchKind.PUT:
             info = decode_worker(worker_id, event.value)
             is_ours = (info.model, info.kv_compatibility) == (self._model, self._kv_compatibility)
             pulls = is_ours and info.role is WorkerRole.PREFILL
             if info.model == self._model:
                 self._addresses[worker_id] = info.address
+                if info.role.takes_requests:
+                    self._takers.add(worker_id)
         had_prefill = bool(self._prefill_workers)
         self._prefill_workers.discard(worker_id)
         if pulls:

@@ -9,12 +9,14 @@ from kvrelay.core.cost_model import RemoteCost
 
 @dataclass(slots=True)
 class DecodeStats:
-    """Counters of the decode side. ``num_recomputed`` counts remote prefills whose KV did not arrive, so that
+    """Counters of the decode side. ``num_early_rejected`` counts the refusals because of an objective,
+    ``num_recomputed`` remote prefills whose KV did not arrive, so that
     they were computed here; ``places`` prefills by where they ran and why; ``num_verified_blocks`` blocks with correct
     checksums, ``num_kv_checksum_mismatches`` hand-offs with a wrong block."""
 
     num_requests: int = 0
     num_refused: int = 0
+    num_early_rejected: int = 0
     num_aborted: int = 0
     num_remote_done: int = 0
     num_recomputed: int = 0

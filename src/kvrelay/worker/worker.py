@@ -227,6 +227,7 @@ class Worker:
             server=self._server,
             policy=self._policy,
             num_prefill_workers=self._num_prefill_workers,
+            num_takers=lambda: self._fleet.num_takers,
             term=lambda: self._membership.term,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )

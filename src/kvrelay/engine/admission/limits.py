@@ -12,9 +12,14 @@ from dataclasses import dataclass
 
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
-from kvrelay.core.completion_rate import CompletionRate
+from kvrelay.core.completion_rate import MIN_RETRY_AFTER_S, CompletionRate
+from kvrelay.core.cost_model import StepWork
+from kvrelay.engine.request import Request
 from kvrelay.engine.scheduler import Scheduler
-from kvrelay.errors import OverloadedError
+from kvrelay.errors import ObjectiveMissedError, OverloadedError
+
+EXPECTED_OUTPUT = 128
+"""Tokens of an answer, before any has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class AdmissionLimits:
             raise OverloadedError(
                 f"{num_waiting} requests are waiting already",
                 retry_after_s=self._ended_requests.retry_after_s(num_too_many),
+                spacing_s=self._ended_requests.spacing_s(1) or self._expected_spacing_s(num_waiting),
             )
         if not is_new or not (scheduler.requests or ahead.num_requests):
             return
@@ -65,7 +71,43 @@ class AdmissionLimits:
                 f"requests hold or wait for {num_demanded} KV blocks; with the {num_needed} of this one that is above "
                 f"the watermark of {self._max_blocks:g}",
                 retry_after_s=self._ended_blocks.retry_after_s(excess),
+                spacing_s=self._ended_blocks.spacing_s(num_needed) or self._expected_spacing_s(num_waiting),
             )
+
+    def check_objective(self, request: Request) -> None:
+        """Raise ObjectiveMissedError if even the fastest way is too late for the request's first token. On the engine's
+        thread, before the request is added.
+
+        Prompts that are not longer are computed before it: those that wait, and those that are being computed.
+        """
+        if request.objectives is None:
+            return
+        admission, cost = self._scheduler.admission, self._scheduler.pace.costs.cost
+        num_held = len(admission.find_hit(request)) * self._scheduler.pool.block_size
+        own = max(len(request.token_ids) - num_held, 1)
+        before = admission.num_tokens_before(own) + self._scheduler.num_prefilling_tokens_before(own)
+        if request.placement is not None:
+            soonest_s = request.placement.soonest_s(own, before, cost)
+        else:
+            soonest_s = cost.prefill_seconds(before + own) if cost.is_sound else 0.0
+        late_s = soonest_s - request.objectives.ttft_s
+        if late_s > 0.0:
+            raise ObjectiveMissedError(
+                f"the first token would come after {soonest_s:.2f} s at best; the objective is "
+                f"{request.objectives.ttft_s:g} s",
+                retry_after_s=max(late_s, MIN_RETRY_AFTER_S),
+                spacing_s=soonest_s * own / (before + own),
+            )
+
+    def _expected_spacing_s(self, num_waiting: int) -> float:
+        """Before the first completion: seconds per request, by the cost of what waits."""
+        cost, scheduler = self._scheduler.pace.costs.cost, self._scheduler
+        if num_waiting <= 0 or not cost.is_sound:
+            return 0.0
+        prefill_s = cost.prefill_seconds(scheduler.admission.num_waiting_tokens) / num_waiting
+        num_rows = scheduler.max_num_running
+        step_s = cost.step_seconds(StepWork(0, 0, num_rows, 0))
+        return prefill_s + EXPECTED_OUTPUT * step_s / num_rows
 
     def observe(self) -> None:
         """After a step, on the engine's thread: count what has ended since the last call."""

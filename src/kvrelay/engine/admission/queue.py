@@ -129,6 +129,11 @@ class AdmissionQueue:
                 self._here.push(request)
         self._short = None
 
+    def num_tokens_before(self, num_tokens: int) -> int:
+        """Tokens of waiting requests that are not longer than ``num_tokens``."""
+        members = [*self._here.members(), *self._elsewhere.members()]
+        return sum(request.num_queued_tokens for request in members if request.num_queued_tokens <= num_tokens)
+
     def may_admit(self, load: EngineLoad) -> bool:
         """Whether ``admit`` would succeed."""
         return self._next(load) is not None

@@ -94,6 +94,7 @@ class StreamedEngine:
             raise OverloadedError(
                 f"{num_running} requests are running or waiting already",
                 retry_after_s=self._ended.retry_after_s(excess),
+                spacing_s=self._ended.spacing_s(1),
             )
 
     def num_cached_tokens(self, request: Request) -> int:
