@@ -6,9 +6,9 @@ import json
 
 import pytest
 from tests.executors.constrained import EOS, TOKENIZER, VOCAB_SIZE
-from tools import grammar_libraries
 
 from kvrelay.data import bundled_checkpoint_path
+from tools import grammar_libraries
 
 COMPILE = grammar_libraries.llguidance(bundled_checkpoint_path() / "tokenizer.json", VOCAB_SIZE, EOS)
 
