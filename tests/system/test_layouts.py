@@ -22,7 +22,11 @@ MAX_LOCAL = 64
 NUM_OUTPUT = 8
 BASE_LEN = 60
 """Prefilled locally; then a hit that the prefill worker reads."""
-FLAGS = ("--dtype", "float32", "--max-local-prefill-length", str(MAX_LOCAL), "--num-blocks", "512")
+FLAGS = (
+    *("--dtype", "float32", "--max-local-prefill-length", str(MAX_LOCAL), "--num-blocks", "512"),
+    # A rank of a busy machine must not count as hung.
+    *("--rank-timeout-s", str(PATIENCE_S)),
+)
 LENGTHS = (65, 96, 127, 300, 401, 640, 1500)
 CONFIG = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
 

@@ -46,6 +46,8 @@ MAX_WAITING_REQUESTS = 32
 """Of each frontend."""
 DECODE_STEP_S = 0.02
 """Of the mock engine: long enough for a fault to strike during a stream."""
+RANK_TIMEOUT_S = 20.0
+"""No fault stops a rank process. With more ranks than cores, one that waits for its turn must not count as hung."""
 WAITS_OF_A_FAULT = 3
 """A fault waits for a whole cluster, for its victim's end and for the healing, each for at most ``heal_timeout_s``."""
 IDLE_TIMEOUT_S = 20.0
@@ -86,7 +88,8 @@ class ChaosOptions:
         flags += ["--remote-prefill-timeout-s", f"{4 * SILENCE_LIMIT_S:g}"]
         if self.engine_kind == "mock":
             return [*flags, "--decode-base-s", f"{DECODE_STEP_S:g}"]
-        return [*flags, "--dtype", "float32", "--num-threads", "1", "--tp", str(self.tp), "--pp", str(self.pp)]
+        flags += ["--dtype", "float32", "--num-threads", "1", "--tp", str(self.tp), "--pp", str(self.pp)]
+        return [*flags, "--rank-timeout-s", f"{RANK_TIMEOUT_S:g}"]
 
 
 async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:

@@ -195,17 +195,29 @@ BOUNDS = (16, 32, 64, 96, 144)
 @click.command("transfer")
 @click.option("--total-mib", default=64, type=click.IntRange(8, 16384), help="MiB moved per round.")
 @click.option("--rounds", default=7, type=click.IntRange(1, 1000), help="Rounds; the median is reported.")
+@click.option("--beside-compute", is_flag=True, help="What hand-offs cost first tokens and decode steps, instead.")
+@click.option("--stream-mib-s", default=256, type=click.IntRange(1, 65536), help="KV that streams in, MiB per second.")
 @click.option("--peers", is_flag=True, help="p2p: costs per peer, and contacts among 96 P and 144 D, instead.")
 @json_option
 @settings_options(TransferConfig, exclude=("kv_checksums",))
 def bench_transfer(
-    total_mib: int, rounds: int, peers: bool, as_json: bool, config_file: Path | None, **flags: object
+    total_mib: int,
+    rounds: int,
+    beside_compute: bool,
+    stream_mib_s: int,
+    peers: bool,
+    as_json: bool,
+    config_file: Path | None,
+    **flags: object,
 ) -> None:
     """Read and write a pool of another process on this machine, in pieces of several sizes, beside a plain memcpy.
 
-    With --transport p2p: its three send types beside nixl, shm and raw gloo, in turns.
+    With --transport p2p: its three send types beside nixl, shm and raw gloo, in turns. With --beside-compute: the first
+    token of a long prompt with a hand-off and without, and decode steps while KV streams in and while none does.
 
+    \b
     Example: kvrelay bench transfer --total-mib 256
+             kvrelay bench transfer --beside-compute --transport shm --rounds 15
     """
     from kvrelay.bench.parts.transfer import run_transfer_benchmark, transfer_text
     from kvrelay.bench.report.files import print_result
@@ -213,6 +225,9 @@ def bench_transfer(
     config = SettingsSource((TransferConfig,), config_file, flags).build(TransferConfig)
     if peers:
         _print_peers(as_json)
+        return
+    if beside_compute:
+        _print_beside_compute(config, rounds, stream_mib_s, as_json)
         return
     if config.transport == "p2p":
         # Imported only then: the module loads torch.
@@ -307,6 +322,15 @@ def _print_group_faults(size: int, rank_timeout_s: float, as_json: bool) -> None
 
     report = run_async(run_fault_benchmark(size, rank_timeout_s))
     print_result(report, faults_text(report), as_json)
+
+
+def _print_beside_compute(config: TransferConfig, num_turns: int, mib_per_s: int, as_json: bool) -> None:
+    from kvrelay.bench.parts.beside_compute import beside_text, run_beside_compute
+    from kvrelay.bench.report.files import print_result
+    from kvrelay.data import bundled_checkpoint_path
+
+    report = run_beside_compute(bundled_checkpoint_path(), config, num_turns, mib_per_s)
+    print_result(report, beside_text(report), as_json)
 
 
 def _print_peers(as_json: bool) -> None:
