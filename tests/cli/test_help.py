@@ -50,7 +50,7 @@ def test_help_has_a_group_for_each_room() -> None:
     assert headings[1] == "Options"
     assert [line.split("[section ")[1].rstrip("]") for line in headings[2:]] == [
         *("frontend", "router", "control", "disagg", "engine", "runner", "group", "transfer"),
-        *("metrics", "mock", "upstream"),
+        *("metrics", "mock", "upstream", "vllm"),
     ]
     own, http = shown.split("The HTTP service")
     assert "\n  --prefill " in own

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.executors.openai.scripted import Script, scripted_server
+from tests.executors.vllm.scripted import ScriptedVllm, scripted_start
 from tests.patience import PATIENCE_S
 
 from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig
@@ -29,7 +31,8 @@ from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
-from kvrelay.executors import ExecutorSettings, build_executor, build_host
+from kvrelay.executors import ExecutorSettings, build_executor, build_host, vllm
+from kvrelay.executors.vllm.library import Started
 from kvrelay.worker.engine_thread import EngineThread
 
 CONFIG = EngineConfig(num_blocks=64, max_model_len=256, max_num_seqs=4, max_num_waiting=2, kv_watermark=0)
@@ -63,10 +66,23 @@ def _openai() -> Iterator[Callable[[], EngineHost]]:
             yield lambda: thread.submit(build_host, "openai", settings, "openai").result()  # type: ignore[arg-type,return-value]
 
 
+@contextmanager
+def _vllm() -> Iterator[Callable[[], EngineHost]]:
+    settings = ExecutorSettings(bundled_checkpoint_path(), CONFIG, RunnerConfig(), MockConfig())
+
+    def start(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Started:
+        return scripted_start(ScriptedVllm(), arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm, "start_vllm", start)
+        yield lambda: vllm.from_settings(settings, "vllm")
+
+
 ENGINES: dict[str, Callable[[], AbstractContextManager[Callable[[], EngineHost]]]] = {
     "mock": lambda: _core("mock"),
     "torch": lambda: _core("torch"),
     "openai": _openai,
+    "vllm": _vllm,
 }
 
 
@@ -156,8 +172,12 @@ async def test_requests_in_tokens_events_and_load_out(engine: Running) -> None:
     assert len(tokens) == 6
     assert [output.position for output in engine.outputs["a"]] == list(range(len(engine.outputs["a"])))
     assert engine.outputs["a"][-1].finish_reason is FinishReason.LENGTH
-    stored = [event for event in engine.events if isinstance(event, BlockStored)]
-    assert sum(len(event.block_hashes) for event in stored) == 2, "two full blocks of sixteen tokens"
+
+    def num_stored() -> int:
+        return sum(len(event.block_hashes) for event in engine.events if isinstance(event, BlockStored))
+
+    await engine.until(num_stored)
+    assert num_stored() == 2, "two full blocks of sixteen tokens"
     await engine.idle()
     assert engine.threads - {threading.get_ident()} == engine.threads, "steps never run on the caller's thread"
     assert engine.host.stats().num_generated_tokens >= 6
@@ -219,6 +239,8 @@ async def test_a_cached_prefix_counts_until_the_cache_is_cleared(engine: Running
     assert await engine.host.call(cached) == 0
     await engine.add("a")
     await engine.answer("a")
+    # The events of an engine in another process may follow the answer.
+    await engine.until(lambda: engine.events)
     assert await engine.host.call(cached) == 32
     assert len(await engine.host.call(lambda inner: inner.cached_hashes())) == 2
     await engine.host.call(lambda inner: inner.clear_cache())

@@ -44,7 +44,7 @@ def test_the_mock_takes_its_vocabulary_from_the_checkpoint() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_an_installed_package_adds_an_engine() -> None:
-    assert engine_names() == ("torch", "mock", "openai", "absent", "other")
+    assert engine_names() == ("torch", "mock", "openai", "vllm", "absent", "other")
     assert build_executor("other", settings()).vocab_size == 7
 
 

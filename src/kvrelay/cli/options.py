@@ -42,7 +42,7 @@ engine_option = click.option(
     "engine_kind",
     type=EngineName(),
     default="torch",
-    help="Engine of the workers: torch, mock, or an installed one.",
+    help="Engine of the workers: torch, mock, vllm, openai, or an installed one.",
 )
 served_name_option = click.option("--served-model-name", help="Name that clients use; default: the directory's.")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object.")

@@ -33,6 +33,7 @@ from kvrelay.config import (
     RunnerConfig,
     TransferConfig,
     UpstreamConfig,
+    VllmConfig,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ WORKER_SETTINGS = (
     MetricsConfig,
     MockConfig,
     UpstreamConfig,
+    VllmConfig,
 )
 FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig, DisaggConfig)
 
@@ -106,6 +108,7 @@ def worker(
         mock=source.build(MockConfig),
         metrics=source.build(MetricsConfig),
         upstream=source.build(UpstreamConfig),
+        vllm=source.build(VllmConfig),
         group=source.build(GroupConfig),
     )
     if options.group.dp > 1 and options.group.dp_rank < 0:
@@ -132,6 +135,7 @@ def _run_group(options: WorkerOptions) -> None:
         options.disagg,
         options.mock,
         options.upstream,
+        options.vllm,
     ):
         arguments += settings_to_flags(settings)
     arguments += settings_to_flags(options.control, skip=("control", "discovery"))

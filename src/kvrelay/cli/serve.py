@@ -33,6 +33,7 @@ from kvrelay.config import (
     RunnerConfig,
     TransferConfig,
     UpstreamConfig,
+    VllmConfig,
 )
 from kvrelay.errors import ConfigError
 
@@ -113,6 +114,8 @@ def serve(
     upstreams = _upstreams(engine_kind, source.build(UpstreamConfig))
     if upstreams:
         num_prefill, num_decode = _split_servers(upstreams, num_prefill, num_decode)
+    elif engine_kind == "vllm":
+        num_prefill = _without_prefill(num_prefill)
     runner = source.build(RunnerConfig)
     group = source.build(GroupConfig)
     groups = [replace(group, dp=dp_prefill or group.dp)] * num_prefill
@@ -136,6 +139,7 @@ def serve(
         *([source.build(MockConfig)] if engine_kind == "mock" else []),
     ):
         worker_flags += settings_to_flags(settings)
+    vllms = _vllms(source.build(VllmConfig), num_engines) if engine_kind == "vllm" else []
     frontend, control = source.build(FrontendConfig), source.build(ControlConfig)
     metrics = source.build(MetricsConfig)
     shutdown_timeout_s = min(frontend.shutdown_timeout_s, drain_timeout)
@@ -160,6 +164,7 @@ def serve(
                     worker_flags
                     + (prefill_flags if number < num_prefill else decode_flags)
                     + (settings_to_flags(upstreams[number]) if upstreams else [])
+                    + (settings_to_flags(vllms[number]) if vllms else [])
                     + settings_to_flags(groups[number])
                     + (["--kv-port", str(transfer.kv_port + first_engines[number])] if transfer.kv_port else [])
                     + flags
@@ -206,6 +211,28 @@ def _split_servers(upstreams: list[UpstreamConfig], num_prefill: int, num_decode
             param="prefill",
         )
     return 0, num_upstreams
+
+
+def _without_prefill(num_prefill: int) -> int:
+    """Raises ConfigError for prefill workers that were asked for."""
+    if click.get_current_context().get_parameter_source("num_prefill") is not ParameterSource.DEFAULT and num_prefill:
+        raise ConfigError(
+            f"--engine vllm hands no KV over yet: leave out --prefill {num_prefill}; --decode N starts N workers",
+            param="prefill",
+        )
+    return 0
+
+
+def _vllms(settings: VllmConfig, num_workers: int) -> list[VllmConfig]:
+    """One for each worker, with cores of its own. Raises ConfigError."""
+    from kvrelay.executors.vllm.cores import compute_cores, format_cores, share_of
+    from kvrelay.launch.serve import allowed_cores
+
+    cores = compute_cores(settings.engine_cores, allowed_cores(), 0)
+    return [
+        replace(settings, engine_cores=format_cores(share_of(cores, number, num_workers)))
+        for number in range(num_workers)
+    ]
 
 
 def _metrics_flags(metrics: MetricsConfig, first_engines: list[int], num_engines: int) -> list[list[str]]:

@@ -14,6 +14,7 @@ from kvrelay.config.settings import (
     RunnerConfig,
     TransferConfig,
     UpstreamConfig,
+    VllmConfig,
 )
 
 __all__ = [
@@ -29,5 +30,6 @@ __all__ = [
     "RunnerConfig",
     "TransferConfig",
     "UpstreamConfig",
+    "VllmConfig",
     "load_settings",
 ]

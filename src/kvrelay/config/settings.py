@@ -342,3 +342,17 @@ class UpstreamConfig(Settings):
         300.0, "Seconds without a byte after which an answer of that server counts as lost.", low=0.1
     )
     upstream_start_timeout_s: float = setting(600.0, "Seconds that a worker waits for that server at start.", low=0)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmConfig(Settings):
+    """Engine vllm: vLLM's own settings."""
+
+    section: ClassVar[str] = "vllm"
+
+    engine_args: str = setting(
+        "", 'Further engine arguments of vLLM, a JSON object by field name, e.g. \'{"quantization": "fp8"}\'.'
+    )
+    engine_cores: str = setting(
+        "", "Without a GPU: cores of vLLM's compute threads, e.g. 0-3,8; none: num_threads of all. serve splits them."
+    )

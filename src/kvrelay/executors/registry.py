@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from kvrelay.config import EngineConfig, GroupConfig, MockConfig, RunnerConfig, UpstreamConfig
+from kvrelay.config import EngineConfig, GroupConfig, MockConfig, RunnerConfig, UpstreamConfig, VllmConfig
 from kvrelay.engine.base import Executor
 from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import ConfigError
@@ -22,7 +22,7 @@ ENTRY_POINT_GROUP = "kvrelay.engines"
 
 BUILT_IN = ("torch", "mock")
 
-HOSTS = ("openai",)
+HOSTS = ("openai", "vllm")
 """Engines without an executor and without kvrelay's scheduler: they implement ``engine.contract`` themselves."""
 
 
@@ -40,6 +40,7 @@ class ExecutorSettings:
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
     reserve: Callable[[], int] | None = None
     group: GroupConfig = field(default_factory=GroupConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
 
 Builder = Callable[[ExecutorSettings], Executor]
@@ -68,7 +69,7 @@ def build_executor(name: str, settings: ExecutorSettings) -> Executor:
         builder = import_module(f"kvrelay.executors.{name}").from_settings
         return builder(settings)
     if name in HOSTS:
-        raise ConfigError(f"engine {name} computes elsewhere: it has no executor", param="engine")
+        raise ConfigError(f"engine {name} schedules by itself: it has no executor", param="engine")
     entry = _installed().get(name)
     if entry is None:
         known = ", ".join(engine_names())

@@ -22,6 +22,7 @@ from kvrelay.config import (
     RunnerConfig,
     TransferConfig,
     UpstreamConfig,
+    VllmConfig,
 )
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane
@@ -86,6 +87,7 @@ class WorkerOptions:
     mock: MockConfig
     metrics: MetricsConfig
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     group: GroupConfig = field(default_factory=GroupConfig)
     """With ``dp`` above 1, ``dp_rank`` is one rank."""
 
@@ -104,6 +106,7 @@ async def run_worker(options: WorkerOptions) -> None:
 async def _run_worker(options: WorkerOptions) -> None:
     if not options.control.control:
         raise ConfigError("a worker needs --control, e.g. --control nats://127.0.0.1:4222", param="control")
+    _require_possible_role(options)
     curve_keys = request_plane_keys(options.host, options.control)
     require_metrics_key(options.metrics, options.control)
     heartbeat = Heartbeat.for_lease(options.control.lease_ttl_s)
@@ -208,6 +211,8 @@ def _require_possible_role(options: WorkerOptions) -> None:
             "--upstream-kv-transfer if servers exchange KV",
             param="role",
         )
+    if options.engine_kind == "vllm" and has_role:
+        raise ConfigError(f"--role {options.role} with engine vllm: it hands no KV over; use --role both", param="role")
 
 
 def _has_rank_processes(options: WorkerOptions) -> bool:
@@ -238,6 +243,7 @@ def _load(
         options.upstream,
         None if memory is None else memory.reserve,
         options.group,
+        options.vllm,
     )
     host = build_host(options.engine_kind, settings, worker_id)
     if host is not None:

@@ -92,5 +92,8 @@ class ServerBackend:
             return None
         return f"the server {self._server.url} has failed {self._num_health_failures} health checks"
 
+    async def clear_cache(self) -> None:
+        """The server's cache serves others, too: it stays."""
+
     async def close(self) -> None:
         await self._server.close()

@@ -88,4 +88,7 @@ class Backend(Protocol):
     async def failure(self) -> str | None:
         """Why it cannot go on, or None. Called about once a second."""
 
+    async def clear_cache(self) -> None:
+        """Forget cached prefixes, if this is possible; running requests continue."""
+
     async def close(self) -> None: ...

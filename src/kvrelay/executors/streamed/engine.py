@@ -63,6 +63,7 @@ class StreamedEngine:
         begin: Callable[[Request, int, bytes | None], None],
         begin_prefill: Callable[[Request], None],
         cancel: Callable[[str], None],
+        clear: Callable[[], None],
     ) -> None:
         self.worker_id = worker_id
         self.output = StepOutput()
@@ -71,7 +72,7 @@ class StreamedEngine:
         self._backend = backend
         self._clock = clock
         self._eos_token_ids = eos_token_ids
-        self._begin, self._begin_prefill, self._cancel = begin, begin_prefill, cancel
+        self._begin, self._begin_prefill, self._cancel, self._clear = begin, begin_prefill, cancel, clear
         self._running: dict[str, _Running] = {}
         self._remote = RemotePrefills(worker_id)
         self._cache = cache
@@ -196,7 +197,7 @@ class StreamedEngine:
             self._busy_until_s = self._clock.now() + error.retry_after_s
         elif not status and isinstance(self._cache, PlacedPrefixes):
             # Perhaps the backend was restarted and its cache is empty.
-            self.clear_cache()
+            self.forget_cache()
         self.output.outputs.append(
             TokenOutput(
                 request_id,
@@ -370,7 +371,12 @@ class StreamedEngine:
         return self._cache.hashes()
 
     def clear_cache(self) -> None:
-        """Forget the known state of the backend's cache. The cache itself stays."""
+        """Forget the known state of the backend's cache, and tell the backend to clear it."""
+        self._clear()
+        self.forget_cache()
+
+    def forget_cache(self) -> None:
+        """Forget the known state of the backend's cache."""
         self.output.kv_events += self._cache.clear()
 
     def check_integrity(self) -> None:

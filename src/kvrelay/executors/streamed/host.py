@@ -70,13 +70,15 @@ class StreamedHost:
             facts,
             config,
             backend,
-            self._mirror or PlacedPrefixes(block_size, facts.num_blocks),
+            # An empty mirror is false.
+            PlacedPrefixes(block_size, facts.num_blocks) if self._mirror is None else self._mirror,
             clock,
             worker_id=worker_id,
             eos_token_ids=eos_token_ids,
             begin=self._begin,
             begin_prefill=self._begin_prefill,
             cancel=self._cancel,
+            clear=self._clear_cache,
         )
         self._load = LoadSampler(self._engine, LOAD_INTERVAL_S, clock)
         # Transports need a region to register, although no peer reads or writes it.
@@ -261,6 +263,11 @@ class StreamedHost:
         if task is not None and task is not asyncio.current_task(self._loop):
             self._ending.add(task)
             task.cancel()
+
+    def _clear_cache(self) -> None:
+        task = self._loop.create_task(self._backend.clear_cache())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
         self._ending.discard(task)

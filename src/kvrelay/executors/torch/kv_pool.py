@@ -9,18 +9,16 @@ pool costs no resident memory. The engine knows which request holds which block.
 from __future__ import annotations
 
 import mmap
-import re
 from collections.abc import Callable, Sequence
 
 import psutil
 import torch
 
+from kvrelay.core.byte_sizes import parse_bytes
 from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.errors import ConfigError
 
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _AUTO_CPU_SHARE, _AUTO_CPU_LIMIT_BYTES = 0.25, 2**30
 _AUTO_CUDA_SHARE = 0.8
 
@@ -84,11 +82,3 @@ def auto_pool_bytes(device: torch.device) -> int:
         return min(int(psutil.virtual_memory().available * _AUTO_CPU_SHARE), _AUTO_CPU_LIMIT_BYTES)
     free, _ = torch.cuda.mem_get_info(device)
     return int(free * _AUTO_CUDA_SHARE)
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes in "512MiB", "4GiB", "1.5GB" or "1048576". Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"not an amount of memory: {text!r} (e.g. 512MiB, 4GiB)", param="kv_cache_memory")
-    return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -1,0 +1,18 @@
+"""Amounts of memory as an operator writes them."""
+
+from __future__ import annotations
+
+import re
+
+from kvrelay.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in "512MiB", "4GiB", "1.5GB" or "1048576". Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"not an amount of memory: {text!r} (e.g. 512MiB, 4GiB)", param="kv_cache_memory")
+    return int(float(match[1]) * _UNITS[match[2].lower()])

