@@ -12,7 +12,7 @@ the same state. Messages in flight are a set: saying again what is still under w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -290,7 +290,7 @@ class World(Hazards, Memory):
 
     def do_pull(self, number: int, handoff_id: str) -> None:
         self.queue[handoff_id] = number
-        self._handle(number, replace(self.entries[handoff_id], term=self.ps[number].lease.term))
+        self._handle(number, msgspec.structs.replace(self.entries[handoff_id], term=self.ps[number].lease.term))
 
     def do_compute(self, number: int, handoff_id: str) -> None:
         p, scenario = self.ps[number], self.scenario

@@ -83,8 +83,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Hashable
 
+import msgspec
+
 Connection = Hashable
 """The driver's object for a live connection to a peer. Only compared."""
+
+
+class Value(msgspec.Struct, frozen=True):
+    """An event or an action: immutable, equal by type and fields. A struct: 70 dataclasses would cost a process 0.1 s
+    of its start."""
 
 
 class EndReason(enum.StrEnum):

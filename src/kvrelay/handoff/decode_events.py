@@ -6,8 +6,6 @@ the event named in their docstring, exactly once, after any time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvrelay.core.handoff import (
     HandoffAbandon,
     HandoffClaim,
@@ -22,13 +20,12 @@ from kvrelay.core.handoff import (
     HandoffReleased,
     KvDirection,
 )
-from kvrelay.handoff.base import Connection, EndReason
+from kvrelay.handoff.base import Connection, EndReason, Value
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(Value, frozen=True):
     """A request waits for a remote prefill, and the engine has lent ``block_ids`` as loan 1.
 
     The first ``num_hit_blocks`` are computed already. Pull may open without blocks: they are allocated when P is ready.
@@ -47,8 +44,7 @@ class Opened:
     num_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(Value, frozen=True):
     """Prefill-first: the request has arrived and waits for blocks; ``claimant`` may claim before they are allocated.
 
     Followed by Opened, or by Closed if the request ends first.
@@ -58,37 +54,32 @@ class Expected:
     claimant: str
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimantGone:
+class ClaimantGone(Value, frozen=True):
     """Prefill-first: the frontend reports that the claimant has refused the request or is lost."""
 
     handoff_id: HandoffId
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(Value, frozen=True):
     """The request has ended by itself (cancelled, failed)."""
 
     handoff_id: HandoffId
 
 
-@dataclass(frozen=True, slots=True)
-class PushFailed:
+class PushFailed(Value, frozen=True):
     """The entry could not be queued."""
 
     handoff_id: HandoffId
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(Value, frozen=True):
     """A claim has arrived over ``connection``."""
 
     claim: HandoffClaim
     connection: Connection
 
 
-@dataclass(frozen=True, slots=True)
-class Allocated:
+class Allocated(Value, frozen=True):
     """The engine's answer to Allocate: blocks for the whole request, fresh after its hits; None if no blocks are
     free."""
 
@@ -97,8 +88,7 @@ class Allocated:
     block_ids: tuple[int, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class HitsChecksummed:
+class HitsChecksummed(Value, frozen=True):
     """The answer to ChecksumHits; None if the blocks could not be read."""
 
     handoff_id: HandoffId
@@ -106,39 +96,34 @@ class HitsChecksummed:
     checksums: tuple[int, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class GrantNotSent:
+class GrantNotSent(Value, frozen=True):
     """SendGrant found no connection: its claimant will never get the grant."""
 
     handoff_id: HandoffId
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Value, frozen=True):
     """A claimant is still computing."""
 
     message: HandoffProgress
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Value, frozen=True):
     """Push: every write of a generation has arrived. ``connection``: where it was said; None: as a notification."""
 
     message: HandoffDone
     connection: Connection | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Value, frozen=True):
     """Pull: P has computed everything and keeps it for us. ``connection`` is the message's connection."""
 
     message: HandoffReady
     connection: Connection
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
+class ReadEnded(Value, frozen=True):
     """Pull: the answer to Read. No read of ours touches either side's blocks any more. With ``kv_transfer_params`` and
     without ``ok`` D's engine has perhaps not asked P's, which must free the blocks by itself."""
 
@@ -147,8 +132,7 @@ class ReadEnded:
     ok: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(Value, frozen=True):
     """The answer to Verify: whether the blocks equal those that were sent."""
 
     handoff_id: HandoffId
@@ -158,22 +142,19 @@ class Verified:
     """That were compared: for counts only."""
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(Value, frozen=True):
     """A prefill worker touches no block of a hand-off any more, and never claims it again."""
 
     message: HandoffReleased
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLost:
+class ConnectionLost(Value, frozen=True):
     """A connection has ended. Its peer may still live and write."""
 
     connection: Connection
 
 
-@dataclass(frozen=True, slots=True)
-class Registered:
+class Registered(Value, frozen=True):
     """A worker has a lease of ``ttl_s`` seconds, and is in this term."""
 
     worker_id: str
@@ -181,25 +162,21 @@ class Registered:
     term: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseEnded:
+class LeaseEnded(Value, frozen=True):
     """A worker's lease has ended. It may write until it is fenced."""
 
     worker_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseLost:
+class LeaseLost(Value, frozen=True):
     """Our own lease has ended: others may reuse what we were allowed to read (pull)."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoPrefillWorker:
+class NoPrefillWorker(Value, frozen=True):
     """The last prefill worker takes no more work."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Value, frozen=True):
     """Time has passed."""
 
 
@@ -230,15 +207,13 @@ DecodeEvent = (
 # -- actions ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+class Push(Value, frozen=True):
     """Put a hand-off's entry into the prefill queue. PushFailed follows if that is impossible."""
 
     handoff_id: HandoffId
 
 
-@dataclass(frozen=True, slots=True)
-class Allocate:
+class Allocate(Value, frozen=True):
     """Lend blocks as loan ``loan`` to a hand-off: fresh ones after its hits. Answered by Allocated.
 
     The request keeps its blocks until Resume names a loan.
@@ -248,8 +223,7 @@ class Allocate:
     loan: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChecksumHits:
+class ChecksumHits(Value, frozen=True):
     """Checksum these hit blocks. Answered by HitsChecksummed."""
 
     handoff_id: HandoffId
@@ -257,8 +231,7 @@ class ChecksumHits:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SendGrant:
+class SendGrant(Value, frozen=True):
     """From here on ``worker_id`` may write. GrantNotSent follows if it cannot be sent."""
 
     worker_id: str
@@ -266,16 +239,14 @@ class SendGrant:
     message: HandoffGrant
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Value, frozen=True):
     """Send a message to a prefill worker. A failure to send has no consequence."""
 
     connection: Connection
     message: HandoffRefused | HandoffAbandon | HandoffFetched
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(Value, frozen=True):
     """Pull: read P's blocks, of which ``remote_first_block`` is the request's first, into ours from ``first_block`` on:
     the tokens that both hold. Blocks of the two workers may differ in size.
 
@@ -293,8 +264,7 @@ class Read:
     kv_transfer_params: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Verify:
+class Verify(Value, frozen=True):
     """Compare the blocks ``block_ids`` with ``checksums`` (None: none were sent). Answered by Verified.
 
     ``num_units``: the number of units of tokens (``core.checksums``) of these blocks, from the first, with content.
@@ -308,16 +278,14 @@ class Verify:
     num_units: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndLoan:
+class EndLoan(Value, frozen=True):
     """No peer touches the blocks of this loan any more: give them back to the engine."""
 
     handoff_id: HandoffId
     loan: int
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(Value, frozen=True):
     """The blocks of ``loan`` hold the request's KV: they are its blocks from now on. The message has its first
     token. With ``kv_transfer_params`` the engine continues already.
 
@@ -330,8 +298,7 @@ class Resume:
     message: HandoffDone | HandoffReady
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeHere:
+class ComputeHere(Value, frozen=True):
     """No KV will arrive. A loan that is still out keeps its blocks: use others."""
 
     handoff_id: HandoffId

@@ -16,7 +16,9 @@ RELEASING.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffGrant, HandoffOrder, HandoffReady, KvDirection
@@ -190,7 +192,7 @@ class PrefillHandoff(PrefillEnds):
         num_held = num_hit_blocks - blocks.first_block
         if num_held <= 0:
             return chunk
-        return replace(chunk, blocks=Blocks(num_hit_blocks, blocks.block_ids[num_held:]))
+        return structs.replace(chunk, blocks=Blocks(num_hit_blocks, blocks.block_ids[num_held:]))
 
     def chunk_checksummed(self, checksums: tuple[int, ...] | None, turn: Turn) -> None:
         """The first chunk that waits for its checksum."""

@@ -6,8 +6,6 @@ by the event named in their docstring, exactly once, after any time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvrelay.core.handoff import (
     HandoffAbandon,
     HandoffClaim,
@@ -22,11 +20,10 @@ from kvrelay.core.handoff import (
     HandoffReleased,
     PositionLogprobs,
 )
-from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.base import EndReason, Value
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(Value, frozen=True):
     """Some of our blocks: ``block_ids[i]`` is ours for the request's block number ``first_block + i``. Blocks of other
     workers may hold more or fewer tokens."""
 
@@ -34,8 +31,7 @@ class Blocks:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(Value, frozen=True):
     """The token that comes with the last chunk."""
 
     token_id: int
@@ -45,8 +41,7 @@ class FirstToken:
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
+class Pulled(Value, frozen=True):
     """A prefill to compute, from the queue (decode-first) or from the router (prefill-first).
 
     ``num_blocks`` are the request's in our block size; the decode worker holds the first ``num_cached_tokens`` tokens
@@ -63,8 +58,7 @@ class Pulled:
     num_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Declined:
+class Declined(Value, frozen=True):
     """An entry that is not computed here. Its owner gets a release and computes it."""
 
     handoff_id: HandoffId
@@ -72,52 +66,45 @@ class Declined:
     reason: EndReason
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(Value, frozen=True):
     """Prefill-first: the frontend has aborted the request."""
 
     handoff_id: HandoffId
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimFailed:
+class ClaimFailed(Value, frozen=True):
     """The claim could not be sent, or the peer's memory cannot be reached."""
 
     handoff_id: HandoffId
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(Value, frozen=True):
     """The decode worker has granted the claim."""
 
     worker_id: str
     message: HandoffGrant
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Value, frozen=True):
     """The decode worker has refused the claim."""
 
     message: HandoffRefused
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRefused:
+class EngineRefused(Value, frozen=True):
     """The engine refused the request (or has died)."""
 
     handoff_id: HandoffId
 
 
-@dataclass(frozen=True, slots=True)
-class LoadWanted:
+class LoadWanted(Value, frozen=True):
     """The engine requests hit blocks that the decode worker holds and we lack."""
 
     handoff_id: HandoffId
     blocks: Blocks
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkComputed:
+class ChunkComputed(Value, frozen=True):
     """These blocks are computed. The last chunk carries the first token, or, without blocks, the ``kv_transfer_params``
     of an engine that moves the KV itself."""
 
@@ -131,69 +118,60 @@ class ChunkComputed:
         return self.first_token is not None or self.kv_transfer_params is not None
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
+class ReadEnded(Value, frozen=True):
     """The answer to Read."""
 
     handoff_id: HandoffId
     ok: bool
 
 
-@dataclass(frozen=True, slots=True)
-class HitsVerified:
+class HitsVerified(Value, frozen=True):
     """The answer to VerifyHits: whether the read blocks equal the decode worker's."""
 
     handoff_id: HandoffId
     ok: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkChecksummed:
+class ChunkChecksummed(Value, frozen=True):
     """The answer to ChecksumChunk: ``core.checksums.unit_checksums`` of its blocks; None if they could not be read."""
 
     handoff_id: HandoffId
     checksums: tuple[int, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(Value, frozen=True):
     """The answer to Write."""
 
     handoff_id: HandoffId
     ok: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Abandoned:
+class Abandoned(Value, frozen=True):
     """The decode worker neither waits nor reads any more. It gets a release in any case."""
 
     worker_id: str
     message: HandoffAbandon
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(Value, frozen=True):
     """The decode worker has acknowledged HandoffDone (push), or has read everything (pull)."""
 
     message: HandoffFetched
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseHeard:
+class ReleaseHeard(Value, frozen=True):
     """The decode worker has received every release of this hand-off that was sent before now."""
 
     handoff_id: HandoffId
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLost:
+class ConnectionLost(Value, frozen=True):
     """The connection to a decode worker has ended."""
 
     worker_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Registered:
+class Registered(Value, frozen=True):
     """A worker has a lease of ``ttl_s`` seconds, and is in this term."""
 
     worker_id: str
@@ -201,22 +179,19 @@ class Registered:
     term: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseEnded:
+class LeaseEnded(Value, frozen=True):
     """A decode worker's lease has ended. It may read until it is fenced."""
 
     worker_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseLost:
+class LeaseLost(Value, frozen=True):
     """Our own lease has ended: others may reuse what we were allowed to write."""
 
     reason: EndReason = EndReason.LEASE_LOST
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Value, frozen=True):
     """Time has passed."""
 
 
@@ -247,23 +222,20 @@ PrefillEvent = (
 # -- actions ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Value, frozen=True):
     """Give the request to the engine. Of the tokens that D holds, it asks for those that we lack (LoadWanted)."""
 
     handoff_id: HandoffId
 
 
-@dataclass(frozen=True, slots=True)
-class SendClaim:
+class SendClaim(Value, frozen=True):
     """Connect if need be, then claim. ClaimFailed if that is impossible."""
 
     worker_id: str
     message: HandoffClaim
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(Value, frozen=True):
     """Read hit blocks of D, of which ``remote_first_block`` is the first, into ours: the tokens that both hold.
 
     Blocks of the two workers may differ in size. Answered by ReadEnded.
@@ -275,8 +247,7 @@ class Read:
     remote_first_block: int
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyHits:
+class VerifyHits(Value, frozen=True):
     """Compare what was read with ``checksums`` (None: none were sent). Answered by HitsVerified."""
 
     handoff_id: HandoffId
@@ -284,24 +255,21 @@ class VerifyHits:
     checksums: tuple[int, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class TellLoaded:
+class TellLoaded(Value, frozen=True):
     """The engine's load has ended; if it failed, the engine computes those blocks."""
 
     handoff_id: HandoffId
     ok: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ChecksumChunk:
+class ChecksumChunk(Value, frozen=True):
     """Checksum our blocks, in the order of these actions. Answered by ChunkChecksummed."""
 
     handoff_id: HandoffId
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(Value, frozen=True):
     """Write our blocks into D's, after every earlier Write of this hand-off, then deliver ``done`` after the bytes.
 
     The tokens that both hold: those of D, of which ``remote_first_block`` is the first, begin after its hits, so there
@@ -317,16 +285,14 @@ class Write:
     remote_first_block: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendProgress:
+class SendProgress(Value, frozen=True):
     """Tell the decode worker that its prefill is being computed. A failure to send has no consequence."""
 
     worker_id: str
     message: HandoffProgress
 
 
-@dataclass(frozen=True, slots=True)
-class SendDone:
+class SendDone(Value, frozen=True):
     """Push: repeat the last write's notification over the request plane, over a new connection if necessary, until the
     decode worker answers."""
 
@@ -334,45 +300,39 @@ class SendDone:
     message: HandoffDone
 
 
-@dataclass(frozen=True, slots=True)
-class SendReady:
+class SendReady(Value, frozen=True):
     """Pull: tell the decode worker what to read. Repeated until it answers."""
 
     worker_id: str
     message: HandoffReady
 
 
-@dataclass(frozen=True, slots=True)
-class StopComputing:
+class StopComputing(Value, frozen=True):
     """Stop computing it. Its blocks stay in use until FreeBlocks."""
 
     handoff_id: HandoffId
 
 
-@dataclass(frozen=True, slots=True)
-class FreeBlocks:
+class FreeBlocks(Value, frozen=True):
     """No transfer touches its blocks any more. Occurs once for each Compute."""
 
     handoff_id: HandoffId
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(Value, frozen=True):
     """Nothing is left to compute: another prefill may be pulled. Occurs once for each hand-off, before Settle."""
 
     handoff_id: HandoffId
 
 
-@dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(Value, frozen=True):
     """Acknowledge the queue entry: nothing of it is left to do here. Occurs once for each Pulled and each Declined."""
 
     handoff_id: HandoffId
     reason: EndReason | None
 
 
-@dataclass(frozen=True, slots=True)
-class SayReleased:
+class SayReleased(Value, frozen=True):
     """Send a release to the decode worker, over a new connection if necessary. ReleaseHeard follows when it has
     arrived; otherwise this action is repeated."""
 
