@@ -9,7 +9,7 @@ import pytest
 from kvrelay.cli.main import run
 from kvrelay.config import ControlConfig
 from kvrelay.control.memory import MemoryBroker
-from kvrelay.launch.admin import config_set, config_unset
+from kvrelay.launch.admin import config_get, config_set, config_unset
 
 KEY = "disagg.max_prefill_queue_size"
 
@@ -55,3 +55,11 @@ async def test_set_and_unset_say_what_they_changed(
         f"{KEY} is 5 in namespace lab (before: 4)",
         f"{KEY} is {started} in namespace lab (before: 5)",
     ]
+    await config_get(here, KEY)
+    await config_get(here, None)
+    out, one_and_all = capsys.readouterr()
+    assert out == "", "standard output has settings only"
+    one, every = one_and_all.splitlines()
+    assert one == f"{KEY} is {started} in namespace lab"
+    assert every.startswith("every setting is what each process")
+    assert KEY in every

@@ -70,6 +70,7 @@ def test_a_misspelt_command(written: str, meant: str, capsys: pytest.CaptureFixt
         (["serve", "--model", "x"], "here it is MODEL (an argument, not an option)"),
         (["worker", "--max-running-requests=8"], "here it is --max-num-seqs"),
         (["worker", "--hostname", "x"], "not supported by this command"),
+        (["serve", "--data-parallel-size", "2"], "here it is --dp (or --decode: engines that share nothing)"),
         (["serve", "--enable-lora"], "not supported: LoRA adapters"),
         (["frontend", "--disable-log-requests"], "kvrelay --log-level LEVEL, before the command"),
     ],
@@ -85,7 +86,9 @@ def test_a_flag_of_another_server(arguments: list[str], told: str, capsys: pytes
 
 
 def test_what_the_table_names_exists() -> None:
-    options = {name for param in serve().params for name in (*param.opts, *param.secondary_opts)} | {"MODEL"}
+    known = dict(commands())
+    params = [param for name in ("serve", "worker", "frontend") for param in known[f"kvrelay {name}"].params]
+    options = {name for param in params for name in (*param.opts, *param.secondary_opts)} | {"MODEL"}
     assert {known.ours for known in COUNTERPARTS.values() if known.ours} <= options
 
 

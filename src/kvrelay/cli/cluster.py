@@ -155,7 +155,7 @@ def config_set(key: str, value: str, config_file: Path | None, **flags: object) 
 @click.argument("key")
 @_control
 def config_unset(key: str, config_file: Path | None, **flags: object) -> None:
-    """Unset KEY: every process returns to the value that it was started with.
+    """Let every process return to its own value of KEY.
 
     Example: kvrelay config unset disagg.max_prefill_queue_size --control nats://127.0.0.1:4222
     """

@@ -22,6 +22,9 @@ CONTEXT = Counterpart("--max-model-len")
 RUNNING = Counterpart("--max-num-seqs")
 TENSOR_PARALLEL = Counterpart("--tp")
 PIPELINE_PARALLEL = Counterpart("--pp")
+DATA_PARALLEL = Counterpart("--dp", "or --decode: engines that share nothing")
+EXPERT_PARALLEL = Counterpart("--ep", "over all ranks of --dp and --tp")
+GRAMMARS = Counterpart(remark="not needed: llguidance is the only one")
 SPLIT = Counterpart("--prefill", "kvrelay serve --prefill N --decode N, or kvrelay worker --role")
 LOG = Counterpart(remark="kvrelay --log-level LEVEL, before the command")
 NO_QUANTIZATION = Counterpart(remark="not supported; GGUF checkpoints are dequantized when they are loaded")
@@ -36,7 +39,17 @@ COUNTERPARTS = {
     "--model": MODEL,
     "--tensor-parallel-size": TENSOR_PARALLEL,
     "--pipeline-parallel-size": PIPELINE_PARALLEL,
-    "--data-parallel-size": Counterpart("--decode", "one engine per worker"),
+    "--data-parallel-size": DATA_PARALLEL,
+    "--data-parallel-rank": Counterpart("--dp-rank"),
+    "--data-parallel-address": Counterpart("--dp-address"),
+    "--enable-expert-parallel": EXPERT_PARALLEL,
+    "--enable-auto-tool-choice": ALWAYS_ON,
+    "--disable-uvicorn-access-log": Counterpart("--access-log", "off is the default"),
+    "--guided-decoding-backend": GRAMMARS,
+    "--structured-outputs-config": GRAMMARS,
+    "--kv-events-config": Counterpart(remark="not needed: workers publish them to the frontends"),
+    "--load-format": FROM_CHECKPOINT,
+    "--download-dir": Counterpart(remark="the environment variable HF_HOME has the cache of hub ids"),
     "--gpu-memory-utilization": KV_MEMORY,
     "--kv-cache-memory-bytes": KV_MEMORY,
     "--num-gpu-blocks-override": Counterpart("--num-blocks"),
@@ -63,7 +76,11 @@ COUNTERPARTS = {
     "--model-path": MODEL,
     "--tp-size": TENSOR_PARALLEL,
     "--pp-size": PIPELINE_PARALLEL,
-    "--dp-size": Counterpart("--decode", "one engine per worker"),
+    "--dp-size": DATA_PARALLEL,
+    "--ep-size": EXPERT_PARALLEL,
+    "--grammar-backend": GRAMMARS,
+    "--disaggregation-bootstrap-port": Counterpart(remark="not needed: workers find each other by discovery"),
+    "--enable-metrics": ALWAYS_ON,
     "--mem-fraction-static": KV_MEMORY,
     "--max-running-requests": RUNNING,
     "--max-queued-requests": Counterpart("--max-num-waiting"),

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import sys
 from typing import Any
 
 from rich import box
@@ -217,7 +218,8 @@ async def config_unset(config: ControlConfig, key: str) -> None:
 
 
 async def config_get(config: ControlConfig, key: str | None) -> None:
-    """Print the settings made at run time, one ``key value`` per line. Raises ConfigError."""
+    """Print the settings made at run time, one ``key value`` per line; without any, which there are. Raises
+    ConfigError."""
     if key is not None:
         _require_settable(key)
     control = await connect_control(config)
@@ -226,10 +228,14 @@ async def config_get(config: ControlConfig, key: str | None) -> None:
         entries = await control.discovery.list(keys.config)
     finally:
         await control.close()
-    for name, value in sorted(entries.items()):
-        shown = name.removeprefix(keys.config)
-        if key in (None, shown):
-            print(shown, _shown_setting(shown, value))
+    settings = {name.removeprefix(keys.config): value for name, value in sorted(entries.items())}
+    found = {name: value for name, value in settings.items() if key in (None, name)}
+    for name, value in found.items():
+        print(name, _shown_setting(name, value))
+    if not found:
+        # Not on standard output, where a script reads settings.
+        known = "" if key is not None else f"; the run-time settings are {', '.join(SETTABLE)}"
+        print(f"{key or 'every setting'} is {NOT_SET} in namespace {config.namespace}{known}", file=sys.stderr)
 
 
 def _shown_before(name: str, value: bytes | None) -> str:
