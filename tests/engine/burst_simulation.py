@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvrelay.config import DisaggConfig, EngineConfig, MockConfig
 from kvrelay.core.clock import ManualClock
@@ -50,10 +51,9 @@ class PrefillWorker:
 class BurstSimulation:
     """``num_workers`` 0: the decode worker alone."""
 
-    def __init__(self, num_workers: int = 1, way_s: float = 0.01, num_blocks: int = 16384) -> None:
-        config = EngineConfig(
-            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=256, max_num_batched_tokens=CHUNK
-        )
+    def __init__(self, num_workers: int = 1, way_s: float = 0.01, **engine: float) -> None:
+        settings: dict[str, Any] = {"num_blocks": 16384, "max_num_seqs": 256, **engine}
+        config = EngineConfig(block_size=BLOCK_SIZE, max_num_batched_tokens=CHUNK, **settings)
         self.clock = ManualClock()
         executor = MockExecutor(config, TIMES, vocab_size=512, sleep=self._pass_time)
         self.engine = EngineCore(executor, config, self.clock, worker_id="d")
@@ -74,11 +74,11 @@ class BurstSimulation:
     def _placed(self, place: PrefillPlace) -> None:
         self.places[place] = self.places.get(place, 0) + 1
 
-    def add(self, name: str, num_tokens: int, max_tokens: int = 8) -> None:
+    def add(self, name: str, num_tokens: int, max_tokens: int = 8, priority: int = 0) -> None:
         """A request arrives now. Its prompt is like no other's."""
         first = len(self.arrived_s)
         prompt = [(first * 7919 + place * 31 + place // 512) % 512 for place in range(num_tokens)]
-        request = Request(name, prompt, SamplingParams(max_tokens=max_tokens))
+        request = Request(name, prompt, SamplingParams(max_tokens=max_tokens), priority=priority)
         request.objectives = self.placement.objectives()
         request.placement = self.placement
         self.arrived_s[name] = self.clock.now()
