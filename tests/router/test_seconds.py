@@ -16,7 +16,6 @@ from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
-from kvrelay.handoff.placement import HARM
 from kvrelay.router import Router, RoutingRequest
 from kvrelay.router.costs import MAX_RATIO, REFRESH_S, CostColumns, WorkerCosts
 from kvrelay.router.load import LoadColumns
@@ -67,11 +66,13 @@ def test_the_first_token_is_what_waits_and_what_is_computed() -> None:
     assert lost.tolist() == pytest.approx([100e-5 * LOST_PREFIX, 1600e-5 * LOST_PREFIX])
 
 
-def test_a_decode_costs_its_own_time_and_that_of_the_others() -> None:
+def test_a_decode_costs_what_it_adds_to_the_others() -> None:
     load = loads(num_requests=column(0, 10))
     alone, beside = decode_seconds(1000, 400, load, costs(COST, COST)).tolist()
-    assert alone == pytest.approx(HARM * 400 * 0.002)
-    assert beside - alone == pytest.approx(HARM * 400 * 2 * 10 * 5e-4)
+    assert alone == 0.0
+    assert beside == pytest.approx(400 * 10 * 5e-4)
+    long = StepCost(decode_s=0.0, context_s=1e-8)
+    assert decode_seconds(1000, 400, load, costs(long, long))[1] == pytest.approx(400 * 10 * 1e-8 * 1200)
 
 
 def test_a_faster_worker_gets_more_of_the_load() -> None:
@@ -99,7 +100,7 @@ def test_costs_are_finite_and_grow_with_the_load(seed: int) -> None:
         assert np.isfinite(scores).all()
         assert (scores <= 0.0).all()
         assert scores.tolist() == policy.scores(given).tolist()
-        for name in ("prefill_tokens", "context_tokens", "num_requests"):
+        for name in ("prefill_tokens", "num_requests"):
             more = loads(3, **{**values, name: values[name] + 100.0})
             assert (
                 policy.scores(Candidates(prompt, BLOCK, given.overlap_blocks, more, given.costs, output)) <= scores
@@ -115,8 +116,7 @@ def test_the_cost_of_a_pair_has_the_transfer_between_its_halves() -> None:
     found = pair_seconds(prefill, decode, column(10_000, 40), same_host, can)
     assert found is not None
     assert found.prefill.tolist() == pytest.approx([640e-5 * (1 + LOST_PREFIX), 1320e-5 + 320e-5 * LOST_PREFIX])
-    assert found.decode[0] == pytest.approx(HARM * 100 * 0.002)
-    assert found.decode[1] == pytest.approx(HARM * 100 * (0.002 + 6 * 5e-4) + 440e-5)
+    assert found.decode.tolist() == pytest.approx([0.0, 100 * 3 * 5e-4 + 440e-5])
     assert found.transfer[0].tolist() == pytest.approx([640e-5 * SAME_HOST_WEIGHT, 480e-5 * OTHER_HOST_WEIGHT])
     assert found.transfer[1, 1] == math.inf
     unknown = Candidates(640, BLOCK, column(0, 20), prefill.load)

@@ -27,10 +27,9 @@ REFRESH_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class CostColumns:
-    """One entry a worker, in seconds: per token of prefill, per decode step, per decode in it, per token of context."""
+    """One entry a worker, in seconds: per token of prefill, per decode in a step, per token of context."""
 
     prefill_token_s: FloatColumn
-    step_s: FloatColumn
     decode_s: FloatColumn
     context_s: FloatColumn
 
@@ -76,9 +75,7 @@ class WorkerCosts:
         fresh = [(at, cost) for at, cost, heard_s in found if heard_s >= oldest_s]
         if not fresh:
             return None
-        known = np.array(
-            [(cost.prefill_token_s, cost.step_s, cost.decode_s, cost.context_s) for _, cost in fresh], dtype=np.float64
-        )
+        known = np.array([(cost.prefill_token_s, cost.decode_s, cost.context_s) for _, cost in fresh], dtype=np.float64)
         median = np.median(known, axis=0)
         values = np.tile(median, (len(ids), 1))
         values[[at for at, _ in fresh]] = np.clip(known, median / MAX_RATIO, median * MAX_RATIO)

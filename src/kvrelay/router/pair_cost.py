@@ -5,7 +5,7 @@
 In seconds, if the costs of both halves are known, with the terms of ``seconds.py``:
 
     prefill(P)     first token + lost prefix at P
-    decode(D)      HARM * decode at D + prefill_token at D * what the prompt needs beyond D's free blocks
+    decode(D)      decode at D + prefill_token at D * what the prompt needs beyond D's free blocks
     transfer(P, D) prefill_token at P * (prompt - overlap at D) * 0.02 within a host, * 0.1 between hosts
 
 By weights, in tokens of prefill:

@@ -1,15 +1,15 @@
 """The cost of a request at each worker, in seconds; pure functions of the candidates' columns.
 
-    cost        = first token + lost prefix + HARM * decode
+    cost        = first token + lost prefix + decode
     first token = prefill_token * (pending + own)
     lost prefix = prefill_token * own * (LOST_PREFIX + BALANCE * recent)
-    decode      = L * (step + context * (C + B * (prompt + L / 2)) + decode * 2 * B)
+    decode      = L * B * (decode + context * (prompt + L / 2))
 
-``own`` are the prompt's tokens beyond the overlap, ``B`` the requests at the worker, ``C`` their tokens of context,
-``L`` the expected tokens of the answer. *decode* is the time of the request's own steps, and what it adds to the steps
-of the ``B`` others; HARM weighs it as ``handoff.placement`` weighs a delay of running answers. *lost prefix* is the
-later cost of a prefix that is computed and stored a second time: it takes the place of another one. A token that waits
-costs this request time; a token that is computed twice costs this much more. The factor was found by replaying traces.
+``own`` are the prompt's tokens beyond the overlap, ``B`` the requests at the worker, ``L`` the expected tokens of the
+answer. *decode* is what the request's answer adds to the steps of the ``B`` others. Its own steps do not count: on
+equal workers they differ by errors of the fit only, which must not outweigh a prefix. *lost prefix* is the later cost
+of a prefix that is computed and stored a second time: it takes the place of another one. A token that waits costs this
+request time; a token that is computed twice costs this much more. The factor was found by replaying traces.
 ``docs/routing.md`` explains the terms.
 """
 
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.handoff.placement import HARM
 from kvrelay.router.costs import CostColumns
 from kvrelay.router.load import FloatColumn, LoadColumns
 
@@ -29,7 +28,7 @@ BALANCE = 0.02 * (1.0 + LOST_PREFIX)
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """One entry a worker. ``decode`` is weighed already."""
+    """One entry a worker."""
 
     first_token: FloatColumn
     lost_prefix: FloatColumn
@@ -55,9 +54,7 @@ def prefill_seconds(own: FloatColumn, load: LoadColumns, costs: CostColumns) -> 
 
 
 def decode_seconds(prompt_tokens: int, num_output: float, load: LoadColumns, costs: CostColumns) -> FloatColumn:
-    """The weighed time of an answer of ``num_output`` tokens and of what it adds to the others."""
-    others = load.num_requests
-    context = load.context_tokens + others * (prompt_tokens + num_output / 2)
-    step = costs.step_s + costs.context_s * context + costs.decode_s * (2.0 * others)
-    weighed: FloatColumn = (HARM * num_output) * step
-    return weighed
+    """What an answer of ``num_output`` tokens adds to the steps of the others."""
+    added = costs.decode_s + costs.context_s * (prompt_tokens + num_output / 2)
+    seconds: FloatColumn = num_output * load.num_requests * added
+    return seconds

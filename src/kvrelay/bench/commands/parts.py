@@ -174,15 +174,26 @@ def bench_routing(**given: Any) -> None:
 @click.option(
     "--case", "cases", multiple=True, metavar="NAME=COMMAND", help="Another server; repeatable; default: none."
 )
-@click.option("--only-given", is_flag=True, help="Leave out aggregated and 1P1D.")
+@click.option("--only-given", is_flag=True, help="Leave out the built-in cases.")
+@click.option("--warm", is_flag=True, help="Streams whose prefix one of two workers holds, by routing policy.")
+@click.option("--warm-streams", default=16, show_default=True, type=click.IntRange(1, 1000), help="--warm: streams.")
+@click.option("--warm-output", default=400, show_default=True, type=click.IntRange(1), help="--warm: tokens of each.")
+@click.option("--warm-prefix", default=2000, show_default=True, type=click.IntRange(1), help="--warm: prefix tokens.")
 @serve_args_option
 @json_option
 def bench_burst(**given: Any) -> None:
     """A burst of long prompts while chats arrive: the chats' first tokens, and the last long prompt's.
 
+    With --warm: a burst of streams to two workers, one of which holds their prefix; the time to the last token.
+
     \b
     Example: kvrelay bench burst --rounds 3 --variant 'long queue=--max-prefill-queue-size 1000'
     """
+    if given["warm"]:
+        from kvrelay.bench.warm_burst import measure_warm_burst
+
+        measure_warm_burst(given)
+        return
     from kvrelay.bench.burst import measure_burst
 
     measure_burst(given)
