@@ -1,4 +1,4 @@
-"""Explores worlds: every state that can be reached (breadth first), or long random runs.
+"""Explores worlds: every state that can be reached, or long random runs.
 
 ``explore`` visits each state once, by its key. It proves for a scenario that no violation can happen, and that from
 each state an idle one can be reached without further faults: no hand-off hangs for ever, nothing stays held.
@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tests.handoff.world import Move, Scenario, Violation, World
+
+_Place = tuple[int, World]
+"""A state, by its number and as a world."""
 
 
 @dataclass
@@ -20,58 +24,114 @@ class Report:
     num_states: int = 0
     num_moves: int = 0
     depth: int = 0
+    num_faults: int = -1
+    """All states after at most so many faults were visited."""
     is_complete: bool = True
     violation: str | None = None
     trace: list[Move] = field(default_factory=list)
 
     def __str__(self) -> str:
-        whole = "all of them" if self.is_complete else "bounded"
+        whole = "all of them" if self.is_complete else f"bounded; all after at most {self.num_faults} faults"
         end = f": {self.violation}" if self.violation else ""
         return f"{self.num_states} states ({whole}), {self.num_moves} moves, depth {self.depth}{end}"
 
 
+class _Search:
+    """One exploration. States are numbers; worlds are kept only while something is still to be done with them."""
+
+    def __init__(self, scenario: Scenario, max_states: int) -> None:
+        self.max_states = max_states
+        self.report = Report()
+        self.ids: dict[tuple[int, ...], int] = {}
+        self.parents: list[tuple[int, Move | None]] = []
+        self.depths: list[int] = []
+        self.sources: list[list[int]] = []
+        """By state: the states that lead to it without a fault."""
+        self.idle: list[int] = []
+        self.first = World.begin(scenario)
+
+    def run(self) -> Report:
+        seeds: Iterator[_Place] = iter([(self._add(self.first.key(), 0, None), self.first)])
+        max_faults = self.first.scenario.max_faults
+        for num_faults in range(max_faults + 1):
+            level = list(self._exhausted(seeds, keep=num_faults < max_faults))
+            seeds = self._after_faults(level)
+            if not self.is_going_on:
+                break
+            self.report.num_faults = num_faults
+        self.report.num_states, self.report.depth = len(self.parents), max(self.depths)
+        return self.report
+
+    @property
+    def is_going_on(self) -> bool:
+        return self.report.is_complete and self.report.violation is None
+
+    def _exhausted(self, seeds: Iterator[_Place], *, keep: bool) -> Iterator[_Place]:
+        """Visit everything that ``seeds`` lead to without a fault, nearest first. Yields it if faults may follow."""
+        for seed in seeds:
+            todo = deque([seed])
+            while todo and self.is_going_on:
+                number, world = todo.popleft()
+                if world.is_idle:
+                    self.idle.append(number)
+                for move in world.plain_moves():
+                    after, is_new = self._visit(number, world, move)
+                    if after is None:
+                        return
+                    if is_new:
+                        todo.append(after)
+                    self.sources[after[0]].append(number)
+                if keep:
+                    yield number, world
+
+    def _after_faults(self, level: list[_Place]) -> Iterator[_Place]:
+        """What one more fault makes of these worlds, if it is new."""
+        for number, world in level:
+            for move in world.fault_moves():
+                after, is_new = self._visit(number, world, move)
+                if after is None:
+                    return
+                if is_new:
+                    yield after
+
+    def _visit(self, number: int, world: World, move: Move) -> tuple[_Place | None, bool]:
+        """Where ``move`` leads, and whether that is new. None if the search ends here."""
+        self.report.num_moves += 1
+        try:
+            after = world.after(move)
+            after.check()
+        except AssertionError as exc:
+            self.report.violation = f"{type(exc).__name__}: {exc}"
+            self.report.trace = [*trace(self.parents, number), move]
+            return None, False
+        key = after.key()
+        known = self.ids.get(key)
+        if known is not None:
+            return (known, after), False
+        if len(self.parents) >= self.max_states:
+            self.report.is_complete = False
+            return None, False
+        return (self._add(key, number, move), after), True
+
+    def _add(self, key: tuple[int, ...], parent: int, move: Move | None) -> int:
+        number = self.ids[key] = len(self.parents)
+        self.depths.append(self.depths[parent] + 1 if number else 0)
+        self.parents.append((parent, move))
+        self.sources.append([])
+        return number
+
+
 def explore(scenario: Scenario, max_states: int = 1_000_000) -> Report:
-    """Visit every state of ``scenario``. Stops at the first violation, with the shortest way to it."""
-    report = Report()
-    first = World.begin(scenario)
-    ids = {first.key(): 0}
-    parents: list[tuple[int, Move | None]] = [(0, None)]
-    depths = [0]
-    sources: list[list[int]] = [[]]
-    """By state: the states that lead to it without a fault."""
-    idle: list[int] = []
-    todo: deque[tuple[int, World]] = deque([(0, first)])
-    while todo:
-        number, world = todo.popleft()
-        if world.is_idle:
-            idle.append(number)
-        for move in world.moves():
-            report.num_moves += 1
-            try:
-                after = world.after(move)
-                after.check()
-            except AssertionError as exc:
-                report.violation = f"{type(exc).__name__}: {exc}"
-                report.trace = [*trace(parents, number), move]
-                report.num_states, report.depth = len(parents), max(depths)
-                return report
-            key = after.key()
-            known = ids.get(key)
-            if known is None:
-                known = ids[key] = len(parents)
-                parents.append((number, move))
-                depths.append(depths[number] + 1)
-                sources.append([])
-                todo.append((known, after))
-                if len(parents) >= max_states:
-                    report.num_states, report.depth, report.is_complete = len(parents), max(depths), False
-                    return report
-            if move[0] not in World.FAULTS:
-                sources[known].append(number)
-    report.num_states, report.depth = len(parents), max(depths)
-    hanging = find_hanging(sources, idle)
+    """Visit every state of ``scenario``, those after fewer faults first. Stops at the first violation.
+
+    A state that was visited after fewer faults is not visited again after more: whatever may follow then, may follow
+    from there, too.
+    """
+    search = _Search(scenario, max_states)
+    report = search.run()
+    hanging = find_hanging(search.sources, search.idle) if search.is_going_on else None
     if hanging is not None:
-        report.trace = trace(parents, hanging)
+        report.trace = trace(search.parents, hanging)
         stuck = replay(scenario, report.trace)
         report.violation = f"from here nothing leads to an idle state:\n  {stuck.complain()}"
     return report
@@ -116,9 +176,7 @@ def wander(scenario: Scenario, seed: int, num_moves: int = 20_000) -> Report:
     world = World.begin(scenario)
     report = Report(is_complete=False)
     for _ in range(num_moves):
-        moves = world.moves()
-        plain = [move for move in moves if move[0] not in World.FAULTS]
-        faults = moves[len(plain) :]
+        plain, faults = world.plain_moves(), world.fault_moves()
         if world.is_idle and not world.net and len(plain) <= 1:
             return report
         if faults and rng.random() < 0.05:

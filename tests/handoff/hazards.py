@@ -77,6 +77,7 @@ class Hazards:
         failed = tuple(other for other in node.ops if other[:2] == op[:2])
         node.ops = tuple(other for other in node.ops if other not in failed)
         node.ended_ops += tuple((other, False) for other in failed)
+        node.is_copying = False
 
     def do_damage(self, number: int) -> None:
         node = self.node(number)
@@ -94,6 +95,8 @@ class Hazards:
         node = self.node(number)
         node.is_dead, node.is_stopped = True, False
         node.ended_ops = node.todo = node.watch = ()
+        if self.scenario.copies:
+            node.ops, node.is_copying = (), False  # the kernel takes the lock back
         if node.lease.alive_until is None:
             node.lease.alive_until = self.now + TTL
         self.net = frozenset(item for item in self.net if item[1] != number)

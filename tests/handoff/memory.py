@@ -16,19 +16,36 @@ class Memory:
     # -- transfers ----------------------------------------------------------------------------------------------------
 
     def do_land(self, number: int) -> None:
-        """The oldest transfer takes effect, or fails: at the fence, or since the peer's memory has gone."""
+        """The oldest transfer takes effect, or fails: at the fence, or since the peer's memory has gone.
+
+        No fence stops a copy that has begun; only a read that ends after it does not count.
+        """
         node = self.node(number)
-        op, node.ops = node.ops[0], node.ops[1:]
-        peer = self.d if number != D else self.ps[op[2]]
-        ok = not peer.is_dead and (node.lease.may_touch(self.now) or not self.scenario.transport_fence)
-        if ok:
-            getattr(self, f"_land_{op[0]}")(number, op)
-        elif op[0] == "write":
-            # Nothing of its group follows a failed write.
+        op, peer = node.ops[0], self.d if number != D else self.ps[node.ops[0][2]]
+        is_late = not node.lease.may_touch(self.now) and self.scenario.transport_fence
+        if peer.is_dead or (is_late and not (node.is_copying and op[0] == "write")):
+            self._miss(number)
+            return
+        node.ops, node.is_copying = node.ops[1:], False
+        getattr(self, f"_land_{op[0]}")(number, op)
+        node.ended_ops += ((op, True),)
+
+    def do_copy(self, number: int) -> None:
+        """Transport shm: the oldest transfer begins, unless the fence has passed or D has barred this worker."""
+        node = self.node(number)
+        node.is_copying = node.lease.may_touch(self.now) and number not in self.d.barred
+        if not node.is_copying:
+            self._miss(number)
+
+    def _miss(self, number: int) -> None:
+        """The oldest transfer fails. Nothing of its group follows a failed write."""
+        node = self.node(number)
+        op, node.ops, node.is_copying = node.ops[0], node.ops[1:], False
+        if op[0] == "write":
             failed = tuple(other for other in node.ops if other[0] == "write" and other[1] == op[1])
             node.ops = tuple(other for other in node.ops if other not in failed)
             node.ended_ops += tuple((other, False) for other in failed)
-        node.ended_ops += ((op, ok),)
+        node.ended_ops += ((op, False),)
 
     def _land_write(self, number: int, op: Any) -> None:
         _, handoff_id, generation, local, remote, done, damaged = op

@@ -1,7 +1,7 @@
 """Protocols that are wrong in one place each.
 
 A mutant lacks one rule of docs/architecture.md, "What may never happen", and names the scenario in which the explorer
-has to find it out. Rule 9 is the kernel's; rule 10, ``check_integrity``, is what the explorer's own invariants are.
+has to find it out. Rule 10, ``check_integrity``, is what the explorer's own invariants are.
 """
 
 from __future__ import annotations
@@ -265,6 +265,21 @@ MUTANTS = [
         2,
         scenario(num_hit_blocks=1, order=HandoffOrder.PREFILL_FIRST, is_paired=True),
         replacing(PrefillHandoff, "_lacking", lambda original: lambda self, chunk, rules: chunk),
+    ),
+    Mutant(
+        "the end of a lease counts in the middle of a copy", 9, scenario("stop prefill", copies=True, has_bar=False)
+    ),
+    Mutant(
+        "a decode worker that discovery never listed is told for ever",
+        2,
+        scenario("crash decode", knows_decode=False),
+        replacing(PeerLeases, "gone_s", lambda original: lambda self, worker_id, unlisted_s: self.ended_s(worker_id)),
+    ),
+    Mutant(
+        "prefill-first: a claim that its own release has overtaken is granted",
+        2,
+        scenario("late", "break", num_faults=2, order=HandoffOrder.PREFILL_FIRST),
+        replacing(DecodeLedger, "_decline", nothing),
     ),
     Mutant("HandoffDone overtakes a write", 3, scenario(num_chunks=2, transport_order=False)),
     Mutant(

@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from kvrelay.core.handoff import (
-    HandoffOrder,
-    KvDirection,
-)
+from tests.handoff.keys import Frame, decode_ledger_key, prefill_ledger_key
+
+from kvrelay.core.handoff import HandoffOrder, KvDirection
 from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_ledger import DecodeLedger
-from kvrelay.handoff.decode_state import WAITING_FOR_CLAIMANT, DecodeRules, GrantState
+from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.leases import PeerLeases
 from kvrelay.handoff.prefill import PrefillHandoff
 from kvrelay.handoff.prefill_ledger import PrefillLedger
@@ -60,6 +59,13 @@ class Scenario:
     """Timeouts far apart, so that only faults run into them."""
     progress: bool = False
     """P tells that it computes, and D takes back what a silent claimant has."""
+    knows_decode: bool = True
+    """Whether discovery has ever listed the decode worker for the prefill workers."""
+    copies: bool = False
+    """As transport shm does it: a prefill worker's own process copies, checks the fence before it begins, and may be
+    stopped in the middle."""
+    has_bar: bool = True
+    """With ``copies``: D counts the end of a lease only once its holder is not in the middle of a copy."""
     transport_fence: bool = True
     transport_order: bool = True
 
@@ -117,7 +123,6 @@ class Lease:
             None if self.alive_until is None else max(self.alive_until - now, 0),
             self.has_ended,
             self.is_lost,
-            self.term,
         )
 
 
@@ -136,17 +141,22 @@ class Node:
     """Landed or failed; the owner does not know yet."""
     todo: tuple[Any, ...] = ()
     """Asked of engine and checksum thread."""
-    cached: tuple[int, Any] | None = None
+    is_copying: bool = False
+    """The oldest transfer is being copied by this process."""
+    cached: tuple[Frame, int] | None = None
 
-    def cached_key(self, now: int) -> Any:
-        """``key``, computed once for each copy: nodes are shared between worlds until something touches them."""
-        if self.cached is None or self.cached[0] != now:
-            self.cached = (now, self.key(now))
+    def key_id(self, frame: Frame, ids: dict[Any, int]) -> int:
+        """The number of ``key`` in ``ids``. Computed once for each copy: nodes are shared between worlds until they are
+        touched."""
+        if self.cached is None or self.cached[0] != frame:
+            self.cached = (frame, ids.setdefault(self.key(frame), len(ids)))
         return self.cached[1]
 
-    def key(self, now: int) -> tuple[Any, ...]:
-        lease = self.lease.key(now)
-        return (lease, self.is_stopped, self.is_dead, self.watch, self.ops, self.ended_ops, self.todo)
+    def key(self, frame: Frame) -> tuple[Any, ...]:
+        watch = tuple((who, what if isinstance(what, str) else frame.term(name(who), what)) for who, what in self.watch)
+        lease = self.lease.key(frame.now)
+        state = (self.is_stopped, self.is_dead, self.is_copying)
+        return (lease, state, watch, self.ops, self.ended_ops, self.todo)
 
 
 @dataclass
@@ -160,6 +170,8 @@ class DecodeNode(Node):
     writer: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Which generation may write a block."""
     content: dict[int, Any] = field(default_factory=dict)
+    barred: frozenset[int] = frozenset()
+    """Prefill workers that may begin no copy."""
 
     def clone(self) -> DecodeNode:
         other = copied(self)
@@ -170,13 +182,24 @@ class DecodeNode(Node):
         other.writer, other.content = dict(self.writer), dict(self.content)
         return other
 
-    def key(self, now: int) -> tuple[Any, ...]:
+    def key(self, frame: Frame) -> tuple[Any, ...]:
+        ledger = decode_ledger_key(self.ledger, frame)
+        loans, writer = tuple(sorted(self.loans.items())), tuple(sorted(self.writer.items()))
+        if not self.ledger.handoffs and not {"new", "expected", "waiting"} & set(self.status.values()):
+            return (
+                Node.key(self, frame),
+                ledger,
+                loans,
+                writer,
+                self.barred,
+            )  # nothing is left that reads or takes blocks
         return (
-            Node.key(self, now),
-            decode_ledger_key(self.ledger, now),
+            Node.key(self, frame),
+            ledger,
+            loans,
+            writer,
+            self.barred,
             tuple(self.status.items()),
-            tuple(sorted(self.loans.items())),
-            tuple(sorted(self.writer.items())),
             tuple(sorted(self.content.items())),
             tuple(sorted(self.blocks.items())),
         )
@@ -201,9 +224,10 @@ class PrefillNode(Node):
         other.engine = dict(self.engine)
         return other
 
-    def key(self, now: int) -> tuple[Any, ...]:
+    def key(self, frame: Frame) -> tuple[Any, ...]:
         engine = tuple(sorted(self.engine.items()))
-        return (Node.key(self, now), prefill_ledger_key(self.ledger, now), engine, self.held, self.conn)
+        conn = frame.conn(self.conn)
+        return (Node.key(self, frame), prefill_ledger_key(self.ledger, frame), engine, self.held, conn)
 
 
 def name(number: int) -> str:
@@ -264,50 +288,3 @@ def clone_ledger(ledger: Any) -> Any:
     other.handoffs = {key: clone_handoff(handoff) for key, handoff in ledger.handoffs.items()}
     other.leases = clone_leases(ledger.leases)
     return other
-
-
-def leases_key(leases: PeerLeases, now: int) -> tuple[Any, ...]:
-    """How long ago a lease ended matters up to ``gone_for_s`` only."""
-    return (
-        tuple(sorted((worker, term) for worker, (term, _) in leases._live.items())),
-        tuple(sorted((worker, id_, max(ended - now, -TTL - 1)) for worker, (id_, ended) in leases._ended.items())),
-        tuple(sorted((worker, max(fence - now, 0)) for worker, fence in leases._fences_s.items())),
-    )
-
-
-_DECODE_FIELDS = [f.name for f in fields(DecodeHandoff) if f.name not in ("deadline_s", "heard_s", "grants")]
-_PREFILL_FIELDS = [f.name for f in fields(PrefillHandoff) if f.name not in ("due_s", "started_s", "ready", "done")]
-
-
-def decode_ledger_key(ledger: DecodeLedger, now: int) -> tuple[Any, ...]:
-    handoffs = []
-    for handoff in ledger.handoffs.values():
-        waits = handoff.state in WAITING_FOR_CLAIMANT
-        grants = tuple(
-            (
-                grant.worker_id,
-                grant.connection,
-                grant.generation,
-                grant.loan,
-                grant.state.value,
-                max(grant.told_s - now, -1) if grant.state is GrantState.ABANDONED else 0,
-            )
-            for grant in handoff.grants
-        )
-        deadline = max(handoff.deadline_s - now, 0) if waits else 0
-        silent = max(handoff.heard_s + ledger.rules.silence_timeout_s - now, 0) if handoff.is_awaited else 0
-        handoffs.append((deadline, silent, grants, *(getattr(handoff, name) for name in _DECODE_FIELDS)))
-    early = tuple((handoff_id, e.event, max(e.until_s - now, 0)) for handoff_id, e in ledger.early.items())
-    paired = (tuple(ledger.expected.items()), tuple(ledger.declined.items()))
-    return (tuple(handoffs), leases_key(ledger.leases, now), tuple(sorted(ledger.connections.items())), early, paired)
-
-
-def prefill_ledger_key(ledger: PrefillLedger, now: int) -> tuple[Any, ...]:
-    handoffs = tuple(
-        (
-            0 if handoff.next_s is None else max(handoff.due_s - now, 0),
-            *(getattr(handoff, f) for f in _PREFILL_FIELDS if f != "num_said"),
-        )
-        for handoff in ledger.handoffs.values()
-    )
-    return (handoffs, leases_key(ledger.leases, now), tuple(ledger.seen))

@@ -36,6 +36,10 @@ SCENARIOS = {
     "push, paired, with hits and checksums": scenario(
         *PREFILL, "damage", "gone", "cancel", num_hit_blocks=1, checksums=True, order=PREFILL_FIRST, is_paired=True
     ),
+    "push, copies that a stopped process continues": scenario(*PREFILL, num_hit_blocks=1, copies=True),
+    "push, a decode worker that discovery never listed": scenario(
+        "crash decode", "stop decode", "cancel", knows_decode=False
+    ),
     "pull": scenario(*NETWORK, *LOCAL, "damage", num_hit_blocks=1, checksums=True, direction=PULL),
     "pull, leases": scenario(*PREFILL, "cut decode", "revoke decode", direction=PULL),
     "pull, without room at first": scenario(*NETWORK, *LOCAL, direction=PULL, with_blocks=False),
@@ -92,8 +96,8 @@ def test_a_protocol_without_the_rule_is_found_out(mutant: Mutant, monkeypatch: p
 
 
 def test_each_rule_has_a_mutant() -> None:
-    """Rule 6 needs two incarnations (``test_ledgers``), 9 is the kernel's, 10 what the explorer always checks."""
-    assert {mutant.rule for mutant in MUTANTS} == {1, 2, 3, 4, 5, 7, 8}
+    """Rule 6 needs two incarnations (``test_ledgers``), 10 is what the explorer always checks."""
+    assert {mutant.rule for mutant in MUTANTS} == {1, 2, 3, 4, 5, 7, 8, 9}
     assert len(MUTANTS) >= 10
 
 

@@ -566,6 +566,24 @@ def test_releases_for_a_decode_worker_that_has_been_gone_for_long_are_forgotten(
     assert not ledger.handoffs
 
 
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_decode_worker_that_discovery_never_listed_is_told_for_a_limited_time(is_sent: bool) -> None:
+    ledger = PrefillLedger(PrefillRules("p", 4, "same", gone_for_s=30.0))
+    ledger.handle(pe.Pulled("h", "d", 1, 0, 1), 0.0)
+    if is_sent:
+        ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (7,), 0)), 0.0)
+        ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, (5,)), pe.FirstToken(7)), 10.0)
+        ledger.handle(pe.Written("h", True), 10.0)
+    else:
+        ledger.handle(pe.Cancelled("h"), 10.0)
+    repeated = pe.SendDone if is_sent else pe.SayReleased
+    assert any(isinstance(action, repeated) for action in ledger.handle(pe.Tick(), 39.9))
+    assert ledger.handle(pe.Tick(), 45.0) == []
+    assert not ledger.handoffs
+    answer = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 50.0)
+    assert [type(action) for action in answer] == [pe.SayReleased], "it may ask later"
+
+
 def test_an_abandon_that_overtakes_its_grant_counts() -> None:
     ledger = prefill_ledger()
     ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 1.0)

@@ -75,6 +75,19 @@ def test_a_claim_without_a_request_is_refused_and_its_request_computed_here() ->
     assert not ledger.declined
 
 
+@pytest.mark.parametrize("is_expected", [True, False])
+def test_a_claim_that_its_own_release_has_overtaken_is_refused(is_expected: bool) -> None:
+    """Over two connections. P has forgotten the hand-off: it would neither use a grant nor hear an abandon."""
+    ledger = decode_ledger()
+    ledger.handle(RELEASED, 0.0)
+    assert refused(ledger.handle(CLAIM, 0.1)) == [RefusalReason.GIVEN_UP]
+    if is_expected:
+        ledger.handle(de.Expected("h", "p"), 0.2)
+    assert computed_here(ledger.handle(OPENED, 0.3)) == [EndReason.RELEASED]
+    assert not ledger.handoffs
+    assert not ledger.early
+
+
 @pytest.mark.parametrize("gone", [RELEASED, de.ClaimantGone("h"), de.ConnectionLost("to p")])
 @pytest.mark.parametrize("claimed", [True, False])
 def test_a_claimant_that_goes_while_blocks_are_awaited_is_not_waited_for(gone: de.DecodeEvent, claimed: bool) -> None:

@@ -1,12 +1,12 @@
 """One decode worker, some prefill workers, and a network that delays, reorders, duplicates and loses.
 
-Nothing here decides anything: the two ledgers do. A world is a state; ``moves`` are all the things that may happen to
-it next, ``apply`` makes one happen. Everything asynchronous is a move of its own: each message, each transfer's landing
-and its completion, each checksum, each tick. Faults are moves too, out of a budget. Violations are raised as they
-happen, and by ``check``; ``is_idle`` tells whether everything has ended.
+Nothing here decides anything: the two ledgers do. A world is a state; ``plain_moves`` and ``fault_moves`` are all that
+may happen to it next, ``apply`` makes one happen. Everything asynchronous is a move of its own: each message, each
+transfer's landing and its completion, each checksum, each tick. Faults come out of a budget. Violations are raised as
+they happen, and by ``check``; ``is_idle`` tells whether everything has ended.
 
-Time is counted in whole units. A state's ``key`` holds times relative to now, so that a state that comes again later is
-the same state. Messages in flight are a set: saying again what is still under way changes nothing.
+Time is counted in whole units. A state that comes again later, or after a fault has been survived, has the same ``key``
+(``keys``). Messages in flight are a set: saying again what is still under way changes nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from tests.handoff.hazards import Hazards
+from tests.handoff.keys import CONN_STEP, Frame, net_key, without_words
 from tests.handoff.memory import Memory
 from tests.handoff.nodes import (
     PROMPT,
@@ -66,6 +66,8 @@ class World(Hazards, Memory):
     """Entries that are not settled, and who has pulled each."""
     entries: dict[str, pe.Pulled] = field(default_factory=dict)
     num_faults: int = 0
+    ids: dict[Any, int] = field(default_factory=dict)
+    """Numbers for the parts of keys, shared by all worlds of an exploration: a state is then a few small numbers."""
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
@@ -78,7 +80,8 @@ class World(Hazards, Memory):
         world = cls(scenario, decode, prefill)
         for number, node in enumerate(prefill):
             decode.ledger.handle(de.Registered(name(number), TTL, 1), 0)
-            node.ledger.handle(pe.Registered("d", TTL, 1), 0)
+            if scenario.knows_decode:
+                node.ledger.handle(pe.Registered("d", TTL, 1), 0)
         for number in range(scenario.num_requests):
             handoff_id = f"h{number}"
             world.entries[handoff_id] = pe.Pulled(
@@ -100,7 +103,7 @@ class World(Hazards, Memory):
         d = self.d.clone() if D in touched else self.d
         ps = [p.clone() if number in touched else p for number, p in enumerate(self.ps)]
         queue, entries = dict(self.queue), self.entries
-        world = World(self.scenario, d, ps, self.now, self.net, queue, entries, self.num_faults)
+        world = World(self.scenario, d, ps, self.now, self.net, queue, entries, self.num_faults, self.ids)
         world.apply(move)
         return world
 
@@ -108,7 +111,19 @@ class World(Hazards, Memory):
         match move[0]:
             case "deliver" | "duplicate":
                 return {move[1][1]}
-            case "tick" | "watch" | "work" | "complete" | "wake" | "pull" | "compute" | "damage" | "fail" | "stop":
+            case (
+                "tick"
+                | "watch"
+                | "work"
+                | "complete"
+                | "copy"
+                | "wake"
+                | "pull"
+                | "compute"
+                | "damage"
+                | "fail"
+                | "stop"
+            ):
                 return {move[1]}
             case "land":
                 return {move[1], D}
@@ -118,26 +133,39 @@ class World(Hazards, Memory):
                 return set()
         return {D, *range(len(self.ps))}
 
-    def key(self) -> Any:
-        """Equal for states from which the same can happen."""
-        keys = tuple(node.cached_key(self.now) for node in self.nodes())
-        return (keys, self.net, tuple(self.queue.items()), self.num_faults)
+    def key(self) -> tuple[int, ...]:
+        """Equal for states from which the same can happen, if no fault is left."""
+        frame = Frame(
+            self.now,
+            self.d.lease.term,
+            tuple([p.lease.term for p in self.ps]),
+            tuple([p.num_conns for p in self.ps]),
+            TTL + 1,
+        )
+        rest = (net_key(self.net, frame), tuple(self.queue.items()))
+        numbers = [node.key_id(frame, self.ids) for node in self.nodes()]
+        return (*numbers, self.ids.setdefault(rest, len(self.ids)))
 
     # -- what may happen next -----------------------------------------------------------------------------------------
 
-    def moves(self) -> list[Move]:
-        """Everything that may happen, faults last."""
-        moves = list(self._plain_moves())
-        is_quiet = not any(move[0] in PROMPT for move in moves)
-        if is_quiet:
+    def plain_moves(self) -> list[Move]:
+        """Everything that may happen without a fault. Time passes only when nothing prompt is left to happen."""
+        moves = list(self._node_and_network_moves())
+        if not any(move[0] in PROMPT for move in moves):
             moves.append(("advance",))
-        if self.num_faults < self.scenario.max_faults:
-            moves += self._fault_moves()
-            if not is_quiet and "late" in self.scenario.faults and not any(self._is_due(n) for n in self.nodes()):
-                moves.append(("late",))
         return moves
 
-    def _plain_moves(self) -> Iterator[Move]:
+    def fault_moves(self) -> list[Move]:
+        """Every fault that may happen, while the budget lasts."""
+        if self.num_faults >= self.scenario.max_faults:
+            return []
+        moves = list(self._fault_moves())
+        is_late = "late" in self.scenario.faults and not any(self._is_due(node) for node in self.nodes())
+        if is_late and any(move[0] in PROMPT for move in self._node_and_network_moves()):
+            moves.append(("late",))
+        return moves
+
+    def _node_and_network_moves(self) -> Iterator[Move]:
         for item in self.net:
             if not self.node(item[1]).is_stopped:
                 yield ("deliver", item)
@@ -165,7 +193,10 @@ class World(Hazards, Memory):
                 break
 
     def _node_moves(self, number: int, node: Node) -> Iterator[Move]:
-        if node.ops:
+        if self.scenario.copies and number != D:
+            if node.ops and not node.is_stopped and not node.is_dead:
+                yield ("land" if node.is_copying else "copy", number)
+        elif node.ops:
             yield ("land", number)
         if node.is_stopped:
             yield ("wake", number)
@@ -174,13 +205,22 @@ class World(Hazards, Memory):
         for kind, is_possible in (
             ("complete", node.ended_ops),
             ("work", node.todo),
-            ("watch", node.watch),
+            ("watch", node.watch and not self._is_held_back(number)),
             ("tick", self._is_due(node)),
         ):
             if is_possible:
                 yield (kind, number)
-        if node.lease.has_ended:
-            yield ("register" if node.lease.is_lost else "lease lost", number)
+        if node.lease.has_ended and not node.lease.is_lost:
+            yield ("lease lost", number)
+        elif node.lease.has_ended and not node.is_copying:
+            yield ("register", number)
+
+    def _is_held_back(self, number: int) -> bool:
+        """Whether D cannot take the lock of a worker whose lease has ended."""
+        if number != D or not self.scenario.copies or not self.scenario.has_bar:
+            return False
+        who, what = self.d.watch[0]
+        return what == "ended" and self.ps[who].is_copying
 
     def _is_due(self, node: Any) -> bool:
         if node.is_dead or node.is_stopped:
@@ -213,7 +253,7 @@ class World(Hazards, Memory):
         node = self.node(number)
         node.lease.has_ended = True
         for other in self.nodes() if number != D else self.ps:
-            if other is not node and (number == D or other is self.d):
+            if other is not node and (self.scenario.knows_decode if number == D else other is self.d):
                 other.watch = (*other.watch, (number, "ended"))
 
     def do_tick(self, number: int) -> None:
@@ -223,6 +263,7 @@ class World(Hazards, Memory):
         node = self.node(number)
         (who, what), node.watch = node.watch[0], node.watch[1:]
         if number == D:
+            self.d.barred = self.d.barred | {who} if what == "ended" else self.d.barred - {who}
             event: Any = de.LeaseEnded(name(who)) if what == "ended" else de.Registered(name(who), TTL, what)
         else:
             event = pe.LeaseEnded("d") if what == "ended" else pe.Registered("d", TTL, what)
@@ -234,13 +275,14 @@ class World(Hazards, Memory):
         node.lease.is_lost = True
         node.lease.term += 1
         self._handle(number, de.LeaseLost() if number == D else pe.LeaseLost())
-        node.ended_ops += tuple((op, False) for op in node.ops)
-        node.ops = ()
+        kept = node.ops[:1] if node.is_copying else ()  # a copy that has begun cannot be withdrawn
+        node.ended_ops += tuple((op, False) for op in node.ops if op not in kept)
+        node.ops = kept
 
     def do_register(self, number: int) -> None:
         node = self.node(number)
         node.lease = Lease(term=node.lease.term)
-        for other in self.ps if number == D else [self.d]:
+        for other in [self.d] if number != D else self.ps if self.scenario.knows_decode else []:
             # The lease puts back what it had, then the worker says that this is another term.
             other.watch = (*other.watch, (number, node.lease.term - 1), (number, node.lease.term))
 
@@ -365,7 +407,7 @@ class World(Hazards, Memory):
                 raise TypeError(action)
 
     def _owner(self, conn: int) -> int:
-        return conn % 10
+        return conn % CONN_STEP
 
     def _send_grant(self, action: de.SendGrant) -> None:
         d, message = self.d, action.message
@@ -421,12 +463,12 @@ class World(Hazards, Memory):
                     p.todo += (("claim failed", action.message.handoff_id),)
             case pe.SendProgress() | pe.SendDone() | pe.SendReady() | pe.SayReleased():
                 if self._connect(number):
-                    self._send(number, D, p.conn, without_times(action.message))
+                    self._send(number, D, p.conn, action.message)
             case pe.Read():
                 p.ops += (("load", action.handoff_id, action.blocks.block_ids, action.remote_block_ids, False),)
             case pe.Write():
                 data = (action.generation, action.blocks.block_ids, action.remote_block_ids)
-                op = ("write", action.handoff_id, *data, without_times(action.done), False)
+                op = ("write", action.handoff_id, *data, without_words(action.done), False)
                 p.ops = (*p.ops, op) if self.scenario.transport_order else (op, *p.ops)
             case pe.VerifyHits():
                 p.todo += (("verify hits", action.handoff_id),)
@@ -470,14 +512,14 @@ class World(Hazards, Memory):
         p = self.ps[number]
         if not p.conn:
             p.num_conns += 1
-            p.conn = 10 * p.num_conns + number
+            p.conn = CONN_STEP * p.num_conns + number
         return True
 
     def _send(self, source: int, target: int, conn: int, message: Any) -> None:
         """Into the network, if the connection stands (0: the notification of a write)."""
         p = self.ps[source if target == D else target]
         if (conn == 0 or p.conn == conn) and not self.node(target).is_dead:
-            self.net |= {(source, target, conn, message)}
+            self.net |= {(source, target, conn, without_words(message))}
 
     # -- invariants ---------------------------------------------------------------------------------------------------
 
@@ -522,11 +564,6 @@ class World(Hazards, Memory):
 
 
 # -- messages to events -----------------------------------------------------------------------------------------------
-
-
-def without_times(message: Any) -> Any:
-    """States that differ in a duration only are the same."""
-    return msgspec.structs.replace(message, prefill_s=0.0) if hasattr(message, "prefill_s") else message
 
 
 def decode_event(source: int, conn: int, message: Any) -> Any:

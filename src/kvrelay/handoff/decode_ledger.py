@@ -190,7 +190,9 @@ class DecodeLedger:
         if handoff is not None:
             self._claim(handoff, event, turn)
             return (handoff,)
-        if claim.order is HandoffOrder.PREFILL_FIRST:
+        if claim.prefill_worker_id in self.declined.get(claim.handoff_id, ()):
+            refuse(event, RefusalReason.GIVEN_UP, turn)
+        elif claim.order is HandoffOrder.PREFILL_FIRST:
             self._park(event, turn)
         else:
             refuse(event, RefusalReason.UNKNOWN, turn)
@@ -282,10 +284,10 @@ class DecodeLedger:
         message = event.message
         early = self.early.pop((message.handoff_id, message.prefill_worker_id), None)
         if message.handoff_id not in self.handoffs:
-            if early is not None or self.expected.get(message.handoff_id) == message.prefill_worker_id:
-                self._decline(message.handoff_id, message.prefill_worker_id)
-            else:
-                self.counters.num_stale += 1
+            is_awaited = early is not None or self.expected.get(message.handoff_id) == message.prefill_worker_id
+            self.counters.num_stale += not is_awaited
+            # Its request may still come, and its claim, which the release has overtaken on another connection.
+            self._decline(message.handoff_id, message.prefill_worker_id)
         return self._one(
             message.handoff_id,
             lambda handoff: handoff.released(message.prefill_worker_id, EndReason.RELEASED, turn),

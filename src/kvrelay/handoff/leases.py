@@ -51,6 +51,11 @@ class PeerLeases:
         ended = self._ended.get(worker_id)
         return None if ended is None else ended[1]
 
+    def gone_s(self, worker_id: str, unlisted_s: float) -> float | None:
+        """Since when it has had no lease; None while it has one. A worker that discovery does not list, and that has no
+        known end, counts as gone since ``unlisted_s``."""
+        return None if worker_id in self._live else self._ended.get(worker_id, (0, unlisted_s))[1]
+
     def registered(self, worker_id: str, ttl_s: float, term: int) -> bool:
         """The worker has a lease and is in this term. True if that fences what it began in an earlier term."""
         live = self._live.get(worker_id)

@@ -72,6 +72,8 @@ class PrefillEnds:
     has_blocks: bool = True
     reason: EndReason | None = None
     num_said: int = 0
+    over_s: float = 0.0
+    """CONFIRMING, RELEASING: since when."""
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
 
     # -- ends ---------------------------------------------------------------------------------------------------------
@@ -139,12 +141,14 @@ class PrefillEnds:
             if self.reason is EndReason.REFUSED:
                 self._move(PrefillState.ENDED)
             else:
+                self.over_s = turn.now_s
                 self._move(PrefillState.RELEASING)
                 self._say_released(turn)
 
     def _end(self, turn: Turn) -> None:
         turn.counters.num_prefills += 1
         must_confirm = self.state is PrefillState.SENDING and not self.is_heard
+        self.over_s = turn.now_s
         self.due_s = turn.now_s + turn.rules.ready_repeat_s
         self._move(PrefillState.CONFIRMING if must_confirm else PrefillState.ENDED)
         self._free(turn)
@@ -170,8 +174,8 @@ class PrefillEnds:
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def tick(self, ended_s: float | None, turn: Turn) -> None:
-        """``ended_s``: when D's lease ended; None if it lives."""
+    def tick(self, gone_s: float | None, turn: Turn) -> None:
+        """``gone_s``: since when D has had no lease; None if it has one."""
         if turn.now_s < self.due_s:
             return
         if self.state is PrefillState.CLAIMING:
@@ -181,7 +185,7 @@ class PrefillEnds:
         elif self.state is PrefillState.HOLDING:
             self._say_ready(turn)
         elif self.state in (PrefillState.CONFIRMING, PrefillState.RELEASING):
-            if ended_s is not None and ended_s + turn.rules.gone_for_s <= turn.now_s:
+            if gone_s is not None and gone_s + turn.rules.gone_for_s <= turn.now_s:
                 self._move(PrefillState.ENDED)
             elif self.state is PrefillState.CONFIRMING:
                 self._say_done(turn)

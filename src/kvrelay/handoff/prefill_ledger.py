@@ -214,7 +214,7 @@ class PrefillLedger:
         for worker_id in self.leases.take_fenced(turn.now_s):
             self._of(worker_id, lambda handoff: handoff.fenced(turn))
         for handoff_id, handoff in list(self.handoffs.items()):
-            handoff.tick(self.leases.ended_s(handoff.decode_worker_id), turn)
+            handoff.tick(self.leases.gone_s(handoff.decode_worker_id, handoff.over_s), turn)
             self._drop_if_ended(handoff_id)
 
 

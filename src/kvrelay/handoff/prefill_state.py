@@ -60,8 +60,9 @@ class PrefillRules:
     """The first interval; doubled each time."""
     max_release_repeat_s: float = 2.0
     gone_for_s: float = 30.0
-    """How long after the end of its lease releases to a decode worker are repeated. A worker that was stopped comes
-    back under its old id, and would wait for hand-offs that no worker computes."""
+    """How long a decode worker without a lease is told of an end, counted from the end of its lease, or from the first
+    time if discovery has never listed it. A worker that was stopped comes back under its old id, and would wait for
+    hand-offs that no worker computes. Later it is told when it asks (HandoffAbandon)."""
     checksums: bool = False
 
     def claim_timeout_of(self, order: HandoffOrder) -> float:
