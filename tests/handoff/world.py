@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from tests.handoff.hazards import Hazards
 from tests.handoff.keys import CONN_STEP, Frame, net_key, without_words
 from tests.handoff.memory import Memory
