@@ -29,7 +29,7 @@ def record(sent_s: float, *stamps_s: float, outcome: Outcome = Outcome.OK) -> Re
 
 
 def test_the_streams_are_the_prompts_that_were_computed_before() -> None:
-    _, warm, burst = LOAD.classes()
+    *_, warm, burst = LOAD.classes()
     computed, streams = (
         list(itertools.islice(build_class(spec, 3).requests, 20)) for spec in (warm, burst)
     )  # fmt: skip

@@ -47,11 +47,12 @@ class WarmLoad:
     warm_output: int
     warm_prefix: int
 
-    def classes(self) -> tuple[ClassSpec, ClassSpec, ClassSpec]:
-        """Chats from which the workers learn their steps; the prompts one by one; the streams, of the same prompts."""
+    def classes(self) -> tuple[ClassSpec, ...]:
+        """Chats from which the workers learn their steps, in batches of several sizes; the prompts one by one; the
+        streams, of the same prompts."""
         chats = Dataset(prompt=Length("fixed", 30), output=Length("fixed", 64), vocab_size=_VOCAB_SIZE)
-        learn = ClassSpec("learn", chats, max_concurrency=16, num_requests=64)
-        return learn, self._streams(1, 1), self._streams(self.warm_output, None)
+        learn = (ClassSpec("learn", chats, max_concurrency=size, num_requests=4 * size) for size in (2, 16))
+        return *learn, self._streams(1, 1), self._streams(self.warm_output, None)
 
     def _streams(self, output: int, max_concurrency: int | None) -> ClassSpec:
         dataset = Dataset(
