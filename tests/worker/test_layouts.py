@@ -135,6 +135,20 @@ async def test_a_layout_that_no_plan_joins_is_computed_by_the_decode_worker(layo
         await shared.check_idle()
 
 
+async def test_a_worker_whose_memory_is_not_in_discovery_computes_by_itself(caplog):
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        load = prefill.worker._peers._discovery.get
+        # Not deleted, because the worker would put its entry back.
+        prefill.worker._peers._discovery = Lookup(lambda key: load(key.replace("kv_metadata", "nowhere")))
+        client.send("r", prompt(300))
+        assert await client.answer("r") == expected(prompt(300), 8)
+        assert decode.worker._decode.stats.num_remote_done == 0
+        await shared.until(lambda: prefill.worker._prefill.stats.num_failed == 1)
+        assert "has no KV metadata in discovery" in caplog.text
+        await shared.check_idle()
+
+
 async def test_a_grant_in_other_blocks_than_the_registered_ones_is_computed_here():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,11 +25,12 @@ from kvrelay.engine.request import Request
 from kvrelay.engine.step_sync.group import StepGroup
 from kvrelay.engine.step_sync.member import GroupMember
 from kvrelay.engine.step_sync.messages import RankInfo
-from kvrelay.errors import ConfigError, EngineDeadError
+from kvrelay.errors import AddressInUseError, ConfigError, EngineDeadError
 from kvrelay.executors.torch import build_executor
 from kvrelay.executors.torch.config import load_model_config
 from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 from kvrelay.executors.torch.parallel.experts import ExpertSeat
+from kvrelay.executors.torch.parallel.groups import tcp_store
 from kvrelay.executors.torch.parallel.rank import ParallelRank, check_sizes
 from kvrelay.worker.engine_thread import EngineThread
 
@@ -160,6 +162,16 @@ def test_tokens_with_other_shapes(arch: str, dp: int, tp: int, pp: int, checkpoi
     expected = alone(model, prompts) if tp == 1 else found[0]
     for number, answers in enumerate(found):
         assert answers == expected[number:]
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    """That of the store by which experts of several hosts find each other; it is no lost peer."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(AddressInUseError, match=rf"cannot listen on 127.0.0.1:{port}, which --ep needs"):
+            tcp_store("127.0.0.1", port, is_host=True, timeout_s=PATIENCE_S)
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

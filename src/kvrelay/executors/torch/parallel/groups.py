@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from kvrelay.errors import PeerLostError
+from kvrelay.errors import AddressInUseError, PeerLostError
 from kvrelay.executors.torch.parallel.progress import RankProgress
 from kvrelay.executors.torch.parallel.rank import ParallelRank
 
@@ -159,9 +159,18 @@ def file_store(path: str, num_ranks: int) -> Any:
 
 
 def tcp_store(host: str, port: int, *, is_host: bool, timeout_s: float) -> Any:
-    """Where ranks of several hosts find each other: one of them serves it. Raises PeerLostError."""
+    """Where ranks of several hosts find each other: one of them serves it. Raises AddressInUseError (the host),
+    PeerLostError."""
     timeout = timedelta(seconds=timeout_s)
-    return _checked(lambda: _dist.TCPStore(host, port, None, is_host, timeout, wait_for_workers=False))
+    try:
+        return _checked(lambda: _dist.TCPStore(host, port, None, is_host, timeout, wait_for_workers=False))
+    except PeerLostError as exc:
+        if is_host and "EADDRINUSE" in exc.message:
+            raise AddressInUseError(
+                f"cannot listen on {host}:{port}, which --ep needs besides the port of --dp-address: it is in use; "
+                "choose another --dp-address"
+            ) from exc
+        raise
 
 
 def process_group(
