@@ -208,6 +208,8 @@ async def test_a_stream_that_breaks_ends_with_an_error(model_dir: Path) -> None:
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "tool_result"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1"}]}]}, "messages"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "messages: the last message"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "messages: the last message"),
         ({"system": [{"type": "image"}]}, "system"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),

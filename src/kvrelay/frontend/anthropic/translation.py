@@ -103,8 +103,12 @@ def chat_of(request: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def _is_continued(messages: Sequence[ChatMessage]) -> bool:
-    """An answer continues a last message of the assistant."""
-    return bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
+    """An answer continues a last message of the assistant. Raises InvalidInputError if that has no text."""
+    if not messages or messages[-1].role != "assistant" or messages[-1].tool_calls:
+        return False
+    if not messages[-1].content:
+        raise InvalidInputError("the last message is the assistant's, so it needs a text to continue", param="messages")
+    return True
 
 
 def _turns(message: InputMessage) -> Iterator[ChatMessage]:
