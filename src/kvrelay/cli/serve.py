@@ -114,8 +114,6 @@ def serve(
     upstreams = _upstreams(engine_kind, source.build(UpstreamConfig))
     if upstreams:
         num_prefill, num_decode = _split_servers(upstreams, num_prefill, num_decode)
-    elif engine_kind == "vllm":
-        num_prefill = _without_prefill(num_prefill)
     runner = source.build(RunnerConfig)
     group = source.build(GroupConfig)
     groups = [replace(group, dp=dp_prefill or group.dp)] * num_prefill
@@ -211,16 +209,6 @@ def _split_servers(upstreams: list[UpstreamConfig], num_prefill: int, num_decode
             param="prefill",
         )
     return 0, num_upstreams
-
-
-def _without_prefill(num_prefill: int) -> int:
-    """Raises ConfigError for prefill workers that were asked for."""
-    if click.get_current_context().get_parameter_source("num_prefill") is not ParameterSource.DEFAULT and num_prefill:
-        raise ConfigError(
-            f"--engine vllm hands no KV over yet: leave out --prefill {num_prefill}; --decode N starts N workers",
-            param="prefill",
-        )
-    return 0
 
 
 def _vllms(settings: VllmConfig, num_workers: int) -> list[VllmConfig]:

@@ -41,6 +41,10 @@ class ExecutorSettings:
     reserve: Callable[[], int] | None = None
     group: GroupConfig = field(default_factory=GroupConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    host: str = "127.0.0.1"
+    """Address by which peers reach this worker."""
+    exchanges_kv: bool = False
+    """Whether the worker has role prefill or decode. Only engines of HOSTS look at it."""
 
 
 Builder = Callable[[ExecutorSettings], Executor]

@@ -211,8 +211,6 @@ def _require_possible_role(options: WorkerOptions) -> None:
             "--upstream-kv-transfer if servers exchange KV",
             param="role",
         )
-    if options.engine_kind == "vllm" and has_role:
-        raise ConfigError(f"--role {options.role} with engine vllm: it hands no KV over; use --role both", param="role")
 
 
 def _has_rank_processes(options: WorkerOptions) -> bool:
@@ -244,6 +242,8 @@ def _load(
         None if memory is None else memory.reserve,
         options.group,
         options.vllm,
+        options.host,
+        options.role is not WorkerRole.BOTH,
     )
     host = build_host(options.engine_kind, settings, worker_id)
     if host is not None:

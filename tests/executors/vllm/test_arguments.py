@@ -43,6 +43,15 @@ def test_settings_travel_under_vllms_names() -> None:
     assert _arguments()["distributed_executor_backend"] == "uni"
 
 
+def test_workers_of_a_pair_exchange_kv_by_vllms_connector() -> None:
+    settings = ExecutorSettings(
+        bundled_checkpoint_path(), EngineConfig(), RunnerConfig(), MockConfig(), exchanges_kv=True
+    )
+    config = engine_arguments(settings, None)["kv_transfer_config"]
+    assert (config["kv_connector"], config["kv_load_failure_policy"]) == ("NixlConnector", "recompute")
+    assert "kv_transfer_config" not in _arguments()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

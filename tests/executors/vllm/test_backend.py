@@ -26,10 +26,12 @@ from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engine.request import Request
 from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError
 from kvrelay.executors import ExecutorSettings, vllm
 from kvrelay.executors.mock import mock_generate
 from kvrelay.executors.streamed import host as host_module
+from kvrelay.executors.streamed.backend import AnswerError
 from kvrelay.executors.vllm import backend as backend_module
 from kvrelay.executors.vllm.backend import VllmBackend
 
@@ -216,3 +218,38 @@ def test_blocks_must_fit_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_data_parallel_ranks_are_workers() -> None:
     with pytest.raises(ConfigError, match="start more workers"):
         vllm.from_settings(_settings(group=GroupConfig(dp=2)), "worker")
+
+
+async def test_a_prefill_is_kept_for_the_vllm_that_pulls_it() -> None:
+    params = {"do_remote_prefill": True, "remote_block_ids": [3, 4], "remote_host": "h"}
+
+    def with_params(number: int, output: Any) -> Any:
+        output.kv_transfer_params = params if output.finished else None
+        return output
+
+    library = ScriptedVllm(edit=with_params)
+    backend = VllmBackend(library, TERMS, hang_timeout_s=0)
+    stopping = SamplingParams(max_tokens=6, temperature=0.0, stop_token_ids=(EXPECTED[0],), ignore_eos=True)
+    request = Request("a", PROMPT, stopping)
+    request.stop_ids = frozenset(stopping.stop_token_ids)
+    prefilled = [item async for item in backend.prefill(request)]
+    assert len(prefilled) == 1
+    assert prefilled[0].piece is not None
+    assert prefilled[0].piece.token_ids == (EXPECTED[0],)
+    asked = library.begun[0][1]
+    assert (asked.max_tokens, asked.stop_token_ids) == (1, []), "vLLM keeps the KV only of answers that end by length"
+    assert asked.extra_args["kv_transfer_params"]["do_remote_decode"] is True
+    async for _ in backend.stream(request, 3, prefilled[0].kv_transfer_params):
+        pass
+    assert library.begun[1][1].extra_args == {"kv_transfer_params": params}
+    for wrong in (b"[]", b"{}", b"{", b'{"do_remote_prefill": true, "remote_block_ids": []}'):
+        with pytest.raises(AnswerError):
+            await anext(backend.stream(request, 3, wrong))
+    await backend.close()
+
+
+async def test_a_prefill_without_kv_is_no_prefill() -> None:
+    backend = VllmBackend(ScriptedVllm(), TERMS, hang_timeout_s=0)
+    with pytest.raises(AnswerError, match="keeps no KV"):
+        await anext(backend.prefill(Request("a", PROMPT, GREEDY)))
+    await backend.close()

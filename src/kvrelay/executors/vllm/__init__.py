@@ -68,5 +68,6 @@ def _facts(settings: ExecutorSettings, started: Started, vocab_size: int) -> Eng
         max_model_len=started.max_model_len,
         vocab_size=vocab_size,
         weights_fingerprint=f"vllm {settings.model_path.name}",
-        hands_over_kv=False,
+        hands_over_kv=settings.exchanges_kv,
+        moves_kv=settings.exchanges_kv,
     )

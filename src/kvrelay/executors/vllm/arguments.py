@@ -79,6 +79,13 @@ def engine_arguments(settings: ExecutorSettings, events: CacheEvents | None) -> 
             "endpoint": events.endpoint,
             "replay_endpoint": events.replay,
         }
+    if settings.exchanges_kv:
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            # If a transfer fails, the decode worker computes the prompt.
+            "kv_load_failure_policy": "recompute",
+        }
     return {**arguments, **_added(settings.vllm.engine_args)}
 
 

