@@ -61,7 +61,7 @@ class PrefillRules:
     max_release_repeat_s: float = 2.0
     gone_for_s: float = 30.0
     """How long a decode worker without a lease is told of an end, counted from the end of its lease, or from the first
-    time if discovery has never listed it. A worker that was stopped comes back under its old id, and would wait for
+    time if discovery does not list it. A worker that was stopped comes back under its old id, and would wait for
     hand-offs that no worker computes. Later it is told when it asks (HandoffAbandon)."""
     checksums: bool = False
 
