@@ -12,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import openai
 from tests.patience import PATIENCE_S, until
 
 from kvrelay.cli.main import run
@@ -118,3 +120,17 @@ class Serve:
         except KvrelayError:
             return False
         return True
+
+
+@contextlib.contextmanager
+def ending_cleanly(arguments: tuple[str, ...]) -> Iterator[Serve]:
+    """A server that must end with code 0 and without a traceback."""
+    with Serve(arguments) as running:
+        yield running
+    assert running.process.returncode == 0, running.output
+    assert "Traceback" not in running.output
+
+
+def openai_client(server: Serve) -> openai.OpenAI:
+    """It does not repeat what fails, and is as patient as the tests."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
