@@ -148,3 +148,5 @@ async def test_a_decode_server_without_prefill_server_takes_no_request() -> None
         await pair.client.until(lambda: "r" in pair.client.refused)
         assert pair.client.refused["r"].retryable
         assert "computes no prompts" in pair.client.refused["r"].reason
+        # Its engine has ended with it, so there is nothing to check at the end.
+        assert await pair.cluster.gone(pair.prefill) is None
