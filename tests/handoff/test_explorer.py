@@ -92,7 +92,7 @@ def test_no_reachable_state_is_wrong_and_none_hangs(name: str) -> None:
 @pytest.mark.parametrize("name", LONG)
 def test_with_more_faults_at_once(name: str) -> None:
     """Up to a bound, fewer faults first: the report says how far that was."""
-    report = explore(LONG[name], max_states=120_000)
+    report = explore(LONG[name], max_states=60_000)
     print(f"{name}: {report}")
     assert report.violation is None, (report.violation, report.trace)
     assert report.num_faults >= LONG[name].max_faults - 1
