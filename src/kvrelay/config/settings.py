@@ -68,7 +68,7 @@ class RunnerConfig(Settings):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "Type of weights and KV.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where the model runs.")
-    attention_backend: Literal["auto", "cpu", "torch", "flashinfer"] = setting("auto", "Attention implementation.")
+    attention_backend: Literal["auto", "cpu", "torch"] = setting("auto", "Attention implementation.")
     num_threads: int = setting(
         0, "Compute threads of a worker, all its ranks together; 0: one per core that it may use.", low=0, high=1024
     )
@@ -82,7 +82,7 @@ class RunnerConfig(Settings):
     yield_while_starting: bool = setting(
         False, "Loading and compiling at lower CPU priority, beside workers that serve; restarts by serve do so."
     )
-    enforce_eager: bool = setting(False, "CUDA: decode without graphs.")
+    enforce_eager: bool = setting(False, "Engine vllm: without compilation and CUDA graphs.")
     seed: int = setting(0, "Seed from which requests without a seed draw theirs.")
 
     @property

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvrelay.errors import ConfigError
 from kvrelay.executors.torch.attention.base import AttentionSpec
 from kvrelay.executors.torch.attention.cpu import CpuAttention
+from kvrelay.executors.torch.attention.factory import choose_backend
 from kvrelay.executors.torch.attention.torch_ref import TorchAttention
 from kvrelay.executors.torch.config import RopeConfig
 from kvrelay.executors.torch.kernels.numba_kernels import usable_threads
@@ -145,3 +147,11 @@ def test_chunks_give_the_bits_of_the_whole() -> None:
         )
         parts.append(attention.forward(0, qkv[start : start + count]).clone())
     assert torch.equal(torch.cat(parts), whole)
+
+
+def test_the_backend_follows_the_device() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert (choose_backend("auto", cpu), choose_backend("auto", cuda)) == ("cpu", "torch")
+    assert choose_backend("torch", cpu) == "torch"
+    with pytest.raises(ConfigError, match="does not run on cuda"):
+        choose_backend("cpu", cuda)

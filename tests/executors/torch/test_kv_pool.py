@@ -40,7 +40,7 @@ def test_an_unused_pool_costs_no_resident_memory() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_checksums_cover_all_layers_of_a_block(dtype: torch.dtype) -> None:
     layout = KVLayout(num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype=str(dtype).removeprefix("torch."))
-    pool = KvPool(layout, 5, torch.device("cpu"), dtype, spare_blocks=1)
+    pool = KvPool(layout, 5, torch.device("cpu"), dtype)
     pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=torch.Generator().manual_seed(1)))
     memory = (ctypes.c_ubyte * pool.region.num_bytes).from_address(pool.region.address)
     blocks = np.frombuffer(memory, dtype=np.uint8).reshape(5, layout.block_bytes)

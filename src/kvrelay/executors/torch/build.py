@@ -20,9 +20,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
 from kvrelay.executors.torch.attention.base import AttentionSpec
 from kvrelay.executors.torch.attention.factory import build_attention, choose_backend
-from kvrelay.executors.torch.attention.torch_ref import TorchAttention
 from kvrelay.executors.torch.config import ModelConfig, load_model_config
-from kvrelay.executors.torch.cuda_graphs import DecodeGraphs
 from kvrelay.executors.torch.kernels.base import Kernels
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
 from kvrelay.executors.torch.model_runner import ModelFacts, ModelRunner
@@ -75,13 +73,6 @@ def build_model_runner(
     groups = None if shard is None else shard.join(device)
     with Checkpoint(model_dir, dtype) as checkpoint, torch.inference_mode():
         model = load_model(config, checkpoint, _kernels(backend, dtype, num_threads), device, rank, groups)
-    use_graphs = (
-        device.type == "cuda"
-        and backend == "torch"
-        and config.moe is None
-        and not runner.enforce_eager
-        and shard is None
-    )
     if shard is None:
         num_blocks = decide_num_blocks(
             layout, engine.num_blocks, engine.kv_cache_memory, lambda: auto_pool_bytes(device)
@@ -91,7 +82,6 @@ def build_model_runner(
             num_blocks,
             device,
             dtype,
-            spare_blocks=int(use_graphs),
             memory=None if allocate is None or device.type != "cpu" else allocate(num_blocks * layout.block_bytes),
         )
     else:
@@ -99,14 +89,11 @@ def build_model_runner(
     attention = build_attention(
         backend, _attention_spec(config, rank, model, max_model_len, device), pool.tensor, dtype, num_threads
     )
-    graphs = None
-    if use_graphs and isinstance(attention, TorchAttention):
-        graphs = DecodeGraphs(model.decoder, attention, device, pool.num_blocks, engine.max_num_seqs)
     states = SlotStates(engine.max_num_seqs, max_model_len, engine.block_size)
     compiler = GrammarCompiler(model_dir / "tokenizer.json", config.vocab_size, config.eos_token_ids)
     grammars = GrammarMasks(compiler, config.vocab_size)
     kind = ModelRunner if rank.samples else FollowingRunner
-    return kind(facts, model.decoder, attention, pool, states, graphs, _compiling(backend), grammars=grammars)
+    return kind(facts, model.decoder, attention, pool, states, _compiling(backend), grammars=grammars)
 
 
 class Shard(Protocol):

@@ -24,8 +24,7 @@ _AUTO_CUDA_SHARE = 0.8
 
 
 class KvPool:
-    """``tensor`` is the pool in its logical shape and dtype, ``region`` the same memory by address. ``spare_blocks``
-    follow it in ``tensor``, outside of ``region``: they belong to no sequence."""
+    """``tensor`` is the pool in its logical shape and dtype, ``region`` the same memory by address."""
 
     def __init__(
         self,
@@ -33,13 +32,12 @@ class KvPool:
         num_blocks: int,
         device: torch.device,
         dtype: torch.dtype,
-        spare_blocks: int = 0,
         memory: mmap.mmap | None = None,
     ) -> None:
         """``memory``: the memory for the blocks of a CPU pool; None: the pool allocates its own."""
         self.layout = layout
         self.num_blocks = num_blocks
-        num_bytes = (num_blocks + spare_blocks) * layout.block_bytes
+        num_bytes = num_blocks * layout.block_bytes
         if device.type == "cpu":
             if memory is None:
                 memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -22,7 +22,6 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.base import Int32Array, ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.executors.grammars import GrammarMasks, StepMasks
 from kvrelay.executors.torch.attention.base import Attention
-from kvrelay.executors.torch.cuda_graphs import DecodeGraphs
 from kvrelay.executors.torch.kv_pool import KvPool
 from kvrelay.executors.torch.models.decoder import Decoder
 from kvrelay.executors.torch.prompt_logprobs import PromptLogprobs
@@ -55,7 +54,6 @@ class ModelRunner:
         attention: Attention,
         pool: KvPool,
         states: SlotStates,
-        graphs: DecodeGraphs | None = None,
         compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         grammars: GrammarMasks,
@@ -67,7 +65,6 @@ class ModelRunner:
         self._attention = attention
         self._pool = pool
         self._states = states
-        self._graphs = graphs
         self._compiling = compiling
         self._device = pool.tensor.device
         self._sampler = Sampler(facts.eos_token_ids)
@@ -148,8 +145,6 @@ class ModelRunner:
         last_tokens = batch.row_offsets[1:][batch.samples].astype(np.int64) - 1
         needed = np.concatenate((last_tokens, prompt_tokens)) if len(prompt_tokens) else last_tokens
         num_samples = len(last_tokens)
-        if self._graphs is not None and self._graphs.fits(batch) and not len(prompt_tokens):
-            return self._graphs.run(batch)[torch.from_numpy(needed).to(self._device)], num_samples
         self._attention.begin(batch)
         rows = None
         if num_samples < len(batch.token_ids) or len(prompt_tokens):
@@ -209,8 +204,6 @@ class ModelRunner:
                 self._warm_up_prefill(num_tokens)
             for num_seqs in dict.fromkeys((1, min(64, len(self._states.known)))):
                 self._warm_up_decode(num_seqs)
-        if self._graphs is not None:
-            self._graphs.capture()
 
     def _warm_up_prefill(self, num_tokens: int) -> None:
         self.execute(_warm_up_work([0], num_tokens, num_computed=0))
@@ -226,9 +219,7 @@ class ModelRunner:
         self.execute(SchedulerOutput(0, (), tuple(slots), nothing, nothing, no_flags, nothing, nothing, nothing))
 
     def shutdown(self) -> None:
-        """Free the graphs. The pool's memory is freed with its last reference, because a transport may still hold the
-        region."""
-        self._graphs = None
+        """The pool's memory is freed with its last reference, because a transport may still hold the region."""
         self._grammars.close()
 
 

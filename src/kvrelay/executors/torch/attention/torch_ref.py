@@ -1,4 +1,4 @@
-"""Attention in plain torch: the reference on the CPU, and the fallback on CUDA.
+"""Attention in plain torch: the reference on the CPU, and what other devices run.
 
 Gathers each sequence's keys and values from the pool and masks. Decode rows are one batch, padded to the longest
 context; prefill rows go one by one through scaled_dot_product_attention. All shapes are [rows, kv_heads, ...].
@@ -31,13 +31,6 @@ class TorchAttention:
         self._positions = torch.from_numpy(batch.positions).to(device)
         rows = torch.repeat_interleave(torch.from_numpy(batch.num_tokens).long()).to(device)
         self._places = self._tables[rows, self._positions // self.block_size]
-
-    def begin_decode(self, tables: torch.Tensor, positions: torch.Tensor) -> None:
-        """Like ``begin``, for decode rows only, with all arguments on the device: tables [B, blocks] and positions [B],
-        int64."""
-        self._batch, self._num_decodes = None, len(positions)
-        self._tables, self._positions = tables, positions
-        self._places = tables.gather(1, (positions // self.block_size)[:, None])[:, 0]
 
     def forward(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         spec, decodes = self._spec, self._num_decodes
@@ -99,8 +92,7 @@ def store(
 def decode_attention(
     spec: AttentionSpec, pool: torch.Tensor, layer: int, q: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """One query per row, [B, num_heads, head_dim], over the blocks in ``tables`` [B, blocks]. Shapes do not depend on
-    values, so that a CUDA graph can hold it."""
+    """One query per row, [B, num_heads, head_dim], over the blocks in ``tables`` [B, blocks]."""
     rows = len(q)
     blocks = pool[tables, layer].permute(2, 0, 3, 1, 4, 5)
     keys, values = blocks.reshape(2, rows, spec.num_kv_heads, -1, spec.head_dim)
