@@ -18,9 +18,8 @@ from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer.base import TransferOp, TransferPlan, Transport
 from kvrelay.transfer.factory import build_transport, shared_memory
 from kvrelay.transfer.loopback import LoopbackFabric
-from kvrelay.transfer.nixl import MAX_NOTIFY_BYTES
 from kvrelay.transfer.p2p.transport import P2pTransport
-from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
+from kvrelay.transfer.plan import EMPTY_PLAN, MAX_NOTIFY_BYTES, plan_blocks
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=16, dtype="float32")
@@ -163,6 +162,14 @@ def test_a_long_notification_arrives_whole(pair: Pair) -> None:
         assert pair.move(TransferOp.WRITE, plan, payload) is None
         pair.poll_until(lambda: bool(pair.decode.payloads))
         assert pair.decode.payloads.pop() == payload
+
+
+def test_a_notification_that_is_too_long_is_refused(pair: Pair) -> None:
+    with pytest.raises(TransferError, match="too long"):
+        pair.prefill.transport.post(TransferOp.WRITE, pair.decode.worker_id, EMPTY_PLAN, bytes(MAX_NOTIFY_BYTES + 1))
+    assert pair.move(TransferOp.WRITE, EMPTY_PLAN, b"next") is None
+    pair.poll_until(lambda: bool(pair.decode.payloads))
+    assert pair.decode.payloads == [b"next"]
 
 
 def test_an_empty_plan_delivers_its_notification_alone(pair: Pair) -> None:

@@ -26,12 +26,12 @@ from kvrelay.transfer.auto import AutoTransport
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
-from kvrelay.transfer.plan import EMPTY_PLAN
+from kvrelay.transfer.plan import EMPTY_PLAN, MAX_NOTIFY_BYTES
 from kvrelay.transfer.shm.copying import STREAM_FROM_BYTES, copy_pieces
 from kvrelay.transfer.shm.host import this_host
 from kvrelay.transfer.shm.mailbox import PIPE_BYTES, Mailbox, Sender
 from kvrelay.transfer.shm.memory import SharedPoolMemory
-from kvrelay.transfer.shm.transport import MAX_NOTIFY_BYTES, ShmTransport, decode_agent
+from kvrelay.transfer.shm.transport import ShmTransport, decode_agent
 
 WAIT_S = 60.0
 

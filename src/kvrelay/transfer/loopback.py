@@ -18,7 +18,7 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Completion, GrantRef, Int64Array, Notification, OneSided, TransferOp, TransferPlan
 from kvrelay.transfer.compat import check_pool
-from kvrelay.transfer.plan import check_bounds
+from kvrelay.transfer.plan import check_post
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class LoopbackTransport(OneSided):
         if peer is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
         with self._fabric.lock:
-            check_bounds(plan, self._own_end().region.num_bytes, peer.num_bytes, worker_id)
+            check_post(plan, self._own_end().region.num_bytes, peer.num_bytes, worker_id, notify)
             faults = self._fabric.faults
             fails, dropped = faults.fail_next > 0, faults.fail_next <= 0 < faults.drop_next
             faults.fail_next -= fails

@@ -33,12 +33,11 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
 from kvrelay.transfer.base import Completion, GrantRef, Int64Array, Notification, OneSided, TransferOp, TransferPlan
 from kvrelay.transfer.compat import check_pool
-from kvrelay.transfer.plan import check_bounds
+from kvrelay.transfer.plan import check_post
 from kvrelay.transfer.staging import NIXL_RULE
 from kvrelay.transfer.staging_buffer import StagingBuffer
 
 CPU_TRANSPORTS = "posix,sysv,cma,self,tcp"
-MAX_NOTIFY_BYTES = 1 << 20
 _SETTLE_POLLS = 50
 _SETTLE_PAUSE_S = 0.001
 _SEAL = b"kvrelay-nixl-1:"
@@ -139,9 +138,7 @@ class NixlTransport(OneSided):
         peer, region = self._peers.get(worker_id), self._region
         if peer is None or region is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
-        check_bounds(plan, region.num_bytes, peer.num_bytes, worker_id)
-        if notify is not None and len(notify) > MAX_NOTIFY_BYTES:
-            raise TransferError(f"a notification of {len(notify)} bytes is too long", peer=worker_id)
+        check_post(plan, region.num_bytes, peer.num_bytes, worker_id, notify)
         handle = self._next_handle
         self._next_handle += 1
         try:

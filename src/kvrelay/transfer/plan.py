@@ -18,7 +18,7 @@ from kvrelay.errors import TransferError
 from kvrelay.transfer.base import Int64Array, TransferPlan
 
 MAX_BLOCK_ID = 2**31 - 1
-
+MAX_NOTIFY_BYTES = 1 << 20
 
 EMPTY_PLAN = TransferPlan(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 """Moves nothing. Posted with a notification, it only delivers the notification."""
@@ -91,6 +91,16 @@ def check_bounds(plan: TransferPlan, local_bytes: int, remote_bytes: int, peer: 
         # limit - length cannot overflow, offset + length could.
         if bool(((offsets < 0) | (offsets > limit - plan.lengths)).any()):
             raise TransferError(f"a transfer with worker {peer} would leave {side} KV pool", peer=peer)
+
+
+def check_post(plan: TransferPlan, local_bytes: int, remote_bytes: int, peer: str, notify: bytes | None) -> None:
+    """What every transport checks before it moves a byte: ``check_bounds``, and that a notification is not too long.
+
+    Raises TransferError.
+    """
+    check_bounds(plan, local_bytes, remote_bytes, peer)
+    if notify is not None and len(notify) > MAX_NOTIFY_BYTES:
+        raise TransferError(f"a notification of {len(notify)} bytes is too long", peer=peer)
 
 
 def checked_block_ids(ids: Sequence[int]) -> Int64Array:

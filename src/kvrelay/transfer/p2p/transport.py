@@ -29,14 +29,12 @@ from kvrelay.transfer.base import Completion, GrantRef, Notification, TransferOp
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.p2p.counters import P2pCounters
-from kvrelay.transfer.plan import check_bounds
+from kvrelay.transfer.plan import check_post
 
 if TYPE_CHECKING:
     from kvrelay.transfer.p2p.control import ControlKeys
     from kvrelay.transfer.p2p.node import Node
     from kvrelay.transfer.p2p.posts import Post
-
-MAX_NOTIFY_BYTES = 1 << 20
 
 
 class P2pAgent(msgspec.Struct, frozen=True):
@@ -154,9 +152,7 @@ class P2pTransport:
         peer, region, node = self._peers.get(worker_id), self._region, self._node
         if peer is None or region is None or node is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
-        check_bounds(plan, region.num_bytes, peer.num_bytes, worker_id)
-        if notify is not None and len(notify) > MAX_NOTIFY_BYTES:
-            raise TransferError(f"a notification of {len(notify)} bytes is too long", peer=worker_id)
+        check_post(plan, region.num_bytes, peer.num_bytes, worker_id, notify)
         post = node.new_post(self._next_handle, op, worker_id, notify, grant)
         self._next_handle += 1
         self._posts[post.handle] = post

@@ -27,13 +27,11 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
 from kvrelay.transfer.base import Completion, GrantRef, Int64Array, Notification, OneSided, TransferOp, TransferPlan
 from kvrelay.transfer.compat import check_pool
-from kvrelay.transfer.plan import check_bounds
+from kvrelay.transfer.plan import MAX_NOTIFY_BYTES, check_post
 from kvrelay.transfer.shm.host import Host, this_host
 from kvrelay.transfer.shm.locks import WorkerLock
 from kvrelay.transfer.shm.mailbox import Mailbox, Sender
 from kvrelay.transfer.shm.memory import SharedPoolMemory, address_of
-
-MAX_NOTIFY_BYTES = 1 << 20
 
 CopyPieces = Callable[[int, Int64Array, int, Int64Array, Int64Array], None]
 """(address to write at, offsets there, address to read at, offsets there, lengths), all in bytes: ``shm.copying``."""
@@ -176,9 +174,7 @@ class ShmTransport(OneSided):
         peer, region = self._peers.get(worker_id), self._region
         if peer is None or region is None:
             raise TransferError(f"worker {worker_id} is not connected", peer=worker_id)
-        check_bounds(plan, region.num_bytes, peer.num_bytes, worker_id)
-        if notify is not None and len(notify) > MAX_NOTIFY_BYTES:
-            raise TransferError(f"a notification of {len(notify)} bytes is too long", peer=worker_id)
+        check_post(plan, region.num_bytes, peer.num_bytes, worker_id, notify)
         handle = self._next_handle
         self._next_handle += 1
         error = self._move(op, peer, region, plan)
