@@ -136,7 +136,8 @@ async def test_a_layout_that_no_plan_joins_is_computed_by_the_decode_worker(layo
 
 
 async def test_a_worker_whose_memory_is_not_in_discovery_computes_by_itself(caplog):
-    async with cluster() as shared:
+    """Its prefill worker cannot reach it, not even to tell it: the hand-off ends by its deadline."""
+    async with cluster(remote_prefill_timeout_s=1.0) as shared:
         prefill, decode, client = await shared.pair()
         load = prefill.worker._peers._discovery.get
         # Not deleted, because the worker would put its entry back.
