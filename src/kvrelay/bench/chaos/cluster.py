@@ -88,12 +88,15 @@ class ClusterUnderTest:
         try:
             await self._until_ready()
         except BaseException:
-            await self.stop()
+            await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.stop()
+        try:
+            await self.stop()
+        finally:
+            self._log.close()
 
     async def _until_ready(self) -> None:
         start_s = time.monotonic()
