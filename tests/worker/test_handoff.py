@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 
 import msgspec
@@ -17,6 +18,8 @@ from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ConfigError, InvalidInputError
 from kvrelay.executors.grammars import GrammarMasks
 from kvrelay.executors.mock import MockExecutor
+from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.disagg import PrefillPlace
 
 
 async def test_long_prompts_are_prefilled_remotely_and_short_ones_locally():
@@ -149,6 +152,20 @@ async def test_a_prefill_that_nobody_claims_is_taken_back():
         await prefill.worker._prefill.drain()
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
+
+
+async def test_a_prefill_is_not_sent_away_when_the_last_prefill_worker_has_just_left(caplog):
+    """It left between the decision, on the engine's thread, and the push, on the loop's."""
+    caplog.set_level(logging.INFO)
+    async with cluster(remote_prefill_timeout_s=5.0) as shared:
+        prefill, decode, client = await shared.pair()
+        await prefill.worker._prefill.drain()
+        is_loop = threading.main_thread().ident
+        decode.worker._decode._num_prefill_workers = lambda: int(threading.get_ident() != is_loop)
+        client.send("r", prompt(300))
+        assert await client.answer("r") == expected(prompt(300), 8)
+        assert decode.worker._decode.stats.places == {PrefillPlace.REMOTE: 1}
+        assert EndReason.NO_PREFILL_WORKER.value in caplog.text
 
 
 async def test_a_second_prefill_worker_joins_by_starting():

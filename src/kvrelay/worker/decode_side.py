@@ -364,6 +364,11 @@ class DecodeSide:
         self._tasks.spawn(self._push(prefill))
 
     async def _push(self, prefill: RemotePrefillRequest) -> None:
+        if not self._num_prefill_workers():
+            # The last one left after the engine's thread had decided, and before this hand-off was open to be taken
+            # back. Nobody would pull its entry.
+            self.handoffs.handle(de.NoPrefillWorker())
+            return
         request = msgspec.structs.replace(
             prefill,
             decode_address=self._address(),
