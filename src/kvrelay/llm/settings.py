@@ -35,6 +35,8 @@ def embedded_settings(
     def build(cls: type[S]) -> S:
         return load_settings(cls, flags=settings)
 
+    # Nobody waits for the next token of a batch. By cost, steps would be kept short for the answers that run.
+    settings = {"disagg_policy": "threshold", **settings}
     runner = build(RunnerConfig)
     if runner.num_threads == 0:
         runner = dataclasses.replace(runner, num_threads=available_threads(prefill + decode))
