@@ -185,20 +185,11 @@ class DecodeNode(Node):
     def key(self, frame: Frame) -> tuple[Any, ...]:
         ledger = decode_ledger_key(self.ledger, frame)
         loans, writer = tuple(sorted(self.loans.items())), tuple(sorted(self.writer.items()))
+        held = (Node.key(self, frame), ledger, loans, writer, self.barred)
         if not self.ledger.handoffs and not {"new", "expected", "waiting"} & set(self.status.values()):
-            return (
-                Node.key(self, frame),
-                ledger,
-                loans,
-                writer,
-                self.barred,
-            )  # nothing is left that reads or takes blocks
+            return held  # nothing is left that reads or takes blocks
         return (
-            Node.key(self, frame),
-            ledger,
-            loans,
-            writer,
-            self.barred,
+            *held,
             tuple(self.status.items()),
             tuple(sorted(self.content.items())),
             tuple(sorted(self.blocks.items())),

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
+from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, require_success, running, turns_of
 from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.driver import RunLimits
 from kvrelay.bench.errors import BenchError
@@ -103,16 +103,13 @@ def measure_burst(given: dict[str, Any]) -> None:
     cases += tuple(parse_case(text) for text in given["cases"])
     check_names(cases)
     turns: list[BurstTurn] = []
-    for turn_number in range(1, given["rounds"] + 1):
-        for case in cases[:: 1 if turn_number % 2 else -1]:
-            turns.append(run_async(_turn(case, turn_number, load, given["drain"])))
-            click.echo(f"round {turn_number}, {case.name}: {_progress(turns[-1])}", err=True)
+    for turn_number, case in turns_of(cases, given["rounds"]):
+        turns.append(run_async(_turn(case, turn_number, load, given["drain"])))
+        click.echo(f"round {turn_number}, {case.name}: {_progress(turns[-1])}", err=True)
     results = tuple(summarise_case([turn for turn in turns if turn.case == case.name]) for case in cases)
     report = BurstReport(BURST_KIND, describe_machine(), load, results, tuple(turns))
     print_result(report, burst_text(report), given["as_json"])
-    failed = [turn for turn in turns if turn.error]
-    if failed:
-        raise BenchError(f"{len(failed)} of {len(turns)} turns failed: {failed[0].error}")
+    require_success([turn.error for turn in turns])
 
 
 def burst_cases(

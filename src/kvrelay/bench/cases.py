@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,21 @@ def check_names(cases: tuple[Case, ...]) -> None:
     names = [case.name for case in cases]
     if not names or len(set(names)) != len(names):
         raise InvalidInputError(f"cases need different names, and at least one: {', '.join(names) or 'none given'}")
+
+
+def turns_of(cases: Sequence[Case], num_rounds: int) -> Iterator[tuple[int, Case]]:
+    """Each case once a round, with the round's number from 1. Every other round goes backwards, so that a drift of the
+    machine affects all cases alike."""
+    for number in range(1, num_rounds + 1):
+        for case in cases[:: 1 if number % 2 else -1]:
+            yield number, case
+
+
+def require_success(errors: Sequence[str | None]) -> None:
+    """Raise BenchError if a turn has failed: ``errors`` has why, or None for each turn."""
+    failed = [error for error in errors if error]
+    if failed:
+        raise BenchError(f"{len(failed)} of {len(errors)} turns failed: {failed[0]}")
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
+from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, require_success, running
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.given import ANY_TARGET, run_options
 from kvrelay.bench.load.mix import Dataset, parse_mix
@@ -128,9 +128,13 @@ def measure_interference(given: dict[str, Any]) -> None:
         run_async(_run_turns(cases, given["rounds"], options, folder / "logs", times, bar, done))
     print_result(report(), interference_markdown(report()), given["as_json"])
     plot_beside(plot_interference, report(), folder / "interference.png")
-    failed = [run for run in runs if run.report is None or not run.report.total.successful]
-    if failed:
-        raise BenchError(f"{len(failed)} of {len(runs)} turns failed: {failed[0].error or 'no request succeeded'}")
+    require_success([_failure(run) for run in runs])
+
+
+def _failure(run: CaseRun) -> str | None:
+    if run.report is not None and run.report.total.successful:
+        return None
+    return run.error or "no request succeeded"
 
 
 def separation_cases(python: str, model: str | None, serve_args: str) -> tuple[Case, ...]:

@@ -316,7 +316,7 @@ class RequestFields:
             table.check(name, bytes(value))
             if name in table.advice:
                 self._log_once(f"the field {name} is accepted and has no effect")
-            elif name not in table.names:
+            elif name not in table.renamed and name not in table.refused:
                 self._unknown(name[:64])
 
     def _unknown(self, name: str) -> None:

@@ -36,11 +36,13 @@ FloatMatrix = npt.NDArray[np.float64]
 
 
 class PairCosts(msgspec.Struct, frozen=True):
-    """``prefill`` [P], ``decode`` [D], ``transfer`` [P, D]; infinite where a worker or a pair cannot be chosen."""
+    """``prefill`` [P], ``decode`` [D], ``transfer`` [P, D]; infinite where a worker or a pair cannot be chosen.
+    ``unit``: ``s``, or ``tokens`` of prefill."""
 
     prefill: FloatColumn
     decode: FloatColumn
     transfer: FloatMatrix
+    unit: str
 
     @property
     def total(self) -> FloatMatrix:
@@ -58,14 +60,13 @@ def pair_costs(
 ) -> PairCosts:
     """By weights. ``free_tokens`` [D]: room in each KV pool of the decode side; ``is_same_host`` and ``can_exchange``
     [P, D]."""
-    prompt = float(decode.prompt_tokens)
-    own = np.maximum(prompt - prefill.block_size * prefill.overlap_blocks, 0.0)
-    missing = np.maximum(prompt - decode.block_size * decode.overlap_blocks, 0.0)
+    own, missing = _own_tokens(prefill), _own_tokens(decode)
     weight = np.where(is_same_host, SAME_HOST_WEIGHT, OTHER_HOST_WEIGHT)
     return PairCosts(
         prefill=PENDING_WEIGHT * prefill.load.prefill_tokens + own * (1.0 + BALANCE_WEIGHT * prefill.load.recent_share),
         decode=decode_weight * decode.load.context_tokens + np.maximum(missing - free_tokens, 0.0),
         transfer=np.where(can_exchange, weight * missing[None, :], np.inf),
+        unit="tokens",
     )
 
 
@@ -79,8 +80,7 @@ def pair_seconds(
     """In seconds, the arguments as above; None unless the costs of both halves are known."""
     if prefill.costs is None or decode.costs is None:
         return None
-    own = own_tokens(prefill.prompt_tokens, prefill.block_size * prefill.overlap_blocks)
-    missing = own_tokens(decode.prompt_tokens, decode.block_size * decode.overlap_blocks)
+    own, missing = _own_tokens(prefill), _own_tokens(decode)
     weight = np.where(is_same_host, SAME_HOST_WEIGHT, OTHER_HOST_WEIGHT) * prefill.costs.prefill_token_s[:, None]
     first_token, lost_prefix = prefill_seconds(own, prefill.load, prefill.costs)
     waiting = decode.costs.prefill_token_s * np.maximum(missing - free_tokens, 0.0)
@@ -88,4 +88,10 @@ def pair_seconds(
         prefill=first_token + lost_prefix,
         decode=decode_seconds(decode.prompt_tokens, decode.num_output, decode.load, decode.costs) + waiting,
         transfer=np.where(can_exchange, weight * missing[None, :], np.inf),
+        unit="s",
     )
+
+
+def _own_tokens(half: Candidates) -> FloatColumn:
+    """Tokens that the workers of this half lack."""
+    return own_tokens(half.prompt_tokens, half.block_size * half.overlap_blocks)

@@ -84,8 +84,7 @@ class PairRouter:
         costs = self._costs(halves, survey)
         if costs is None:
             return decision
-        unit = "s" if self._by_seconds(halves, survey) else "tokens"
-        return msgspec.structs.replace(decision, candidates=_candidates(costs, halves, survey), unit=unit)
+        return msgspec.structs.replace(decision, candidates=_candidates(costs, halves, survey), unit=costs.unit)
 
     def prefilled(self, request_id: str) -> None:
         """The prefill half of a pair has ended, for any reason."""
@@ -140,16 +139,12 @@ class PairRouter:
             np.array([[p.host == d.host for p, d in row] for row in pairs], dtype=np.bool_),
             np.array([[_can_exchange(p, d) for p, d in row] for row in pairs], dtype=np.bool_),
         )
-        costs = pair_seconds(*numbers) if self._by_seconds(halves, survey) else None
+        costs = pair_seconds(*numbers) if self.decodes.config.router == "kv" else None
         if costs is None:
             costs = pair_costs(*numbers, self.decodes.config.decode_weight)
         costs.prefill[~np.isfinite(halves.scores)] = math.inf
         costs.decode[~np.isfinite(survey.scores)] = math.inf
         return costs
-
-    def _by_seconds(self, halves: Survey, survey: Survey) -> bool:
-        is_known = halves.candidates.costs is not None and survey.candidates.costs is not None
-        return is_known and self.decodes.config.router == "kv"
 
 
 def _plain(decision: RoutingDecision) -> RoutingDecision:

@@ -27,6 +27,7 @@ import numpy as np
 from kvrelay.bench.chaos.answers import KnownPrompt
 from kvrelay.bench.chaos.client import ChaosClient
 from kvrelay.bench.chaos.cluster import ClusterUnderTest
+from kvrelay.bench.parts.transfer import COMPATIBILITY, pool_metadata
 from kvrelay.bench.report.files import describe_machine
 from kvrelay.bench.report.table import table
 from kvrelay.cli.processes import run_async
@@ -51,7 +52,6 @@ STEPS_PER_TURN = 50
 PIECE_BYTES = 1 << 20
 POST_BYTES = 8 << 20
 START_TIMEOUT_S = 60.0
-COMPATIBILITY = "benchmark"
 
 
 class Beside(msgspec.Struct, frozen=True):
@@ -159,7 +159,9 @@ def _decode_steps(model: Path, config: TransferConfig, num_turns: int, mib_per_s
         thread.open_handoff()
         # The upper half of the pool, which no sequence uses.
         half = region.num_bytes // 2
-        target = _Target(_metadata(config, agent, region), half, region.num_bytes - half, mib_per_s)
+        target = _Target(
+            pool_metadata("benchmark-parent", config, agent, region), half, region.num_bytes - half, mib_per_s
+        )
         with _writer(config, target) as writer:
             turns = []
             for number in range(num_turns + 1):
@@ -199,21 +201,6 @@ class _Decoding:
             self._core.step()
             seconds.append(time.perf_counter() - begin_s)
         return statistics.median(seconds)
-
-
-def _metadata(config: TransferConfig, agent: bytes, region: MemoryRegion) -> KvMetadata:
-    return KvMetadata(
-        worker_id="benchmark-parent",
-        rank=0,
-        transport=config.transport,
-        agent=agent,
-        address=region.address,
-        num_bytes=region.num_bytes,
-        block_bytes=1,
-        device="cpu",
-        device_id=0,
-        kv_compatibility=COMPATIBILITY,
-    )
 
 
 class _Target(msgspec.Struct, frozen=True):

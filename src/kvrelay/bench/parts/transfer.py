@@ -34,7 +34,7 @@ from kvrelay.transfer.thread import TransferThread
 DEFAULT_PIECE_BYTES = (4096, 16384, 65536, 262144, 1048576, 8388608)
 LAYOUT_BYTES = 16 << 20
 """Of each pair of layouts: the KV of some thousand tokens, and no more than one post."""
-_COMPATIBILITY = "benchmark"
+COMPATIBILITY = "benchmark"
 
 UInt8Array = npt.NDArray[np.uint8]
 _START_TIMEOUT_S = 60.0
@@ -117,7 +117,7 @@ def run_transfer_benchmark(
     thread.start()
     try:
         with _peer_process(config, region.num_bytes) as peer:
-            thread.register(region, kv_compatibility=_COMPATIBILITY).result(_START_TIMEOUT_S)
+            thread.register(region, kv_compatibility=COMPATIBILITY).result(_START_TIMEOUT_S)
             thread.add_peer(peer).result(_START_TIMEOUT_S)
             thread.open_handoff()
             _move(thread, TransferOp.WRITE, _plan(total_bytes, max(piece_bytes)), b"warm-up")
@@ -163,7 +163,7 @@ def mover(config: TransferConfig, total_bytes: int) -> Iterator[Callable[[int, i
     thread.start()
     try:
         with _peer_process(config, region.num_bytes) as peer:
-            thread.register(region, kv_compatibility=_COMPATIBILITY).result(_START_TIMEOUT_S)
+            thread.register(region, kv_compatibility=COMPATIBILITY).result(_START_TIMEOUT_S)
             thread.add_peer(peer).result(_START_TIMEOUT_S)
             thread.open_handoff()
             yield lambda piece_bytes, num_bytes: _move(thread, TransferOp.WRITE, _plan(num_bytes, piece_bytes), None)
@@ -285,6 +285,22 @@ def _peer_process(config: TransferConfig, num_bytes: int) -> Iterator[KvMetadata
                 process.kill()
 
 
+def pool_metadata(worker_id: str, config: TransferConfig, agent: bytes, region: MemoryRegion) -> KvMetadata:
+    """What a peer has to know of a benchmark's pool, whose blocks are single bytes."""
+    return KvMetadata(
+        worker_id=worker_id,
+        rank=0,
+        transport=config.transport,
+        agent=agent,
+        address=region.address,
+        num_bytes=region.num_bytes,
+        block_bytes=1,
+        device="cpu",
+        device_id=0,
+        kv_compatibility=COMPATIBILITY,
+    )
+
+
 def _peer_main(num_bytes: int, config: TransferConfig) -> None:
     """A pool that can be read and written, until stdin ends."""
     memory = shared_memory(config)
@@ -294,18 +310,7 @@ def _peer_main(num_bytes: int, config: TransferConfig) -> None:
     thread.start()
     region = MemoryRegion(pool.ctypes.data, pool.nbytes)
     agent = thread.register(region).result(_START_TIMEOUT_S)
-    metadata = KvMetadata(
-        worker_id="benchmark-peer",
-        rank=0,
-        transport=config.transport,
-        agent=agent,
-        address=region.address,
-        num_bytes=region.num_bytes,
-        block_bytes=1,
-        device="cpu",
-        device_id=0,
-        kv_compatibility=_COMPATIBILITY,
-    )
+    metadata = pool_metadata("benchmark-peer", config, agent, region)
     thread.open_handoff()
     sys.stdout.buffer.write(msgspec.json.encode(metadata) + b"\n")
     sys.stdout.buffer.flush()

@@ -114,8 +114,7 @@ class StreamedEngine:
         request.stop_ids = stop_token_ids(request.sampling, self._eos_token_ids)
         request.length_limit = min(request.num_prompt_tokens + request.sampling.max_tokens, self._facts.max_model_len)
         request.num_cached_tokens = 0
-        num_wanted = request.length_limit - len(request.token_ids)
-        if num_wanted <= 0:
+        if request.length_limit <= len(request.token_ids):
             # A migrated request whose last token was already generated.
             report_token(self.output, request, None, None, FinishReason.LENGTH)
             return
@@ -126,7 +125,11 @@ class StreamedEngine:
         elif request.mode is PrefillMode.HANDOFF:
             self._begin_prefill(request)
         else:
-            self._begin(request, num_wanted, None)
+            self._ask(request)
+
+    def _ask(self, request: Request, kv_transfer_params: bytes | None = None) -> None:
+        """Have the backend generate the rest of the answer."""
+        self._begin(request, request.length_limit - len(request.token_ids), kv_transfer_params)
 
     def abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None:
@@ -261,8 +264,7 @@ class StreamedEngine:
         request_id = self._remote.fetch(handoff_id)
         if request_id is None:
             return False
-        request = self._running[request_id].request
-        self._begin(request, request.length_limit - len(request.token_ids), kv_transfer_params)
+        self._ask(self._running[request_id].request, kv_transfer_params)
         return True
 
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
@@ -273,8 +275,7 @@ class StreamedEngine:
         if not self._facts.prefills_here:
             self.failed(request_id, AnswerError(f"no KV has come, and {self._backend.name} computes no prompts"))
             return
-        request = self._running[request_id].request
-        self._begin(request, request.length_limit - len(request.token_ids), None)
+        self._ask(self._running[request_id].request)
 
     def keep_prefills_here(self) -> None:
         """Hand-offs that no one has claimed are computed here one by one."""

@@ -59,16 +59,16 @@ class RemotePrefills:
 
     def arrived(self, request_id: str, output: StepOutput) -> bool:
         """The backend has the KV: its first token is there. False if it did not fetch any."""
-        handoff_id = self._handoffs.get(request_id)
-        if handoff_id is None or handoff_id not in self._fetching:
+        handoff_id = self._fetched_by(request_id)
+        if handoff_id is None:
             return False
         self._forget(handoff_id, output, ok=True)
         return True
 
     def failed(self, request_id: str, output: StepOutput) -> bool:
         """The backend has not got the KV. The request waits again; False if the backend did not fetch any."""
-        handoff_id = self._handoffs.get(request_id)
-        if handoff_id is None or handoff_id not in self._fetching:
+        handoff_id = self._fetched_by(request_id)
+        if handoff_id is None:
             return False
         self._end_fetch(handoff_id, output, ok=False)
         return True
@@ -86,6 +86,11 @@ class RemotePrefills:
         if handoff_id is not None:
             output.closed_handoffs.append(handoff_id)
             self._forget(handoff_id, output, ok=False)
+
+    def _fetched_by(self, request_id: str) -> HandoffId | None:
+        """The hand-off whose KV the backend gets for this request."""
+        handoff_id = self._handoffs.get(request_id)
+        return handoff_id if handoff_id in self._fetching else None
 
     def _forget(self, handoff_id: HandoffId, output: StepOutput, *, ok: bool) -> None:
         self._end_fetch(handoff_id, output, ok=ok)

@@ -138,20 +138,7 @@ class Acceptor:
         for pair in evicted:
             shared.table.num_evicted += 1
             shared.end_idle(pair)
-        shared.table.add(
-            Pair(
-                name,
-                worker_id,
-                1,
-                device=shared.pool.device,
-                timeout_s=shared.timeout_s,
-                send_key=lambda key, value: shared.control.call(
-                    shared.control.answer, worker_id, Rendezvous(name, key, value)
-                ),
-                on_failed=lambda pair, error: shared.control.call(self._failed, pair, error),
-            )
-        )
-        shared.table.pairs[name].used_s = shared.clock()
+        shared.open_pair(name, worker_id, 1, shared.control.answer, self._failed)
         shared.control.answer(worker_id, Connected(name))
 
     def _checked(

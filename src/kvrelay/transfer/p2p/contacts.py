@@ -83,19 +83,7 @@ class Contacts:
     def _connected(self, worker_id: str, peer: PostPeer, name: str) -> None:
         shared = self._shared
         peer.connecting = ""
-        peer.pair = Pair(
-            name,
-            worker_id,
-            0,
-            device=shared.pool.device,
-            timeout_s=shared.timeout_s,
-            send_key=lambda key, value: shared.control.call(
-                shared.control.send, worker_id, Rendezvous(name, key, value)
-            ),
-            on_failed=lambda pair, error: shared.control.call(self._failed, pair, error),
-        )
-        peer.pair.used_s = shared.clock()
-        shared.table.add(peer.pair)
+        peer.pair = shared.open_pair(name, worker_id, 0, shared.control.send, self._failed)
         self._go_on(worker_id, peer)
 
     def _failed(self, pair: Pair, error: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.p2p.control import ControlThread
 from kvrelay.transfer.p2p.memory import PoolView
+from kvrelay.transfer.p2p.messages import Message, Rendezvous
 from kvrelay.transfer.p2p.pairs import Pair, PairTable
 from kvrelay.transfer.p2p.waiting import RoomQueue
 
@@ -35,6 +36,29 @@ class Shared:
     num_busy: int = 0
     num_failed: int = 0
     clock: Callable[[], float] = time.monotonic
+
+    def open_pair(
+        self,
+        name: str,
+        peer_id: str,
+        rank: int,
+        send: Callable[[str, Message], object],
+        on_failed: Callable[[Pair, str], None],
+    ) -> Pair:
+        """A communicator, in the table. ``send`` carries its keys to the peer; both functions run on the control
+        thread."""
+        pair = Pair(
+            name,
+            peer_id,
+            rank,
+            device=self.pool.device,
+            timeout_s=self.timeout_s,
+            send_key=lambda key, value: self.control.call(send, peer_id, Rendezvous(name, key, value)),
+            on_failed=lambda failed, error: self.control.call(on_failed, failed, error),
+        )
+        pair.used_s = self.clock()
+        self.table.add(pair)
+        return pair
 
     def is_eager(self, num_bytes: int) -> bool:
         """Whether so many bytes travel on the control connection."""
