@@ -21,7 +21,14 @@ from tests.patience import PATIENCE_S, stop, until
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
-from kvrelay.control.nats.connection import NatsConnection, NatsMessage
+from kvrelay.control.nats.connection import (
+    REQUEST_TIMEOUT_S,
+    ControlDeniedError,
+    NatsConnection,
+    NatsMessage,
+    RequestTimeoutError,
+    ask_again,
+)
 from kvrelay.control.nats.jetstream import Delivery, parse_ack_subject
 from kvrelay.control.nats.plane import NatsControlPlane
 from kvrelay.control.nats_process import NatsServerProcess, find_binary
@@ -380,6 +387,44 @@ def test_a_server_that_hangs_costs_no_registration(tmp_path: Path) -> None:
         asyncio.run(scenario())
     finally:
         process.stop()
+
+
+def test_a_server_that_pauses_is_asked_again(tmp_path: Path) -> None:
+    """For longer than one request may take, as when its disk is slow. Nobody's command fails for that."""
+    process = NatsServerProcess(tmp_path)
+    url = process.start()
+
+    async def scenario() -> None:
+        async with plane(url, connect_timeout_s=PATIENCE_S) as control:
+            await control.discovery.put("kvrelay/test/workers/w", b"1")
+            process.send_signal(signal.SIGSTOP)
+            reading = asyncio.create_task(control.discovery.list("kvrelay/test/workers/"))
+            await asyncio.wait({reading}, timeout=REQUEST_TIMEOUT_S * 1.2)
+            process.send_signal(signal.SIGCONT)
+            assert await reading == {"kvrelay/test/workers/w": b"1"}
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        process.stop()
+
+
+async def test_only_a_request_without_an_answer_is_repeated() -> None:
+    answers: list[Exception | int] = [RequestTimeoutError("slow"), RequestTimeoutError("slow"), 7]
+
+    async def ask() -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert await ask_again(ask, PATIENCE_S) == 7
+    answers = [ControlDeniedError("no"), 7]
+    with pytest.raises(ControlDeniedError):
+        await ask_again(ask, PATIENCE_S)
+    answers = [RequestTimeoutError("slow"), 7]
+    with pytest.raises(RequestTimeoutError):
+        await ask_again(ask, 0.0)
 
 
 def test_entries_of_dead_processes_are_deleted(nats: NatsServerProcess) -> None:

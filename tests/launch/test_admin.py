@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from kvrelay.config import ControlConfig
-from kvrelay.control.base import Keys
+from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.workers import WorkerInfo, WorkerRole
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, ControlUnavailableError
 from kvrelay.launch import admin
 from kvrelay.launch.admin import config_get, config_set, list_workers, status_table
 from kvrelay.rpc import new_curve_keys
@@ -78,3 +78,22 @@ async def test_an_entry_that_points_to_another_worker_is_no_second_worker(monkey
     assert "error" not in await admin._status_of(good, keys, False)
     shown = await admin._status_of(evil, keys, False)
     assert (shown["worker_id"], shown["error"]) == ("evil", "w-1 answers at its address")
+
+
+async def test_a_queue_that_pauses_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = MemoryBroker().plane()
+    sizes: list[int | Exception] = [ControlUnavailableError("no answer"), 3]
+
+    async def size(_: str | None = None) -> int:
+        answer = sizes.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def connect(_: ControlConfig) -> ControlPlane:
+        return plane
+
+    monkeypatch.setattr(plane.prefill_queue, "size", size)
+    monkeypatch.setattr(admin, "connect_control", connect)
+    report = await admin.cluster_status(ControlConfig(control="nats://127.0.0.1:1"))
+    assert report == {"prefill_queue_size": 3, "workers": []}

@@ -110,7 +110,7 @@ def attack(server: Serve, num_frames: int, seed: int) -> None:
 
 
 async def attack_with_credentials(server: Serve, num_frames: int, seed: int) -> None:
-    config = ControlConfig(control=server.control)
+    config = ControlConfig(control=server.control, connect_timeout_s=PATIENCE_S)
     keys = Keys(config.namespace)
     control = await connect_control(config)
     try:

@@ -137,8 +137,12 @@ def indexes(server: Serve) -> list[dict[str, list[str]]]:
     return found
 
 
+def control_of(server: Serve) -> ControlConfig:
+    return ControlConfig(control=server.control, connect_timeout_s=PATIENCE_S)
+
+
 async def registered(server: Serve) -> list[WorkerInfo]:
-    control = await connect_control(ControlConfig(control=server.control))
+    control = await connect_control(control_of(server))
     try:
         return await list_workers(control, Keys("default"))
     finally:
@@ -150,7 +154,7 @@ def caches(server: Serve) -> dict[str, list[str]]:
 
     async def ask() -> dict[str, list[str]]:
         workers = await registered(server)
-        config = ControlConfig(control=server.control)
+        config = control_of(server)
         control = await connect_control(config)
         try:
             async with operator_keys(control, config) as keys:

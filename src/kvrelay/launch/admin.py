@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import sys
+import time
 from typing import Any
 
 from rich import box
@@ -20,7 +21,7 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.messages import AdminReply, AdminRequest, Message
 from kvrelay.core.workers import WorkerInfo
-from kvrelay.errors import ConfigError, KvrelayError, ProtocolError, WorkerUnavailableError
+from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError, ProtocolError, WorkerUnavailableError
 from kvrelay.handoff import disagg
 from kvrelay.launch.request_plane import client_of, operator_keys
 from kvrelay.router import runtime as router_settings
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 30.0
 STATUS_TIMEOUT_S = 2.0
+RETRY_S = 0.1
 TABLE_WIDTH = 1000
 NOT_SET = "what each process was started with"
 """Wide enough that no column is cut, even in a narrow terminal or a pipe."""
@@ -90,9 +92,21 @@ async def cluster_status(config: ControlConfig, *, check: bool = False) -> dict[
         workers = await list_workers(control, Keys(config.namespace))
         async with operator_keys(control, config) as keys:
             answers = await asyncio.gather(*(_status_of(info, keys, check) for info in workers))
-        return {"prefill_queue_size": await control.prefill_queue.size(), "workers": answers}
+        return {"prefill_queue_size": await _queue_size(control, config.connect_timeout_s), "workers": answers}
     finally:
         await control.close()
+
+
+async def _queue_size(control: ControlPlane, within_s: float) -> int:
+    """Asked again for ``within_s`` seconds, should the control server pause."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        try:
+            return await control.prefill_queue.size()
+        except ControlUnavailableError:
+            if not control.is_connected or time.monotonic() >= deadline_s:
+                raise
+            await asyncio.sleep(RETRY_S)
 
 
 async def _status_of(info: WorkerInfo, keys: CurveKeys, check: bool) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class Bucket:
                 "mem_storage": True,
                 "num_replicas": 1,
                 "idle_heartbeat": int(heartbeat_s * 1e9),
-                "inactive_threshold": 30_000_000_000,
+                "inactive_threshold": 10_000_000_000,
             },
         )
 

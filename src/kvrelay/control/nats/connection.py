@@ -12,7 +12,7 @@ import re
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvrelay.control.nats.client import NatsClient, leave, nats_errors, one_line
 from kvrelay.control.nats.urls import client_options, parse_url
@@ -37,6 +37,22 @@ class RequestTimeoutError(ControlUnavailableError):
 
 class ControlDeniedError(ControlUnavailableError):
     """The server's permissions forbid the operation to these credentials."""
+
+
+T = TypeVar("T")
+
+
+async def ask_again(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
+    """The answer to a request that may be repeated. A server that pauses, e.g. for its disk, is asked again for
+    ``within_s`` seconds. Raises what ``ask`` raises."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + within_s
+    while True:
+        try:
+            return await ask()
+        except RequestTimeoutError:
+            if loop.time() >= deadline_s:
+                raise
 
 
 class NatsMessage(Protocol):

@@ -17,17 +17,28 @@ from kvrelay.control.nats.lease import NatsLease
 from kvrelay.control.nats.mirror import Mirror
 from kvrelay.core.clock import Clock
 
+ANSWER_TIMEOUT_S = 5.0
+
 
 class NatsDiscovery:
     """Discovery over one NATS connection and one namespace."""
 
     def __init__(
-        self, connection: NatsConnection, namespace: str, clock: Clock, holder: str = "", num_replicas: int = 0
+        self,
+        connection: NatsConnection,
+        namespace: str,
+        clock: Clock,
+        holder: str = "",
+        num_replicas: int = 0,
+        *,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
+        """``answer_timeout_s``: for how long ``get`` and ``list`` wait for a server that pauses."""
         jetstream = JetStream(connection, num_replicas)
         keys = Keys(namespace)
         self._connection = connection
         self._holder = holder
+        self._answer_timeout_s = answer_timeout_s
         self._bucket = Bucket(jetstream, namespace)
         self._leases: list[NatsLease] = []
         self._watchers: dict[asyncio.Queue[WatchEvent], str] = {}
@@ -98,7 +109,7 @@ class NatsDiscovery:
 
     async def _read(self) -> dict[str, bytes]:
         self._mirror.start()
-        await self._mirror.catch_up()
+        await self._mirror.catch_up(self._answer_timeout_s)
         return self._mirror.table.visible
 
     def _fill(self, queue: asyncio.Queue[WatchEvent], prefix: str) -> None:

@@ -23,11 +23,11 @@ from kvrelay.control.base import WatchEvent
 from kvrelay.control.lease_table import KvEntry, LeaseState, LeaseTable
 from kvrelay.control.nats.bucket import Bucket, EntryRecord, LeaseRecord
 from kvrelay.control.nats.connection import (
-    REQUEST_TIMEOUT_S,
     ControlDeniedError,
     NatsConnection,
     NatsMessage,
     NatsSubscription,
+    ask_again,
 )
 from kvrelay.control.nats.jetstream import ConsumerInfo, Delivery, JetStream, WrongSequenceError, parse_ack_subject
 from kvrelay.control.nats.keeper_election import KeeperElection, KeeperState
@@ -117,13 +117,13 @@ class Mirror:
         if self._task is not None:
             await end_tasks([self._task])
 
-    async def catch_up(self) -> None:
+    async def catch_up(self, within_s: float) -> None:
         """Return once everything that the server has stored by now is in the table. Raises ControlUnavailableError."""
         self._connection.check_connected()
         try:
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            async with asyncio.timeout(within_s):
                 await self._wait_for(lambda: self._is_live)
-                target = await self._bucket.last_seq()
+                target = await ask_again(self._bucket.last_seq, within_s)
                 while not await self._has_reached(target):
                     pass
         except TimeoutError as exc:
@@ -138,7 +138,14 @@ class Mirror:
             return True
         except TimeoutError:
             feed = self._entries
-            consumer = await self._jetstream.consumer_info(feed.stream, feed.name)
+            try:
+                consumer = await self._jetstream.consumer_info(feed.stream, feed.name)
+            except ControlDeniedError:
+                raise
+            except ControlUnavailableError:
+                # The server pauses, or has lost the consumer. Then the mirror lists again.
+                self._connection.check_connected()
+                return False
             return consumer.num_pending == 0 and consumer.delivered.consumer_seq <= feed.consumer_seq
 
     async def _wait_for(self, condition: Callable[[], bool]) -> None:

@@ -6,7 +6,7 @@ import os
 import socket
 
 from kvrelay.control.base import Discovery
-from kvrelay.control.nats.connection import NatsConnection
+from kvrelay.control.nats.connection import NatsConnection, ask_again
 from kvrelay.control.nats.discovery import NatsDiscovery
 from kvrelay.control.nats.event_bus import NatsEventBus
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
@@ -37,11 +37,13 @@ class NatsControlPlane:
         """Raises ConfigError, ControlUnavailableError. ``num_replicas``: see ``JetStream``."""
         connection = await NatsConnection.connect(url, connect_timeout_s)
         holder = f"{socket.gethostname()}:{os.getpid()}"
-        discovery = NatsDiscovery(connection, namespace, clock, holder, num_replicas)
+        discovery = NatsDiscovery(
+            connection, namespace, clock, holder, num_replicas, answer_timeout_s=connect_timeout_s
+        )
         queue = NatsPrefillQueue(connection, namespace, num_replicas=num_replicas, ack_wait_s=ack_wait_s)
         try:
-            await discovery.start()
-            await queue.start()
+            await ask_again(discovery.start, connect_timeout_s)
+            await ask_again(queue.start, connect_timeout_s)
         except BaseException:
             await connection.close()
             raise
