@@ -10,7 +10,14 @@ from tests.contracts.prefill_queue_contract import PARTITION, prefill, pulled
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.nats_process import NatsServerProcess
-from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S, MAX_ACK_WAIT_S, MIN_ACK_WAIT_S, ack_wait_for_lease
+from kvrelay.control.redelivery import (
+    KEEPALIVE_INTERVAL_S,
+    MAX_ACK_WAIT_S,
+    MAX_DELIVERIES,
+    MIN_ACK_WAIT_S,
+    ack_wait_for_lease,
+    return_delay_s,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,6 +25,14 @@ from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S, MAX_ACK_WAIT_S, MIN
 )
 def test_the_wait_follows_the_lease_within_bounds(ttl_s, ack_wait_s):
     assert ack_wait_for_lease(ttl_s) == ack_wait_s
+
+
+def test_an_entry_is_given_back_later_each_time_and_never_becomes_a_dead_letter():
+    delays = [return_delay_s(number) for number in range(1, MAX_DELIVERIES + 1)]
+    assert delays[-1] is None
+    given_back = [delay for delay in delays if delay is not None]
+    assert given_back == sorted(given_back)
+    assert given_back[0] > 0
 
 
 async def test_a_worker_with_a_short_lease_takes_nothing_from_one_that_works_on():

@@ -16,7 +16,7 @@ class Hazards:
     FAULTS = frozenset(
         {
             *("lose", "duplicate", "late", "break", "redeliver", "cancel", "damage", "fail", "no blocks"),
-            *("crash", "stop", "revoke", "cut", "gone"),
+            *("crash", "stop", "revoke", "cut", "gone", "stray"),
         }
     )
 
@@ -52,6 +52,8 @@ class Hazards:
             yield ("damage", number)
         if "break" in kinds and number != D and node.conn and not self.d.is_dead:
             yield ("break", number)
+        if "stray" in kinds and number != D and not node.conn and not node.is_astray:
+            yield ("stray", number)
         side = "decode" if number == D else "prefill"
         if f"crash {side}" in kinds:
             yield ("crash", number)
@@ -147,6 +149,10 @@ class Hazards:
         conn, p.conn = p.conn, 0
         self.net = frozenset(item for item in self.net if item[2] != conn)
         self.net |= {(number, D, conn, "lost"), (D, number, conn, "lost")}
+
+    def do_stray(self, number: int) -> None:
+        """It cannot connect to the decode worker, which lives: discovery lacks it, or the network between them."""
+        self.ps[number].is_astray = True
 
     def do_redeliver(self, handoff_id: str) -> None:
         self.queue[handoff_id] = None

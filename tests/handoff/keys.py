@@ -153,7 +153,7 @@ def prefill_ledger_key(ledger: PrefillLedger, frame: Frame) -> tuple[Any, ...]:
             handoffs.append((due, since, handoff.handoff_id, handoff.state, generation))
             continue
         grant = None if handoff.grant is None else message_key(handoff.grant, frame)
-        is_refused = handoff.reason is EndReason.REFUSED
+        end = handoff.reason if handoff.reason in (EndReason.REFUSED, EndReason.UNREACHABLE) else None
         values = (getattr(handoff, name) for name in _PREFILL_FIELDS)
-        handoffs.append((due, handoff.reason is None, is_refused, grant, *values))
+        handoffs.append((due, handoff.reason is None, end, grant, *values))
     return (tuple(handoffs), leases_key(ledger.leases, frame), tuple(ledger.seen))

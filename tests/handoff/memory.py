@@ -104,8 +104,8 @@ class Memory:
             self._handle(D, de.Verified(handoff_id, task[2], ok))
         elif kind == "not sent":
             self._handle(D, de.GrantNotSent(handoff_id, task[2]))
-        elif kind == "claim failed":
-            self._handle(number, pe.ClaimFailed(handoff_id))
+        elif kind == "unreachable":
+            self._handle(number, pe.Unreachable(handoff_id))
         else:
             if handoff_id not in node.held:
                 raise Violation(f"p{number} checksums blocks that it has freed")

@@ -206,6 +206,8 @@ class PrefillNode(Node):
     conn: int = 0
     """0: none."""
     num_conns: int = 0
+    is_astray: bool = False
+    """The next claim finds no way to the decode worker, unless there is a connection."""
 
     def clone(self) -> PrefillNode:
         other = copied(self)
@@ -218,7 +220,14 @@ class PrefillNode(Node):
     def key(self, frame: Frame) -> tuple[Any, ...]:
         engine = tuple(sorted(self.engine.items()))
         conn = frame.conn(self.conn)
-        return (Node.key(self, frame), prefill_ledger_key(self.ledger, frame), engine, self.held, conn)
+        return (
+            Node.key(self, frame),
+            prefill_ledger_key(self.ledger, frame),
+            engine,
+            self.held,
+            conn,
+            self.is_astray,
+        )
 
 
 def name(number: int) -> str:

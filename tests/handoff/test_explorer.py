@@ -20,11 +20,20 @@ NETWORK = ("lose", "duplicate", "late", "break")
 LOCAL = ("cancel", "fail", "no blocks")
 PREFILL = ("crash prefill", "stop prefill", "revoke prefill", "cut prefill")
 DECODE = ("crash decode", "stop decode", "revoke decode", "cut decode")
-EVERYTHING = (*NETWORK, *LOCAL, *PREFILL, *DECODE, "redeliver")
+EVERYTHING = (*NETWORK, *LOCAL, *PREFILL, *DECODE, "redeliver", "stray")
 PULL, PREFILL_FIRST = KvDirection.PULL, HandoffOrder.PREFILL_FIRST
 
 SCENARIOS = {
     "push, two claimants": scenario(*NETWORK, *LOCAL, "redeliver", num_prefill=2),
+    "push, a claimant that cannot reach the decode worker": scenario(
+        "stray", "late", "crash decode", num_faults=3, num_prefill=2
+    ),
+    "push, the only prefill worker cannot reach the decode worker": scenario(
+        "stray", "cancel", "late", num_faults=3, num_hit_blocks=1, checksums=True
+    ),
+    "push, paired, the claimant cannot reach the decode worker": scenario(
+        "stray", *LOCAL, num_faults=2, order=PREFILL_FIRST, is_paired=True
+    ),
     "push, a claimant dies": scenario("crash prefill", num_prefill=2),
     "push, leases, with hits and checksums": scenario(*PREFILL, "damage", num_hit_blocks=1, checksums=True),
     "push, the decode worker fails": scenario("crash decode", "cut decode", "revoke decode"),

@@ -544,6 +544,44 @@ def test_a_grant_that_does_not_fit_is_given_up(grant: HandoffGrant) -> None:
     assert released == pe.SayReleased("d", HandoffReleased("h", "p", EndReason.BAD_GRANT))
 
 
+def returnable_ledger(*, may_return: bool = True) -> PrefillLedger:
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
+    ledger.handle(pe.Pulled("h", "d", 5, 8, 1, may_return=may_return), 0.0)
+    return ledger
+
+
+def test_an_entry_whose_decode_worker_cannot_be_reached_goes_back_to_the_queue() -> None:
+    """Nothing was claimed, so there is nothing to release; and this worker may try again later."""
+    ledger = returnable_ledger()
+    actions = ledger.handle(pe.Unreachable("h"), 1.0)
+    assert actions == [pe.StopComputing("h"), pe.Computed("h"), pe.FreeBlocks("h"), pe.Return("h")]
+    assert (ledger.counters.num_returned, ledger.counters.num_failed, ledger.num_unheard) == (1, 0, 0)
+    again = ledger.handle(pe.Pulled("h", "d", 5, 8, 1), 2.0)
+    assert [type(action) for action in again] == [pe.Compute, pe.SendClaim]
+
+
+def test_an_entry_that_may_not_return_again_is_released() -> None:
+    ledger = returnable_ledger(may_return=False)
+    actions = ledger.handle(pe.Unreachable("h"), 1.0)
+    released = pe.SayReleased("d", HandoffReleased("h", "p", EndReason.CLAIM_FAILED))
+    assert actions[-2:] == [pe.Settle("h", EndReason.CLAIM_FAILED), released]
+    assert (ledger.counters.num_returned, ledger.counters.num_failed) == (0, 1)
+
+
+def test_no_entry_of_a_decode_worker_without_a_lease_goes_back() -> None:
+    """No one can reach it: its clients are served elsewhere."""
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
+    ledger.handle(pe.LeaseEnded("d"), 0.0)
+    ledger.handle(pe.Pulled("h", "d", 5, 8, 1, may_return=True), 1.0)
+    actions = ledger.handle(pe.Unreachable("h"), 2.0)
+    assert pe.Settle("h", EndReason.CLAIM_FAILED) in actions
+
+
+def test_a_claim_that_was_sent_keeps_the_entry() -> None:
+    ledger = returnable_ledger()
+    assert pe.Settle("h", EndReason.CLAIM_FAILED) in ledger.handle(pe.ClaimFailed("h"), 1.0)
+
+
 def test_a_release_is_said_until_it_is_heard() -> None:
     ledger = prefill_ledger(claim_timeout_s=1.0)
     said = ledger.handle(pe.Tick(), 1.0)[-1]

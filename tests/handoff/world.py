@@ -66,6 +66,8 @@ class World(Hazards, Memory):
     queue: dict[str, int | None] = field(default_factory=dict)
     """Entries that are not settled, and who has pulled each."""
     entries: dict[str, pe.Pulled] = field(default_factory=dict)
+    returned: frozenset[str] = frozenset()
+    """Entries that were given back once: not again."""
     num_faults: int = 0
     ids: dict[Any, int] = field(default_factory=dict)
     """Numbers for the parts of keys, shared by all worlds of an exploration: a state is then a few small numbers."""
@@ -103,8 +105,10 @@ class World(Hazards, Memory):
         touched = self._touched(move)
         d = self.d.clone() if D in touched else self.d
         ps = [p.clone() if number in touched else p for number, p in enumerate(self.ps)]
-        queue, entries = dict(self.queue), self.entries
-        world = World(self.scenario, d, ps, self.now, self.net, queue, entries, self.num_faults, self.ids)
+        queue = dict(self.queue)
+        world = World(
+            self.scenario, d, ps, self.now, self.net, queue, self.entries, self.returned, self.num_faults, self.ids
+        )
         world.apply(move)
         return world
 
@@ -124,6 +128,7 @@ class World(Hazards, Memory):
                 | "damage"
                 | "fail"
                 | "stop"
+                | "stray"
             ):
                 return {move[1]}
             case "land":
@@ -143,7 +148,7 @@ class World(Hazards, Memory):
             tuple([p.num_conns for p in self.ps]),
             TTL + 1,
         )
-        rest = (net_key(self.net, frame), tuple(self.queue.items()))
+        rest = (net_key(self.net, frame), tuple(self.queue.items()), self.returned)
         numbers = [node.key_id(frame, self.ids) for node in self.nodes()]
         return (*numbers, self.ids.setdefault(rest, len(self.ids)))
 
@@ -333,7 +338,9 @@ class World(Hazards, Memory):
 
     def do_pull(self, number: int, handoff_id: str) -> None:
         self.queue[handoff_id] = number
-        self._handle(number, msgspec.structs.replace(self.entries[handoff_id], term=self.ps[number].lease.term))
+        may_return = not self.scenario.is_paired and handoff_id not in self.returned
+        entry, term = self.entries[handoff_id], self.ps[number].lease.term
+        self._handle(number, msgspec.structs.replace(entry, term=term, may_return=may_return))
 
     def do_compute(self, number: int, handoff_id: str) -> None:
         p, scenario = self.ps[number], self.scenario
@@ -458,10 +465,7 @@ class World(Hazards, Memory):
         p = self.ps[number]
         match action:
             case pe.SendClaim():
-                if self._connect(number):
-                    self._send(number, D, p.conn, action.message)
-                else:
-                    p.todo += (("claim failed", action.message.handoff_id),)
+                self._claim(number, action)
             case pe.SendProgress() | pe.SendDone() | pe.SendReady() | pe.SayReleased():
                 if self._connect(number):
                     self._send(number, D, p.conn, action.message)
@@ -475,13 +479,29 @@ class World(Hazards, Memory):
                 p.todo += (("verify hits", action.handoff_id),)
             case pe.ChecksumChunk():
                 p.todo += (("chunk", action.handoff_id),)
-            case pe.Settle():
-                if self.queue.get(action.handoff_id) == number:
-                    del self.queue[action.handoff_id]
+            case pe.Settle() | pe.Return():
+                self._end_delivery(number, action)
             case pe.Computed():
                 pass
             case _:
                 self._order(number, action)
+
+    def _claim(self, number: int, action: pe.SendClaim) -> None:
+        p = self.ps[number]
+        is_astray, p.is_astray = p.is_astray and not p.conn, False
+        if not is_astray and self._connect(number):
+            self._send(number, D, p.conn, action.message)
+        else:
+            p.todo += (("unreachable", action.message.handoff_id),)
+
+    def _end_delivery(self, number: int, action: pe.Settle | pe.Return) -> None:
+        is_mine = self.queue.get(action.handoff_id) == number
+        if isinstance(action, pe.Return):
+            self.returned |= {action.handoff_id}
+            if is_mine:
+                self.queue[action.handoff_id] = None
+        elif is_mine:
+            del self.queue[action.handoff_id]
 
     def _order(self, number: int, action: Any) -> None:
         """To a prefill worker's engine."""

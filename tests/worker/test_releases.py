@@ -6,11 +6,13 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from tests.patience import PATIENCE_S
 from tests.worker.cluster import cluster, expected, prompt
 
+from kvrelay.control import redelivery
 from kvrelay.core.handoff import HandoffGrant
 from kvrelay.core.workers import WorkerRole
-from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, TransferError
+from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, TransferError, WorkerUnavailableError
 from kvrelay.worker import prefill_side
 
 STUCK = 1_000_000_000
@@ -48,6 +50,58 @@ async def test_a_release_waits_until_the_decode_worker_can_be_reached():
         assert decode.ledger.num_grants == 1
         shared.network.listen(decode.server)
         await shared.until(lambda: decode.ledger.num_grants == 0)
+        await shared.until(lambda: prefill.outgoing.num_unheard == 0)
+
+
+async def cannot_connect(address, public_key):
+    raise WorkerUnavailableError("no way from here")
+
+
+async def test_an_entry_goes_to_a_prefill_worker_that_can_reach_the_decode_worker():
+    async with cluster(remote_prefill_timeout_s=PATIENCE_S) as shared:
+        astray, decode, client = await shared.pair()
+        astray.worker._peers._connect = cannot_connect
+        other = await shared.join(WorkerRole.PREFILL)
+        other.worker._prefill.stop()
+        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 2)
+        client.send("r", prompt(600))
+        await shared.until(lambda: astray.worker._prefill.stats.num_returned > 0)
+        astray.worker._prefill.stop()
+        other.worker._prefill.start()
+        assert await client.answer("r") == expected(prompt(600), 8)
+        assert decode.worker._decode.stats.num_remote_done == 1
+        assert astray.outgoing.num_unheard == 0
+
+
+@pytest.mark.parametrize("missing_after", [0, 1], ids=["its key", "its memory"])
+async def test_a_prefill_worker_tries_again_once_discovery_has_the_decode_workers_memory(missing_after):
+    async with cluster(remote_prefill_timeout_s=PATIENCE_S) as shared:
+        prefill, decode, client = await shared.pair()
+        discovery, missing = prefill.worker._peers._discovery, [0] * missing_after + [1]
+
+        class Lacking:
+            async def get(self, key):
+                return None if missing and missing.pop(0) else await discovery.get(key)
+
+        prefill.worker._peers._discovery = Lacking()
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        assert prefill.worker._prefill.stats.num_returned == 1
+        assert decode.worker._decode.stats.num_remote_done == 1
+
+
+async def test_a_decode_worker_that_no_one_can_reach_computes_by_itself(monkeypatch):
+    monkeypatch.setattr(redelivery, "RETURN_DELAYS_S", (0.01, 0.01))
+    async with cluster(remote_prefill_timeout_s=1.0) as shared:
+        prefill, _, client = await shared.pair()
+        peers = prefill.worker._peers
+        connect, peers._connect = peers._connect, cannot_connect
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        stats = prefill.worker._prefill.stats
+        await shared.until(lambda: stats.num_failed == 1)
+        assert stats.num_returned == 2
+        peers._connect = connect
         await shared.until(lambda: prefill.outgoing.num_unheard == 0)
 
 

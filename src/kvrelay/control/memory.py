@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from kvrelay.control.base import Discovery, Lease, WatchEvent, WatchKind
 from kvrelay.control.held_lease import HeldLease
 from kvrelay.control.memory_events import MemoryEventBus, MemoryExchange
-from kvrelay.control.memory_queue import MAX_DELIVERIES, MemoryPrefillQueue, MemoryQueue
-from kvrelay.control.redelivery import MAX_ACK_WAIT_S
+from kvrelay.control.memory_queue import MemoryPrefillQueue, MemoryQueue
+from kvrelay.control.redelivery import MAX_ACK_WAIT_S, MAX_DELIVERIES
 from kvrelay.core.clock import Clock, ManualClock, MonotonicClock
 from kvrelay.errors import ControlUnavailableError, LeaseLostError
 

@@ -19,8 +19,6 @@ from kvrelay.errors import ProtocolError
 
 _log = logging.getLogger(__name__)
 
-MAX_DELIVERIES = 5
-
 
 class Connected(Protocol):
     """A process that may be cut off from the network."""

@@ -32,7 +32,9 @@ The way of a hand-off (push; pull differs from "computed" on):
       read them into our own blocks, verify, Resume
                 ─────────────── HandoffFetched ──────────> its blocks are free
 
-A refused claim costs P a prefill, which stays in P's prefix cache.
+A refused claim costs P a prefill, which stays in P's prefix cache. If P cannot connect to D, no claim is sent and P has
+nothing to release: the entry goes back to the queue, for a P that can. That is bounded (``Pulled.may_return``), because
+D waits meanwhile.
 
 Who owns blocks, when. D's engine *lends* blocks to the hand-off when it opens it, and gets each loan back exactly once
 (``EndLoan``). Until then it may neither free nor reuse them, even if the request ends.
@@ -114,7 +116,8 @@ class EndReason(enum.StrEnum):
 
     REFUSED = "the decode worker refused the claim"
     CLAIM_TIMEOUT = "the decode worker did not answer the claim"
-    CLAIM_FAILED = "the decode worker could not be reached"
+    CLAIM_FAILED = "it could not be claimed"
+    UNREACHABLE = "the decode worker could not be reached; another prefill worker may reach it"
     BAD_GRANT = "the grant does not fit the request"
     ENGINE_REFUSED = "the engine did not take it"
     ABANDONED = "the decode worker abandoned it"

@@ -4,7 +4,7 @@
        │                     │    └─pull: all computed──> HOLDING ──Fetched──> ENDED
        └── refused ──────────┴── lost, abandoned, failed ────┴──> STOPPING
 
-    STOPPING ──nothing in flight──> RELEASING ──heard──> ENDED          (if the claim was refused: ENDED at once)
+    STOPPING ──nothing in flight──> RELEASING ──heard──> ENDED     (ENDED at once if the claim was refused or not sent)
 
 In CLAIMING the engine already computes. Its reads and its computed blocks wait for the grant: before it no block of D
 is touched. In STOPPING nothing is submitted; blocks stay in use until submitted transfers have ended.
@@ -93,6 +93,12 @@ class PrefillHandoff(PrefillEnds):
         chunks, self.chunks = self.chunks, ()
         for chunk in chunks:
             self._send(chunk, turn)
+
+    def unreachable(self, is_gone: bool, turn: Turn) -> None:
+        """The claim was not sent. ``is_gone``: D's lease has ended, so no other worker will reach it either."""
+        if self.state is PrefillState.CLAIMING:
+            is_returned = self.may_return and not is_gone
+            self.stop(EndReason.UNREACHABLE if is_returned else EndReason.CLAIM_FAILED, turn)
 
     def refused(self, turn: Turn) -> None:
         """Stop; the computed blocks stay in the prefix cache."""

@@ -23,6 +23,7 @@ from kvrelay.handoff.prefill_events import (
     ChunkComputed,
     Computed,
     FreeBlocks,
+    Return,
     SayReleased,
     SendDone,
     SendProgress,
@@ -75,6 +76,8 @@ class PrefillEnds:
     over_s: float = 0.0
     """CONFIRMING, RELEASING: since when."""
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    may_return: bool = False
+    """Its entry may go back to the queue if D cannot be reached."""
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -138,7 +141,7 @@ class PrefillEnds:
             self._end(turn)
         elif self.state is PrefillState.STOPPING:
             self._free(turn)
-            if self.reason is EndReason.REFUSED:
+            if self.reason in (EndReason.REFUSED, EndReason.UNREACHABLE):
                 self._move(PrefillState.ENDED)
             else:
                 self.over_s = turn.now_s
@@ -156,7 +159,9 @@ class PrefillEnds:
     def _free(self, turn: Turn) -> None:
         if self.has_blocks:
             self.has_blocks = False
-            turn.out += [FreeBlocks(self.handoff_id), Settle(self.handoff_id, self.reason)]
+            is_returned = self.reason is EndReason.UNREACHABLE
+            end = Return(self.handoff_id) if is_returned else Settle(self.handoff_id, self.reason)
+            turn.out += [FreeBlocks(self.handoff_id), end]
 
     def _computed(self, turn: Turn) -> None:
         if not self.is_computed:
@@ -169,6 +174,8 @@ class PrefillEnds:
             turn.counters.num_refused += 1
         elif reason is EndReason.ABANDONED:
             turn.counters.num_abandoned += 1
+        elif reason is EndReason.UNREACHABLE:
+            turn.counters.num_returned += 1
         else:
             turn.counters.num_failed += 1
 

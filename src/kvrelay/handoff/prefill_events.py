@@ -46,7 +46,8 @@ class Pulled(Value, frozen=True):
 
     ``num_blocks`` are the request's in our block size; the decode worker holds the first ``num_cached_tokens`` tokens
     already. With prefill-first its grant may name more. ``term`` is our own. ``num_tokens`` are the request's; 0: as
-    many as the blocks hold.
+    many as the blocks hold. ``may_return``: it may go back to the queue if the decode worker cannot be reached from
+    here.
     """
 
     handoff_id: HandoffId
@@ -56,6 +57,7 @@ class Pulled(Value, frozen=True):
     term: int
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     num_tokens: int = 0
+    may_return: bool = False
 
 
 class Declined(Value, frozen=True):
@@ -74,6 +76,12 @@ class Cancelled(Value, frozen=True):
 
 class ClaimFailed(Value, frozen=True):
     """The claim could not be sent, or the peer's memory cannot be reached."""
+
+    handoff_id: HandoffId
+
+
+class Unreachable(Value, frozen=True):
+    """The decode worker, or its entry in discovery, cannot be found from here: the claim was not sent."""
 
     handoff_id: HandoffId
 
@@ -200,6 +208,7 @@ PrefillEvent = (
     | Declined
     | Cancelled
     | ClaimFailed
+    | Unreachable
     | Granted
     | Refused
     | EngineRefused
@@ -229,7 +238,8 @@ class Compute(Value, frozen=True):
 
 
 class SendClaim(Value, frozen=True):
-    """Connect if need be, then claim. ClaimFailed if that is impossible."""
+    """Connect if need be, then claim. Unreachable if another prefill worker may reach it, ClaimFailed if that would be
+    as impossible there, or if the claim may have arrived."""
 
     worker_id: str
     message: HandoffClaim
@@ -326,10 +336,18 @@ class Computed(Value, frozen=True):
 
 
 class Settle(Value, frozen=True):
-    """Acknowledge the queue entry: nothing of it is left to do here. Occurs once for each Pulled and each Declined."""
+    """Acknowledge the queue entry: nothing of it is left to do here. Occurs once for each Pulled and each Declined,
+    unless Return does."""
 
     handoff_id: HandoffId
     reason: EndReason | None
+
+
+class Return(Value, frozen=True):
+    """Give the queue entry back, for a prefill worker that can reach its decode worker. This worker may pull it again:
+    the ledger has forgotten it."""
+
+    handoff_id: HandoffId
 
 
 class SayReleased(Value, frozen=True):
@@ -355,5 +373,6 @@ PrefillAction = (
     | FreeBlocks
     | Computed
     | Settle
+    | Return
     | SayReleased
 )

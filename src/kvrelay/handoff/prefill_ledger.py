@@ -1,8 +1,8 @@
 """All hand-offs of one prefill worker: events to their machines, leases of the decode workers.
 
 A hand-off is claimed here at most once, so that a release stays true: an entry that is delivered again is settled
-without a claim. Any message of a decode worker about an unknown hand-off is answered by a release, because the decode
-worker may have missed an earlier one.
+without a claim, unless it was returned to the queue without one. Any message of a decode worker about an unknown
+hand-off is answered by a release, because the decode worker may have missed an earlier one.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from kvrelay.handoff.prefill_events import (
     Settle,
     TellLoaded,
     Tick,
+    Unreachable,
     Written,
 )
 from kvrelay.handoff.prefill_state import PrefillCounters, PrefillRules, PrefillState, Turn
@@ -101,6 +102,7 @@ class PrefillLedger:
             started_s=turn.now_s,
             due_s=turn.now_s + self.rules.claim_timeout_of(event.order),
             order=event.order,
+            may_return=event.may_return,
         )
         self.handoffs[event.handoff_id] = handoff
         handoff.begin(event, turn)
@@ -131,6 +133,12 @@ class PrefillLedger:
 
     def _claim_failed(self, event: ClaimFailed, turn: Turn) -> None:
         self._one(event.handoff_id, lambda handoff: handoff.stop(EndReason.CLAIM_FAILED, turn))
+
+    def _unreachable(self, event: Unreachable, turn: Turn) -> None:
+        def apply(handoff: PrefillHandoff) -> None:
+            handoff.unreachable(self.leases.ended_s(handoff.decode_worker_id) is not None, turn)
+
+        self._one(event.handoff_id, apply)
 
     def _refused(self, event: Refused, turn: Turn) -> None:
         self._one(event.message.handoff_id, lambda handoff: handoff.refused(turn))
@@ -185,8 +193,11 @@ class PrefillLedger:
         self._drop_if_ended(handoff_id)
 
     def _drop_if_ended(self, handoff_id: HandoffId) -> None:
-        if self.handoffs[handoff_id].state is PrefillState.ENDED:
+        handoff = self.handoffs[handoff_id]
+        if handoff.state is PrefillState.ENDED:
             del self.handoffs[handoff_id]
+            if handoff.reason is EndReason.UNREACHABLE:
+                self.seen.pop(handoff_id, None)
 
     # -- all of a worker's --------------------------------------------------------------------------------------------
 
@@ -223,6 +234,7 @@ _HANDLERS: dict[type, Callable[[PrefillLedger, Any, Turn], None]] = {
     Declined: PrefillLedger._declined,
     Cancelled: PrefillLedger._cancelled,
     ClaimFailed: PrefillLedger._claim_failed,
+    Unreachable: PrefillLedger._unreachable,
     Granted: PrefillLedger._granted,
     Refused: PrefillLedger._refused,
     EngineRefused: PrefillLedger._engine_refused,

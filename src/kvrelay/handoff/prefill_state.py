@@ -71,11 +71,12 @@ class PrefillRules:
 
 @dataclass(slots=True)
 class PrefillCounters:
-    """Counts since start."""
+    """Counts since start. Returned: entries given back to the queue, since the decode worker could not be reached."""
 
     num_prefills: int = 0
     num_refused: int = 0
     num_abandoned: int = 0
+    num_returned: int = 0
     num_failed: int = 0
     num_verified_blocks: int = 0
     num_damaged: int = 0

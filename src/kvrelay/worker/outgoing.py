@@ -38,7 +38,7 @@ from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.base import HandoffChunk, KvLoad, StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.errors import KvrelayError, TransferError
+from kvrelay.errors import KvrelayError, TransferError, WorkerUnavailableError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.prefill_ledger import PrefillLedger
@@ -65,6 +65,8 @@ def _nothing() -> None:
 class Job:
     """A prefill that this worker computes. ``on_computed`` and ``on_settled`` run on the event loop, once each.
 
+    ``on_returned``: its queue entry may go back; runs on the event loop instead of ``on_settled``.
+
     Prefill-first: ``on_received`` runs on the engine's thread when the engine receives it, ``on_first`` on the event
     loop with the first token, before ``on_settled``.
     """
@@ -72,6 +74,7 @@ class Job:
     request: RemotePrefillRequest
     on_computed: Callable[[], None]
     on_settled: Callable[[], None]
+    on_returned: Callable[[], None] | None = None
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     on_received: Callable[[], None] = _nothing
     on_first: Callable[[TokenOutput], None] | None = None
@@ -129,6 +132,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 pe.FreeBlocks: self._free_blocks,
                 pe.Computed: lambda action: self.on_loop(self.jobs[action.handoff_id].on_computed),
                 pe.Settle: lambda action: self.on_loop(self._settle, action),
+                pe.Return: lambda action: self.on_loop(self._return, action),
                 pe.SendProgress: lambda action: self.on_loop(self._tell, action),
                 pe.SendDone: lambda action: self.on_loop(self._tell, action),
                 pe.SendReady: lambda action: self.on_loop(self._tell, action),
@@ -141,6 +145,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         counters, stats = self.ledger.counters, self._stats
         stats.num_prefills, stats.num_refused = counters.num_prefills, counters.num_refused
         stats.num_failed, stats.num_abandoned = counters.num_failed, counters.num_abandoned
+        stats.num_returned = counters.num_returned
         stats.num_verified_blocks = counters.num_verified_blocks
         stats.num_kv_checksum_mismatches = counters.num_damaged
 
@@ -168,6 +173,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 term,
                 job.order,
                 num_tokens=len(request.token_ids),
+                may_return=job.on_returned is not None,
             )
         )
 
@@ -201,14 +207,17 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
 
     async def _claim(self, action: pe.SendClaim) -> None:
         handoff_id = action.message.handoff_id
+        is_sent = False
         try:
             peer = await self._peers.get(action.worker_id)
             if not self._engine.facts.moves_kv:
                 await self._connect_memory(action.worker_id)
+            is_sent = True  # even if sending fails it may have arrived
             peer.client.send(action.message)
         except KvrelayError as exc:
             _log.warning("hand-off %s cannot be claimed: %s", handoff_id, exc)
-            self.handle(pe.ClaimFailed(handoff_id))
+            may_try_elsewhere = isinstance(exc, WorkerUnavailableError) and not is_sent
+            self.handle(pe.Unreachable(handoff_id) if may_try_elsewhere else pe.ClaimFailed(handoff_id))
         except Exception:  # noqa: BLE001 - the outermost frame of a claim: somebody waits for its end
             _log.exception("claiming hand-off %s failed", handoff_id)
             self.handle(pe.ClaimFailed(handoff_id))
@@ -247,6 +256,12 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         if action.reason is not None:
             _log.warning("hand-off %s: %s", action.handoff_id, action.reason)
         job.on_settled()
+
+    def _return(self, action: pe.Return) -> None:
+        job = self.jobs.pop(action.handoff_id)
+        self._by_name.pop(job.name, None)
+        assert job.on_returned is not None, "only an entry that may return does"
+        job.on_returned()
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 

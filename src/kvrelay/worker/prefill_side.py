@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from kvrelay.control.base import PrefillDelivery, PrefillQueue
-from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S
+from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S, return_delay_s
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.tasks import TaskSet, end_tasks
@@ -173,12 +173,21 @@ class PrefillSide:
         request, slot = delivery.request, _Slot(self._slots)
         keepalives = self._tasks.spawn(_extend_ack_deadline(delivery))
 
-        def settled() -> None:
+        delay_s = return_delay_s(delivery.num_deliveries)
+
+        def end(ending: Coroutine[None, None, None]) -> None:
             slot.release()
             keepalives.cancel()
-            self._settling.spawn(_settle(delivery))
+            self._settling.spawn(ending)
 
-        job = Job(request, slot.release, settled)
+        def settled() -> None:
+            end(_settle(delivery))
+
+        def returned() -> None:
+            assert delay_s is not None, "this entry may return"
+            end(_give_back(delivery, delay_s))
+
+        job = Job(request, slot.release, settled, None if delay_s is None else returned)
         if request.handoff_id.decode_worker_id != request.decode_worker_id:
             _log.warning("an entry of %s for hand-off %s was dropped", request.decode_worker_id, request.handoff_id)
             settled()
@@ -243,3 +252,13 @@ async def _settle(delivery: PrefillDelivery) -> None:
         await delivery.ack()
     except KvrelayError as exc:
         _log.warning("cannot acknowledge %s: %s", delivery.request.handoff_id, exc)
+
+
+async def _give_back(delivery: PrefillDelivery, delay_s: float) -> None:
+    """To another prefill worker. If that fails the entry is delivered again after its ack deadline."""
+    handoff_id = delivery.request.handoff_id
+    _log.warning("hand-off %s goes back to the queue; it is delivered again in %g s", handoff_id, delay_s)
+    try:
+        await delivery.nak(delay_s)
+    except KvrelayError as exc:
+        _log.warning("cannot give %s back: %s", handoff_id, exc)

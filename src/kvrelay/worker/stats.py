@@ -40,12 +40,14 @@ class RemoteCostStats:
 
 @dataclass(slots=True)
 class PrefillStats:
-    """Counters of the prefill side; the two counts of checksums concern the hit blocks that it reads."""
+    """Counters of the prefill side. ``num_returned`` counts queue entries that were given back because their decode
+    worker could not be reached; the two counts of checksums concern the hit blocks that it reads."""
 
     num_prefills: int = 0
     num_refused: int = 0
     num_failed: int = 0
     num_abandoned: int = 0
+    num_returned: int = 0
     num_sent_bytes: int = 0
     num_verified_blocks: int = 0
     num_kv_checksum_mismatches: int = 0

@@ -28,7 +28,7 @@ from kvrelay.control.nats.connection import NatsConnection, NatsMessage, NatsSub
 from kvrelay.control.nats.jetstream import ConsumerInfo, JetStream, parse_ack_subject
 from kvrelay.control.nats.kv_keys import encode_key
 from kvrelay.control.queue_order import CLASSES, QueueTurns
-from kvrelay.control.redelivery import MAX_ACK_WAIT_S
+from kvrelay.control.redelivery import MAX_ACK_WAIT_S, MAX_DELIVERIES
 from kvrelay.core.control_codec import decode_prefill
 from kvrelay.core.handoff import QueueClass, RemotePrefillRequest
 from kvrelay.core.tasks import TaskSet
@@ -36,7 +36,6 @@ from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, Protoc
 
 _log = logging.getLogger(__name__)
 
-MAX_DELIVERIES = 5
 MAX_ENTRIES = 100_000
 MAX_AGE_S = 3600
 DEAD_MAX_ENTRIES = 1_000
