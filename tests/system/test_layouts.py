@@ -1,4 +1,5 @@
-"""KV between workers of any TP, PP and block size, with real processes: the plain engine's tokens, the plan's bytes."""
+"""KV between workers of any TP, PP and block size, in both orders, with real processes: the plain engine's tokens, the
+plan's bytes."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ FLAGS = (
     *("--rank-timeout-s", str(PATIENCE_S)),
 )
 LENGTHS = (65, 96, 127, 300, 401, 640, 1500)
+PREFILL_FIRST_LENGTHS = (65, 127, 320, 700)
 CONFIG = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))
 
 
@@ -76,33 +78,49 @@ MATRIX = [
 ]
 
 
-def make_prompts() -> tuple[list[int], list[list[int]], list[list[int]]]:
+@dataclass(frozen=True)
+class Prompts:
     """A short one, long ones that share nothing, and some that begin with the short one."""
+
+    base: list[int]
+    apart: list[list[int]]
+    longer: list[list[int]]
+    prefill_first: list[list[int]]
+    """For the other order: none is known to any worker but for the short one's tokens, with which the last begins."""
+
+    @property
+    def remote(self) -> list[list[int]]:
+        return [*self.longer, *self.apart, *self.prefill_first]
+
+
+def make_prompts() -> Prompts:
     draw = random.Random(11)
 
     def tokens(count: int) -> list[int]:
         return [draw.randrange(16, CONFIG["vocab_size"]) for _ in range(count)]
 
     base = tokens(BASE_LEN)
-    return base, [tokens(length) for length in LENGTHS], [base + tokens(length) for length in (100, 333)]
+    apart = [tokens(length) for length in LENGTHS]
+    longer = [base + tokens(length) for length in (100, 333)]
+    return Prompts(base, apart, longer, [*map(tokens, PREFILL_FIRST_LENGTHS), base + tokens(200)])
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[int, ...], list[int]]:
     """What the plain engine answers."""
-    base, apart, longer = make_prompts()
-    prompts = [base, *apart, *longer]
+    made = make_prompts()
+    prompts = [made.base, *made.remote]
     with LLM(dtype="float32", num_blocks=512, device="cpu") as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.0, ignore_eos=True))
     return {tuple(prompt): list(output.token_ids) for prompt, output in zip(prompts, outputs, strict=True)}
 
 
-def complete(server: Serve, prompt: list[int]) -> list[int]:
+def complete(server: Serve, prompt: list[int], order: str = "decode-first") -> list[int]:
     body = {"model": server.model, "prompt": prompt, "max_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(
         f"{server.url}/v1/completions",
         data=json.dumps({**body, "return_token_ids": True}).encode(),
-        headers={"Content-Type": "application/json"},
+        headers={"Content-Type": "application/json", "x-kvrelay-order": order},
     )
     with urllib.request.urlopen(request, timeout=3 * PATIENCE_S) as answer:
         return json.load(answer)["choices"][0]["token_ids"]
@@ -121,9 +139,10 @@ def planned(prefill: Side, decode: Side) -> tuple[int, int]:
         return min(-(-length // side.block) * side.block for side in (prefill, decode))
 
     hit = BASE_LEN // decode.block * decode.block
-    _, apart, longer = make_prompts()
-    written = sum(end(len(prompt)) for prompt in apart) + sum(end(len(prompt)) - hit for prompt in longer)
-    # The prefill worker has the first one's blocks when the second comes.
+    prompts = make_prompts()
+    hits = [hit if prompt[:BASE_LEN] == prompts.base else 0 for prompt in prompts.remote]
+    written = sum(end(len(prompt)) - known for prompt, known in zip(prompts.remote, hits, strict=True))
+    # The prefill worker has the first one's blocks when the next comes.
     read = hit // prefill.block * prefill.block
     return written * decode.bytes_per_token, read * prefill.bytes_per_token
 
@@ -137,16 +156,20 @@ def test_any_two_layouts_give_the_plain_engines_tokens(
     flags = (*FLAGS, *prefill.flags("prefill"), *decode.flags("decode"), "--transport", transport)
     if send_type:
         flags = (*flags, "--send-type", send_type)
-    base, apart, longer = make_prompts()
-    with Serve(flags) as server:
-        assert complete(server, base) == expected[tuple(base)]
-        for prompt in longer:
+    prompts = make_prompts()
+    with Serve(flags) as server, ThreadPoolExecutor(4) as threads:
+        assert complete(server, prompts.base) == expected[tuple(prompts.base)]
+        for prompt in prompts.longer:
             assert complete(server, prompt) == expected[tuple(prompt)]
-        with ThreadPoolExecutor(4) as threads:
-            answers = list(threads.map(lambda prompt: complete(server, prompt), apart))
-        assert answers == [expected[tuple(prompt)] for prompt in apart]
+        for order, group in (("decode-first", prompts.apart), ("prefill-first", prompts.prefill_first)):
+            answers = list(threads.map(lambda prompt, order=order: complete(server, prompt, order), group))
+            assert answers == [expected[tuple(prompt)] for prompt in group]
+        assert complete(server, prompts.base, "prefill-first") == expected[tuple(prompts.base)]
         (giver,), (taker,) = server.workers("prefill"), server.workers("decode")
-        assert taker["decode"]["num_remote_done"] == giver["prefill"]["num_prefills"] == len(apart) + len(longer)
+        # In this order the frontend decides, and only requests with a pair are remote.
+        assert taker["decode"]["places"]["local_unpaired"] == 1
+        assert taker["decode"]["places"]["remote"] == len(prompts.remote)
+        assert taker["decode"]["num_remote_done"] == giver["prefill"]["num_prefills"] == len(prompts.remote)
         assert giver["prefill"]["num_failed"] == 0
         assert (moved(giver, "write"), moved(giver, "read")) == planned(prefill, decode)
         assert server.is_idle()
@@ -162,9 +185,8 @@ def test_a_full_dev_shm_changes_nothing(transport: str, expected: dict[tuple[int
     if subprocess.run([*SMALL_SHM, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user cannot mount a small /dev/shm")
     flags = (*FLAGS, *Side(tp=2).flags("prefill"), *Side().flags("decode"), "--transport", transport)
-    _, apart, _ = make_prompts()
     with Serve(flags, prefix=SMALL_SHM) as server:
-        for prompt in apart[:3]:
+        for prompt in make_prompts().apart[:3]:
             assert complete(server, prompt) == expected[tuple(prompt)]
         (taker,) = server.workers("decode")
         assert taker["decode"]["num_remote_done"] == 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from kvrelay.bench.chaos import run as chaos_run
 from kvrelay.bench.chaos.counts import WorkerCounts, counts_of, sum_counts
-from kvrelay.bench.chaos.run import ChaosOptions
+from kvrelay.bench.chaos.run import NUM_PROMPTS, NUM_PROMPTS_OF_RANKS, ChaosOptions
 from kvrelay.bench.commands.chaos import bench_chaos
 from kvrelay.errors import FatalError
 from kvrelay.transfer.p2p.counters import P2pCounters
@@ -60,3 +60,12 @@ def test_without_such_options_workers_have_the_defaults() -> None:
     options = ChaosOptions(Path("m"), "mock", 10, 0, 2, 2, 2, 8, 2.0, 3.0)
     assert options.transport == "nixl"
     assert "--transport" not in options.worker_flags
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "asked"), [(1, 1, NUM_PROMPTS), (2, 1, NUM_PROMPTS_OF_RANKS), (1, 2, NUM_PROMPTS_OF_RANKS)]
+)
+def test_workers_of_several_ranks_get_fewer_questions_unless_told_otherwise(tp: int, pp: int, asked: int) -> None:
+    options = ChaosOptions(Path("m"), "torch", 10, 0, 2, 2, 2, 8, 2.0, 3.0, tp=tp, pp=pp)
+    assert options.num_questions == asked
+    assert replace(options, num_prompts=75).num_questions == 75

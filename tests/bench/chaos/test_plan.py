@@ -38,25 +38,28 @@ def test_the_same_seed_gives_the_same_plan_and_another_seed_another():
     assert make_plan(120, 7) != make_plan(120, 8)
 
 
+@pytest.mark.parametrize("with_ranks", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_plan_has_every_kind_in_order_of_time_and_ends_early_enough(seed):
-    plan = make_plan(120, seed, quiet_end_s=10)
+def test_a_plan_has_every_kind_in_order_of_time_and_ends_early_enough(seed, with_ranks):
+    plan = make_plan(120, seed, quiet_end_s=10, with_ranks=with_ranks)
     times = [fault.at_s for fault in plan]
     assert times == sorted(times)
     assert times[0] >= START_QUIET_S
     assert times[-1] < 110
-    assert {fault.kind for fault in plan} == set(FaultKind)
+    assert {fault.kind for fault in plan} == set(FaultKind) - (set() if with_ranks else {FaultKind.KILL_RANK})
     assert all((fault.role in ROLES) == (fault.kind in AGAINST_WORKERS) for fault in plan)
     assert all(0 <= fault.choice < 1 and 0 <= fault.severity < 1 for fault in plan)
 
 
+@pytest.mark.parametrize("with_ranks", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_kills_stay_below_what_a_supervisor_calls_a_crash_loop(seed):
-    plan = make_plan(600, seed, interval_s=0.3)
-    names = {fault.name for fault in plan if fault.kind in CRASHES}
-    assert names == {"kill prefill", "kill decode", "kill_frontend"}
-    for name in names:
-        times = [fault.at_s for fault in plan if fault.name == name]
+def test_kills_stay_below_what_a_supervisor_calls_a_crash_loop(seed, with_ranks):
+    plan = make_plan(600, seed, interval_s=0.3, with_ranks=with_ranks)
+    crashes = [fault for fault in plan if fault.kind in CRASHES]
+    ranks = {"kill_rank prefill", "kill_rank decode"} if with_ranks else set()
+    assert {fault.name for fault in crashes} == {"kill prefill", "kill decode", "kill_frontend", *ranks}
+    for role in ("", *ROLES):
+        times = [fault.at_s for fault in crashes if fault.role == role]
         assert len(times) > MAX_KILLS_PER_WINDOW
         for number, at_s in enumerate(times):
             assert sum(at_s <= other < at_s + KILL_WINDOW_S for other in times[number:]) <= MAX_KILLS_PER_WINDOW
@@ -193,7 +196,7 @@ def killed(p99_s: float) -> FaultSummary:
 def test_targets_are_met_missed_or_not_measured():
     faults = {"kill decode": killed(1.4), "kill prefill": killed(3.9)}
     verdicts = Counter({Verdict.RIGHT: 90, Verdict.MISSING: 1, Verdict.REPEATED: 1})
-    met = {target.name: (target.value, target.is_met) for target in targets_of(verdicts, 5, faults, 2.0)}
+    met = {target.name: (target.value, target.is_met) for target in targets_of(verdicts, 5, faults, 2.0, [0.2, 0.7])}
     assert met == {
         "wrong, missing, repeated": (2, False),
         "failed": (0, True),
@@ -201,6 +204,11 @@ def test_targets_are_met_missed_or_not_measured():
         "leaked blocks": (5, False),
         "pause P99 after SIGKILL of a worker, s": (3.9, True),
         "pause P99 after SIGKILL of a decode worker, s": (1.4, False),
+        "end of a worker after SIGKILL of a rank, s": (0.7, True),
     }
     unmeasured = [target.name for target in targets_of(Counter(), 0, {}, 2.0) if target.is_met is None]
-    assert unmeasured == ["pause P99 after SIGKILL of a worker, s", "pause P99 after SIGKILL of a decode worker, s"]
+    assert unmeasured == [
+        "pause P99 after SIGKILL of a worker, s",
+        "pause P99 after SIGKILL of a decode worker, s",
+        "end of a worker after SIGKILL of a rank, s",
+    ]

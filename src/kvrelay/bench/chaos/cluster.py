@@ -77,6 +77,7 @@ class ClusterUnderTest:
         self._extras: list[Child] = []
         self._joined_pids: set[int] = set()
         """Processes that were seen working."""
+        self._may_crash_pids: set[int] = set()
         self._counts: dict[str, WorkerCounts] = {}
 
     async def __aenter__(self) -> ClusterUnderTest:
@@ -118,12 +119,12 @@ class ClusterUnderTest:
         return os.pread(self._log.fileno(), size, 0).decode("utf-8", errors="replace")
 
     def unclean_exits(self) -> list[str]:
-        """Children of ``serve`` that ended by themselves with an error. Those that were killed do not count, nor those
-        that could not reach the control server while they started: ``serve`` starts them again."""
+        """Children of ``serve`` that ended by themselves with an error. Those that were killed or may crash do not
+        count, nor those that could not reach the control server while they started: ``serve`` starts them again."""
         return [
             f"{name} ended with exit code {code}"
             for name, pid, code in CHILD_ENDED.findall(self.log)
-            if int(code) != -signal.SIGKILL and int(pid) in self._joined_pids
+            if int(code) != -signal.SIGKILL and int(pid) in self._joined_pids - self._may_crash_pids
         ]
 
     @property
@@ -193,6 +194,17 @@ class ClusterUnderTest:
         for child in self._extras:
             if child.exit_code and child.pid not in self._joined_pids:
                 child.process = start_child(child.name, child.command, output=self._log).process
+
+    def rank_pids(self, member: Member) -> list[int]:
+        """The worker's rank processes. Raises FatalError if it has none."""
+        with suppress(psutil.NoSuchProcess):
+            if pids := sorted(child.pid for child in psutil.Process(member.pid).children()):
+                return pids
+        raise FatalError(f"{member.worker_id} has no rank processes")
+
+    def may_crash(self, member: Member) -> None:
+        """An error at this worker's end will not count."""
+        self._may_crash_pids.add(member.pid)
 
     async def until_exit(self, member: Member, timeout_s: float) -> int | None:
         """Wait for the process to end. Returns its exit code, 0 for a child of ``serve`` (see ``unclean_exits``).

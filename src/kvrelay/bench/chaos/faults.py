@@ -54,12 +54,15 @@ class FaultInjector:
         self._longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
         self._locks = {role: asyncio.Lock() for role in (*ROLES, NATS, FRONTEND)}
         self.records: list[FaultRecord] = []
+        self.rank_death_s: list[float] = []
+        """How long each worker outlived its killed rank."""
 
     async def run(self, fault: Fault) -> None:
         """Inject one fault and wait until it has healed. Problems are recorded, not raised."""
         began_s = time.monotonic()
         injections: dict[FaultKind, Callable[[Fault], Awaitable[None]]] = {
             FaultKind.KILL: self._kill,
+            FaultKind.KILL_RANK: self._kill_rank,
             FaultKind.TERMINATE: self._replace,
             FaultKind.DRAIN: self._replace,
             FaultKind.REVOKE: self._replace,
@@ -136,6 +139,23 @@ class FaultInjector:
             at_s = time.monotonic()
             os.kill(victim.pid, signal.SIGKILL)
             if await self._cluster.until_exit(victim, 5.0) is not None and victim.is_extra:
+                self._cluster.start_worker(fault.role)
+            await self._heal(fault, at_s, [fault.role])
+
+    async def _kill_rank(self, fault: Fault) -> None:
+        """The worker must notice and end; then it is replaced as after its own death."""
+        async with self._alone(fault.role):
+            victim = await self._victim(fault)
+            ranks = self._cluster.rank_pids(victim)
+            at_s = time.monotonic()
+            self._cluster.may_crash(victim)
+            os.kill(ranks[int(fault.severity * len(ranks))], signal.SIGKILL)
+            code = await self._cluster.until_exit(victim, self._cluster.heal_timeout_s)
+            if code is None:
+                self._record(fault, at_s, problem="the worker outlived its rank")
+                return
+            self.rank_death_s.append(time.monotonic() - at_s)
+            if victim.is_extra:
                 self._cluster.start_worker(fault.role)
             await self._heal(fault, at_s, [fault.role])
 

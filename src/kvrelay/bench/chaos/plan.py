@@ -23,6 +23,8 @@ class FaultKind(enum.StrEnum):
 
     KILL = "kill"
     """SIGKILL of a worker."""
+    KILL_RANK = "kill_rank"
+    """SIGKILL of one rank process of a worker with several; the worker must end by itself."""
     TERMINATE = "terminate"
     """SIGTERM of a worker, after a replacement was started by hand."""
     DRAIN = "drain"
@@ -50,6 +52,7 @@ class FaultKind(enum.StrEnum):
 ROLES = ("prefill", "decode")
 AGAINST_WORKERS = (
     FaultKind.KILL,
+    FaultKind.KILL_RANK,
     FaultKind.TERMINATE,
     FaultKind.DRAIN,
     FaultKind.REVOKE,
@@ -57,7 +60,7 @@ AGAINST_WORKERS = (
     FaultKind.SWITCH_ROLE,
 )
 """These strike one role; the others have none."""
-CRASHES = (FaultKind.KILL, FaultKind.KILL_FRONTEND)
+CRASHES = (FaultKind.KILL, FaultKind.KILL_RANK, FaultKind.KILL_FRONTEND)
 """Kills that a supervisor counts as crashes."""
 
 
@@ -78,8 +81,11 @@ class Fault:
         return f"{self.kind} {self.role}".strip()
 
 
-def make_plan(duration_s: float, seed: int, *, interval_s: float = 3.0, quiet_end_s: float = 8.0) -> tuple[Fault, ...]:
-    """Faults about every ``interval_s``, none in the first two seconds nor in the last ``quiet_end_s``.
+def make_plan(
+    duration_s: float, seed: int, *, interval_s: float = 3.0, quiet_end_s: float = 8.0, with_ranks: bool = False
+) -> tuple[Fault, ...]:
+    """Faults about every ``interval_s``, none in the first two seconds nor in the last ``quiet_end_s``. With
+    ``with_ranks`` (workers of several ranks) ranks are killed too.
 
     Raises ConfigError if that leaves no time for a fault.
     """
@@ -92,7 +98,7 @@ def make_plan(duration_s: float, seed: int, *, interval_s: float = 3.0, quiet_en
     pending: list[tuple[FaultKind, str]] = []
     at_s = START_QUIET_S
     while at_s < end_s:
-        pending = pending or _round(rng)
+        pending = pending or _round(rng, with_ranks)
         number = next((i for i, (kind, role) in enumerate(pending) if _is_allowed(faults, kind, role, at_s)), None)
         if number is None:
             pending = []
@@ -103,8 +109,9 @@ def make_plan(duration_s: float, seed: int, *, interval_s: float = 3.0, quiet_en
     return tuple(faults)
 
 
-def _round(rng: random.Random) -> list[tuple[FaultKind, str]]:
-    entries = [(kind, role) for kind in FaultKind for role in (ROLES if kind in AGAINST_WORKERS else ("",))]
+def _round(rng: random.Random, with_ranks: bool) -> list[tuple[FaultKind, str]]:
+    kinds = [kind for kind in FaultKind if with_ranks or kind is not FaultKind.KILL_RANK]
+    entries = [(kind, role) for kind in kinds for role in (ROLES if kind in AGAINST_WORKERS else ("",))]
     rng.shuffle(entries)
     return entries
 
@@ -113,5 +120,5 @@ def _is_allowed(faults: list[Fault], kind: FaultKind, role: str, at_s: float) ->
     """Whether one more fault of this kind stays within the limit on kills."""
     if kind not in CRASHES:
         return True
-    recent = [f for f in faults if f.kind is kind and f.role == role and at_s - f.at_s < KILL_WINDOW_S]
+    recent = [f for f in faults if f.kind in CRASHES and f.role == role and at_s - f.at_s < KILL_WINDOW_S]
     return len(recent) < MAX_KILLS_PER_WINDOW

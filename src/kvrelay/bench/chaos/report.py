@@ -19,6 +19,7 @@ MAX_EXAMPLES = 20
 NUM_WORST = 8
 KILL_GRACE_S = 2.0
 MAX_BROKEN_PAUSE_S = 1.0
+RANK_DEATH_S = 5.0
 BEFORE_S = 1.0
 """A fault that ended at most this long before a pause may still have caused it."""
 
@@ -97,10 +98,10 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class ChaosReport:
-    """The whole run. ``refused`` requests got 429 or 503 with Retry-After and were sent again. ``reconnected`` ones
-    lost their frontend and were sent again; they also count by their outcome. The workers' own counts, from
-    ``remote_prefills`` to ``losses``, are lower bounds (``WorkerCounts``). The two pauses are each stream's longest
-    silence, including the wait for the first token: before the faults, and during them."""
+    """The whole run. ``num_ranks``: of each worker. ``refused`` requests got 429 or 503 with Retry-After and were sent
+    again. ``reconnected`` ones lost their frontend and were sent again; they also count by their outcome. The workers'
+    own counts, from ``remote_prefills`` to ``losses``, are lower bounds (``WorkerCounts``). The two pauses are each
+    stream's longest silence, including the wait for the first token: before the faults, and during them."""
 
     machine: str
     engine: str
@@ -108,6 +109,7 @@ class ChaosReport:
     duration_s: float
     seed: int
     lease_ttl_s: float
+    num_ranks: int
     num_prompts: int
     requests: int
     output_tokens: int
@@ -173,11 +175,15 @@ def summarise_faults(
 
 
 def targets_of(
-    verdicts: Counter[Verdict], leaked_blocks: int, faults: dict[str, FaultSummary], lease_ttl_s: float
+    verdicts: Counter[Verdict],
+    leaked_blocks: int,
+    faults: dict[str, FaultSummary],
+    lease_ttl_s: float,
+    rank_death_s: Sequence[float] = (),
 ) -> tuple[Promise, ...]:
     """The targets of docs/reliability.md while one worker of each role lives. A killed decode worker breaks the
     connections of its streams, so they continue at once. Prefills that a killed prefill worker had pulled may have to
-    wait for its lease."""
+    wait for its lease. ``rank_death_s``: how long each worker outlived a killed rank."""
     wrong = sum(verdicts[verdict] for verdict in (Verdict.WRONG, Verdict.MISSING, Verdict.REPEATED))
     pauses = {role: faults[f"{FaultKind.KILL} {role}"].pause for role in ROLES if f"{FaultKind.KILL} {role}" in faults}
     p99s = {role: pause.p99_s for role, pause in pauses.items() if pause is not None}
@@ -190,6 +196,7 @@ def targets_of(
             "pause P99 after SIGKILL of a worker, s", lease_ttl_s + KILL_GRACE_S, max(p99s.values(), default=None)
         ),
         Promise.of("pause P99 after SIGKILL of a decode worker, s", MAX_BROKEN_PAUSE_S, p99s.get("decode")),
+        Promise.of("end of a worker after SIGKILL of a rank, s", RANK_DEATH_S, max(rank_death_s, default=None)),
     )
 
 

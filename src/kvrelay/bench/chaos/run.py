@@ -39,6 +39,8 @@ from kvrelay.executors.mock import mock_generate
 
 MAX_PROMPT_LEN = 600
 NUM_PROMPTS = 120
+NUM_PROMPTS_OF_RANKS = 40
+"""With several ranks: asked one at a time, each token costs several collectives, which take turns on few cores."""
 NUM_LEARNERS = 8
 NUM_BLOCKS = 512
 """Blocks of a worker's KV pool: few, so that cached prefixes are evicted and prompts must be computed again."""
@@ -74,10 +76,21 @@ class ChaosOptions:
     log_path: Path | None = None
     tp: int = 1
     pp: int = 1
+    num_prompts: int | None = None
+    """Prompts with known answers; None: as many as fit into a minute or two on two cores."""
     order: HandoffOrder = HandoffOrder.DECODE_FIRST
     transport: str = "nixl"
     transfer_flags: tuple[str, ...] = ()
     """The flags of a worker's data plane, ``transport`` included."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Of each worker."""
+        return self.tp * self.pp
+
+    @property
+    def num_questions(self) -> int:
+        return self.num_prompts or (NUM_PROMPTS_OF_RANKS if self.num_ranks > 1 else NUM_PROMPTS)
 
     @property
     def worker_flags(self) -> list[str]:
@@ -95,9 +108,11 @@ class ChaosOptions:
 async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
     """Run it. Raises FatalError if the cluster does not start, ConfigError if the duration is too short for faults, or
     for several ranks of the mock engine."""
-    if options.engine_kind != "torch" and options.tp * options.pp > 1:
+    if options.engine_kind != "torch" and options.num_ranks > 1:
         raise ConfigError(f"--tp {options.tp} --pp {options.pp} need --engine torch", param="tp")
-    plan = make_plan(options.duration_s, options.seed, interval_s=options.fault_interval_s)
+    plan = make_plan(
+        options.duration_s, options.seed, interval_s=options.fault_interval_s, with_ranks=options.num_ranks > 1
+    )
     cluster = ClusterUnderTest(
         [*options.worker_flags, "--max-waiting-requests", str(MAX_WAITING_REQUESTS), "--order", options.order],
         options.worker_flags,
@@ -108,8 +123,7 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
     questions = _Questions(options)
     progress("starting the cluster")
     async with cluster, ChaosClient(cluster.url, cluster.model) as client:
-        progress(f"asking {NUM_PROMPTS} prompts undisturbed")
-        calm = await questions.learn(client)
+        calm = await questions.learn(client, progress)
         burst_size = MAX_WAITING_REQUESTS * options.num_frontends * 2
         injector = FaultInjector(cluster, client, questions.known, options.lease_ttl_s, burst_size)
         skipped = await _disturb(options, plan, client, injector, questions, cluster.heal_timeout_s, progress)
@@ -125,6 +139,7 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         duration_s=options.duration_s,
         seed=options.seed,
         lease_ttl_s=options.lease_ttl_s,
+        num_ranks=options.num_ranks,
         num_prompts=len(questions.known),
         requests=len(client.records),
         output_tokens=client.num_output_tokens,
@@ -150,7 +165,7 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         longest_pause=_pauses(client.records),
         worst_pauses=worst_pauses(client.records, injector.records),
         faults=faults,
-        targets=targets_of(verdicts, leaked, faults, options.lease_ttl_s),
+        targets=targets_of(verdicts, leaked, faults, options.lease_ttl_s, injector.rank_death_s),
         problems=(*problems, *problems_of(client.records, injector.records)),
     )
 
@@ -170,17 +185,19 @@ class _Questions:
         self._vocab_size: int = config["vocab_size"]
         self._is_mock = options.engine_kind == "mock"
         self._seed = options.seed
+        self._count = options.num_questions
         self.known: list[KnownPrompt] = []
 
-    async def learn(self, client: ChaosClient) -> list[AskedPrompt]:
+    async def learn(self, client: ChaosClient, progress: Progress) -> list[AskedPrompt]:
         """Send all prompts without faults. Returns the records. Raises FatalError if too few answers are known."""
         prompts = make_prompts(
-            NUM_PROMPTS,
+            self._count,
             self._seed,
             vocab_size=self._vocab_size,
             max_len=MAX_PROMPT_LEN,
             with_sampling=not self._is_mock,
         )
+        progress(f"asking {len(prompts)} prompts undisturbed, {NUM_LEARNERS} at once")
         first, calm = await _ask_all(client, prompts, range(len(prompts)), at_once=NUM_LEARNERS)
         answers = [first]
         if self._is_mock:
@@ -188,6 +205,7 @@ class _Questions:
         else:
             shuffled = random.Random(self._seed).sample(range(len(prompts)), len(prompts))
             for order, at_once in ((range(len(prompts)), 1), (shuffled, NUM_LEARNERS)):
+                progress(f"asking them again, {at_once} at once")
                 more, records = await _ask_all(client, prompts, order, at_once=at_once)
                 answers.append(more)
                 calm += records

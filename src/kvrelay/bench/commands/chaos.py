@@ -38,6 +38,13 @@ UNUSED = ("kv_port", "ucx_tls", "ucx_net_devices", "poll_interval_s")
 @click.option("--frontends", "num_frontends", default=2, type=click.IntRange(1, 16), help="Frontend processes.")
 @click.option("--clients", "num_clients", default=8, type=click.IntRange(1, 256), help="Clients that ask all the time.")
 @click.option(
+    "--questions",
+    "num_prompts",
+    type=click.IntRange(12, 10_000),
+    help="Prompts with known answers; default: 120, or 40 for workers of several ranks. A real engine first answers "
+    "each three times undisturbed.",
+)
+@click.option(
     "--fault-interval",
     "fault_interval_s",
     default=3.0,
@@ -54,8 +61,8 @@ UNUSED = ("kv_port", "ucx_tls", "ucx_net_devices", "poll_interval_s")
 @field_options(TransferConfig, exclude=UNUSED)
 @json_option
 def bench_chaos(model: str | None, as_json: bool, **given: Any) -> None:
-    """Kill, stop, drain and switch workers, kill frontends, kill and stop NATS, let clients leave, all at random, and
-    compare every answer.
+    """Kill, stop, drain and switch workers, kill their ranks, kill frontends, kill and stop NATS, let clients leave,
+    all at random, and compare every answer.
 
     Options of the KV data plane, e.g. --transport, are passed to every worker.
     Ends with 1 if any answer was wrong, any request failed or hung, or any block leaked.
