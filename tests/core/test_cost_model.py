@@ -8,8 +8,11 @@ import random
 import pytest
 
 from kvrelay.core.cost_model import (
+    MANY_STEPS,
     MAX_COST_S,
     MIN_CHUNK_TOKENS,
+    SAMPLED_STEPS,
+    SHORT_STEP_S,
     RemoteCost,
     RemoteCostModel,
     StepCost,
@@ -61,6 +64,17 @@ def test_decodes_alone_do_not_make_it_forget_what_a_prefill_costs() -> None:
         work = StepWork(0, 0, 8, 8 * rng.randrange(100, 200))
         model.add(work, CPU.step_seconds(work) * rng.uniform(0.8, 1.2))
     assert model.cost.prefill_token_s == pytest.approx(CPU.prefill_token_s, rel=0.5)
+
+
+def test_of_many_short_prefills_a_part_is_a_sample_and_a_long_one_always_is() -> None:
+    model = StepCostModel()
+    for _ in range(MANY_STEPS + 40 * SAMPLED_STEPS):
+        model.add(StepWork(32, 0, 0, 0), SHORT_STEP_S / 2)
+    assert model.num_samples == MANY_STEPS + 40
+    assert model.cost.step_seconds(StepWork(32, 0, 0, 0)) == pytest.approx(SHORT_STEP_S / 2, rel=0.2)
+    for _ in range(10):
+        model.add(StepWork(2048, 0, 0, 0), 2 * SHORT_STEP_S)
+    assert model.num_samples == MANY_STEPS + 50
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e9])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from kvrelay.config import DisaggConfig
 from kvrelay.core.cost_model import RemoteCost, StepCost
 from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
-from kvrelay.handoff.placement import MIN_WINDOW, CostPlacement, Objectives, Situation, decide, objectives_of
+from kvrelay.handoff.placement import MIN_WINDOW, CostPlacement, Objectives, Situation, decide, objectives_of, stay_here
 
 COST = StepCost(0.002, 0.003, 1e-5, 0.0, 2.5e-5, 0.0)
 REMOTE = RemoteCost(0.010, 1e-5, 1e-7, 0.001, 1e-5)
@@ -132,6 +132,16 @@ def test_costs_that_cannot_be_fall_back_to_the_thresholds_and_are_counted() -> N
     assert full.decide(replace(IDLE, cost=nonsense)).place is PrefillPlace.LOCAL_QUEUE_FULL
     assert full.decide(replace(IDLE, cost=nonsense, is_here_open=False)).place is None
     assert (made.num_fallbacks, full.num_fallbacks) == (2, 2)
+
+
+def test_without_a_prefill_worker_there_is_no_choice_and_the_prefill_stays_once_there_is_room() -> None:
+    fleet = PrefillFleet(0, 0)
+    made = CostPlacement(DisaggPolicy(DisaggConfig()), lambda: fleet, lambda _: None)
+    assert not made.has_choice
+    for is_open in (True, False):
+        assert stay_here(is_open) == made.decide(replace(IDLE, is_here_open=is_open))
+    fleet = PrefillFleet(1, 0)
+    assert made.has_choice
 
 
 def test_it_learns_the_way_and_counts_what_was_done() -> None:

@@ -26,7 +26,9 @@ MIN_CHUNK_TOKENS = 64
 """A prefill always gets on, whatever the running answers' objective."""
 MAX_CHUNK_TOKENS = 1 << 30
 MANY_STEPS, SAMPLED_STEPS = 200, 4
-"""After so many decode steps, every so-manieth is a sample."""
+"""After so many steps of a kind, every so-manieth is a sample: decode steps, and prefills of less than SHORT_STEP_S."""
+SHORT_STEP_S = 0.001
+"""A fit takes a hundredth of this."""
 
 
 class StepWork(msgspec.Struct, frozen=True):
@@ -52,9 +54,7 @@ class StepCost(msgspec.Struct, frozen=True):
     @property
     def is_sound(self) -> bool:
         """Whether these can be coefficients at all: a worker may publish anything."""
-        return all(0.0 <= value <= MAX_COST_S for value in msgspec.structs.astuple(self)) and any(
-            value > 0.0 for value in (self.step_s, self.decode_s, self.context_s)
-        )
+        return _are_times(msgspec.structs.astuple(self)) and max(self.step_s, self.decode_s, self.context_s) > 0.0
 
     def step_seconds(self, work: StepWork) -> float:
         """The time of one step."""
@@ -103,7 +103,7 @@ class StepCostModel:
         self._decode = RecursiveLeastSquares((prior.step_s, prior.decode_s, prior.context_s))
         self._prefill = RecursiveLeastSquares((prior.prefill_s, prior.prefill_token_s, prior.pair_s))
         self._cost: StepCost | None = None
-        self._num_decode_steps = 0
+        self._num_decode_steps = self._num_short_prefills = 0
 
     @property
     def cost(self) -> StepCost:
@@ -130,6 +130,10 @@ class StepCostModel:
     def add(self, work: StepWork, seconds: float) -> None:
         """A step has taken ``seconds``. Impossible times are counted and ignored."""
         if work.num_prefill_tokens > 0:
+            if seconds < SHORT_STEP_S:
+                self._num_short_prefills += 1
+                if self._num_short_prefills > MANY_STEPS and self._num_short_prefills % SAMPLED_STEPS:
+                    return
             beside_s = self.cost._decode_seconds(work.num_decodes, work.num_context_tokens)
             # A wrong share for the decodes must not leave a prefill without any time of its own.
             own_s = max(seconds - beside_s, seconds / 2)
@@ -160,7 +164,7 @@ class RemoteCost(msgspec.Struct, frozen=True):
 
     @property
     def is_sound(self) -> bool:
-        return all(0.0 <= value <= MAX_COST_S for value in msgspec.structs.astuple(self))
+        return _are_times(msgspec.structs.astuple(self))
 
     def seconds(self, num_tokens: int, num_ahead_tokens: float) -> float:
         """The time to the first token of ``num_tokens``, with ``num_ahead_tokens`` ahead of it at each worker."""
@@ -177,12 +181,15 @@ class RemoteCostModel:
 
     def __init__(self, prior: RemoteCost | None = None) -> None:
         prior = prior or RemoteCost()
+        self._cost: RemoteCost | None = None
         self._way = RecursiveLeastSquares((prior.overhead_s, prior.wait_token_s, prior.transfer_token_s))
         self._prefill = RecursiveLeastSquares((prior.prefill_s, prior.prefill_token_s))
 
     @property
     def cost(self) -> RemoteCost:
-        return RemoteCost(*self._way.coefficients, *self._prefill.coefficients)
+        if self._cost is None:
+            self._cost = RemoteCost(*self._way.coefficients, *self._prefill.coefficients)
+        return self._cost
 
     @property
     def num_samples(self) -> int:
@@ -208,6 +215,12 @@ class RemoteCostModel:
         elif not self._prefill.add((1.0, num_tokens), prefill_s):
             prefill_s = 0.0
         self._way.add((1.0, num_ahead_tokens, num_tokens), seconds - prefill_s)
+        self._cost = None
+
+
+def _are_times(coefficients: tuple[float, ...]) -> bool:
+    """Whether they are zero or above, and at most MAX_COST_S together. A sum with a NaN compares false."""
+    return sum(coefficients) <= MAX_COST_S and min(coefficients) >= 0.0
 
 
 def _bounded(seconds: float) -> float:

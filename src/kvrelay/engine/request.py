@@ -23,6 +23,10 @@ UINT64_MASK = 2**64 - 1
 class Placement(Protocol):
     """Decides on an engine's thread where the prefills of its requests run: ``handoff.placement.CostPlacement``."""
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether a prefill worker exists. Without one ``handoff.placement.stay_here`` is the decision."""
+
     def decide(self, situation: Situation) -> Decision: ...
 
     def placed(self, decision: Decision) -> None:

@@ -5,7 +5,6 @@ It owns the alternation between exclusive prefills and all other sequences. It c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.engine.batch import Batch
@@ -15,20 +14,16 @@ OLDEST_SHARE = 4
 """A quarter of a step's prefill tokens is for the oldest prompt, so that shorter ones cannot stop it."""
 
 
-@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """A step's rows, in order: one token of each decode, then prefill chunks with their numbers of tokens."""
 
-    decodes: list[Request]
-    chunks: list[tuple[Request, int]]
+    __slots__ = ("chunks", "decodes", "num_prefill_tokens", "num_tokens")
 
-    @property
-    def num_prefill_tokens(self) -> int:
-        return sum(count for _, count in self.chunks)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decodes) + self.num_prefill_tokens
+    def __init__(self, decodes: list[Request], chunks: list[tuple[Request, int]]) -> None:
+        self.decodes = decodes
+        self.chunks = chunks
+        self.num_prefill_tokens = sum([count for _, count in chunks])
+        self.num_tokens = len(decodes) + self.num_prefill_tokens
 
 
 class Budget(Protocol):

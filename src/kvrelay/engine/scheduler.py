@@ -131,7 +131,7 @@ class Scheduler:
         """Whether a step would compute tokens or admit a request."""
         if len(self._batch) > 0:
             return True
-        return self.num_admitted < self.max_num_running and self.admission.may_admit(self._load())
+        return self._may_try_to_admit and self.admission.may_admit(self._load())
 
     def take_output(self) -> StepOutput:
         """Everything for the worker since the last call."""
@@ -284,20 +284,25 @@ class Scheduler:
         self.admission.push(request)
 
     def _admit(self) -> None:
-        while self.num_admitted < self.max_num_running:
+        while self._may_try_to_admit:
             request = self.admission.admit(self._load())
             if request is None:
                 return
             self._place(request)
 
+    @property
+    def _may_try_to_admit(self) -> bool:
+        """Whether a request waits and a slot is free. Most steps admit nothing: they must not pay for ``_load``."""
+        return len(self.admission) > 0 and self.num_admitted < self.max_num_running
+
     def _load(self) -> EngineLoad:
-        backlog = tuple(Backlog(request.num_missing_tokens, request.arrival) for request in self._batch.prefilling)
+        prefilling = list(self._batch.prefilling)
         return EngineLoad(
             num_admitted=self.num_admitted,
             num_running=len(self._batch),
-            backlog=backlog,
+            backlog=tuple([Backlog(request.num_missing_tokens, request.arrival) for request in prefilling]),
             pace=self.pace,
-            chunk=self.pace.prefill_budget(list(self._batch.prefilling), self._max_num_batched_tokens),
+            chunk=lambda: self.pace.prefill_budget(prefilling, self._max_num_batched_tokens),
             num_away=self._num_away,
             num_prefills_away=len(self._away),
         )

@@ -6,8 +6,8 @@ A pure decision over given numbers; both thresholds can be changed while request
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from kvrelay.config import DisaggConfig
 from kvrelay.errors import ConfigError
@@ -31,8 +31,7 @@ class PrefillPlace(enum.StrEnum):
     """Prefill-first: the frontend has chosen no prefill worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillFleet:
+class PrefillFleet(NamedTuple):
     """A decode worker's knowledge of the prefill side."""
 
     num_workers: int
@@ -43,7 +42,16 @@ class DisaggPolicy:
     """Holds the thresholds and decides per request."""
 
     def __init__(self, config: DisaggConfig) -> None:
-        self.config = self._given = config
+        self._given = config
+        self._use(config)
+
+    def _use(self, config: DisaggConfig) -> None:
+        self.config = config
+        self.is_by_cost = config.disagg_policy == "cost" or (
+            config.disagg_policy == "auto"
+            and all(getattr(config, name) == getattr(_DEFAULTS, name) for name in SETTABLE)
+        )
+        """Whether ``handoff.placement`` decides, and this policy only where costs are not known."""
 
     def set(self, name: str, value: object) -> None:
         """Replace one threshold at run time. Raises ConfigError for an unknown name or a value out of range."""
@@ -53,20 +61,12 @@ class DisaggPolicy:
         except ValueError as exc:
             raise ConfigError(f"disagg.{name} must be a whole number, got {value!r}", param=name) from exc
         change: dict[str, Any] = {name: number}
-        self.config = replace(self.config, **change)
+        self._use(replace(self.config, **change))
 
     def unset(self, name: str) -> None:
         """Restore the threshold of the start. Raises ConfigError for an unknown name."""
         self._check(name)
-        self.config = replace(self.config, **{name: getattr(self._given, name)})
-
-    @property
-    def is_by_cost(self) -> bool:
-        """Whether ``handoff.placement`` decides, and this policy only where costs are not known."""
-        config = self.config
-        if config.disagg_policy != "auto":
-            return config.disagg_policy == "cost"
-        return all(getattr(config, name) == getattr(_DEFAULTS, name) for name in SETTABLE)
+        self._use(replace(self.config, **{name: getattr(self._given, name)}))
 
     def decide(
         self, *, prompt_length: int, num_cached_tokens: int, prefill_fleet: PrefillFleet, must_be_local: bool = False

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from kvrelay.config import DisaggConfig
 from kvrelay.core.cost_model import MAX_COST_S, RemoteCost, RemoteCostModel, StepCost, StepWork
@@ -33,16 +34,14 @@ WINDOW_S = 0.25
 """More are sent while the wait before them is below this and the way's own latency."""
 
 
-@dataclass(frozen=True, slots=True)
-class Objectives:
+class Objectives(msgspec.Struct, frozen=True):
     """Seconds to the first token, and between tokens."""
 
     ttft_s: float
     itl_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
+class Situation(msgspec.Struct, frozen=True):
     """The engine's state when a prefill is placed. Token counts are of tokens still to compute.
 
     ``num_tokens`` of this request; ``num_here`` will be computed here before it; ``num_away`` were sent away by this
@@ -65,8 +64,7 @@ class Situation:
     num_line: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """Estimates in seconds, from now to the first token. ``place`` None: the request continues to wait."""
 
     place: PrefillPlace | None
@@ -85,7 +83,7 @@ class Decision:
 def decide(situation: Situation, remote: RemoteCost, fleet: PrefillFleet, mean_tokens: float) -> Decision:
     """Place one prefill. ``mean_tokens``: of a prefill that another decode worker has queued."""
     if fleet.num_workers <= 0:
-        return Decision(PrefillPlace.LOCAL_NO_PREFILL_WORKER if situation.is_here_open else None)
+        return stay_here(situation.is_here_open)
     others = max(0, fleet.queue_size - situation.num_prefills_away) * mean_tokens
     ahead = (situation.num_away + others) / fleet.num_workers
     local_s, local_cost = _local(situation, situation.num_here)
@@ -106,6 +104,11 @@ def decide(situation: Situation, remote: RemoteCost, fleet: PrefillFleet, mean_t
     elif is_window_open:
         place = PrefillPlace.REMOTE
     return Decision(place, local_s, remote_s, local_cost, remote_cost)
+
+
+def stay_here(is_here_open: bool) -> Decision:
+    """The decision without a prefill worker: the prefill runs here, once the step's budget has room."""
+    return Decision(PrefillPlace.LOCAL_NO_PREFILL_WORKER if is_here_open else None)
 
 
 def _remote(situation: Situation, remote: RemoteCost, ahead: float) -> tuple[float, float]:
@@ -159,6 +162,10 @@ class CostPlacement:
         """Those of a request, in milliseconds; 0: the configured one."""
         return objectives_of(self._policy.config, ttft_ms, itl_ms)
 
+    @property
+    def has_choice(self) -> bool:
+        return self._fleet().num_workers > 0
+
     def decide(self, situation: Situation) -> Decision:
         """Where the prefill should go now."""
         remote, fleet = self.model.cost, self._fleet()
@@ -207,7 +214,7 @@ def objectives_of(config: DisaggConfig, ttft_ms: float = 0.0, itl_ms: float = 0.
     """The configured objectives with a request's own, where these are possible times."""
     found = Objectives(config.slo_ttft_ms / 1e3, config.slo_itl_ms / 1e3)
     if 0.0 < ttft_ms < math.inf:
-        found = replace(found, ttft_s=ttft_ms / 1e3)
+        found = msgspec.structs.replace(found, ttft_s=ttft_ms / 1e3)
     if 0.0 < itl_ms < math.inf:
-        found = replace(found, itl_s=itl_ms / 1e3)
+        found = msgspec.structs.replace(found, itl_s=itl_ms / 1e3)
     return found

@@ -15,6 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from kvrelay.core.clock import Clock, MonotonicClock
@@ -69,7 +70,7 @@ class EngineThread:
         self._dead: EngineDeadError | None = None
         self._is_shut_down = False
 
-    @property
+    @cached_property
     def facts(self) -> EngineFacts:
         executor = self._core.executor
         return EngineFacts(

@@ -162,3 +162,24 @@ def test_removal_from_anywhere() -> None:
     assert line.queue.candidates(1.0, 8) == []
     with pytest.raises(KeyError):
         line.queue.remove(requests[0])
+
+
+def test_one_class_and_one_lane_have_the_order_of_many() -> None:
+    """Candidates of a single priority and key are found by a shorter way. A class far behind makes no difference."""
+    rng = random.Random(11)
+    for _ in range(50):
+        alone, beside = Line(), Line()
+        beside.add(1, priority=99)
+        for _ in range(rng.randrange(1, 8)):
+            size, begun = rng.randrange(1, 50), rng.random() < 0.2
+            for line in (alone, beside):
+                line.add(size, begun=begun)
+        for _ in range(3):
+            found, all_found = alone.queue.candidates(0.0, 5), beside.queue.candidates(0.0, 5)
+            sizes = [(entry.request.num_queued_tokens, entry.is_due) for entry in found]
+            assert sizes == [
+                (entry.request.num_queued_tokens, entry.is_due) for entry in all_found if entry.rank == 0
+            ], "the same order, and up to the limit"
+            if found:
+                alone.serve()
+                beside.serve()

@@ -20,6 +20,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
 from kvrelay.engine.request import Request
 
@@ -27,8 +29,7 @@ OVERTAKE = 4
 """Shorter requests may overtake the oldest one by this many times its own size."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A waiting request. ``rank``: its priority, lower first, less what ageing has gained. ``is_due``: it was overtaken
     or has aged enough, and comes before shorter ones."""
 
@@ -122,6 +123,9 @@ class _Class:
 
     def in_order(self, limit: int) -> list[tuple[Request, bool]]:
         """The first ``limit`` requests: begun ones, then those of all lanes in turn, the least served lane first."""
+        if len(self._lanes) == 1 and not self._begun.by_arrival:
+            (only,) = self._lanes.values()
+            return list(islice(only.in_order(), limit))
         found = [(request, False) for _, request in self._begun.by_arrival[:limit]]
         lanes = [lane.in_order() for lane in sorted(self._lanes.values(), key=lambda lane: lane.served)]
         while lanes and len(found) < limit:
@@ -155,7 +159,10 @@ class FairQueue:
     def push(self, request: Request) -> None:
         """Add a request. Its size, key and priority must not change until it is removed."""
         self._members[request] = None
-        self._classes.setdefault(request.priority, _Class(request.priority)).add(request)
+        found = self._classes.get(request.priority)
+        if found is None:
+            found = self._classes[request.priority] = _Class(request.priority)
+        found.add(request)
 
     def remove(self, request: Request, *, is_admitted: bool = False) -> None:
         """Remove ``request`` from any position. Raises KeyError if it does not wait."""
@@ -167,11 +174,15 @@ class FairQueue:
 
     def candidates(self, now_s: float, limit: int) -> list[Candidate]:
         """The first ``limit`` requests in order of service."""
+        if len(self._classes) == 1:
+            # Nothing to age past.
+            ((priority, only),) = self._classes.items()
+            return [Candidate(request, priority, is_due) for request, is_due in only.in_order(limit)]
         carried: list[Candidate] = []
         found: list[Candidate] = []
         for rank, priority in sorted((self._rank(entry, now_s), entry.priority) for entry in self._classes.values()):
             entry = self._classes[priority]
-            aged = entry.oldest if rank < priority and len(self._classes) > 1 else None
+            aged = entry.oldest if rank < priority else None
             if aged is not None:
                 carried.append(Candidate(aged, rank, True))
             # Ageing moves only the oldest request past other classes; the requests after it keep their priority.

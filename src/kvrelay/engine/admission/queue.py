@@ -15,6 +15,7 @@ then on no request passes it, and the blocks that become free are kept for it.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.pace import Pace
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.handoff.disagg import PrefillPlace
-from kvrelay.handoff.placement import Decision, Situation
+from kvrelay.handoff.placement import Decision, Situation, stay_here
 
 MAX_CANDIDATES = 8
 """The number of requests that are tried in turn; later ones are longer, so they would not fit either."""
@@ -38,15 +39,19 @@ class Backlog(NamedTuple):
     arrival: int
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """The engine's present load: admitted requests, those of them with a slot, prompts that are being computed."""
+def _whole_step() -> int:
+    return 2048
+
+
+class EngineLoad(NamedTuple):
+    """The engine's present load: admitted requests, those of them with a slot, prompts that are being computed.
+    ``chunk`` computes the prefill tokens of the next step."""
 
     num_admitted: int
     num_running: int
     backlog: tuple[Backlog, ...] = ()
     pace: Pace | None = None
-    chunk: int = 2048
+    chunk: Callable[[], int] = _whole_step
     num_away: int = 0
     num_prefills_away: int = 0
     """Prompt tokens of remote prefills that have not come back, and the number of these prefills."""
@@ -157,7 +162,7 @@ class AdmissionQueue:
 
     def _next(self, load: EngineLoad) -> _Admissible | None:
         now_s = self._clock.now()
-        queues = [queue.candidates(now_s, MAX_CANDIDATES) for queue in (self._here, self._elsewhere)]
+        queues = [queue.candidates(now_s, MAX_CANDIDATES) for queue in (self._here, self._elsewhere) if queue]
         for candidate in heapq.merge(*queues, key=lambda candidate: candidate.urgency):
             decision = self._decide(candidate, load)
             if decision is None and self._is_over_budget(candidate, load):
@@ -180,6 +185,9 @@ class AdmissionQueue:
         request, pace = candidate.request, load.pace
         if request.placement is None or request.objectives is None or pace is None:
             return None
+        is_here_open = not self._is_over_budget(candidate, load)
+        if not request.placement.has_choice:
+            return stay_here(is_here_open)
         situation = Situation(
             num_tokens=request.num_queued_tokens,
             waited_s=max(self._clock.now() - request.waiting_since_s, 0.0),
@@ -187,10 +195,10 @@ class AdmissionQueue:
             num_away=load.num_away,
             num_prefills_away=load.num_prefills_away,
             num_line=max(self.num_waiting_tokens - request.num_queued_tokens, 0),
-            chunk=load.chunk,
+            chunk=load.chunk(),
             num_decodes=pace.num_decodes,
             num_context=pace.num_context,
-            is_here_open=not self._is_over_budget(candidate, load),
+            is_here_open=is_here_open,
             cost=pace.costs.cost,
             objectives=request.objectives,
         )
