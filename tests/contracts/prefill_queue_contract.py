@@ -200,13 +200,14 @@ class PrefillQueueContract:
 
         run(open_server, scenario)
 
-    def test_a_waiting_pull_gets_the_next_push(self, open_server: OpenServer) -> None:
+    @pytest.mark.parametrize("priority", [-1, 0, 1])
+    def test_a_waiting_pull_gets_the_next_push(self, open_server: OpenServer, priority: int) -> None:
         async def scenario(server: QueueServer) -> None:
             decode, one = await server.connect(), await server.connect()
             assert await one.pull(PARTITION, 0.0) is None
             waiting = asyncio.create_task(one.pull(PARTITION, PATIENCE_S))
             await asyncio.sleep(0.05)
-            await decode.push(prefill("a"))
+            await decode.push(prefill("a", priority=priority))
             delivery = await waiting
             assert delivery is not None
             await delivery.ack()

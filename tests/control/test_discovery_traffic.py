@@ -15,7 +15,9 @@ from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.control.nats.discovery import NatsDiscovery
 from kvrelay.control.nats.keeper_election import KeeperState
 from kvrelay.control.nats.lease import NatsLease
+from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
+from kvrelay.control.queue_order import CLASSES
 from kvrelay.core.clock import MonotonicClock
 
 TTL_S = 1.5
@@ -123,6 +125,28 @@ def test_an_expiry_that_was_left_half_way_is_finished(nats: NatsServerProcess) -
             await eventually(lambda: all(len(one.mirror.table.visible) == 2 for one in group))
             assert told == ["lost"]
             assert not await bucket.has_lease(old)
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_prefill_worker_asks_each_class_once_and_then_lets_the_server_wait(nats: NatsServerProcess) -> None:
+    async def scenario() -> None:
+        connection = await NatsConnection.connect(nats.url, 10.0)
+        queue = NatsPrefillQueue(connection, "idle")
+        assert await queue.pull("p", 0.0) is None
+        asked: list[str] = []
+        publish = connection.publish
+
+        async def counting(subject: str, data: bytes, **options: str) -> None:
+            if ".MSG.NEXT." in subject:
+                asked.append(subject)
+            await publish(subject, data, **options)
+
+        connection.publish = counting  # type: ignore[method-assign]
+        assert await queue.pull("p", 0.5) is None
+        assert len(asked) == 2 * len(set(asked)) == 2 * len(CLASSES)
+        await queue.close()
+        await connection.close()
 
     asyncio.run(scenario())
 

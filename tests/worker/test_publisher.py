@@ -4,17 +4,60 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
+from tests.contracts.waiting import eventually
 
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
-from kvrelay.core.event_codec import decode_events
+from kvrelay.core.event_codec import decode_events, decode_load
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, KvEvent, LoadMetrics
 from kvrelay.errors import KvrelayError, PayloadTooLargeError
-from kvrelay.worker.publisher import MAX_BATCH_BLOCKS, Publisher, split_events
+from kvrelay.router.load import STALE_AFTER_S
+from kvrelay.worker.publisher import (
+    IDLE_INTERVAL_S,
+    MAX_BATCH_BLOCKS,
+    MAX_INTERVAL_S,
+    Publisher,
+    repeat_interval_s,
+    split_events,
+)
 
 LOAD = LoadMetrics("w", 0, 4, 0, 100, 0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("load", "step_age_s", "interval_s"),
+    [
+        (LOAD, 0.0, IDLE_INTERVAL_S),
+        (LOAD, 0.1, MAX_INTERVAL_S),
+        (msgspec.structs.replace(LOAD, request_active_slots=1), 0.0, MAX_INTERVAL_S),
+        (msgspec.structs.replace(LOAD, num_requests_waiting=1), 0.0, MAX_INTERVAL_S),
+    ],
+    ids=["idle", "at its first step", "running", "waiting"],
+)
+def test_only_an_idle_worker_repeats_its_load_slowly(load: LoadMetrics, step_age_s: float, interval_s: float):
+    assert repeat_interval_s(load, step_age_s) == interval_s
+
+
+def test_a_lost_sample_makes_no_idle_worker_stale():
+    assert 2 * IDLE_INTERVAL_S < STALE_AFTER_S
+
+
+async def test_changes_within_the_interval_are_one_sample_and_none_is_lost():
+    plane = MemoryBroker().plane()
+    keys = Keys("test")
+    samples: list[LoadMetrics] = []
+    await plane.events.subscribe(keys.load_metrics, lambda subject, data: samples.append(decode_load(data)))
+    publisher = Publisher("w", 0, plane.events, keys, KvEventLog("w", 0))
+    await publisher.start(LOAD)
+    for number in range(1, 101):
+        publisher.update([], msgspec.structs.replace(LOAD, kv_active_blocks=number))
+    await eventually(lambda: bool(samples) and samples[-1].kv_active_blocks == 100)
+    assert len(samples) == 2
+    await publisher.close()
+    await plane.close()
 
 
 def removed(*blocks: int) -> BlockRemoved:

@@ -32,7 +32,8 @@ from kvrelay.worker.stats import PrefillStats
 
 _log = logging.getLogger(__name__)
 
-PULL_TIMEOUT_S = 1.0
+PULL_TIMEOUT_S = 60.0
+PULL_RETRY_S = 1.0
 CLAIM_TIMEOUT_S = 10.0
 """From the pull to the answer, including the connection if it is the first."""
 CLOSE_TIMEOUT_S = 2.0
@@ -161,7 +162,7 @@ class PrefillSide:
                 delivery = await self._queue.pull(self._kv_compatibility, PULL_TIMEOUT_S)
             except KvrelayError as exc:
                 _log.warning("cannot pull prefills: %s", exc)
-                await asyncio.sleep(PULL_TIMEOUT_S)
+                await asyncio.sleep(PULL_RETRY_S)
             finally:
                 if delivery is None:
                     self._slots.release()

@@ -1,8 +1,9 @@
 """Publishes a worker's state for routers: the prefix cache's events, numbered and replayable, and the load.
 
 A first load sample goes out at start, before any forward pass; then one on change, at most 20 a second, and at least
-one a second. Events carry the epoch of the worker's start: a change of role keeps the prefix cache, so indexes stay
-valid.
+one a second while the worker has requests or is at a step. An idle worker repeats its sample every two seconds: routers
+count a sample as stale after five (``router/load.py``). Events carry the epoch of the worker's start: a change of role
+keeps the prefix cache, so indexes stay valid.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 0.05
 MAX_INTERVAL_S = 1.0
+IDLE_INTERVAL_S = 2.0
 MAX_BATCH_BLOCKS = 20_000
 """At about 19 bytes per block this is well within the bus's limit of 1 MB per message."""
 
@@ -55,6 +57,7 @@ class Publisher:
         self._load: LoadMetrics | None = None
         self._sent_load: LoadMetrics | None = None
         self._sent_s = 0.0
+        self._published_s = 0.0
         self._seq = 0
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -88,14 +91,20 @@ class Publisher:
     async def _run(self) -> None:
         while not self._is_closed:
             try:
-                async with asyncio.timeout(MAX_INTERVAL_S):
+                async with asyncio.timeout(self._sent_s + self._interval_s - time.monotonic()):
                     await self._changed.wait()
+                # A lone change goes out at once, those of the next moments together.
+                await asyncio.sleep(self._published_s + MIN_INTERVAL_S - time.monotonic())
             except TimeoutError:
                 pass
             self._changed.clear()
+            self._published_s = time.monotonic()
             await self._publish_events()
             await self._publish_load()
-            await asyncio.sleep(MIN_INTERVAL_S)
+
+    @property
+    def _interval_s(self) -> float:
+        return IDLE_INTERVAL_S if self._load is None else repeat_interval_s(self._load, self._step_age_s())
 
     async def _publish_events(self) -> None:
         events, self._pending = self._pending, []
@@ -109,7 +118,7 @@ class Publisher:
 
     async def _publish_load(self) -> None:
         load, now = self._load, time.monotonic()
-        if load is None or (load == self._sent_load and now - self._sent_s < MAX_INTERVAL_S):
+        if load is None or (load == self._sent_load and now - self._sent_s < self._interval_s):
             return
         self._sent_load, self._sent_s = load, now
         self._seq += 1
@@ -125,6 +134,13 @@ class Publisher:
 
     async def _publish(self, subject: str, frame: bytes) -> None:
         await self._bus.publish(subject, seal(self._secret, subject, frame))
+
+
+def repeat_interval_s(load: LoadMetrics, step_age_s: float) -> float:
+    """After how long an unchanged sample is repeated. ``step_age_s``: of the running step, 0 without one; a hang shows
+    in the age of later samples, also if the load was sampled before the request came."""
+    is_idle = load.request_active_slots + load.num_requests_waiting == 0 and not step_age_s
+    return IDLE_INTERVAL_S if is_idle else MAX_INTERVAL_S
 
 
 def split_events(events: Sequence[KvEvent], max_blocks: int = MAX_BATCH_BLOCKS) -> Iterator[tuple[KvEvent, ...]]:

@@ -2,10 +2,10 @@
 
 It owns the stream, the durable consumers, and the dead-letter stream. Each partition has a subject and a consumer for
 each class of requests, which all prefill workers of the partition share; ``control/queue_order.py`` has the order in
-which a pull looks at them. Delivery is at
-least once: an entry whose consumer is silent for ``ack_wait_s`` goes to the next consumer, so consumers extend the ack
-deadline while they compute. This module does not know what a prefill is, beyond its partition and the time limit in its
-envelope. The limit is compared with the server's time stamps, so that no two machines' clocks are compared.
+which a pull looks at them. An idle worker waits for all of them at once (``pulls.py``). Delivery is at least once: an
+entry whose consumer is silent for ``ack_wait_s`` goes to the next consumer, so consumers extend the ack deadline while
+they compute. This module does not know what a prefill is, beyond its partition and the time limit in its envelope. The
+limit is compared with the server's time stamps, so that no two machines' clocks are compared.
 
     kvrelay.NS.prefill.queue.PART ──> stream kvrelay_NS_prefill ──> consumer prefill_PART ──pull──> workers
     ...PART=resumed, =high, =low ────────────> " ─────────────────> ..._PART=resumed, ... ────────> "
@@ -18,20 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvrelay.control.base import Keys, PrefillDelivery
-from kvrelay.control.nats.connection import NatsConnection, NatsMessage, NatsSubscription, NoRespondersError
+from kvrelay.control.nats.connection import NatsConnection, NatsMessage, NoRespondersError
 from kvrelay.control.nats.jetstream import ConsumerInfo, JetStream, parse_ack_subject
 from kvrelay.control.nats.kv_keys import encode_key
+from kvrelay.control.nats.pulls import Pulls
 from kvrelay.control.queue_order import CLASSES, QueueTurns
 from kvrelay.control.redelivery import MAX_ACK_WAIT_S, MAX_DELIVERIES
 from kvrelay.core.control_codec import decode_prefill
 from kvrelay.core.handoff import QueueClass, RemotePrefillRequest
-from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, ProtocolError
 
 _log = logging.getLogger(__name__)
@@ -41,9 +42,8 @@ MAX_AGE_S = 3600
 DEAD_MAX_ENTRIES = 1_000
 DEAD_MAX_AGE_S = 86_400
 SIZE_CACHE_S = 0.02
-ANSWER_MARGIN_S = 0.5
-
-NO_MESSAGES = ("404", "408")
+MAX_WAIT_S = 5.0
+"""An idle worker asks again after so long. The list of those that wait is lost if the server that has it dies."""
 
 
 class NatsPrefillDelivery:
@@ -108,11 +108,6 @@ class _Partition:
     size_until_s: float = 0.0
     size_task: asyncio.Task[int] | None = None
 
-    @property
-    def normal(self) -> _Track:
-        """The track on which idle consumers wait."""
-        return self.tracks[QueueClass.NORMAL]
-
 
 class NatsPrefillQueue:
     """PrefillQueue of one namespace. ``num_malformed`` and ``num_dead`` count the entries that ``pull`` dropped,
@@ -137,7 +132,7 @@ class NatsPrefillQueue:
         self._max_deliveries = max_deliveries
         self._partitions: dict[str, _Partition] = {}
         self._turns = QueueTurns()
-        self._background = TaskSet()
+        self._pulls = Pulls(connection, self._stream)
         self.num_malformed = 0
         self.num_expired = 0
         self.num_dead = 0
@@ -160,18 +155,13 @@ class NatsPrefillQueue:
         for partition in self._partitions.values():
             if partition.size_task is not None:
                 partition.size_task.cancel()
-        await self._background.wait()
+        await self._pulls.close()
 
     async def push(self, request: RemotePrefillRequest) -> None:
         data = msgspec.msgpack.encode(request)
         partition = await self._ready_partition(request.kv_compatibility)
-        # Idle consumers wait on the normal track only: if they waited on several, a pull might get several entries. In
-        # an empty queue there is no order to keep.
-        queue_class = request.queue_class
-        if queue_class is not QueueClass.NORMAL and await self.size(request.kv_compatibility) == 0:
-            queue_class = QueueClass.NORMAL
         try:
-            await self._publish(partition, partition.tracks[queue_class], data)
+            await self._publish(partition, partition.tracks[request.queue_class], data)
         except PayloadTooLargeError as exc:
             # Not the client's fault: this prefill is for the decode worker itself.
             raise ControlUnavailableError(f"prefill {request.handoff_id} does not fit into the queue: {exc}") from exc
@@ -190,10 +180,15 @@ class NatsPrefillQueue:
         while True:
             partition = await self._ready_partition(kv_compatibility)
             message = await self._first(partition)
-            if message is None and deadline_s > loop.time():
-                message = await self._next(partition, partition.normal, deadline_s - loop.time())
             if message is None:
-                return None
+                left_s = deadline_s - loop.time()
+                if left_s <= 0:
+                    return None
+                message = await self._wait(partition, left_s)
+            if message is None:
+                if partition.is_ready:
+                    return None
+                continue
             delivery = await self._accept(partition, message)
             if delivery is not None:
                 partition.size_until_s = 0.0
@@ -264,7 +259,7 @@ class NatsPrefillQueue:
         expire an entry, because the server's clock may have been set since the last one."""
         if not request.timeout_s or self._age_s(stored_s) <= request.timeout_s:
             return False
-        self._set_clock(await self._jetstream.consumer_info(self._stream, partition.normal.consumer))
+        self._set_clock(await self._jetstream.consumer_info(self._stream, partition.tracks[QueueClass.NORMAL].consumer))
         return self._age_s(stored_s) > request.timeout_s
 
     def _age_s(self, stored_s: float) -> float:
@@ -274,66 +269,35 @@ class NatsPrefillQueue:
         """After a gap: the server may have lost its data."""
         for partition in self._partitions.values():
             partition.is_ready = False
+        self._pulls.interrupt()
 
     # -- pulling ------------------------------------------------------------------------------------------------------
 
     async def _first(self, partition: _Partition) -> NatsMessage | None:
         """The first message that waits, or None."""
         for queue_class in self._turns.next_order():
-            message = await self._next(partition, partition.tracks[queue_class], 0.0)
+            message = await self._next(partition, [partition.tracks[queue_class]], 0.0)
             if message is not None:
                 return message
         return None
 
-    async def _next(self, partition: _Partition, track: _Track, timeout_s: float) -> NatsMessage | None:
-        """One message from the consumer, or None. Safe to cancel: a message that arrives too late is returned to the
-        queue at once."""
-        inbox = self._connection.new_inbox()
-        arrived: asyncio.Future[NatsMessage] = asyncio.get_running_loop().create_future()
-
-        async def receive(message: NatsMessage) -> None:
-            if not arrived.done():
-                arrived.set_result(message)
-
-        subscription = await self._connection.subscribe(inbox, receive)
-        message = None
-        try:
-            await self._connection.publish(
-                f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{track.consumer}", _next_request(timeout_s), reply=inbox
-            )
-            async with asyncio.timeout(timeout_s + ANSWER_MARGIN_S):
-                # Shielded: a cancelled future could not receive the message on its way, to return it to the queue.
-                message = await asyncio.shield(arrived)
-        except TimeoutError:
-            self._connection.check_connected()
-        finally:
-            if message is None:
-                self._background.spawn(self._give_back(partition, subscription, arrived))
-            else:
-                await self._connection.unsubscribe(subscription)
-        return self._without_status(partition, message)
-
-    def _without_status(self, partition: _Partition, message: NatsMessage | None) -> NatsMessage | None:
-        status = message.headers.get("Status") if message is not None and message.headers else None
-        if message is None or status is None:
-            return message
-        if status not in NO_MESSAGES:
-            # 503: no such consumer; 409: the consumer was deleted, or the server is leaving.
-            partition.is_ready = False
+    async def _wait(self, partition: _Partition, timeout_s: float) -> NatsMessage | None:
+        """The next message of any class. None after ``timeout_s``, or, with the partition no longer ready, if the
+        consumers may be gone."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        tracks = list(partition.tracks.values())
+        while partition.is_ready and (left_s := deadline_s - loop.time()) > 0:
+            message = await self._next(partition, tracks, min(left_s, MAX_WAIT_S))
+            if message is not None:
+                return message
         return None
 
-    async def _give_back(
-        self, partition: _Partition, subscription: NatsSubscription, arrived: asyncio.Future[NatsMessage]
-    ) -> None:
-        try:
-            # Unsubscribing ends with a round trip, after which nothing can arrive.
-            await self._connection.drain(subscription)
-            if arrived.done() and not arrived.cancelled():
-                message = arrived.result()
-                if self._without_status(partition, message) is not None:
-                    await self._connection.publish(message.reply, _nak(0.0))
-        except ControlUnavailableError as exc:
-            _log.debug("returning a late entry to the prefill queue failed (%s); it will be delivered again", exc)
+    async def _next(self, partition: _Partition, tracks: Sequence[_Track], timeout_s: float) -> NatsMessage | None:
+        message, is_sound = await self._pulls.next([track.consumer for track in tracks], timeout_s)
+        if not is_sound:
+            partition.is_ready = False
+        return message
 
     async def _accept(self, partition: _Partition, message: NatsMessage) -> NatsPrefillDelivery | None:
         """The entry as a delivery; None for an entry that must not be computed, which is dropped."""
@@ -367,12 +331,6 @@ def _token(kv_compatibility: str) -> str:
     """The partition's part of a subject and of a consumer's name. Digests stay as they are."""
     encoded = encode_key(kv_compatibility).replace(".", "=2F")
     return encoded or "="
-
-
-def _next_request(timeout_s: float) -> bytes:
-    if timeout_s <= 0:
-        return msgspec.json.encode({"batch": 1, "no_wait": True})
-    return msgspec.json.encode({"batch": 1, "expires": int(timeout_s * 1e9)})
 
 
 def _nak(delay_s: float) -> bytes:
