@@ -14,8 +14,9 @@ import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from kvrelay.config import FrontendConfig
 from kvrelay.core.handoff import HandoffOrder

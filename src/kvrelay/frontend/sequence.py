@@ -304,7 +304,7 @@ class Sequence:
     def deliver(self, output: TokenOutput, now_s: float) -> None:
         """Take new tokens from the worker. Raises MissingTokensError and then changes nothing."""
         reason = output.finish_reason
-        if reason is FinishReason.ABORT or reason is FinishReason.ERROR:
+        if reason is not None and (reason is FinishReason.ABORT or reason is FinishReason.ERROR):
             self._gave_up(output)
             return
         if self._prefill is not None:
@@ -321,26 +321,28 @@ class Sequence:
 
     def _take(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
         """Add what is new in an output of ``link``'s worker to the answer."""
-        unseen = unseen_part(output, len(self.output_token_ids))
-        if unseen is None:
-            return
-        output = unseen
-        reason = output.finish_reason
+        if output.position != len(self.output_token_ids):
+            unseen = unseen_part(output, len(self.output_token_ids))
+            if unseen is None:
+                return
+            output = unseen
+        reason, token_ids, logprobs = output.finish_reason, output.token_ids, output.logprobs
         if not self._is_prefilled:
             self._on_prefilled(output, now_s, link)
-        elif output.token_ids:
+        elif token_ids:
             self._metrics.inter_token(now_s - self._last_s)
         self._last_s = now_s
         if link is not None:
-            link.tally.generated_tokens += len(output.token_ids)
-        token_ids, logprobs = output.token_ids, output.logprobs
+            link.tally.generated_tokens += len(token_ids)
         if self._stops is None:
             self.output_token_ids += token_ids
-            is_hidden = reason is FinishReason.STOP and not self._plan.include_stop
-            text = self._detokenizer.push(token_ids[:-1] if is_hidden else token_ids)
-            if reason is not None:
-                text += self._detokenizer.flush()
-            finish = None if reason is None else Finish(reason, output.stop_token)
+            finish = None
+            if reason is None:
+                text = self._detokenizer.push(token_ids)
+            else:
+                is_hidden = reason is FinishReason.STOP and not self._plan.include_stop
+                text = self._detokenizer.push(token_ids[:-1] if is_hidden else token_ids) + self._detokenizer.flush()
+                finish = Finish(reason, output.stop_token)
         else:
             text, num_used, finish = self._push_with_stops(self._stops, output)
             if num_used < len(token_ids):

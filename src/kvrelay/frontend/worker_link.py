@@ -159,7 +159,10 @@ class WorkerLink:
         if isinstance(message, OutputBatch):
             now_s = time.monotonic()
             for output in message.outputs:
-                self._deliver(output, now_s)
+                # Looked up each time: a gap in the output before this one has moved all requests elsewhere.
+                receiver = self._requests.get(output.request_id)
+                if receiver is not None:
+                    self._deliver(receiver, output, now_s)
         elif isinstance(message, Pong):
             self.publish_secret = message.publish_secret
             self._introduced.set()
@@ -169,11 +172,7 @@ class WorkerLink:
                 receiver.refused(message)
                 self._end_if_retired()
 
-    def _deliver(self, output: TokenOutput, now_s: float) -> None:
-        # Looked up each time: a gap in the output before this one has moved all requests elsewhere.
-        receiver = self._requests.get(output.request_id)
-        if receiver is None:
-            return
+    def _deliver(self, receiver: OutputReceiver, output: TokenOutput, now_s: float) -> None:
         try:
             receiver.deliver(output, now_s)
         except MissingTokensError as exc:

@@ -49,6 +49,7 @@ class RequestReader:
         self.is_refused = False
         self.is_in_message = False
         self.num_body_bytes = 0
+        self._num_head_bytes = 0
         self._limits = limits
         self._listener = listener
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
@@ -57,6 +58,7 @@ class RequestReader:
         self._is_resumed = False
         self._request: HttpRequest | None = None
         self._max_body_bytes = limits.max_body_bytes
+        self._max_head_bytes = limits.max_head_bytes
         self._begin()
 
     def close(self) -> None:
@@ -123,15 +125,18 @@ class RequestReader:
         if self._is_resumed or self.is_refused:
             return
         self._num_silent_bytes = 0
-        self._count_head(len(name) + len(value) + 4)
+        self._num_head_bytes += len(name) + len(value) + 4
+        if self._num_head_bytes > self._max_head_bytes:
+            self._count_head(0)
         if self._request is not None:
             # A trailer: counted, but ignored, because the head was checked without it.
             return
         key = name.decode("latin-1").lower()
-        if key == "host":
-            self._num_hosts += 1
-        elif key == "transfer-encoding" and key in self._headers:
-            value = self._headers[key].encode("latin-1") + b", " + value
+        if key in self._headers:
+            if key == "host":
+                self._has_many_hosts = True
+            elif key == "transfer-encoding":
+                value = self._headers[key].encode("latin-1") + b", " + value
         self._headers[key] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
@@ -190,7 +195,8 @@ class RequestReader:
         """Ready for the next request."""
         self._url = b""
         self._headers: dict[str, str] = {}
-        self._num_hosts = 0
+        self._has_many_hosts = False
+        """More than one Host header."""
         self._num_head_bytes = 0
         self._max_body_bytes = self._limits.max_body_bytes
         self._is_resumed = False
@@ -229,7 +235,7 @@ class RequestReader:
             return error(400, "the request line has no HTTP version")
         if version not in ("1.0", "1.1"):
             return error(505, f"HTTP/{version} is not supported; use HTTP/1.1")
-        if self._num_hosts > 1 or (self._num_hosts == 0 and version == "1.1"):
+        if self._has_many_hosts or ("host" not in request.headers and version == "1.1"):
             return error(400, "an HTTP/1.1 request has one Host header")
         if not HOST.fullmatch(request.headers.get("host", "")):
             return error(400, "the Host header is malformed")
@@ -247,8 +253,8 @@ class RequestReader:
     def _count_head(self, num_bytes: int) -> None:
         """Bytes of the head, of trailers, or of neither's end."""
         self._num_head_bytes += num_bytes
-        if self._num_head_bytes + self._num_silent_bytes > self._limits.max_head_bytes:
-            self._refuse(431, f"the request's head is above {self._limits.max_head_bytes} bytes")
+        if self._num_head_bytes + self._num_silent_bytes > self._max_head_bytes:
+            self._refuse(431, f"the request's head is above {self._max_head_bytes} bytes")
 
     def _too_large(self) -> Response:
         limit = self._max_body_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -34,8 +33,7 @@ MAX_REQUEST_LOGPROBS = 2**21
 _V = TypeVar("_V")
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationPlan:
+class GenerationPlan(msgspec.Struct, frozen=True):
     """What every sequence of a request has in common. ``max_tokens`` None: as much as the context allows.
 
     ``sampling`` is complete except for max_tokens, which ``sampling_of`` fills in, and the seed of each choice.
@@ -133,7 +131,9 @@ class GenerationPlan:
             )
         if not self.is_max_default:
             return self
-        return replace(self, max_tokens=share if self.max_tokens is None else min(self.max_tokens, share))
+        return msgspec.structs.replace(
+            self, max_tokens=share if self.max_tokens is None else min(self.max_tokens, share)
+        )
 
 
 def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:

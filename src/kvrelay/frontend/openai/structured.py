@@ -7,6 +7,7 @@ and keys. The worker checks whether a grammar compiles.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol
@@ -159,18 +160,13 @@ def _given(request: StructuredFields) -> list[tuple[str, Callable[[str], Grammar
         if not found or not found[-1][0].startswith("structured_outputs"):
             message = "structured_outputs needs one of json, regex, choice, grammar and json_object"
             raise InvalidInputError(message, param="structured_outputs")
-    fields: list[tuple[str, object, Callable[..., Grammar]]] = [
-        ("guided_json", request.guided_json, _of_schema),
-        ("guided_regex", request.guided_regex, _of_regex),
-        ("guided_choice", request.guided_choice, _of_choices),
-        ("guided_grammar", request.guided_grammar, _of_text),
-        ("json_schema", request.json_schema, _of_schema),
-        ("regex", request.regex, _of_regex),
-        ("ebnf", request.ebnf, _of_text),
-        ("bad_words", request.bad_words or None, _without_words),
-        ("allowed_token_ids", request.allowed_token_ids, _of_tokens),
-    ]
-    return found + _set_fields(fields)
+    values = _plain_fields(request)
+    if values == _NOTHING:
+        # Nearly all requests.
+        return found
+    fields = [(name, value, make) for (name, make), value in zip(_PLAIN_FIELDS.items(), values, strict=True)]
+    # An empty list of bad words forbids nothing.
+    return found + _set_fields([field for field in fields if field[:2] != ("bad_words", [])])
 
 
 def _set_fields(
@@ -264,3 +260,19 @@ def _check_schema(schema: object, param: str) -> None:
             return
         level = below
     raise InvalidInputError(f"{param} is nested deeper than {MAX_SCHEMA_DEPTH} levels", param=param)
+
+
+_PLAIN_FIELDS: dict[str, Callable[..., Grammar]] = {
+    "guided_json": _of_schema,
+    "guided_regex": _of_regex,
+    "guided_choice": _of_choices,
+    "guided_grammar": _of_text,
+    "json_schema": _of_schema,
+    "regex": _of_regex,
+    "ebnf": _of_text,
+    "bad_words": _without_words,
+    "allowed_token_ids": _of_tokens,
+}
+"""Fields of a request whose value is a grammar's source, and the function that makes the grammar."""
+_plain_fields = operator.attrgetter(*_PLAIN_FIELDS)
+_NOTHING = (None,) * len(_PLAIN_FIELDS)
