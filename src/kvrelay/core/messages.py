@@ -29,7 +29,7 @@ from kvrelay.errors import ProtocolError
 PROTOCOL_VERSION = 6
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, tag=True):
+class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Frontend to worker: generate. ``worker_id`` is a fence: another incarnation at this address refuses the request.
 
     If ``output_token_ids`` is not empty, the request continues from another worker: this worker prefills

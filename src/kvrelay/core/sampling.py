@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from kvrelay.core.grammar import Grammar
@@ -107,5 +105,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
-    if not (low <= value <= high) or not math.isfinite(value):
+    # The bounds are finite: infinity and NaN are outside.
+    if not (low <= value <= high):
         raise InvalidInputError(f"{name} must be between {low:g} and {high:g}, got {value:g}", param=name)

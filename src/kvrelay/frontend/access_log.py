@@ -46,9 +46,13 @@ class AccessLog:
         self._mode = mode
         self._generated: dict[str, Generated] = {}
 
+    @property
+    def is_on(self) -> bool:
+        return self._mode != "off"
+
     def note(self, request_id: str, generated: Generated) -> None:
         """Keep it for the request's line."""
-        if self._mode != "off":
+        if self.is_on:
             self._generated[request_id] = generated
 
     def write(self, request_id: str, key: str, method: str, path: str, status: str, duration_s: float) -> None:

@@ -128,6 +128,7 @@ class StreamedAnswer(Answer):
         self._exchange = exchange
         self._headers = headers
         self._opened: set[int] = set()
+        self._with_usage = plan.continuous_usage
         self._every_token = plan.return_token_ids or plan.continuous_usage
 
     def deliver(
@@ -139,17 +140,12 @@ class StreamedAnswer(Answer):
         finish: Finish | None,
     ) -> None:
         index = sequence.index
-        is_first = index not in self._opened
+        data = b"" if index in self._opened else self._open(sequence)
         if text or finish is not None or logprobs or self._every_token:
-            usage = self._usage_of(sequence) if self._plan.continuous_usage else None
-            opening = self._open(sequence) if is_first else b""
-            data = opening + self._form.chunk(index, text, token_ids, logprobs, finish, usage)
-            if data:
-                self._exchange.write(data)
-        elif is_first:
-            opening = self._open(sequence)
-            if opening:
-                self._exchange.write(opening)
+            usage = self._usage_of(sequence) if self._with_usage else None
+            data += self._form.chunk(index, text, token_ids, logprobs, finish, usage)
+        if data:
+            self._exchange.write(data)
         if finish is not None:
             self._one_finished()
 

@@ -11,7 +11,7 @@ The concatenated pieces equal the decoding of all tokens at once. There are two 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -22,7 +22,7 @@ MAX_PENDING = 16
 class Detokenizer(Protocol):
     """The text of one sequence."""
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
 
     def flush(self) -> str:
@@ -32,7 +32,7 @@ class Detokenizer(Protocol):
 class NoText:
     """The detokenizer of a caller that needs only token ids."""
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         return ""
 
     def flush(self) -> str:
@@ -70,7 +70,12 @@ class ByteLevelDetokenizer:
         self._decoder: codecs.IncrementalDecoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_clean = True
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) == 1 and self._is_clean and token_ids[0] < self._size:
+            # Nearly every output of a running answer.
+            only = self._texts[token_ids[0]]
+            if only is not None:
+                return only
         text = ""
         for token in token_ids:
             if token >= self._size:
@@ -99,7 +104,7 @@ class WindowDetokenizer:
         self._prefix: list[int] = []
         self._pending: list[int] = []
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         text = ""
         for token in token_ids:
             self._pending.append(token)

@@ -83,9 +83,6 @@ class FrontendMetrics(Collector):
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
-    def inter_token(self, seconds: float) -> None:
-        self.itl.observe(seconds)
-
     def first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         self.ttft.observe(seconds)
         self.num_prompt_tokens += num_prompt_tokens

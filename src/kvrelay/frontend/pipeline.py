@@ -200,7 +200,8 @@ class Pipeline:
             answer.finish_broken(failure_of(exc))
             raise BrokenStreamError(exc.message) from exc
         finally:
-            self._access_log.note(request_id, answer.generated())
+            if self._access_log.is_on:
+                self._access_log.note(request_id, answer.generated())
         if isinstance(answer, StreamedAnswer):
             answer.finish()
         else:
@@ -243,8 +244,10 @@ class Pipeline:
 
 def _with_objectives(plan: GenerationPlan, request: HttpRequest) -> GenerationPlan:
     """The plan with the key's name and the objectives in the headers. Raises InvalidInputError."""
-    ttft_ms, itl_ms = (_milliseconds(request, name) for name in (SLO_TTFT_HEADER, SLO_ITL_HEADER))
+    ttft_ms, itl_ms = _milliseconds(request, SLO_TTFT_HEADER), _milliseconds(request, SLO_ITL_HEADER)
     explain = request.headers.get(DECISION_HEADER, "") not in ("", "0")
+    if not (request.client or ttft_ms or itl_ms or explain):
+        return plan
     return replace(plan, tenant=request.client, slo_ttft_ms=ttft_ms, slo_itl_ms=itl_ms, explain=explain)
 
 

@@ -330,7 +330,7 @@ class Sequence:
         if not self._is_prefilled:
             self._on_prefilled(output, now_s, link)
         elif token_ids:
-            self._metrics.inter_token(now_s - self._last_s)
+            self._metrics.itl.observe(now_s - self._last_s)
         self._last_s = now_s
         if link is not None:
             link.tally.generated_tokens += len(token_ids)
@@ -386,7 +386,7 @@ class Sequence:
             num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
             link.tally.prefilled(num_tokens, output.num_cached_tokens or 0)
         if self._has_output:
-            self._metrics.inter_token(now_s - self._last_s)
+            self._metrics.itl.observe(now_s - self._last_s)
             return
         self._has_output = True
         self.ttft_s = now_s - self._started_s

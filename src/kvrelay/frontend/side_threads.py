@@ -60,9 +60,12 @@ class SideThreads:
 
 def complete(work: Pieces[T]) -> T:
     """Run all pieces at once, on this thread."""
-    while (done := _advance(work)) is None:
-        pass
-    return done.result
+    while True:
+        try:
+            next(work)
+        except StopIteration as exc:
+            result: T = exc.value
+            return result
 
 
 def _advance(work: Pieces[T]) -> _Done[T] | None:

@@ -52,14 +52,17 @@ class ChunkFrame:
     ) -> bytes:
         """Everything after text and logprobs; ``token_ids`` and ``usage`` are None if they were not requested.
         ``reason`` replaces that of ``finish``."""
-        pieces = [self._unfinished]
+        reasons, tokens, end = self._unfinished, b"", self.end_of_event
         if finish is not None:
-            pieces = [b',"finish_reason":', encode_json(reason or finish.reason)]
-            pieces += (b',"stop_reason":', encode_json(finish.stop_reason))
+            reasons = b',"finish_reason":%b,"stop_reason":%b' % (
+                encode_json(reason or finish.reason),
+                encode_json(finish.stop_reason),
+            )
         if token_ids is not None:
-            pieces += (b',"token_ids":', json_list(token_ids))
-        pieces += (b"}]", self.end_of_event) if usage is None else (b'}],"usage":', encode_json(usage), b"}\n\n")
-        return b"".join(pieces)
+            tokens = b',"token_ids":' + json_list(token_ids)
+        if usage is not None:
+            end = b',"usage":%b}\n\n' % encode_json(usage)
+        return b"%b%b}]%b" % (reasons, tokens, end)
 
     def closing(self, usage: Usage) -> bytes:
         """The last events; one without choices if the client asked for usage."""
