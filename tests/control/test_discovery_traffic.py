@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.contracts.prefill_queue_contract import PARTITION, prefill
 from tests.contracts.waiting import eventually, watching
+from tests.patience import PATIENCE_S
 
 from kvrelay.control.base import Keys
-from kvrelay.control.nats.connection import NatsConnection
+from kvrelay.control.nats.connection import NatsConnection, NatsMessage
 from kvrelay.control.nats.discovery import NatsDiscovery
 from kvrelay.control.nats.keeper_election import KeeperState
 from kvrelay.control.nats.lease import NatsLease
@@ -129,24 +133,73 @@ def test_an_expiry_that_was_left_half_way_is_finished(nats: NatsServerProcess) -
     asyncio.run(scenario())
 
 
-def test_an_idle_prefill_worker_asks_each_class_once_and_then_lets_the_server_wait(nats: NatsServerProcess) -> None:
+@asynccontextmanager
+async def counted_queue(url: str, namespace: str) -> AsyncIterator[tuple[NatsPrefillQueue, Counter[str]]]:
+    """A queue whose partition is ready, and the kinds of the messages that it sends to JetStream from now on."""
+    connection = await NatsConnection.connect(url, 10.0)
+    queue = NatsPrefillQueue(connection, namespace)
+    assert await queue.pull(PARTITION, 0.0) is None
+    sent: Counter[str] = Counter()
+    publish, request = connection.publish, connection.request
+
+    async def counting_publish(subject: str, data: bytes, **options: str) -> None:
+        sent[kind_of(subject)] += 1
+        await publish(subject, data, **options)
+
+    async def counting_request(subject: str, data: bytes, **options: Any) -> NatsMessage:
+        sent[kind_of(subject)] += 1
+        return await request(subject, data, **options)
+
+    connection.publish, connection.request = counting_publish, counting_request  # type: ignore[method-assign]
+    yield queue, sent
+    await queue.close()
+    await connection.close()
+
+
+@pytest.fixture
+def patient_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is slow to answer is waited for, not asked again."""
+    monkeypatch.setattr("kvrelay.control.nats.pulls.ANSWER_MARGIN_S", PATIENCE_S)
+
+
+def kind_of(subject: str) -> str:
+    """The API call, or the first word of another subject."""
+    words = subject.split(".")
+    return ".".join(words[2:-2] if "NEXT" in words else words[2:4]) if words[:2] == ["$JS", "API"] else words[0]
+
+
+@pytest.mark.usefixtures("patient_pulls")
+def test_an_idle_prefill_worker_looks_once_and_then_lets_the_server_wait(nats: NatsServerProcess) -> None:
     async def scenario() -> None:
-        connection = await NatsConnection.connect(nats.url, 10.0)
-        queue = NatsPrefillQueue(connection, "idle")
-        assert await queue.pull("p", 0.0) is None
-        asked: list[str] = []
-        publish = connection.publish
+        async with counted_queue(nats.url, "idle") as (queue, sent):
+            assert await queue.pull(PARTITION, 0.5) is None
+            assert sent == {"STREAM.INFO": 1, "CONSUMER.MSG.NEXT": len(CLASSES)}
 
-        async def counting(subject: str, data: bytes, **options: str) -> None:
-            if ".MSG.NEXT." in subject:
-                asked.append(subject)
-            await publish(subject, data, **options)
+    asyncio.run(scenario())
 
-        connection.publish = counting  # type: ignore[method-assign]
-        assert await queue.pull("p", 0.5) is None
-        assert len(asked) == 2 * len(set(asked)) == 2 * len(CLASSES)
-        await queue.close()
-        await connection.close()
+
+@pytest.mark.usefixtures("patient_pulls")
+def test_entries_of_one_class_are_pulled_and_counted_without_a_look_at_the_others(nats: NatsServerProcess) -> None:
+    async def scenario() -> None:
+        async with counted_queue(nats.url, "busy") as (queue, sent):
+            for name in ("a", "b"):
+                await queue.push(prefill(name))
+            sent.clear()
+            assert await queue.size(PARTITION) == 2
+            assert sent == {"STREAM.INFO": 1, "CONSUMER.INFO": 1}
+            sent.clear()
+            delivery = await queue.pull(PARTITION, 0.0)
+            assert delivery is not None
+            assert sent["CONSUMER.MSG.NEXT"] == 1
+            assert sent.total() <= 2, "the look at the stream may be the one before"
+            # Delivered and not acknowledged: it does not wait, and hides nobody.
+            assert await queue.size(PARTITION) == 1
+            await queue.push(prefill("urgent", priority=-1))
+            urgent = await queue.pull(PARTITION, 0.0)
+            assert urgent is not None
+            assert urgent.request.request_id == "urgent"
+            await delivery.ack()
+            await urgent.ack()
 
     asyncio.run(scenario())
 

@@ -61,11 +61,16 @@ class _PubAck(msgspec.Struct):
 class _StreamState(msgspec.Struct):
     last_seq: int
     messages: int
+    subjects: dict[str, int] | None = None
 
 
 class StreamInfo(msgspec.Struct):
+    """``state.subjects``: the number of messages on each subject that was asked for and has any. ``ts``: as in
+    ConsumerInfo."""
+
     state: _StreamState
     created: datetime.datetime
+    ts: datetime.datetime | None = None
 
 
 class _Delivered(msgspec.Struct):
@@ -162,8 +167,10 @@ class JetStream:
             if exc.err_code != STREAM_NAME_IN_USE:
                 raise
 
-    async def stream_info(self, stream: str) -> StreamInfo:
-        return await self._api(f"STREAM.INFO.{stream}", None, StreamInfo)
+    async def stream_info(self, stream: str, subjects: str | None = None) -> StreamInfo:
+        """``subjects``: a filter, with wildcards, of the subjects whose messages are to be counted."""
+        body = None if subjects is None else {"subjects_filter": subjects}
+        return await self._api(f"STREAM.INFO.{stream}", body, StreamInfo)
 
     async def create_consumer(self, stream: str, config: Mapping[str, Any]) -> ConsumerInfo:
         """Create a consumer. With ``durable_name`` an equal one may exist already."""

@@ -2,7 +2,8 @@
 
 It owns the stream, the durable consumers, and the dead-letter stream. Each partition has a subject and a consumer for
 each class of requests, which all prefill workers of the partition share; ``control/queue_order.py`` has the order in
-which a pull looks at them. An idle worker waits for all of them at once (``pulls.py``). Delivery is at least once: an
+which a pull looks at them. Most entries are of one class, so a pull first asks the stream which classes have entries at
+all, and looks at these. An idle worker waits for all of them at once (``pulls.py``). Delivery is at least once: an
 entry whose consumer is silent for ``ack_wait_s`` goes to the next consumer, so consumers extend the ack deadline while
 they compute. This module does not know what a prefill is, beyond its partition and the time limit in its envelope. The
 limit is compared with the server's time stamps, so that no two machines' clocks are compared.
@@ -26,7 +27,7 @@ import msgspec
 
 from kvrelay.control.base import Keys, PrefillDelivery
 from kvrelay.control.nats.connection import NatsConnection, NatsMessage, NoRespondersError
-from kvrelay.control.nats.jetstream import ConsumerInfo, JetStream, parse_ack_subject
+from kvrelay.control.nats.jetstream import ConsumerInfo, JetStream, JetStreamError, StreamInfo, parse_ack_subject
 from kvrelay.control.nats.kv_keys import encode_key
 from kvrelay.control.nats.pulls import Pulls
 from kvrelay.control.queue_order import CLASSES, QueueTurns
@@ -100,10 +101,13 @@ class _Track(NamedTuple):
 @dataclass(slots=True)
 class _Partition:
     """One ``kv_compatibility``, with a track per class. ``size`` counts all of them and is valid until
-    ``size_until_s``."""
+    ``size_until_s``; ``stock`` is valid until ``stock_until_s``."""
 
     tracks: dict[QueueClass, _Track]
     is_ready: bool = False
+    stock: frozenset[QueueClass] = frozenset()
+    """The classes that have entries: waiting ones, or delivered ones that are not yet acknowledged."""
+    stock_until_s: float = 0.0
     size: int = 0
     size_until_s: float = 0.0
     size_task: asyncio.Task[int] | None = None
@@ -165,7 +169,7 @@ class NatsPrefillQueue:
         except PayloadTooLargeError as exc:
             # Not the client's fault: this prefill is for the decode worker itself.
             raise ControlUnavailableError(f"prefill {request.handoff_id} does not fit into the queue: {exc}") from exc
-        partition.size_until_s = 0.0
+        partition.size_until_s = partition.stock_until_s = 0.0
 
     async def _publish(self, partition: _Partition, track: _Track, data: bytes) -> None:
         try:
@@ -209,16 +213,25 @@ class NatsPrefillQueue:
     async def _ask_size(self, kv_compatibility: str) -> int:
         partition = await self._ready_partition(kv_compatibility)
         try:
+            stock = await self._ask_stock(partition)
             infos = await asyncio.gather(
-                *(self._jetstream.consumer_info(self._stream, track.consumer) for track in partition.tracks.values())
+                *(self._jetstream.consumer_info(self._stream, partition.tracks[item].consumer) for item in stock)
             )
         except ControlUnavailableError:
             partition.is_ready = False
             raise
-        self._set_clock(infos[-1])
         partition.size = sum(info.num_pending for info in infos)
         partition.size_until_s = asyncio.get_running_loop().time() + SIZE_CACHE_S
         return partition.size
+
+    async def _ask_stock(self, partition: _Partition) -> frozenset[QueueClass]:
+        """The classes that have entries now, by one request."""
+        info = await self._jetstream.stream_info(self._stream, f"{self._subject}*")
+        self._set_clock(info)
+        subjects = info.state.subjects or {}
+        partition.stock = frozenset(item for item, track in partition.tracks.items() if track.subject in subjects)
+        partition.stock_until_s = asyncio.get_running_loop().time() + SIZE_CACHE_S
+        return partition.stock
 
     def _partition(self, kv_compatibility: str) -> _Partition:
         partition = self._partitions.get(kv_compatibility)
@@ -249,7 +262,7 @@ class NatsPrefillQueue:
             self._set_clock(await self._jetstream.create_consumer(self._stream, config))
         partition.is_ready = True
 
-    def _set_clock(self, answer: ConsumerInfo) -> None:
+    def _set_clock(self, answer: ConsumerInfo | StreamInfo) -> None:
         """Set the clock offset from an answer that has just arrived."""
         if answer.ts is not None:
             self._server_offset_s = answer.ts.timestamp() - asyncio.get_running_loop().time()
@@ -274,12 +287,29 @@ class NatsPrefillQueue:
     # -- pulling ------------------------------------------------------------------------------------------------------
 
     async def _first(self, partition: _Partition) -> NatsMessage | None:
-        """The first message that waits, or None."""
-        for queue_class in self._turns.next_order():
-            message = await self._next(partition, [partition.tracks[queue_class]], 0.0)
-            if message is not None:
-                return message
-        return None
+        """The first message that waits. None only after a fresh look at the stream, or, with the partition no longer
+        ready, if the stream may be gone."""
+        order = self._turns.next_order()
+        is_fresh = asyncio.get_running_loop().time() >= partition.stock_until_s
+        while True:
+            stock = await self._fresh_stock(partition) if is_fresh else partition.stock
+            for queue_class in order:
+                if queue_class in stock:
+                    message = await self._next(partition, [partition.tracks[queue_class]], 0.0)
+                    if message is not None:
+                        return message
+            if is_fresh:
+                return None
+            is_fresh = True
+
+    async def _fresh_stock(self, partition: _Partition) -> frozenset[QueueClass]:
+        """None of the classes if the stream is gone."""
+        try:
+            return await self._ask_stock(partition)
+        except JetStreamError as exc:
+            _log.debug("cannot look at the prefill queue: %s", exc)
+            partition.is_ready = False
+            return frozenset()
 
     async def _wait(self, partition: _Partition, timeout_s: float) -> NatsMessage | None:
         """The next message of any class. None after ``timeout_s``, or, with the partition no longer ready, if the
