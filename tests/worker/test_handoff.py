@@ -161,7 +161,7 @@ async def test_a_prefill_is_not_sent_away_when_the_last_prefill_worker_has_just_
         prefill, decode, client = await shared.pair()
         await prefill.worker._prefill.drain()
         is_loop = threading.main_thread().ident
-        decode.worker._decode._num_prefill_workers = lambda: int(threading.get_ident() != is_loop)
+        decode.worker._decode._queued._num_prefill_workers = lambda: int(threading.get_ident() != is_loop)
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
         assert decode.worker._decode.stats.places == {PrefillPlace.REMOTE: 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -107,45 +107,17 @@ def serve(
     Example: kvrelay serve ./model --prefill 1 --decode 1 --port 8000
     """
     from kvrelay.launch.models import resolve_model, served_name
-    from kvrelay.launch.serve import ServeOptions, available_cores, run_serve
+    from kvrelay.launch.serve import ServeOptions, run_serve
 
     source = SettingsSource(SERVE_SETTINGS, config_file, flags)
     path = resolve_model(model)
     upstreams = _upstreams(engine_kind, source.build(UpstreamConfig))
     if upstreams:
         num_prefill, num_decode = _split_servers(upstreams, num_prefill, num_decode)
-    runner = source.build(RunnerConfig)
-    group = source.build(GroupConfig)
-    groups = [replace(group, dp=dp_prefill or group.dp)] * num_prefill
-    groups += [replace(group, dp=dp_decode or group.dp)] * num_decode
-    num_engines = sum(each.dp for each in groups)
-    first_engines = [sum(each.dp for each in groups[:number]) for number in range(len(groups))]
-    if runner.num_threads == 0:
-        runner = source.build(RunnerConfig, num_threads=max(1, available_cores() // num_engines))
-    prefill_runner = replace(runner, tp=tp_prefill or runner.tp, pp=pp_prefill or runner.pp)
-    decode_runner = replace(runner, tp=tp_decode or runner.tp, pp=pp_decode or runner.pp)
-    engine = source.build(EngineConfig)
-    prefill_engine = replace(engine, block_size=block_size_prefill or engine.block_size)
-    decode_engine = replace(engine, block_size=block_size_decode or engine.block_size)
-    prefill_flags = settings_to_flags(prefill_runner) + settings_to_flags(prefill_engine)
-    decode_flags = settings_to_flags(decode_runner) + settings_to_flags(decode_engine)
-    worker_flags = ["--engine", engine_kind]
-    transfer = source.build(TransferConfig)
-    for settings in (
-        replace(transfer, kv_port=0),
-        source.build(DisaggConfig),
-        *([source.build(MockConfig)] if engine_kind == "mock" else []),
-    ):
-        worker_flags += settings_to_flags(settings)
-    vllms = _vllms(source.build(VllmConfig), num_engines) if engine_kind == "vllm" else []
-    frontend, control = source.build(FrontendConfig), source.build(ControlConfig)
-    metrics = source.build(MetricsConfig)
-    shutdown_timeout_s = min(frontend.shutdown_timeout_s, drain_timeout)
-    frontend_flags = settings_to_flags(
-        replace(frontend, shutdown_timeout_s=shutdown_timeout_s), skip=("port", "api_key")
-    )
-    for cls in (RouterConfig, DisaggConfig):
-        frontend_flags += settings_to_flags(source.build(cls))
+    prefill = _Kind(num_prefill, tp_prefill, pp_prefill, dp_prefill, block_size_prefill)
+    decode = _Kind(num_decode, tp_decode, pp_decode, dp_decode, block_size_decode)
+    num_engines = sum(kind.num_workers * (kind.dp or source.build(GroupConfig).dp) for kind in (prefill, decode))
+    control, frontend = source.build(ControlConfig), source.build(FrontendConfig)
     run_async(
         run_serve(
             ServeOptions(
@@ -157,18 +129,9 @@ def serve(
                 num_frontends=num_frontends,
                 frontend=frontend,
                 control=control,
-                metrics=metrics,
-                worker_flags=[
-                    worker_flags
-                    + (prefill_flags if number < num_prefill else decode_flags)
-                    + (settings_to_flags(upstreams[number]) if upstreams else [])
-                    + (settings_to_flags(vllms[number]) if vllms else [])
-                    + settings_to_flags(groups[number])
-                    + (["--kv-port", str(transfer.kv_port + first_engines[number])] if transfer.kv_port else [])
-                    + flags
-                    for number, flags in enumerate(_metrics_flags(metrics, first_engines, num_engines))
-                ],
-                frontend_flags=frontend_flags,
+                metrics=source.build(MetricsConfig),
+                worker_flags=_worker_flags(source, engine_kind, (prefill, decode), num_engines, upstreams),
+                frontend_flags=_frontend_flags(source, frontend, drain_timeout),
                 control_flags=settings_to_flags(control, skip=("control", "discovery")),
                 nats_dir=nats_dir,
                 start_timeout_s=start_timeout,
@@ -176,6 +139,65 @@ def serve(
             )
         )
     )
+
+
+class _Kind(NamedTuple):
+    """The workers of one kind: how many, and what differs from --tp, --pp, --dp and --block-size (None: nothing)."""
+
+    num_workers: int
+    tp: int | None
+    pp: int | None
+    dp: int | None
+    block_size: int | None
+
+    def flags(self, runner: RunnerConfig, engine: EngineConfig) -> list[str]:
+        """Those that all workers of the kind share."""
+        own = replace(runner, tp=self.tp or runner.tp, pp=self.pp or runner.pp)
+        return settings_to_flags(own) + settings_to_flags(
+            replace(engine, block_size=self.block_size or engine.block_size)
+        )
+
+
+def _worker_flags(
+    source: SettingsSource,
+    engine_kind: str,
+    kinds: tuple[_Kind, ...],
+    num_engines: int,
+    upstreams: list[UpstreamConfig],
+) -> list[list[str]]:
+    """The command line of each worker, kind by kind. ``num_engines`` counts every data-parallel rank. Raises
+    ConfigError."""
+    from kvrelay.launch.serve import available_cores
+
+    runner = source.build(RunnerConfig)
+    if runner.num_threads == 0:
+        runner = source.build(RunnerConfig, num_threads=max(1, available_cores() // num_engines))
+    engine, group, metrics = source.build(EngineConfig), source.build(GroupConfig), source.build(MetricsConfig)
+    transfer = source.build(TransferConfig)
+    of_all = ["--engine", engine_kind]
+    of_all += settings_to_flags(replace(transfer, kv_port=0)) + settings_to_flags(source.build(DisaggConfig))
+    if engine_kind == "mock":
+        of_all += settings_to_flags(source.build(MockConfig))
+    groups = [replace(group, dp=kind.dp or group.dp) for kind in kinds for _ in range(kind.num_workers)]
+    of_kinds = [flags for kind in kinds for flags in [kind.flags(runner, engine)] * kind.num_workers]
+    first_engines = [sum(each.dp for each in groups[:number]) for number in range(len(groups))]
+    vllms = _vllms(source.build(VllmConfig), num_engines) if engine_kind == "vllm" else []
+    return [
+        of_all
+        + of_kinds[number]
+        + (settings_to_flags(upstreams[number]) if upstreams else [])
+        + (settings_to_flags(vllms[number]) if vllms else [])
+        + settings_to_flags(groups[number])
+        + (["--kv-port", str(transfer.kv_port + first_engines[number])] if transfer.kv_port else [])
+        + flags
+        for number, flags in enumerate(_metrics_flags(metrics, first_engines, num_engines))
+    ]
+
+
+def _frontend_flags(source: SettingsSource, frontend: FrontendConfig, drain_timeout_s: float) -> list[str]:
+    own = replace(frontend, shutdown_timeout_s=min(frontend.shutdown_timeout_s, drain_timeout_s))
+    flags = settings_to_flags(own, skip=("port", "api_key"))
+    return flags + settings_to_flags(source.build(RouterConfig)) + settings_to_flags(source.build(DisaggConfig))
 
 
 def _upstreams(engine_kind: str, settings: UpstreamConfig) -> list[UpstreamConfig]:

@@ -12,7 +12,6 @@ Who frees what. Blocks of a finished request are free at once, with two exceptio
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -26,6 +25,7 @@ from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.admission.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
 from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.integrity import check_integrity
 from kvrelay.engine.loans import Loans
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
 from kvrelay.engine.scheduler import Scheduler
@@ -33,7 +33,7 @@ from kvrelay.engine.step_sync.group import Alone, Group
 from kvrelay.engine.step_sync.protocol import Round
 from kvrelay.engine.stopping import stop_token_ids
 from kvrelay.engine.validation import check_tokens
-from kvrelay.errors import EngineDeadError, IntegrityError, InvalidInputError, KvrelayError
+from kvrelay.errors import EngineDeadError, InvalidInputError, KvrelayError
 
 
 class EngineCore:
@@ -368,23 +368,7 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the requests and loans account for every block and all counts are true."""
-        self.pool.check_integrity()
-        owners: Counter[int] = Counter()
-        for request in self.scheduler.requests.values():
-            owners.update(request.block_ids)
-        quarantined: Counter[int] = Counter()
-        for loan in self.loans:
-            owners.update(loan.block_ids)
-            quarantined.update(loan.quarantined)
-        for block_id in range(self.pool.num_blocks):
-            if self.pool.num_refs(block_id) != owners[block_id]:
-                raise IntegrityError(f"block {block_id} has {owners[block_id]} owners: {self.pool.describe(block_id)}")
-        waiting = (request for request in self.scheduler.requests.values() if request.is_waiting)
-        num_waiting_blocks = sum(self.pool.blocks_for(len(request.token_ids)) for request in waiting)
-        if num_waiting_blocks != self.scheduler.admission.num_waiting_blocks:
-            raise IntegrityError(f"requests wait for {num_waiting_blocks} blocks: {self.scheduler.admission!r}")
-        if quarantined.total() != self.pool.num_quarantined or set(quarantined.values()) - {1}:
-            raise IntegrityError(f"loans cover {quarantined.total()} blocks, {self.pool.num_quarantined} quarantined")
+        check_integrity(self.pool, self.loans, self.scheduler)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ A step:  grow      blocks for decodes that fill their last one; preempt the leas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.cost_model import StepWork
@@ -23,25 +22,19 @@ from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
 from kvrelay.engine.admission.queue import AdmissionQueue, Backlog, EngineLoad
+from kvrelay.engine.away import PrefillsAway
 from kvrelay.engine.base import KvLoad, ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.pace import Pace
 from kvrelay.engine.reports import report_blocks, report_last_blocks, report_token
 from kvrelay.engine.request import PrefillMode, Request, service_order
+from kvrelay.engine.request_blocks import cache_full_blocks, free_blocks, transfer_may_run
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch
 from kvrelay.engine.stopping import finish_reason
 
 StartRemote = Callable[[Request], None]
 """Called with a REMOTE request whose blocks are allocated. Opens the hand-off."""
-
-
-class _Away(NamedTuple):
-    """A remote prefill: its tokens, the tokens sent before it, and its time."""
-
-    num_tokens: int
-    num_ahead: int
-    since_s: float
 
 
 class Scheduler:
@@ -83,8 +76,7 @@ class Scheduler:
         self._needs_block: list[Request] = []
         self.pace = Pace()
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._away: dict[Request, _Away] = {}
-        """Remote prefills that the worker's own queue has sent away."""
+        self._away = PrefillsAway(clock)
         self._planner = BatchPlanner(
             self._batch, max_num_batched_tokens, exclusive_prefill=exclusive_prefill, pace=self.pace
         )
@@ -149,7 +141,7 @@ class Scheduler:
         """End ``request`` now. If a transfer may touch its blocks, they are freed once the transfer has ended."""
         if request.ending is not None:
             return
-        if self._transfer_may_run(request):
+        if transfer_may_run(request, self.pool.block_size):
             request.ending = reason
             if request.status is RequestStatus.RUNNING:
                 self._batch.leave(request)
@@ -163,11 +155,11 @@ class Scheduler:
             self._batch.leave(request)
         elif request.status in (RequestStatus.REMOTE_PREFILLING, RequestStatus.LOADING_KV):
             self._num_outside -= 1
-            self._forget_away(request)
+            self._away.forget(request)
         else:
             self.admission.discard(request)
         request.move(status, self._clock.now())
-        self._free_blocks(request)
+        free_blocks(self.pool, request)
         self.num_ended_requests += 1
         self.num_ended_blocks += self.pool.blocks_for(len(request.token_ids))
         del self.requests[request.request_id]
@@ -178,30 +170,22 @@ class Scheduler:
         """The KV of all tokens of a REMOTE request is in its blocks, and ``token_id`` is its next token: it joins the
         batch."""
         self._num_outside -= 1
-        away = self._away.pop(request, None)
-        if away is not None and request.placement is not None:
-            seconds = self._clock.now() - away.since_s
-            request.placement.came_back(request.request_id, away.num_tokens, away.num_ahead, seconds)
+        self._away.came_back(request)
         request.num_computed_tokens = len(request.token_ids)
         request.move(RequestStatus.RUNNING, self._clock.now())
         self._batch.enter(request, decoding=True)
-        self._cache_full_blocks(request)
+        cache_full_blocks(self.pool, request)
         self._accept_first(request, token_id, logprobs)
 
     def remote_lost(self, request: Request) -> None:
         """No KV will arrive for a REMOTE request: it waits again, to be computed here."""
         self._num_outside -= 1
-        self._forget_away(request)
+        self._away.forget(request)
         request.mode = PrefillMode.LOCAL
         request.handoff_id = None
         request.move(RequestStatus.WAITING, self._clock.now())
-        self._free_blocks(request)
+        free_blocks(self.pool, request)
         self.admission.push(request)
-
-    def _forget_away(self, request: Request) -> None:
-        """No KV will arrive: from now on the request, if it continues, is computed here."""
-        self._away.pop(request, None)
-        request.placement = None
 
     # -- hand-offs (prefill side) -------------------------------------------------------------------------------------
 
@@ -213,7 +197,7 @@ class Scheduler:
         self._num_outside -= 1
         if ok:
             request.num_computed_tokens = request.num_load_tokens
-            self._cache_full_blocks(request)
+            cache_full_blocks(self.pool, request)
         self._start_prefill(request)
 
     def sending_finished(self, request: Request) -> None:
@@ -224,12 +208,6 @@ class Scheduler:
             self.finish(request, RequestStatus.FINISHED_STOPPED)
         else:
             self.finish(request, RequestStatus.FINISHED_ABORTED)
-
-    def _transfer_may_run(self, request: Request) -> bool:
-        if request.status in (RequestStatus.LOADING_KV, RequestStatus.PREFILL_SENDING):
-            return True
-        held_elsewhere = request.num_load_tokens // self.pool.block_size
-        return request.mode is PrefillMode.HANDOFF and request.num_sent_blocks > held_elsewhere
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
@@ -278,7 +256,7 @@ class Scheduler:
         request.move(RequestStatus.PREEMPTED, self._clock.now())
         request.mode = PrefillMode.LOCAL
         request.placement = None
-        self._free_blocks(request)
+        free_blocks(self.pool, request)
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()
         self.admission.push(request)
@@ -303,13 +281,9 @@ class Scheduler:
             backlog=tuple([Backlog(request.num_missing_tokens, request.arrival) for request in prefilling]),
             pace=self.pace,
             chunk=lambda: self.pace.prefill_budget(prefilling, self._max_num_batched_tokens),
-            num_away=self._num_away,
+            num_away=self._away.num_tokens,
             num_prefills_away=len(self._away),
         )
-
-    @property
-    def _num_away(self) -> int:
-        return sum(away.num_tokens for away in self._away.values())
 
     def step_work(self) -> StepWork:
         """What the scheduled batch computes, for ``pace.costs``. To be called before ``update``."""
@@ -320,7 +294,7 @@ class Scheduler:
         if request.mode is PrefillMode.REMOTE:
             self._num_outside += 1
             if not request.handoff_number:
-                self._away[request] = _Away(request.num_missing_tokens, self._num_away, self._clock.now())
+                self._away.send(request)
             request.move(RequestStatus.REMOTE_PREFILLING, self._clock.now())
             self._start_remote(request)
             return
@@ -368,7 +342,7 @@ class Scheduler:
             known.append(token_id)
             request.num_computed_tokens = computed = len(known) - 1
             if computed % size == 0:
-                self._cache_full_blocks(request)
+                cache_full_blocks(self.pool, request)
                 if computed == size * len(request.block_ids):
                     self._needs_block.append(request)
             if token_id in request.stop_ids or len(known) >= request.length_limit:
@@ -390,7 +364,7 @@ class Scheduler:
 
     def _update_chunk(self, request: Request, count: int, row: int, tokens: Iterator[int], result: ModelOutput) -> None:
         request.num_computed_tokens += count
-        self._cache_full_blocks(request)
+        cache_full_blocks(self.pool, request)
         if request.wants_prompt_logprobs and row in result.prompt_logprobs:
             request.prompt_logprobs.extend(result.prompt_logprobs[row])
         if request.num_computed_tokens < len(request.token_ids):
@@ -429,28 +403,3 @@ class Scheduler:
             self.finish(request, FINISH_STATUS[reason])
         elif request.num_computed_tokens == self.pool.block_size * len(request.block_ids):
             self._needs_block.append(request)
-
-    # -- places -------------------------------------------------------------------------------------------------------
-
-    def _free_blocks(self, request: Request) -> None:
-        self.pool.release(request.block_ids)
-        request.block_ids = []
-        request.num_computed_tokens = 0
-        request.num_cached_blocks = 0
-
-    def _cache_full_blocks(self, request: Request) -> None:
-        """Offer the blocks that have become full and computed to the prefix cache."""
-        first = request.num_cached_blocks
-        size = self.pool.block_size
-        end = request.num_computed_tokens // size
-        if end <= first or not self.pool.enable_prefix_caching:
-            return
-        request.hash_blocks(end, size)
-        self.pool.cache_blocks(
-            request.block_ids[first:end],
-            request.sequence_hashes[first - 1] if first else None,
-            request.sequence_hashes[first:end],
-            request.local_hashes[first:end],
-            request.token_ids[first * size : end * size],
-        )
-        request.num_cached_blocks = end

@@ -1,7 +1,7 @@
 """The cluster as one frontend sees it: discovery in, models and connections out.
 
     discovery ──watch──> worker entries ──> a task per worker: tokenizer, connection, reconnection ──> Model
-    events, load samples ──subscriptions──> the model's router
+    events, load samples ──> the model's router (``published.py``)
     run-time settings ──watch──> every model's router
 
 It owns the connections to workers and one Model per model name. While the control plane is away it uses the workers
@@ -15,28 +15,23 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from kvrelay.config import DisaggConfig
-from kvrelay.control.base import ControlPlane, Keys, Subscription, WatchEvent, WatchKind
+from kvrelay.control.base import ControlPlane, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_setting, decode_worker
-from kvrelay.core.event_codec import decode_events, decode_load
 from kvrelay.core.events import LoadMetrics
-from kvrelay.core.sealing import unseal
 from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.errors import (
     CheckpointError,
-    ControlUnavailableError,
     KvrelayError,
     ModelNotFoundError,
-    ProtocolError,
-    RetryElsewhereError,
     WorkerUnavailableError,
 )
 from kvrelay.frontend.models import Model
+from kvrelay.frontend.published import Published, Served
 from kvrelay.frontend.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.frontend.worker_link import WorkerLink
 from kvrelay.handoff.disagg import DisaggPolicy
@@ -52,18 +47,10 @@ RouterFactory = Callable[[int, ReplayRequester, RouterStage], Router]
 """Makes a router from the block size in tokens, a function that requests missed events, and the half that it is for."""
 
 RECONNECT_BACKOFF_S = (0.05, 0.1, 0.2, 0.5)
-REPLAY_TIMEOUT_S = 2.0
 INTRODUCTION_TIMEOUT_S = 5.0
 CONNECTOR_RETRY_S = 1.0
 ROUTER_SECTION = "router."
 DISAGG_SECTION = "disagg."
-
-
-class _Served(NamedTuple):
-    """A connected worker: the model that it serves, and the connection."""
-
-    model: Model
-    link: WorkerLink
 
 
 class Cluster:
@@ -85,7 +72,7 @@ class Cluster:
         self._tokenizer_of = tokenizer_of
         self._infos: dict[str, WorkerInfo] = {}
         self._models: dict[str, Model] = {}
-        self._served: dict[str, _Served] = {}
+        self._served: dict[str, Served] = {}
         self._loading: dict[str, asyncio.Lock] = {}
         self._connectors: dict[str, asyncio.Task[None]] = {}
         self._pending: set[str] = set()
@@ -93,7 +80,7 @@ class Cluster:
         self._none_pending = asyncio.Event()
         self._none_pending.set()
         self._tasks = TaskSet()
-        self._subscriptions: list[Subscription] = []
+        self._published = Published(control.events, keys, self._served_by)
         self._settings = RuntimeSettings()
         self._disagg = DisaggPolicy(disagg or DisaggConfig())
         """Prefill-first: whether a request gets a prefill worker."""
@@ -142,15 +129,14 @@ class Cluster:
 
     async def start(self) -> None:
         """Subscribe and watch. Raises ControlUnavailableError."""
-        events = self._control.events
-        self._subscriptions = [
-            await events.subscribe(self._keys.kv_events, self._on_events),
-            await events.subscribe(self._keys.load_metrics, self._on_load),
-        ]
+        await self._published.start()
         discovery, settings = self._control.discovery, self._keys.config_value(ROUTER_SECTION)
         self._tasks.spawn(follow(discovery, self._keys.workers, self._on_worker, self._workers_listed.set))
         self._tasks.spawn(follow(discovery, settings, self._on_setting, self._settings_listed.set))
         self._tasks.spawn(follow(discovery, self._keys.config_value(DISAGG_SECTION), self._on_threshold))
+
+    def _served_by(self, worker_id: str) -> Served | None:
+        return self._served.get(worker_id)
 
     async def wait_synced(self, timeout_s: float) -> bool:
         """Wait until the initial listing of workers and settings is known."""
@@ -162,11 +148,7 @@ class Cluster:
 
     async def close(self) -> None:
         await end_tasks([*self._tasks, *self._connectors.values()])
-        for subscription in self._subscriptions:
-            try:
-                await subscription.unsubscribe()
-            except ControlUnavailableError as exc:
-                _log.debug("a subscription ended with the connection: %s", exc)
+        await self._published.close()
 
     # -- discovery ----------------------------------------------------------------------------------------------------
 
@@ -276,7 +258,7 @@ class Cluster:
             num_failures = 0
             await self._serve(served, worker_id)
 
-    async def _serve(self, served: _Served, worker_id: str) -> None:
+    async def _serve(self, served: Served, worker_id: str) -> None:
         """Let the worker serve requests while the connection lives."""
         model, link = served
         self._served[worker_id] = served
@@ -294,7 +276,7 @@ class Cluster:
             model.remove_worker(worker_id)
             await link.close()
 
-    async def _connect_to(self, info: WorkerInfo) -> _Served:
+    async def _connect_to(self, info: WorkerInfo) -> Served:
         """Connect first, then find the model, so that the model cannot be replaced before the worker is added to it."""
         client = self._connect(info)
         await client.start()
@@ -302,7 +284,7 @@ class Cluster:
         try:
             if info.public_key:
                 await link.introduce(INTRODUCTION_TIMEOUT_S)
-            return _Served(await self._model_of(info), link)
+            return Served(await self._model_of(info), link)
         except BaseException:
             await link.close()
             raise
@@ -324,7 +306,7 @@ class Cluster:
             tokenizer = await asyncio.to_thread(self._load_tokenizer, info)
             _check_is_free(model)
             decodes, prefills = (
-                self._build_router(info.block_size, self._request_replay, stage)
+                self._build_router(info.block_size, self._published.request_replay, stage)
                 for stage in (RouterStage.REQUEST, RouterStage.PREFILL)
             )
             pairs = PairRouter(decodes, prefills, self._disagg)
@@ -352,65 +334,6 @@ class Cluster:
                     f"restart the changed side"
                 )
         return tokenizer
-
-    # -- what workers publish -----------------------------------------------------------------------------------------
-
-    def _on_events(self, subject: str, data: bytes) -> None:
-        served = self._served.get(_publisher_of(subject))
-        if served is None:
-            return  # the index requests missed events once the worker is connected
-        try:
-            batch = decode_events(unseal(served.link.publish_secret, subject, data))
-            _check_sender(subject, self._keys.worker_kv_events(batch.worker_id))
-        except ProtocolError as exc:
-            _log.warning("dropped cache events on %s: %s", subject, exc)
-            return
-        served.model.apply_events(batch)
-
-    def _on_load(self, subject: str, data: bytes) -> None:
-        served = self._served.get(_publisher_of(subject))
-        if served is None:
-            return
-        try:
-            metrics = decode_load(unseal(served.link.publish_secret, subject, data))
-            _check_sender(subject, self._keys.worker_load(metrics.worker_id))
-        except ProtocolError as exc:
-            _log.warning("dropped a load sample on %s: %s", subject, exc)
-            return
-        served.link.load = metrics
-        served.model.apply_metrics(metrics)
-
-    def _request_replay(self, worker_id: str, request: bytes) -> None:
-        self._tasks.spawn(self._replay(worker_id, request))
-
-    async def _replay(self, worker_id: str, request: bytes) -> None:
-        try:
-            subject = self._keys.worker_replay(worker_id)
-            reply = await self._control.events.request(subject, request, REPLAY_TIMEOUT_S)
-        except RetryElsewhereError as exc:
-            _log.debug("no replay from %s: %s", worker_id, exc)
-            return
-        served = self._served.get(worker_id)
-        if served is None:
-            return
-        try:
-            frame = unseal(served.link.publish_secret, subject, reply)
-        except ProtocolError as exc:
-            _log.warning("replay on %s dropped: %s", subject, exc)
-            return
-        served.model.apply_replay(worker_id, frame)
-
-
-def _publisher_of(subject: str) -> str:
-    """The worker that owns the subject."""
-    return subject.rpartition(".")[2]
-
-
-def _check_sender(subject: str, own_subject: str) -> None:
-    """Check that a worker publishes under its own name: the server's permissions are per subject. Raises
-    ProtocolError."""
-    if subject != own_subject:
-        raise ProtocolError(f"this worker publishes on {own_subject}")
 
 
 def _check_is_free(old: Model | None) -> None:

@@ -84,6 +84,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -94,6 +96,21 @@ Connection = Hashable
 class Value(msgspec.Struct, frozen=True):
     """An event or an action: immutable, equal by type and fields. A struct: 70 dataclasses would cost a process 0.1 s
     of its start."""
+
+
+Rules = TypeVar("Rules")
+Counters = TypeVar("Counters")
+Action = TypeVar("Action")
+
+
+@dataclass(slots=True)
+class Turn(Generic[Rules, Counters, Action]):
+    """The handling of one event: its time, the side's rules and counts, and the resulting actions."""
+
+    now_s: float
+    rules: Rules
+    counters: Counters
+    out: list[Action] = field(default_factory=list, kw_only=True)
 
 
 class EndReason(enum.StrEnum):

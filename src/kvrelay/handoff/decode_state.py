@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrelay.core.handoff import HandoffDone, HandoffFetched, HandoffRefused
+from kvrelay.handoff import base
 from kvrelay.handoff.base import Connection, RefusalReason
 from kvrelay.handoff.decode_events import Claimed, DecodeAction, Send
 
@@ -115,15 +116,11 @@ class DecodeCounters:
 
 
 @dataclass(slots=True)
-class Turn:
-    """The handling of one event: its time, the rules, and the resulting actions."""
+class Turn(base.Turn[DecodeRules, DecodeCounters, DecodeAction]):
+    """One event at the decode worker. ``connections``: by claimant."""
 
-    now_s: float
-    rules: DecodeRules
-    counters: DecodeCounters
     connections: dict[str, Connection]
     new_secret: Callable[[], int]
-    out: list[DecodeAction] = field(default_factory=list)
 
 
 def refuse(event: Claimed, reason: RefusalReason, turn: Turn) -> None:

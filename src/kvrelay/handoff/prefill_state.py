@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrelay.core.handoff import HandoffOrder
+from kvrelay.handoff import base
 from kvrelay.handoff.prefill_events import PrefillAction
 
 
@@ -82,11 +83,7 @@ class PrefillCounters:
     num_damaged: int = 0
 
 
-@dataclass(slots=True)
-class Turn:
-    """The handling of one event: its time, the rules, and the resulting actions."""
+class Turn(base.Turn[PrefillRules, PrefillCounters, PrefillAction]):
+    """One event at the prefill worker."""
 
-    now_s: float
-    rules: PrefillRules
-    counters: PrefillCounters
-    out: list[PrefillAction] = field(default_factory=list)
+    __slots__ = ()

@@ -4,7 +4,8 @@
     RemotePrefillRequest ──> the hand-off ledger ──> push to the prefill queue
     TokenOutput ──> the frontend that asked
 
-It owns the peer of each request. ``incoming.py`` owns the hand-offs that bring KV from other workers.
+It owns the peer of each request. ``incoming.py`` owns the hand-offs that bring KV from other workers, ``queued.py`` the
+entries in the prefill queue.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-
 from kvrelay.control.base import PrefillQueue
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, HandoffOrder
 from kvrelay.core.messages import (
     AbortRequest,
     GenerateRequest,
@@ -36,7 +35,6 @@ from kvrelay.engine.admission.control import AdmissionControl
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import (
-    ControlUnavailableError,
     EngineDeadError,
     InvalidInputError,
     KvrelayError,
@@ -47,7 +45,7 @@ from kvrelay.errors import (
 )
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.decode_state import DecodeRules
-from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.handoff.disagg import DisaggPolicy, PrefillPlace
 from kvrelay.handoff.placement import CostPlacement, Decision
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
@@ -55,11 +53,11 @@ from kvrelay.worker.arrivals import Arrivals
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.incoming import IncomingHandoffs
 from kvrelay.worker.outputs import send_outputs
+from kvrelay.worker.queued import QueuedPrefills
 from kvrelay.worker.stats import DecodeStats, RemoteCostStats
 
 _log = logging.getLogger(__name__)
 
-QUEUE_SIZE_INTERVAL_S = 0.02
 DRAIN_INTERVAL_S = 0.02
 
 
@@ -95,20 +93,25 @@ class DecodeSide:
         self.stats = DecodeStats()
         self.accepting = True
         self._worker_id = worker_id
-        self._model = model
         self._address = address
-        self._kv_compatibility = rules.kv_compatibility
         self._engine = engine
         self._admission = AdmissionControl(engine)
-        self._queue = queue
         self._server = server
         self._policy = policy
         self._num_prefill_workers = num_prefill_workers
         self._num_takers = num_takers
         self._returns = ReturnTimes(MonotonicClock())
         self._give_up_after_s = give_up_after_s
-        self._queue_size = 0
-        self.placement = CostPlacement(policy, self._fleet, self._count_place)
+        self._queued = QueuedPrefills(
+            queue,
+            policy,
+            model=model,
+            kv_compatibility=rules.kv_compatibility,
+            address=address,
+            num_prefill_workers=num_prefill_workers,
+            handle=self._handle,
+        )
+        self.placement = CostPlacement(policy, self._queued.fleet, self._count_place)
         self._loop = asyncio.get_running_loop()
         self.handoffs = IncomingHandoffs(
             rules,
@@ -118,7 +121,7 @@ class DecodeSide:
             checksums=checksums,
             server=server,
             stats=self.stats,
-            push=self._begin_push,
+            push=self._queued.push,
             term=term,
             on_arrived=self.placement.prefill_took,
         )
@@ -130,9 +133,10 @@ class DecodeSide:
         """Of requests that are half of a pair."""
         self._requests_of: defaultdict[Peer, set[str]] = defaultdict(set)
         self._tasks = TaskSet()
-        self._last_request_s = 0.0
-        self._queue_watch: asyncio.Task[None] | None = None
         self._tasks.spawn(self.handoffs.tick_forever())
+
+    def _handle(self, event: de.DecodeEvent) -> None:
+        self.handoffs.handle(event)
 
     def cost_stats(self) -> RemoteCostStats:
         """What remote prefills cost, as far as it is known. From any thread."""
@@ -176,7 +180,7 @@ class DecodeSide:
         if handoff_id is not None and message.pair is not None:
             self._handoff_of[message.request_id] = handoff_id
             self.handoffs.handle(de.Expected(handoff_id, message.pair.prefill_worker_id))
-        self._watch_queue()
+        self._queued.watch()
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
         # Known before it is there: the engine may take it at once.
         number = self._arrival_of[message.request_id] = next(self._numbers)
@@ -300,12 +304,9 @@ class DecodeSide:
         return self._policy.decide(
             prompt_length=len(request.token_ids),
             num_cached_tokens=core.num_cached_tokens(request),
-            prefill_fleet=self._fleet(),
+            prefill_fleet=self._queued.fleet(),
             must_be_local=request.must_prefill_here,
         )
-
-    def _fleet(self) -> PrefillFleet:
-        return PrefillFleet(self._num_prefill_workers(), self._queue_size)
 
     def _count_place(self, place: PrefillPlace) -> None:
         self.stats.places[place] = self.stats.places.get(place, 0) + 1
@@ -343,9 +344,6 @@ class DecodeSide:
 
     def deliver(self, outputs: list[TokenOutput]) -> None:
         """On the event loop, once per step: tokens to frontends."""
-        self._send_outputs(outputs)
-
-    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         by_peer: defaultdict[Peer, list[TokenOutput]] = defaultdict(list)
         for output in outputs:
             peer = self._peer_of.get(output.request_id)
@@ -360,44 +358,7 @@ class DecodeSide:
                 self._abort(output.request_id)
                 self._refuse(peer, output.request_id, "the logprobs of one output are too large", 413, retryable=False)
 
-    def _begin_push(self, prefill: RemotePrefillRequest) -> None:
-        self._tasks.spawn(self._push(prefill))
-
-    async def _push(self, prefill: RemotePrefillRequest) -> None:
-        if not self._num_prefill_workers():
-            # The last one left after the engine's thread had decided, and before this hand-off was open to be taken
-            # back. Nobody would pull its entry.
-            self.handoffs.handle(de.NoPrefillWorker())
-            return
-        request = msgspec.structs.replace(
-            prefill,
-            decode_address=self._address(),
-            model=self._model,
-            kv_compatibility=self._kv_compatibility,
-            timeout_s=self._policy.config.remote_prefill_timeout_s,
-        )
-        try:
-            await self._queue.push(request)
-        except KvrelayError as exc:
-            _log.warning("cannot queue prefill %s, computing it here: %s", prefill.handoff_id, exc)
-            self.handoffs.handle(de.PushFailed(prefill.handoff_id))
-
-    # -- background ---------------------------------------------------------------------------------------------------
-
-    def _watch_queue(self) -> None:
-        """Poll the queue's size while requests arrive; stop a second after the last one."""
-        self._last_request_s = time.monotonic()
-        if self._num_prefill_workers() and (self._queue_watch is None or self._queue_watch.done()):
-            self._queue_watch = self._tasks.spawn(self._refresh_queue_size())
-
-    async def _refresh_queue_size(self) -> None:
-        while time.monotonic() - self._last_request_s < 1.0:
-            try:
-                self._queue_size = await self._queue.size(self._kv_compatibility)
-            except ControlUnavailableError:
-                self._queue_size = self._policy.config.max_prefill_queue_size
-            await asyncio.sleep(QUEUE_SIZE_INTERVAL_S)
-        self._queue_size = 0
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
         """Accept no new requests; return when every request and every hand-off has ended. Wait ``give_up_after_s`` for
@@ -425,3 +386,4 @@ class DecodeSide:
 
     async def close(self) -> None:
         await self._tasks.close()
+        await self._queued.close()

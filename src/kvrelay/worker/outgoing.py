@@ -13,7 +13,6 @@ HandoffDone only after the writes before it, and never if one of them has failed
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,18 +37,16 @@ from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.base import HandoffChunk, KvLoad, StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.errors import KvrelayError, TransferError, WorkerUnavailableError
+from kvrelay.errors import KvrelayError, WorkerUnavailableError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.transfer.base import GrantRef, TransferOp, TransferPlan
-from kvrelay.transfer.compat import planner_for
-from kvrelay.transfer.planner import TransferPlanner
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.driver import LedgerDriver
-from kvrelay.worker.locks import KeyedLocks
+from kvrelay.worker.peer_memory import PeerMemory
 from kvrelay.worker.peers import DecodePeer, DecodePeers
 from kvrelay.worker.releases import Releases
 from kvrelay.worker.stats import PrefillStats
@@ -105,8 +102,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self.jobs: dict[HandoffId, Job] = {}
         self._by_name: dict[str, HandoffId] = {}
         self._layout = layout
-        self._planners: dict[str, TransferPlanner] = {}
-        """By decode worker: the mapping between its blocks and ours. Made with the connection to its memory."""
+        self.memory = PeerMemory(layout, rules.kv_compatibility, transfer, peers)
         self._engine = engine
         self._transfer = transfer
         self._checksums = checksums
@@ -114,7 +110,6 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._stats = stats
         self._tasks = TaskSet()
         self._telling: set[HandoffId] = set()
-        self._connecting = KeyedLocks()
         self._releases = Releases(peers, lambda handoff_id: self.handle(pe.ReleaseHeard(handoff_id)))
         super().__init__(
             self.ledger,
@@ -211,7 +206,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         try:
             peer = await self._peers.get(action.worker_id)
             if not self._engine.facts.moves_kv:
-                await self._connect_memory(action.worker_id)
+                await self.memory.connect(action.worker_id)
             is_sent = True  # even if sending fails it may have arrived
             peer.client.send(action.message)
         except KvrelayError as exc:
@@ -237,18 +232,6 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             _log.debug("%s does not hear of hand-off %s: %s", action.worker_id, action.message.handoff_id, exc)
         finally:
             self._telling.discard(action.message.handoff_id)
-
-    async def _connect_memory(self, worker_id: str) -> None:
-        """Load and cache the peer's memory metadata, at first use."""
-        async with self._connecting.hold(worker_id):
-            if not self._transfer.has_peer(worker_id):
-                metadata = await self._peers.kv_metadata(worker_id, 0, self.ledger.rules.kv_compatibility)
-                self._planners[worker_id] = planner_for(self._layout, metadata)
-                await asyncio.wrap_future(self._transfer.add_peer(metadata))
-
-    def forget_memory(self, worker_id: str) -> None:
-        """The connection to a decode worker's memory is closed; the next claim loads it again."""
-        self._planners.pop(worker_id, None)
 
     def _settle(self, action: pe.Settle) -> None:
         job = self.jobs.pop(action.handoff_id)
@@ -378,23 +361,10 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._transfer.submit(TransferOp.WRITE, worker_id, plan, notify, on_done=ended, group=group, grant=grant)
 
     def _plan(self, op: TransferOp, job: Job, action: pe.Read | pe.Write) -> TransferPlan | None:
-        """None if the grant does not fit the memory that the decode worker has registered, or if that is gone."""
-        planner = self._planners.get(job.request.decode_worker_id)
-        if planner is None:
-            return None  # its connection is gone
-        theirs = self.ledger.handoffs[action.handoff_id].decode_block_size(self.ledger.rules)
-        if theirs != planner.remote.block_size:
-            _log.error(
-                "hand-off %s was granted in blocks of %d tokens, and %r has others", action.handoff_id, theirs, planner
-            )
-            return None
         here = BlockRun(action.blocks.first_block, action.blocks.block_ids)
         there = BlockRun(action.remote_first_block, action.remote_block_ids)
-        try:
-            return planner.plan(op, here, there)
-        except TransferError as exc:
-            _log.error("hand-off %s cannot be planned: %s", action.handoff_id, exc)
-            return None
+        theirs = self.ledger.handoffs[action.handoff_id].decode_block_size(self.ledger.rules)
+        return self.memory.plan(op, job.request.decode_worker_id, here, there, theirs)
 
     def _count(self, job: Job, num_bytes: int) -> None:
         job.num_bytes += num_bytes

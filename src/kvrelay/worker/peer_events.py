@@ -77,7 +77,7 @@ class PeerEvents:
         self._forget_memory(worker_id)
 
     def _forget_memory(self, worker_id: str) -> None:
-        self._prefill.handoffs.forget_memory(worker_id)
+        self._prefill.handoffs.memory.forget(worker_id)
         self._transfer.remove_peer(worker_id)
 
     # -- our own lease ------------------------------------------------------------------------------------------------

@@ -25,14 +25,11 @@ from kvrelay.core.messages import (
     AdminRequest,
 )
 from kvrelay.core.sealing import new_secret
-from kvrelay.core.tasks import TaskSet, end_tasks
+from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.base import StepOutput
 from kvrelay.engine.contract import EngineHost
-from kvrelay.errors import (
-    EngineHungError,
-    FatalError,
-)
+from kvrelay.errors import EngineHungError
 from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.disagg import DisaggPolicy
 from kvrelay.rpc.base import RpcServer
@@ -43,6 +40,7 @@ from kvrelay.worker.admin import run_admin_command
 from kvrelay.worker.callers import Callers
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.decode_side import DecodeSide
+from kvrelay.worker.ending import Ending
 from kvrelay.worker.fleet import Fleet
 from kvrelay.worker.inbox import Inbox
 from kvrelay.worker.membership import Membership
@@ -87,21 +85,19 @@ class Worker:
         self._server = server
         self._keys = Keys(settings.control.namespace)
         self._loop = asyncio.get_running_loop()
-        self._draining = asyncio.Event()
-        self._failed = asyncio.Event()
-        self._failure: FatalError | None = None
+        self._ending = Ending()
         self._tasks = TaskSet()
         self._callers = Callers(control.discovery, self._keys, is_open=not settings.public_key)
         self._peer_events = PeerEvents(engine, self._callers)
         self._membership = self._build_membership(transport.name)
         self._transfer = TransferThread(
-            transport, settings.transfer, fence=self._membership.fence_s, on_failed=self._on_transfer_failed
+            transport, settings.transfer, fence=self._membership.fence_s, on_failed=self._ending.transfer_failed
         )
         self._checksums = BlockChecksums(engine, required=settings.transfer.kv_checksums)
         self._secret = new_secret() if settings.public_key else b""
         self._publisher = self._build_publisher()
         self._watchdog = Watchdog(
-            self._engine.progress, settings.engine.step_timeout_s, self._on_failure, MonotonicClock()
+            self._engine.progress, settings.engine.step_timeout_s, self._ending.fail, MonotonicClock()
         )
         self._policy = DisaggPolicy(settings.disagg)
         self._fleet = self._build_fleet(has_bar=transport.has_bar)
@@ -123,7 +119,7 @@ class Worker:
             self._prefill,
             self._paired,
             self._decode,
-            is_leaving=self._draining.is_set,
+            is_leaving=self._ending.has_begun,
             tasks=self._tasks,
         )
         self._inbox = Inbox(
@@ -247,7 +243,7 @@ class Worker:
             kv_compatibility=self._membership.kv_compatibility,
         )
         agent = await asyncio.wrap_future(registered)
-        self._engine.start(self._on_step, self._on_failure)
+        self._engine.start(self._on_step, self._ending.fail)
         self._watchdog.start()
         await self._membership.join(agent)
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
@@ -261,33 +257,23 @@ class Worker:
     async def run(self) -> None:
         """Serve until ``request_drain``; then drain and leave. Raises FatalError, for example EngineDeadError, after a
         fatal failure, before or during the drain."""
-        await self._draining.wait()
+        await self._ending.begun()
         try:
-            await self._drain_unless_failed()
+            await self._ending.run_unless_failed(self._roles.drain())
         finally:
             await self.close()
-        if self._failure is not None:
-            raise self._failure
-
-    async def _drain_unless_failed(self) -> None:
-        """Drain, unless a fatal failure occurs: then work in flight cannot finish."""
-        drained, failed = self._loop.create_task(self._roles.drain()), self._loop.create_task(self._failed.wait())
-        try:
-            await asyncio.wait((drained, failed), return_when=asyncio.FIRST_COMPLETED)
-            if drained.done():
-                drained.result()
-        finally:
-            await end_tasks((drained, failed))
+        if self._ending.failure is not None:
+            raise self._ending.failure
 
     def request_drain(self) -> None:
         """Begin to leave; ``run`` returns when everything in flight has ended."""
-        self._draining.set()
+        self._ending.begin()
 
     async def close(self) -> None:
         """Leave discovery and free everything, also with work in flight."""
         await self._tasks.close()
         self._decode.accepting = self._paired.accepting = False
-        if self._failure is not None:
+        if self._ending.failure is not None:
             # Nothing finishes any more: let waiting clients migrate now.
             await self._server.close()
         self._transfer.fail_all("the worker leaves")
@@ -300,9 +286,9 @@ class Worker:
         await self._decode.close()
         await self._peers.close()
         await self._server.close()
-        is_hung = isinstance(self._failure, EngineHungError)
+        is_hung = isinstance(self._ending.failure, EngineHungError)
         await asyncio.to_thread(self._checksums.close)
-        join_s = HUNG_JOIN_S if is_hung else FAILED_JOIN_S if self._failure is not None else None
+        join_s = HUNG_JOIN_S if is_hung else FAILED_JOIN_S if self._ending.failure is not None else None
         if await asyncio.to_thread(self._engine.close, join_s):
             self._watchdog.stop()
 
@@ -346,21 +332,6 @@ class Worker:
         _log.warning("lease revoked: draining")
         self.request_drain()
 
-    def _on_transfer_failed(self, error: Exception) -> None:
-        failure = FatalError(f"the KV transfer failed: {error!r}")
-        failure.__cause__ = error
-        self._on_failure(failure)
-
-    def _on_failure(self, error: FatalError) -> None:
-        """On the failed thread: nothing can be finished, so leave."""
-
-        def leave() -> None:
-            self._failure = self._failure or error
-            self._failed.set()
-            self._draining.set()
-
-        self._loop.call_soon_threadsafe(leave)
-
     # -- what it says of itself ---------------------------------------------------------------------------------------
 
     async def status(self) -> dict[str, object]:
@@ -393,7 +364,7 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """Whether this worker is in discovery (by local knowledge), is not leaving, and makes progress."""
-        return self._membership.is_listed and not self._draining.is_set() and not self.is_stalled
+        return self._membership.is_listed and not self._ending.has_begun() and not self.is_stalled
 
     @property
     def is_stalled(self) -> bool:

@@ -33,7 +33,6 @@ from typing import NoReturn
 import numpy as np
 from msgspec.structs import replace as replace_struct
 
-from kvrelay import errors
 from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.layout import KVLayout, MemoryRegion
@@ -41,6 +40,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.base import ModelOutput, SchedulerOutput
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, KvrelayError, PeerLostError
 from kvrelay.executors.torch.config import load_model_config
+from kvrelay.executors.torch.parallel.causes import error_of, first_cause
 from kvrelay.executors.torch.parallel.channel import ChannelClosedError, StepMemory
 from kvrelay.executors.torch.parallel.messages import (
     Allocate,
@@ -236,7 +236,7 @@ class ParallelExecutor:
         except ChannelClosedError as exc:
             raise EngineDeadError(f"{self._ranks[self._sampler]} does not answer: {exc}") from exc
         if isinstance(answer, Failed):
-            raise _error_of(answer, answer.message)
+            raise error_of(answer, answer.message)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
         layout = self.kv_layout
@@ -359,20 +359,8 @@ class ParallelExecutor:
         raise error
 
     def _reason(self, failed: dict[int, Failed]) -> KvrelayError:
-        """The first cause: a rank that ended without a message, else one with a reason of its own, else one that lost a
-        peer."""
         self._listen(failed)
-        silent = [i for i, rank in enumerate(self._processes.ranks) if rank.ending is not None and i not in failed]
-        if silent:
-            rank = self._processes.ranks[silent[0]]
-            return EngineDeadError(f"{self._ranks[silent[0]]}, pid {rank.pid}, {rank.ending}")
-        own = {i: answer for i, answer in failed.items() if not answer.is_peer_lost} or failed
-        if not own:
-            return EngineDeadError("a rank does not answer")
-        index, answer = next(iter(own.items()))
-        return _error_of(
-            answer, f"{self._ranks[index]}, pid {self._processes.ranks[index].pid}, failed: {answer.message}"
-        )
+        return first_cause(self._ranks, self._processes.ranks, failed)
 
     def _listen(self, failed: dict[int, Failed]) -> None:
         """Collect the last messages of other ranks for a moment, into ``failed``."""
@@ -407,14 +395,3 @@ def _threads_per_rank(requested: int, num_ranks: int) -> int:
     one."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(requested or cores, cores) // num_ranks)
-
-
-def _error_of(failed: Failed, message: str) -> KvrelayError:
-    """The rank's own error if it is an InvalidInputError, a CheckpointError or a PeerLostError, else an
-    EngineDeadError."""
-    if failed.is_peer_lost:
-        return PeerLostError(message)
-    kind = getattr(errors, failed.kind, None)
-    if isinstance(kind, type) and issubclass(kind, errors.InvalidInputError | errors.CheckpointError):
-        return kind(failed.message)
-    return EngineDeadError(message)

@@ -1,0 +1,57 @@
+"""Why and when a worker ends: asked to drain, or by a fatal failure of one of its threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+
+from kvrelay.core.tasks import end_tasks
+from kvrelay.errors import FatalError
+
+
+class Ending:
+    """Begins once. Made on the event loop; ``fail`` and ``transfer_failed`` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.failure: FatalError | None = None
+        """The first fatal failure: work in flight cannot finish."""
+        self._loop = asyncio.get_running_loop()
+        self._begun = asyncio.Event()
+        self._failed = asyncio.Event()
+
+    def has_begun(self) -> bool:
+        return self._begun.is_set()
+
+    def begin(self) -> None:
+        """The worker is to drain and leave."""
+        self._begun.set()
+
+    async def begun(self) -> None:
+        """Return when the worker is to leave."""
+        await self._begun.wait()
+
+    def fail(self, error: FatalError) -> None:
+        """On the failed thread: nothing can be finished, so leave."""
+
+        def leave() -> None:
+            self.failure = self.failure or error
+            self._failed.set()
+            self._begun.set()
+
+        self._loop.call_soon_threadsafe(leave)
+
+    def transfer_failed(self, error: Exception) -> None:
+        """The same for an unexpected error of the transfer thread."""
+        failure = FatalError(f"the KV transfer failed: {error!r}")
+        failure.__cause__ = error
+        self.fail(failure)
+
+    async def run_unless_failed(self, work: Coroutine[None, None, None]) -> None:
+        """Return when ``work`` has ended, or has been cancelled by a failure. Raises what ``work`` raises."""
+        done, failed = self._loop.create_task(work), self._loop.create_task(self._failed.wait())
+        try:
+            await asyncio.wait((done, failed), return_when=asyncio.FIRST_COMPLETED)
+            if done.done():
+                done.result()
+        finally:
+            await end_tasks((done, failed))
