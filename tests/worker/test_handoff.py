@@ -9,10 +9,11 @@ import threading
 import msgspec
 import pytest
 from tests.patience import PATIENCE_S
-from tests.worker.cluster import cluster, expected, prompt
+from tests.worker.cluster import VOCAB_SIZE, cluster, expected, prompt
 
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.handoff import HandoffDone, HandoffGrant, HandoffId
+from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.messages import encode_message
 from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ConfigError, InvalidInputError
@@ -229,13 +230,21 @@ async def test_roles_change_without_a_restart():
         assert prefill.worker.epoch == 2
 
 
+class Apart(MockExecutor):
+    """Its KV is where no transport reaches it."""
+
+    @property
+    def kv_region(self) -> MemoryRegion:
+        return msgspec.structs.replace(super().kv_region, is_pool=False)
+
+
 async def test_a_worker_whose_kv_no_hand_off_reaches_prefills_itself_and_keeps_its_role():
     """That of several ranks on CUDA, whoever is there to take it."""
     async with cluster() as shared:
         await shared.join(WorkerRole.PREFILL)
-        alone = await shared.join(WorkerRole.BOTH)
-        region = msgspec.structs.replace(alone.core.executor.kv_region, is_pool=False)
-        alone.core.executor.__class__ = type("Apart", (MockExecutor,), {"kv_region": region})
+        alone = await shared.join(
+            WorkerRole.BOTH, lambda config: Apart(config, shared.mock, vocab_size=VOCAB_SIZE, max_model_len=4096)
+        )
         await shared.until(lambda: alone.worker._fleet.num_prefill_workers == 1)
         client = await shared.client(alone)
         client.send("long", prompt(300))
