@@ -24,6 +24,7 @@ from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.errors import FatalError, KvrelayError
+from kvrelay.executors.torch.parallel.processes import MODULE as RANK_MODULE
 from kvrelay.launch.admin import cluster_status, list_workers, send_command
 from kvrelay.launch.children import Child, kvrelay_command, start_child, stop_children
 from kvrelay.launch.request_plane import operator_keys
@@ -201,9 +202,13 @@ class ClusterUnderTest:
 
     def rank_pids(self, member: Member) -> list[int]:
         """The worker's rank processes. Raises FatalError if it has none."""
-        with suppress(psutil.NoSuchProcess):
-            if pids := sorted(child.pid for child in psutil.Process(member.pid).children()):
-                return pids
+        pids = []
+        with suppress(psutil.NoSuchProcess):  # a zombie, too
+            for child in psutil.Process(member.pid).children():
+                if RANK_MODULE in child.cmdline():
+                    pids.append(child.pid)
+        if pids:
+            return sorted(pids)
         raise FatalError(f"{member.worker_id} has no rank processes")
 
     def may_crash(self, member: Member) -> None:
