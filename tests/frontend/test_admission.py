@@ -39,6 +39,7 @@ def test_a_refusal_says_when_there_is_room() -> None:
     for stack in running:
         stack.close()
     assert admission.num_in_flight == 0
+    assert admission.rejections == {"in_flight": 3, "requests_per_minute": 0}
     clock.advance(10.0)
     with admission.admitted(4):
         assert retry_after_s(admission, 1) == 1.0, "what was before the frontend was idle says nothing"

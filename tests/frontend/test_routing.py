@@ -71,6 +71,12 @@ async def test_a_decision_is_explained_and_nothing_is_placed(model_dir: Path) ->
                 (-80, 0),
                 (-40, 0),
             ]
+            assert answer["counts"] == {
+                "fallbacks": 0,
+                "places": {},
+                "refusals": {},
+                "rejections": {"in_flight": 0, "requests_per_minute": 0},
+            }
         assert not any(worker.requests for worker in cluster.workers.values())
 
 

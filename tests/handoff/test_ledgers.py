@@ -524,6 +524,7 @@ def test_a_refused_claim_costs_a_prefill_and_needs_no_release() -> None:
     freed = [pe.FreeBlocks("h"), pe.Settle("h", EndReason.REFUSED)]
     assert actions == [pe.StopComputing("h"), pe.Computed("h"), *freed]
     assert ledger.counters.num_refused == 1
+    assert ledger.counters.ends == {EndReason.REFUSED: 1}
 
 
 @pytest.mark.parametrize(

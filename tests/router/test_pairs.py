@@ -128,6 +128,9 @@ def test_pending_prefills_count_as_the_queue() -> None:
     pairs = pair_router(num_prefill=1, max_prefill_queue_size=3)
     places = [pairs.choose(request(f"r{n}"), must_be_local=False).place for n in range(4)]
     assert places == [PrefillPlace.REMOTE] * 3 + [PrefillPlace.LOCAL_QUEUE_FULL]
+    assert pairs.places == {PrefillPlace.REMOTE: 3, PrefillPlace.LOCAL_QUEUE_FULL: 1}
+    pairs.explain(request("asked"))
+    assert pairs.places.total() == 4, "only what is placed counts"
     pairs.prefilled("r1")
     assert pairs.choose(request("r5", (7,) * 640), must_be_local=False).place is PrefillPlace.REMOTE
     pairs.prefills.apply_metrics(metrics("p0", num_waiting=9))

@@ -10,7 +10,9 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from tests.worker.cluster import Node, cluster, expected, prompt
 
+from kvrelay.core.status import RefusalKind
 from kvrelay.core.workers import WorkerRole
+from kvrelay.handoff.base import EndReason, RefusalReason, count_end
 from kvrelay.handoff.decode_state import DecodeCounters
 from kvrelay.worker.metrics import PREFIX, WorkerMetrics
 from kvrelay.worker.worker import Worker
@@ -136,10 +138,23 @@ async def test_a_new_count_becomes_a_metric_by_itself():
         assert samples(node.worker)["handoffs_new_kind_total"] == 3
 
 
+async def test_every_reason_is_a_series():
+    async with cluster() as shared:
+        node = await shared.join(WorkerRole.DECODE)
+        node.worker._refusals.counts[RefusalKind.KV_FULL] = 2
+        count_end(node.ledger.counters.ends, EndReason.DEADLINE)
+        count_end(node.outgoing.counters.ends, EndReason.CLAIM_TIMEOUT)
+        found = samples(node.worker)
+    assert {found[f"refusals_total{{reason={kind}}}"] for kind in RefusalKind} == {0, 2}
+    assert found["refusals_total{reason=kv_full}"] == 2
+    assert all(found[f"claims_refused_total{{reason={reason.name.lower()}}}"] == 0 for reason in RefusalReason)
+    assert found["recomputed_total{reason=deadline}"] == found["prefills_ended_total{reason=claim_timeout}"] == 1
+
+
 async def test_every_metric_is_documented():
     page = PAGE.read_text(encoding="utf-8")
     async with cluster() as shared:
         node = await shared.join(WorkerRole.DECODE)
         names = {name.partition("{")[0] for name in samples(node.worker) if not name.startswith("process_")}
-    names.add("placements_total")  # no sample before the first request
+    names |= {"placements_total", "recomputed_total", "prefills_ended_total"}  # no sample before the first request
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []

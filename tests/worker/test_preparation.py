@@ -8,6 +8,7 @@ import pytest
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.messages import GenerateRequest, RequestRefused
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import RefusalKind
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import InvalidInputError
 from kvrelay.rpc.base import Peer
@@ -67,7 +68,7 @@ async def test_what_cannot_be_compiled_is_refused_for_good(side: Side) -> None:
     side.preparation.begin(ONE, request("a", "bad"))
     await side.finish()
     assert side.went_on == []
-    assert side.refused == [(ONE, RequestRefused("a", "regex cannot be used", 400, retryable=False))]
+    assert side.refused == [(ONE, RequestRefused("a", "regex cannot be used", 400, False, kind=RefusalKind.INVALID))]
 
 
 async def test_nothing_goes_on_for_an_aborted_request_or_a_lost_connection(side: Side) -> None:

@@ -23,7 +23,7 @@ from kvrelay.core.handoff import (
     PositionLogprobs,
 )
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.status import FinishReason
+from kvrelay.core.status import FinishReason, RefusalKind
 from kvrelay.errors import ProtocolError
 
 PROTOCOL_VERSION = 6
@@ -102,13 +102,15 @@ class OutputBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """Worker to frontend: this worker does not take the request. ``retryable``: another worker may take it."""
+    """Worker to frontend: this worker does not take the request. ``retryable``: another worker may take it. ``kind``:
+    the reason as a label; None from a worker that tells none."""
 
     request_id: str
     reason: str
     status: int
     retryable: bool
     retry_after_s: float = 1.0
+    kind: RefusalKind | None = None
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):

@@ -70,6 +70,24 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class RefusalKind(enum.StrEnum):
+    """Why a worker did not take a request. Values are metric labels."""
+
+    GONE = "gone"
+    """The request is for another incarnation of this worker."""
+    DRAINING = "draining"
+    QUEUE_FULL = "queue_full"
+    KV_FULL = "kv_full"
+    """The KV blocks that requests hold or wait for are above the watermark."""
+    OBJECTIVE = "objective"
+    """The objective for the first token cannot be met any more."""
+    INVALID = "invalid"
+    UNAVAILABLE = "unavailable"
+    """This worker, its engine or another worker that it needs cannot serve it now."""
+    FAILED = "failed"
+    """An internal error."""
+
+
 FINISH_STATUS: dict[FinishReason, RequestStatus] = {
     FinishReason.STOP: _S.FINISHED_STOPPED,
     FinishReason.LENGTH: _S.FINISHED_LENGTH,

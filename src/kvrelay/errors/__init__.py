@@ -99,6 +99,10 @@ class OverloadedError(RetryElsewhereError):
         self.spacing_s = spacing_s
 
 
+class KvDemandError(OverloadedError):
+    """The KV blocks that requests hold or wait for are above the watermark."""
+
+
 class ObjectiveMissedError(OverloadedError):
     """The request's objective for the first token cannot be met any more (``--early-reject``)."""
 

@@ -15,6 +15,7 @@ from kvrelay.core.return_times import ReturnTimes
 from kvrelay.errors import InvalidInputError, OverloadedError
 
 MINUTE_S = 60.0
+IN_FLIGHT, RATE = "in_flight", "requests_per_minute"
 
 
 class Admission:
@@ -26,6 +27,8 @@ class Admission:
         self._ended = CompletionRate(clock)
         self._returns = ReturnTimes(clock)
         self._keys = _KeyBuckets(clock)
+        self.rejections = {IN_FLIGHT: 0, RATE: 0}
+        """Requests that were refused, by reason."""
 
     def __repr__(self) -> str:
         return f"Admission({self.num_in_flight} of {self._max_in_flight} in flight, {self._keys!r})"
@@ -41,6 +44,7 @@ class Admission:
             raise InvalidInputError(f"prompts times n is {num_sequences}, above {self._max_in_flight}", param="n")
         excess = self.num_in_flight + num_sequences - self._max_in_flight
         if excess > 0:
+            self.rejections[IN_FLIGHT] += 1
             wait_s = self._returns.next_s(self._ended.retry_after_s(excess), self._ended.spacing_s(num_sequences))
             raise OverloadedError(f"{self.num_in_flight} requests are in flight already", retry_after_s=wait_s)
         if not self.num_in_flight:
@@ -58,6 +62,7 @@ class Admission:
         """Count one request of an API key; ``requests_per_minute`` 0 means no limit. Raises OverloadedError."""
         wait_s = self._keys.take(key, requests_per_minute)
         if wait_s is not None:
+            self.rejections[RATE] += 1
             message = f"this API key allows {requests_per_minute} requests per minute (requests_per_minute)"
             raise OverloadedError(message, retry_after_s=wait_s)
 

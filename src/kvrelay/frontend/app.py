@@ -99,6 +99,7 @@ class FrontendApp:
         self._keys_file = config.api_keys_file
         self._admission = Admission(config.max_waiting_requests, MonotonicClock())
         metrics.num_in_flight_of = lambda: self._admission.num_in_flight
+        metrics.rejections_of = lambda: self._admission.rejections
         self._requests_per_minute = config.requests_per_minute
         self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
         self._cluster = cluster
@@ -115,7 +116,7 @@ class FrontendApp:
             config, cluster, metrics, self._keys, self._admission, self._threads, self._access_log, fields
         )
         neighbours = NeighbourEndpoints(cluster, document)
-        routing = RoutingEndpoints(cluster, self._threads, fields, HandoffOrder(config.order))
+        routing = RoutingEndpoints(cluster, self._threads, fields, HandoffOrder(config.order), metrics)
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
             "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),

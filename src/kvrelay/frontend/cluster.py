@@ -119,6 +119,11 @@ class Cluster:
         """Per model, the requests that were placed without the workers' costs."""
         return {name: model.router.num_fallbacks for name, model in self._models.items()}
 
+    def count_places(self) -> dict[tuple[str, ...], int]:
+        """Prefill-first requests by model and place of the prefill."""
+        models = self._models.items()
+        return {(name, place.value): count for name, model in models for place, count in model.pairs.places.items()}
+
     def loads(self) -> list[tuple[str, LoadMetrics]]:
         """The last sample of its load of each connected worker that takes requests, with its model's name."""
         return [

@@ -8,14 +8,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvrelay.core.events import LoadMetrics
+from kvrelay.core.status import RefusalKind
 
 LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+UNKNOWN = "unknown"
+"""The reason of a refusal by a worker that tells none."""
 TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -55,7 +59,10 @@ class FrontendMetrics(Collector):
         self.duration = Histogram(LATENCY_BUCKETS_S)
         self.requests: Counter[tuple[str, str]] = Counter()
         self.migrations: Counter[str] = Counter()
-        self.refusals: Counter[str] = Counter()
+        self.refusals: Counter[tuple[str, str]] = Counter()
+        """By model and reason."""
+        self.rejections_of: Callable[[], Mapping[str, int]] = dict
+        """Requests that this frontend's own admission control refused, by reason."""
         self.num_in_flight_of: Callable[[], int] = lambda: 0
         """Number of sequences in flight; admission control counts them."""
         self.num_prompt_tokens = 0
@@ -64,6 +71,7 @@ class FrontendMetrics(Collector):
         self.num_disconnects = 0
         self._workers: Callable[[], Mapping[str, int]] = dict
         self._fallbacks: Callable[[], Mapping[str, int]] = dict
+        self._places: Callable[[], Mapping[tuple[str, ...], int]] = dict
         self._loads: Callable[[], Sequence[tuple[str, LoadMetrics]]] = tuple
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -80,6 +88,10 @@ class FrontendMetrics(Collector):
     def watch_fallbacks(self, count_by_model: Callable[[], Mapping[str, int]]) -> None:
         """Source of the number of requests per model that were placed without the workers' costs."""
         self._fallbacks = count_by_model
+
+    def watch_places(self, count: Callable[[], Mapping[tuple[str, ...], int]]) -> None:
+        """Source of the number of prefill-first requests by model and place of the prefill."""
+        self._places = count
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
@@ -103,8 +115,13 @@ class FrontendMetrics(Collector):
     def migrated(self, model: str) -> None:
         self.migrations[model] += 1
 
-    def refused(self, model: str) -> None:
-        self.refusals[model] += 1
+    def refused(self, model: str, kind: RefusalKind | None = None) -> None:
+        """A worker has refused a request."""
+        self.refusals[model, UNKNOWN if kind is None else kind.value] += 1
+
+    def refusals_of(self, model: str) -> dict[str, int]:
+        """By reason."""
+        return {reason: count for (name, reason), count in self.refusals.items() if name == model}
 
     # -- rendering ----------------------------------------------------------------------------------------------------
 
@@ -113,12 +130,17 @@ class FrontendMetrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily("kvrelay_requests", "HTTP requests answered.", labels=("endpoint", "status"))
-        for labels, count in self.requests.items():
-            requests.add_metric(labels, count)
-        yield requests
+        yield _by_labels("kvrelay_requests", "HTTP requests answered.", ("endpoint", "status"), self.requests)
         yield _by_model("kvrelay_migrations", "Requests continued on another worker.", self.migrations)
-        yield _by_model("kvrelay_refusals", "Requests that a worker refused.", self.refusals)
+        yield _by_labels("kvrelay_refusals", "Requests that a worker refused.", ("model", "reason"), self.refusals)
+        rejections = {(reason,): count for reason, count in self.rejections_of().items()}
+        yield _by_labels("kvrelay_rejections", "Requests refused before any worker got them.", ("reason",), rejections)
+        yield _by_labels(
+            "kvrelay_pair_placements",
+            "Prefill-first: pairs, and why there was none.",
+            ("model", "place"),
+            self._places(),
+        )
         yield _by_model(
             "kvrelay_routing_fallbacks", "Requests placed by weights: no worker's costs were known.", self._fallbacks()
         )
@@ -156,9 +178,14 @@ def _load_gauges(loads: Sequence[tuple[str, LoadMetrics]]) -> Iterator[Metric]:
 
 
 def _by_model(name: str, text: str, counts: Mapping[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=("model",))
-    for model, count in counts.items():
-        family.add_metric((model,), count)
+    return _by_labels(name, text, ("model",), {(model,): count for model, count in counts.items()})
+
+
+def _by_labels(name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, int]) -> CounterMetricFamily:
+    """A key of ``counts`` is a tuple with a value for each of the labels."""
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, count in counts.items():
+        family.add_metric(values, count)
     return family
 
 

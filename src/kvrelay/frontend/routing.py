@@ -16,12 +16,23 @@ from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.fields import RequestFields
 from kvrelay.frontend.http import Exchange, Response
+from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model, WorkerState
 from kvrelay.frontend.pairs import ORDER_HEADER, read_order
 from kvrelay.frontend.prompts import completion_prompts, read_completion
 from kvrelay.frontend.side_threads import SideThreads
 from kvrelay.router import PairDecision, RoutingExplanation, RoutingRequest
 from kvrelay.router.runtime import SETTABLE
+
+
+class RouteCounts(msgspec.Struct, frozen=True):
+    """What this frontend has decided for the model since its start. ``fallbacks``: placed without costs; ``places``:
+    prefill-first, where prefills ran and why; ``refusals`` of workers and ``rejections`` of this frontend by reason."""
+
+    fallbacks: int
+    places: dict[str, int]
+    refusals: dict[str, int]
+    rejections: dict[str, int]
 
 
 class RouteAnswer(msgspec.Struct, frozen=True):
@@ -34,6 +45,7 @@ class RouteAnswer(msgspec.Struct, frozen=True):
     block_size: int
     decision: RoutingExplanation
     order: HandoffOrder
+    counts: RouteCounts
     pair: PairDecision | None = None
 
 
@@ -64,8 +76,16 @@ class RouterAnswer(msgspec.Struct, frozen=True):
 class RoutingEndpoints:
     """The handlers that ``FrontendApp`` expects."""
 
-    def __init__(self, cluster: Cluster, threads: SideThreads, fields: RequestFields, order: HandoffOrder) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        threads: SideThreads,
+        fields: RequestFields,
+        order: HandoffOrder,
+        metrics: FrontendMetrics,
+    ) -> None:
         self._cluster = cluster
+        self._metrics = metrics
         self._fields = fields
         self._threads = threads
         self._order = order
@@ -83,8 +103,17 @@ class RoutingEndpoints:
         decision = model.router.explain(routed)
         pair = model.pairs.explain(routed) if order is HandoffOrder.PREFILL_FIRST else None
         num_tokens, block_size = len(prompt.token_ids), model.router.block_size
-        answer = RouteAnswer(os.getpid(), model.name, num_tokens, block_size, decision, order, pair)
+        counts = self._counts(model)
+        answer = RouteAnswer(os.getpid(), model.name, num_tokens, block_size, decision, order, counts, pair)
         exchange.respond(Response(200, msgspec.json.encode(answer)))
+
+    def _counts(self, model: Model) -> RouteCounts:
+        return RouteCounts(
+            fallbacks=model.router.num_fallbacks,
+            places={place.value: count for place, count in model.pairs.places.items()},
+            refusals=self._metrics.refusals_of(model.name),
+            rejections=dict(self._metrics.rejections_of()),
+        )
 
     async def show(self, exchange: Exchange, request_id: str) -> None:
         """Every model's routing. Raises InvalidInputError."""

@@ -198,7 +198,7 @@ class Sequence:
             return
         self._link = None
         self._leave_router()
-        self._metrics.refused(self._model.name)
+        self._metrics.refused(self._model.name, refusal.kind)
         if refusal.status == OverloadedError.status:
             # A worker that refuses for another reason, e.g. because it leaves, does not know when a worker is free.
             self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)

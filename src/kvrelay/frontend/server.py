@@ -46,6 +46,7 @@ class Frontend:
         self.metrics.watch_workers(self.cluster.count_workers)
         self.metrics.watch_loads(self.cluster.loads)
         self.metrics.watch_fallbacks(self.cluster.count_fallbacks)
+        self.metrics.watch_places(self.cluster.count_places)
         self._config = config
         self._background = AsyncExitStack()
         self._app = FrontendApp(config, self.cluster, self.metrics)

@@ -159,3 +159,8 @@ class RefusalReason(enum.StrEnum):
     EXHAUSTED = "it was claimed too often"
     NO_BLOCKS = "no free blocks for another claimant"
     BUSY = "another claimant is being served"
+
+
+def count_end(ends: dict[EndReason, int], reason: EndReason) -> None:
+    """Count one more hand-off that ended for this reason."""
+    ends[reason] = ends.get(reason, 0) + 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvrelay.core.handoff import HandoffAbandon, HandoffDone, HandoffId, HandoffReady, KvDirection
 from kvrelay.errors import IllegalTransitionError
-from kvrelay.handoff.base import Connection, EndReason, RefusalReason
+from kvrelay.handoff.base import Connection, EndReason, RefusalReason, count_end
 from kvrelay.handoff.decode_events import Claimed, ComputeHere, EndLoan, Send
 from kvrelay.handoff.decode_state import (
     TRANSITIONS,
@@ -79,6 +79,7 @@ class DecodeEnds:
         if self.state is not DecodeState.CLOSED:
             self.closed(turn)
             self.owed = reason
+            count_end(turn.counters.ends, reason)
 
     def declined(self, worker_id: str, reason: EndReason, turn: Turn) -> None:
         """A claim was refused, and the queue entry is gone: unless another claimant computes it, the request is

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.core.handoff import HandoffDone, HandoffFetched, HandoffRefused
 from kvrelay.handoff import base
-from kvrelay.handoff.base import Connection, RefusalReason
+from kvrelay.handoff.base import Connection, EndReason, RefusalReason
 from kvrelay.handoff.decode_events import Claimed, DecodeAction, Send
 
 
@@ -102,7 +102,8 @@ class DecodeRules:
 
 @dataclass(slots=True)
 class DecodeCounters:
-    """Counts since start. Stale: messages of a hand-off or generation that is not current. Refused: refused claims."""
+    """Counts since start. Stale: messages of a hand-off or generation that is not current. Refused: refused claims, in
+    ``refusals`` by reason. ``ends``: hand-offs whose requests were computed here, by reason."""
 
     num_opened: int = 0
     num_granted: int = 0
@@ -113,6 +114,8 @@ class DecodeCounters:
     num_abandoned: int = 0
     num_expired: int = 0
     num_fenced: int = 0
+    refusals: dict[RefusalReason, int] = field(default_factory=lambda: dict.fromkeys(RefusalReason, 0))
+    ends: dict[EndReason, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -126,6 +129,7 @@ class Turn(base.Turn[DecodeRules, DecodeCounters, DecodeAction]):
 def refuse(event: Claimed, reason: RefusalReason, turn: Turn) -> None:
     """Refuse a claim."""
     turn.counters.num_refused += 1
+    turn.counters.refusals[reason] += 1
     turn.out.append(Send(event.connection, HandoffRefused(event.claim.handoff_id, reason)))
 
 

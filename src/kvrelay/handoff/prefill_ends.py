@@ -17,7 +17,7 @@ from kvrelay.core.handoff import (
     HandoffReleased,
 )
 from kvrelay.errors import IllegalTransitionError
-from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.base import EndReason, count_end
 from kvrelay.handoff.prefill_events import (
     Blocks,
     ChunkComputed,
@@ -170,6 +170,7 @@ class PrefillEnds:
 
     @staticmethod
     def _count(reason: EndReason, turn: Turn) -> None:
+        count_end(turn.counters.ends, reason)
         if reason is EndReason.REFUSED:
             turn.counters.num_refused += 1
         elif reason is EndReason.ABANDONED:

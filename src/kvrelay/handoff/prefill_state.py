@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.handoff import base
+from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.prefill_events import PrefillAction
 
 
@@ -81,6 +82,8 @@ class PrefillCounters:
     num_failed: int = 0
     num_verified_blocks: int = 0
     num_damaged: int = 0
+    ends: dict[EndReason, int] = field(default_factory=dict)
+    """Hand-offs that ended without success, by reason."""
 
 
 class Turn(base.Turn[PrefillRules, PrefillCounters, PrefillAction]):

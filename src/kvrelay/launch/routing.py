@@ -77,6 +77,16 @@ def decision_table(answer: dict[str, Any]) -> None:
     console.print(table)
     if answer.get("pair"):
         _pair_table(answer["pair"], console)
+    console.print(counts_line(answer["counts"]), highlight=False, soft_wrap=True)
+
+
+def counts_line(counts: dict[str, Any]) -> str:
+    """What the frontend has decided since its start, and what was refused and why; zeros are left out."""
+    parts = [f"placed without costs: {counts['fallbacks']}"]
+    for title, key in (("prefill-first", "places"), ("refused by workers", "refusals"), ("refused here", "rejections")):
+        found = [f"{reason} {count}" for reason, count in sorted(counts[key].items()) if count]
+        parts.append(f"{title}: {', '.join(found) or 'none'}")
+    return "since this frontend's start: " + "; ".join(parts)
 
 
 def _pair_table(pair: dict[str, Any], console: Console) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections import Counter
 
 import msgspec
 import numpy as np
@@ -59,6 +60,8 @@ class PairRouter:
         self.prefills = prefills
         self._disagg = disagg
         self._rng = random.Random(decodes.config.router_seed)
+        self.places: Counter[PrefillPlace] = Counter()
+        """Decisions since start: where the prefill runs, and why."""
 
     def __repr__(self) -> str:
         return f"PairRouter({self.decodes!r}, {self.prefills!r})"
@@ -67,6 +70,7 @@ class PairRouter:
         """Decide, and count the request as placed on the worker or the pair. Raises WorkerUnavailableError."""
         survey = self.decodes.survey(request)
         decision, halves = self._decide(request, survey, self.decodes.pick(survey), must_be_local, self._rng)
+        self.places[decision.place] += 1
         if halves is None:
             self.decodes.place(request, decision.decode, survey)
         elif decision.prefill is not None:

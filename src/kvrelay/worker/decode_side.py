@@ -30,18 +30,19 @@ from kvrelay.core.messages import (
 )
 from kvrelay.core.pair_id import parse_pair_id
 from kvrelay.core.return_times import ReturnTimes
+from kvrelay.core.status import RefusalKind
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.admission.control import AdmissionControl
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import (
-    EngineDeadError,
     InvalidInputError,
     KvrelayError,
     ObjectiveMissedError,
     OverloadedError,
+    PayloadTooLargeError,
     ProtocolError,
-    RetryElsewhereError,
+    WorkerUnavailableError,
 )
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.decode_state import DecodeRules
@@ -54,11 +55,13 @@ from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.incoming import IncomingHandoffs
 from kvrelay.worker.outputs import send_outputs
 from kvrelay.worker.queued import QueuedPrefills
+from kvrelay.worker.refusals import Refusals, refusal_of
 from kvrelay.worker.stats import DecodeStats, RemoteCostStats
 
 _log = logging.getLogger(__name__)
 
 DRAIN_INTERVAL_S = 0.02
+TOO_LARGE = "the logprobs of one output are too large"
 
 
 class _Arrival(NamedTuple):
@@ -84,6 +87,7 @@ class DecodeSide:
         checksums: BlockChecksums,
         queue: PrefillQueue,
         server: RpcServer,
+        refusals: Refusals,
         policy: DisaggPolicy,
         num_prefill_workers: Callable[[], int],
         num_takers: Callable[[], int],
@@ -97,6 +101,7 @@ class DecodeSide:
         self._engine = engine
         self._admission = AdmissionControl(engine)
         self._server = server
+        self._refusals = refusals
         self._policy = policy
         self._num_prefill_workers = num_prefill_workers
         self._num_takers = num_takers
@@ -158,13 +163,15 @@ class DecodeSide:
     def generate(self, peer: Peer, message: GenerateRequest) -> None:
         """Admit a request, or refuse it at once."""
         if message.worker_id != self._worker_id:
-            self._refuse(peer, message.request_id, f"worker {message.worker_id} is gone", 503, retryable=True)
+            error: KvrelayError = WorkerUnavailableError(f"worker {message.worker_id} is gone")
+            self._refuse(peer, refusal_of(message.request_id, error, kind=RefusalKind.GONE))
             return
         if not self.accepting:
-            self._refuse(peer, message.request_id, "the worker is draining", 503, retryable=True)
+            error = WorkerUnavailableError("the worker is draining")
+            self._refuse(peer, refusal_of(message.request_id, error, kind=RefusalKind.DRAINING))
             return
         if message.request_id in self._peer_of:
-            self._refuse(peer, message.request_id, "a request of this id is running", 400, retryable=False)
+            self._refuse(peer, refusal_of(message.request_id, InvalidInputError("a request of this id is running")))
             return
         self.stats.num_requests += 1
         if not self._peer_of:
@@ -313,23 +320,16 @@ class DecodeSide:
 
     def _refuse_error(self, peer: Peer, request_id: str, error: KvrelayError) -> None:
         self._forget(request_id)
-        if isinstance(error, InvalidInputError):
-            self._refuse(peer, request_id, error.message, error.status, retryable=False)
-        elif isinstance(error, OverloadedError):
+        wait_s = None
+        if isinstance(error, OverloadedError):
             self.stats.num_early_rejected += isinstance(error, ObjectiveMissedError)
             # A client is refused by all workers before it hears of it, and comes back to one of them.
             wait_s = self._returns.next_s(error.retry_after_s, error.spacing_s / max(self._num_takers(), 1))
-            self._refuse(peer, request_id, error.message, error.status, True, wait_s)
-        elif isinstance(error, RetryElsewhereError):
-            self._refuse(peer, request_id, error.message, error.status, True, error.retry_after_s)
-        else:
-            self._refuse(peer, request_id, error.message, 500, retryable=isinstance(error, EngineDeadError))
+        self._refuse(peer, refusal_of(request_id, error, retry_after_s=wait_s))
 
-    def _refuse(
-        self, peer: Peer, request_id: str, reason: str, status: int, retryable: bool, retry_after_s: float = 1.0
-    ) -> None:
+    def _refuse(self, peer: Peer, refusal: RequestRefused) -> None:
         self.stats.num_refused += 1
-        self._server.send(peer, RequestRefused(request_id, reason, status, retryable, retry_after_s))
+        self._refusals.send(peer, refusal)
 
     def _forget(self, request_id: str) -> None:
         self._handoff_of.pop(request_id, None)
@@ -356,7 +356,7 @@ class DecodeSide:
             for output in send_outputs(self._server, peer, batch):
                 self._forget(output.request_id)
                 self._abort(output.request_id)
-                self._refuse(peer, output.request_id, "the logprobs of one output are too large", 413, retryable=False)
+                self._refuse(peer, refusal_of(output.request_id, PayloadTooLargeError(TOO_LARGE)))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from kvrelay.core.messages import (
     Ping,
     Pong,
     PrefillLost,
+    RequestRefused,
 )
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.tasks import TaskSet
@@ -52,6 +53,7 @@ class Inbox:
         paired: PairedPrefills,
         *,
         prepare: Callable[[SamplingParams], None],
+        refuse: Callable[[Peer, RequestRefused], object],
         run_command: Callable[[AdminRequest], Awaitable[AdminReply]],
         publish_secret: bytes,
         tasks: TaskSet,
@@ -61,7 +63,7 @@ class Inbox:
         self._callers = callers
         self._decode = decode
         self._paired = paired
-        self._preparation = Preparation(prepare, self._generate, server.send, tasks)
+        self._preparation = Preparation(prepare, self._generate, refuse, tasks)
         self._run_command = run_command
         self._publish_secret = publish_secret
         self._tasks = tasks

@@ -8,7 +8,7 @@ are fetched.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -16,8 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from kvrelay.core.cost_model import StepCost
+from kvrelay.core.status import RefusalKind
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.stats import EngineStats
+from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode_state import DecodeCounters
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.p2p.counters import P2pCounters
@@ -45,6 +47,10 @@ class WorkerStats:
     num_grants: int = 0
     handoffs: DecodeCounters = dataclasses.field(default_factory=DecodeCounters)
     remote: RemoteCostStats = dataclasses.field(default_factory=RemoteCostStats)
+    refusals: Mapping[RefusalKind, int] = dataclasses.field(default_factory=dict)
+    """Refused requests by reason."""
+    prefill_ends: Mapping[EndReason, int] = dataclasses.field(default_factory=dict)
+    """Hand-offs to decode workers that ended without success, by reason."""
 
 
 class WorkerMetrics(Collector):
@@ -71,10 +77,11 @@ class WorkerMetrics(Collector):
         yield from _transfers(stats.transfer)
         if stats.transfer.p2p is not None:
             yield from _p2p(stats.transfer.p2p)
-        placements = CounterMetricFamily(PREFIX + "placements", "Where prefills ran, and why.", labels=("place",))
-        for place, count in stats.decode.places.copy().items():
-            placements.add_metric((place,), count)
-        yield placements
+        yield _by_label("placements", "Where prefills ran, and why.", "place", stats.decode.places)
+        yield _by_label("refusals", "Requests of frontends that were refused.", "reason", stats.refusals)
+        yield _by_reason("claims_refused", "Claims of prefill workers that were refused.", stats.handoffs.refusals)
+        yield _by_reason("recomputed", "Remote prefills that were computed here instead.", stats.handoffs.ends)
+        yield _by_reason("prefills_ended", "Prefills for decode workers without success.", stats.prefill_ends)
         yield from _counts("handoffs", "Hand-offs of this decode worker", stats.handoffs)
         yield from _counts("decode", "Decode side", stats.decode)
         yield from _costs(stats.engine, stats.remote)
@@ -176,6 +183,18 @@ def _counts(group: str, title: str, counts: DecodeStats | PrefillStats | DecodeC
         if isinstance(value, int):
             name = field.name.removeprefix("num_")
             yield _counter(f"{group}_{name}", f"{title}: {name.replace('_', ' ')}.", value)
+
+
+def _by_reason(name: str, text: str, counts: Mapping[EndReason, int] | Mapping[RefusalReason, int]) -> Metric:
+    """The reasons' names are the labels: their values are sentences."""
+    return _by_label(name, text, "reason", {reason.name.lower(): count for reason, count in dict(counts).items()})
+
+
+def _by_label(name: str, text: str, label: str, counts: Mapping[str, int] | Mapping[RefusalKind, int]) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, text, labels=(label,))
+    for value, count in dict(counts).items():
+        family.add_metric((value,), count)
+    return family
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

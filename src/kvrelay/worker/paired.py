@@ -16,22 +16,21 @@ from functools import partial
 import msgspec
 
 from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
-from kvrelay.core.messages import GenerateRequest, OutputBatch, RequestRefused, TokenOutput
+from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
 from kvrelay.core.pair_id import parse_pair_id
 from kvrelay.engine.admission.control import AdmissionControl
 from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import (
     InvalidInputError,
     KvrelayError,
-    OverloadedError,
     PayloadTooLargeError,
     ProtocolError,
-    RetryElsewhereError,
     WorkerUnavailableError,
 )
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.worker.outgoing import Job, OutgoingHandoffs
+from kvrelay.worker.refusals import Refusals, refusal_of
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +49,7 @@ class PairedPrefills:
         kv_compatibility: str,
         engine: EngineHost,
         server: RpcServer,
+        refusals: Refusals,
         handoffs: OutgoingHandoffs,
         term: Callable[[], int],
         address_of: Callable[[str], str | None],
@@ -60,6 +60,7 @@ class PairedPrefills:
         self._kv_compatibility = kv_compatibility
         self._admission = AdmissionControl(engine)
         self._server = server
+        self._refusals = refusals
         self._handoffs = handoffs
         self._term = term
         self._address_of = address_of
@@ -165,7 +166,4 @@ class PairedPrefills:
             self._refuse(waiting[0], request_id, WorkerUnavailableError("the prefill was given up"))
 
     def _refuse(self, peer: Peer, request_id: str, error: KvrelayError) -> None:
-        retryable = isinstance(error, RetryElsewhereError)
-        retry_after_s = error.retry_after_s if isinstance(error, OverloadedError) else 1.0
-        status = error.status if isinstance(error, RetryElsewhereError | InvalidInputError) else 500
-        self._server.send(peer, RequestRefused(request_id, error.message, status, retryable, retry_after_s))
+        self._refusals.send(peer, refusal_of(request_id, error))

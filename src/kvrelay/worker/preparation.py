@@ -14,6 +14,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import InvalidInputError
 from kvrelay.rpc.base import Peer
+from kvrelay.worker.refusals import refusal_of
 
 
 class Preparation:
@@ -51,7 +52,7 @@ class Preparation:
         try:
             await asyncio.to_thread(self._prepare, message.sampling)
         except InvalidInputError as exc:
-            refusal = RequestRefused(message.request_id, exc.message, exc.status, retryable=False)
+            refusal = refusal_of(message.request_id, exc)
         if (peer, message.request_id) not in self._pending:
             return
         self._pending.discard((peer, message.request_id))

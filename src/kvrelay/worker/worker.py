@@ -50,6 +50,7 @@ from kvrelay.worker.peer_events import PeerEvents
 from kvrelay.worker.peers import Connect, DecodePeers
 from kvrelay.worker.prefill_side import PrefillSide
 from kvrelay.worker.publisher import Publisher
+from kvrelay.worker.refusals import Refusals
 from kvrelay.worker.roles import FIRST_EPOCH, Roles
 from kvrelay.worker.runtime import follow_thresholds
 from kvrelay.worker.settings import WorkerSettings
@@ -108,6 +109,7 @@ class Worker:
             on_message=self._peer_events.message,
             on_lost=self._peer_events.connection_lost,
         )
+        self._refusals = Refusals(server)
         self._prefill = self._build_prefill_side()
         self._paired = self._build_paired_prefills()
         self._decode = self._build_decode_side()
@@ -129,6 +131,7 @@ class Worker:
             self._decode,
             self._paired,
             prepare=engine.prepare,
+            refuse=self._refusals.send,
             run_command=self.run_admin_command,
             publish_secret=self._secret,
             tasks=self._tasks,
@@ -198,6 +201,7 @@ class Worker:
             kv_compatibility=self._membership.kv_compatibility,
             engine=self._engine,
             server=self._server,
+            refusals=self._refusals,
             handoffs=self._prefill.handoffs,
             term=lambda: self._membership.term,
             address_of=self._fleet.address_of,
@@ -221,6 +225,7 @@ class Worker:
             checksums=self._checksums,
             queue=self._control.prefill_queue,
             server=self._server,
+            refusals=self._refusals,
             policy=self._policy,
             num_prefill_workers=self._num_prefill_workers,
             num_takers=lambda: self._fleet.num_takers,
@@ -351,6 +356,7 @@ class Worker:
             "requests": self._decode.num_requests,
             "handoffs_in": self._decode.num_open_grants,
             "handoffs_out": self._prefill.num_handoffs,
+            "refusals": self._refusals.counts,
             "decode": asdict(self._decode.stats),
             "prefill": asdict(self._prefill.stats),
             "transfer": msgspec.to_builtins(self._transfer.stats()),
@@ -388,4 +394,6 @@ class Worker:
             prefill=self._prefill.stats,
             transfer=self._transfer.stats(),
             remote=self._decode.cost_stats(),
+            refusals=self._refusals.counts,
+            prefill_ends=self._prefill.handoffs.ledger.counters.ends,
         )

@@ -16,7 +16,7 @@ from kvrelay.core.completion_rate import MIN_RETRY_AFTER_S, CompletionRate
 from kvrelay.core.cost_model import StepWork
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduler import Scheduler
-from kvrelay.errors import ObjectiveMissedError, OverloadedError
+from kvrelay.errors import KvDemandError, ObjectiveMissedError, OverloadedError
 
 EXPECTED_OUTPUT = 128
 """Tokens of an answer, before any has ended."""
@@ -67,7 +67,7 @@ class AdmissionLimits:
         num_needed = pool.blocks_for(num_tokens)
         excess = num_demanded + num_needed - self._max_blocks
         if excess > 0:
-            raise OverloadedError(
+            raise KvDemandError(
                 f"requests hold or wait for {num_demanded} KV blocks; with the {num_needed} of this one that is above "
                 f"the watermark of {self._max_blocks:g}",
                 retry_after_s=self._ended_blocks.retry_after_s(excess),
