@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvrelay.core.cost_model import MIN_CHUNK_TOKENS
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.request import PrefillMode, Request, service_order
 
@@ -69,7 +70,9 @@ class BatchPlanner:
         budget = self._max_num_tokens - len(decodes)
         if self._pace is not None:
             self._pace.look_at(decodes)
-            budget = self._pace.prefill_budget(prefilling, budget) if prefilling else budget
+            # No pace is below MIN_CHUNK_TOKENS: short prompts need not know it.
+            if sum([request.num_missing_tokens for request in prefilling]) > MIN_CHUNK_TOKENS:
+                budget = self._pace.prefill_budget(prefilling, budget)
         return ScheduledBatch(decodes, _chunks(prefilling, budget))
 
 

@@ -67,7 +67,7 @@ def completion_prompts(
     else:
         for text in texts:
             _check_length(text, model)
-    encoded = iter((yield from model.tokenizer.encode_texts(texts, add_special_tokens, enough=enough)))
+    encoded = iter((yield from model.tokenizer.encode_texts(texts, add_special_tokens, enough=enough)) if texts else ())
     prompts: list[Prompt] = []
     num_tokens = 0
     for item in items:

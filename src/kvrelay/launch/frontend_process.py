@@ -16,6 +16,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import ConfigError
 from kvrelay.frontend import Frontend, run_frontend
 from kvrelay.frontend.http import raise_descriptor_limit
+from kvrelay.launch.cycle_collector import spare_what_stays
 from kvrelay.launch.request_plane import client_of, frontend_keys
 from kvrelay.launch.security import require_api_key
 from kvrelay.launch.signals import on_terminate
@@ -53,6 +54,7 @@ async def run_frontend_process(
         return Router(router, block_size, clock, stage, request_replay)
 
     def ready(started: Frontend) -> None:
+        spare_what_stays()
         _log.info("listening at %s", started.url)
 
     def stopping(stopped: Frontend) -> None:

@@ -35,6 +35,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.step_sync.group import StepGroup
 from kvrelay.errors import CheckpointError, ConfigError, EngineHungError, KvrelayError
 from kvrelay.executors import ExecutorSettings, build_executor, build_host
+from kvrelay.launch.cycle_collector import spare_what_stays
 from kvrelay.launch.group_rank import join_group, together
 from kvrelay.launch.low_priority import at_low_priority
 from kvrelay.launch.request_plane import connector
@@ -147,6 +148,7 @@ async def _run_worker(options: WorkerOptions) -> None:
         watch(worker)
         await worker.start()
         on_terminate(worker.request_drain)
+        spare_what_stays()
         _log.info("%s is ready (pid %d)", settings.worker_id, os.getpid())
         timeout_s = options.engine.step_timeout_s
         async with ended_when_stuck(timeout_s and timeout_s + STUCK_MARGIN_S):
