@@ -353,6 +353,12 @@ class VllmConfig(Settings):
     engine_args: str = setting(
         "", 'Further engine arguments of vLLM, a JSON object by field name, e.g. \'{"quantization": "fp8"}\'.'
     )
+    vllm_connector: Literal["nixl", "kvrelay"] = setting(
+        "nixl", "What moves KV between prefill and decode workers: vLLM's NIXL connector, or kvrelay's transports."
+    )
+    vllm_staging: str = setting(
+        "1GiB", "Host memory through which KV passes with vllm_connector kvrelay, e.g. 512MiB or 4GiB."
+    )
     engine_cores: str = setting(
         "", "Without a GPU: cores of vLLM's compute threads, e.g. 0-3,8; none: num_threads of all. serve splits them."
     )

@@ -133,7 +133,8 @@ class EngineFacts:
     """What does not change while an engine lives. Lengths in tokens. Without ``hands_over_kv`` no request of the engine
     is a hand-off, and peers never use its memory. With ``moves_kv`` hand-offs carry no blocks, and peers' engines get
     the KV from this engine without kvrelay. Without ``prefills_here`` the engine computes prompts for others
-    or continues from KV that it gets, never both."""
+    or continues from KV that it gets, never both. Without ``places_prefills`` it does not ask a request's ``placement``
+    where to prefill."""
 
     kv_layout: KVLayout
     num_blocks: int
@@ -143,6 +144,7 @@ class EngineFacts:
     hands_over_kv: bool = True
     moves_kv: bool = False
     prefills_here: bool = True
+    places_prefills: bool = True
 
 
 class EngineHost(Protocol):

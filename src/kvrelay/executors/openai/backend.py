@@ -70,7 +70,9 @@ class ServerBackend:
         finally:
             await answer.aclose()
 
-    async def prefill(self, request: Request) -> AsyncGenerator[Prefilled, None]:
+    async def prefill(
+        self, request: Request, kv_transfer_params: bytes | None = None
+    ) -> AsyncGenerator[Prefilled, None]:
         assert self._kv_transfer is not None, "only asked of a server that exchanges KV"
         num_tokens = max(request.length_limit - len(request.token_ids), 1)
         body = completion_body(request, self._description.model, num_tokens, with_token_ids=self.samples_ids)

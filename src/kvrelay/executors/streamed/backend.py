@@ -29,6 +29,10 @@ class RefusedError(KvrelayError):
         self.retry_after_s = retry_after_s
 
 
+class UnconfirmedError(KvrelayError):
+    """The backend does not say whether it still uses staging blocks of a request that was cancelled."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The next tokens of an answer, in order. ``logprobs``: one for each, if there are any. ``finish``: the answer ends
@@ -43,10 +47,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What the decode worker's backend needs to get the KV of a prefill: a JSON object. ``piece`` has the first token,
-    if there is one by now."""
+    """What the decode worker's backend needs to get the KV of a prefill: a JSON object, or None if the KV is in the
+    worker's staging pool. ``piece`` has the first token, if there is one by now."""
 
-    kv_transfer_params: bytes
+    kv_transfer_params: bytes | None
     piece: Piece | None = None
 
 
@@ -74,15 +78,19 @@ class Backend(Protocol):
         its prompt. Closing the iterator aborts the request.
 
         With ``kv_transfer_params``, which a prefill worker's backend gave (``Prefilled``), this backend gets the KV of
-        the prompt from that one. Raises RefusedError before the first piece, AnswerError for a broken or incomplete
-        answer.
+        the prompt from that one; or they name the worker's staging blocks that hold it. Raises RefusedError before the
+        first piece, AnswerError for a broken or incomplete answer.
+
+        When the iterator is closed, the backend uses no staging block of the request any more. UnconfirmedError if it
+        does not confirm that.
         """
 
-    def prefill(self, request: Request) -> AsyncGenerator[Prefilled, None]:
-        """Compute the KV of ``request`` for another backend, and keep it until that one has it. One item, then perhaps
-        some time until nothing is left to do. Closing the iterator before its end gives the prefill up.
+    def prefill(self, request: Request, kv_transfer_params: bytes | None = None) -> AsyncGenerator[Prefilled, None]:
+        """Compute the KV of ``request`` for another backend, and keep it until that one has it; or save it in the
+        worker's staging blocks that ``kv_transfer_params`` name. One item, then perhaps some time until nothing is left
+        to do. Closing the iterator before its end gives the prefill up.
 
-        Only if ``EngineFacts.moves_kv``. Raises like ``stream``.
+        Only if ``EngineFacts.hands_over_kv``. Raises like ``stream``.
         """
 
     async def failure(self) -> str | None:

@@ -46,9 +46,16 @@ class _Running:
     num_sent_tokens: int
 
 
+def _at_rest() -> None:
+    """No one waits until the backend is done with a request."""
+
+
 class StreamedEngine:
     """An Engine whose requests a backend computes. Its KV stays there; with ``EngineFacts.moves_kv`` backends exchange
-    it by themselves, and hand-offs tell them from where."""
+    it by themselves, and hand-offs tell them from where. ``staged.StagedEngine`` gives it to kvrelay's transports.
+
+    ``begin`` and ``begin_prefill`` call their last argument when the backend is done with the request.
+    """
 
     def __init__(
         self,
@@ -60,8 +67,8 @@ class StreamedEngine:
         *,
         worker_id: str,
         eos_token_ids: tuple[int, ...],
-        begin: Callable[[Request, int, bytes | None], None],
-        begin_prefill: Callable[[Request], None],
+        begin: Callable[[Request, int, bytes | None, Callable[[], None]], None],
+        begin_prefill: Callable[[Request, bytes | None, Callable[[], None]], None],
         cancel: Callable[[str], None],
         clear: Callable[[], None],
     ) -> None:
@@ -121,26 +128,31 @@ class StreamedEngine:
         self._num_queried_tokens += len(request.token_ids)
         self._running[request.request_id] = _Running(request, len(request.token_ids))
         if request.mode is PrefillMode.REMOTE:
-            self._remote.open(request, self.output)
+            self._open_remote(request)
         elif request.mode is PrefillMode.HANDOFF:
-            self._begin_prefill(request)
+            self._open_prefill(request)
         else:
             self._ask(request)
 
-    def _ask(self, request: Request, kv_transfer_params: bytes | None = None) -> None:
+    def _ask(
+        self,
+        request: Request,
+        kv_transfer_params: bytes | None = None,
+        on_rest: Callable[[], None] = _at_rest,
+    ) -> None:
         """Have the backend generate the rest of the answer."""
-        self._begin(request, request.length_limit - len(request.token_ids), kv_transfer_params)
+        self._begin(request, request.length_limit - len(request.token_ids), kv_transfer_params, on_rest)
 
     def abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None:
-            self._remote.ended(request_id, self.output)
+            self._handoff_ended(request_id)
             self._cancel(request_id)
 
     def _validate(self, request: Request) -> None:
         sampling, vocab_size = request.sampling, self._facts.vocab_size
         sampling.validate(vocab_size)
         self._backend.check(sampling)
-        if request.is_prefill_only or (request.mode is not PrefillMode.LOCAL and not self._facts.moves_kv):
+        if request.is_prefill_only or (request.mode is not PrefillMode.LOCAL and not self._facts.hands_over_kv):
             raise InvalidInputError("this engine only generates", param="max_tokens")
         if request.mode is PrefillMode.LOCAL and not self._facts.prefills_here:
             raise WorkerUnavailableError(f"{self._backend.name} computes no prompts, and no prefill worker is there")
@@ -166,7 +178,7 @@ class StreamedEngine:
                 f"{running.num_sent_tokens} were sent"
             )
         # KV that has come from elsewhere is no hit of this cache, whatever the backend calls it.
-        is_remote = self._remote.arrived(request_id, self.output)
+        is_remote = self._kv_arrived(request_id)
         if not is_remote and not request.first_output_sent and piece.num_cached_tokens:
             request.num_cached_tokens = min(piece.num_cached_tokens, running.num_sent_tokens)
             self._num_hit_tokens += request.num_cached_tokens
@@ -189,12 +201,12 @@ class StreamedEngine:
     def failed(self, request_id: str, error: KvrelayError) -> None:
         """The backend sends nothing more for this request. Another worker may succeed, unless the request itself is at
         fault."""
-        if self._dead is None and self._remote.failed(request_id, self.output):
+        if self._dead is None and self._fetch_failed(request_id):
             return  # its hand-off decides
         running = self._running.pop(request_id, None)
         if running is None:
             return
-        self._remote.ended(request_id, self.output)
+        self._handoff_ended(request_id)
         status = error.status if isinstance(error, RefusedError) else 0
         if isinstance(error, RefusedError) and status in (429, 503):
             self._busy_until_s = self._clock.now() + error.retry_after_s
@@ -260,6 +272,21 @@ class StreamedEngine:
 
     # -- hand-offs, decode side ---------------------------------------------------------------------------------------
 
+    def _open_remote(self, request: Request) -> None:
+        self._remote.open(request, self.output)
+
+    def _kv_arrived(self, request_id: str) -> bool:
+        """The backend's first piece is there. Whether it got KV from elsewhere for it."""
+        return self._remote.arrived(request_id, self.output)
+
+    def _fetch_failed(self, request_id: str) -> bool:
+        """The backend has failed. Whether the request goes on, because only its KV is lost."""
+        return self._remote.failed(request_id, self.output)
+
+    def _handoff_ended(self, request_id: str) -> None:
+        """The request has ended by itself, perhaps in its hand-off."""
+        self._remote.ended(request_id, self.output)
+
     def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
         request_id = self._remote.fetch(handoff_id)
         if request_id is None:
@@ -293,6 +320,9 @@ class StreamedEngine:
 
     # -- hand-offs, prefill side --------------------------------------------------------------------------------------
 
+    def _open_prefill(self, request: Request) -> None:
+        self._begin_prefill(request, None, _at_rest)
+
     def prefilled(self, request_id: str, prefilled: Prefilled) -> None:
         """The backend keeps the KV of this request, or will. Raises AnswerError for an impossible first token."""
         running = self._running.get(request_id)
@@ -305,10 +335,11 @@ class StreamedEngine:
             self._num_hit_tokens += request.num_cached_tokens
             first = handed_off_token(request, piece.token_ids[0], piece.logprobs[0] if piece.logprobs else None)
         self._place(request, len(request.token_ids))
+        self._report_prefill(request_id, first, prefilled.kv_transfer_params)
+
+    def _report_prefill(self, request_id: str, first: TokenOutput | None, kv_transfer_params: bytes | None) -> None:
         self.output.handoff_chunks.append(
-            HandoffChunk(
-                request_id, 0, (), last=True, first_output=first, kv_transfer_params=prefilled.kv_transfer_params
-            )
+            HandoffChunk(request_id, 0, (), last=True, first_output=first, kv_transfer_params=kv_transfer_params)
         )
 
     def sending_finished(self, request_id: str) -> None:

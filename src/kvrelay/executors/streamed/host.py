@@ -8,12 +8,14 @@ import mmap
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import uvloop
 
 from kvrelay.config import EngineConfig
+from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.events import KvEvent
 from kvrelay.core.layout import MemoryRegion
@@ -25,11 +27,13 @@ from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError
-from kvrelay.executors.streamed.backend import AnswerError, Backend, RefusedError
+from kvrelay.executors.streamed.backend import AnswerError, Backend, RefusedError, UnconfirmedError
 from kvrelay.executors.streamed.engine import StreamedEngine
 from kvrelay.executors.streamed.kv_events import KvEventReader
 from kvrelay.executors.streamed.mirrored import MirroredCache
 from kvrelay.executors.streamed.placed import PlacedPrefixes
+from kvrelay.executors.streamed.staged import StagedEngine
+from kvrelay.executors.streamed.staging import StagingMemory
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +51,8 @@ class CacheEvents(NamedTuple):
 
 
 class StreamedHost:
-    """The EngineHost of a StreamedEngine. With ``cache_events`` None the backend's cache is estimated."""
+    """The EngineHost of a StreamedEngine. With ``cache_events`` None the backend's cache is estimated. With ``staging``
+    peers exchange KV with that memory, and the backend copies from and to it."""
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class StreamedHost:
         *,
         worker_id: str,
         eos_token_ids: tuple[int, ...],
+        staging: StagingMemory | None = None,
     ) -> None:
         clock = MonotonicClock()
         self._facts = facts
@@ -66,7 +72,11 @@ class StreamedHost:
         block_size = facts.kv_layout.block_size
         self._mirror = None if cache_events is None else MirroredCache(block_size)
         self._progress = Progress(clock)
-        self._engine = StreamedEngine(
+        build: Callable[..., StreamedEngine] = StreamedEngine
+        if staging is not None:
+            build = partial(StagedEngine, num_staging_blocks=staging.num_blocks)
+        self._staging = staging
+        self._engine = build(
             facts,
             config,
             backend,
@@ -81,9 +91,9 @@ class StreamedHost:
             clear=self._clear_cache,
         )
         self._load = LoadSampler(self._engine, LOAD_INTERVAL_S, clock)
-        # Transports need a region to register, although no peer reads or writes it.
-        self._memory = mmap.mmap(-1, facts.num_blocks * facts.kv_layout.block_bytes)
-        self._address = np.frombuffer(self._memory, dtype=np.uint8).ctypes.data
+        # Transports need a region to register. Without staging no peer reads or writes it.
+        self._memory = staging.memory if staging else mmap.mmap(-1, facts.num_blocks * facts.kv_layout.block_bytes)
+        self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self._on_step: Callable[[StepOutput], None] = lambda step: None
         self._on_dead: Callable[[EngineDeadError], None] = lambda error: None
         self._streams: dict[str, asyncio.Task[None]] = {}
@@ -102,7 +112,7 @@ class StreamedHost:
 
     @property
     def kv_region(self) -> MemoryRegion:
-        return MemoryRegion(self._address, len(self._memory))
+        return MemoryRegion(self._bytes.ctypes.data, self._bytes.size)
 
     @property
     def progress(self) -> Progress:
@@ -131,7 +141,10 @@ class StreamedHost:
         self._backend.check(sampling)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        raise ConfigError(f"the KV stays with {self._backend.name}", param="engine")
+        if self._staging is None:
+            raise ConfigError(f"the KV stays with {self._backend.name}", param="engine")
+        layout, blocks = self._facts.kv_layout, self._bytes.reshape(self._staging.num_blocks, -1)
+        return tuple(each for block_id in block_ids for each in unit_checksums(blocks[block_id], layout))
 
     def peek(self, read: Callable[[Engine], T]) -> T:
         return read(self._engine)
@@ -246,16 +259,18 @@ class StreamedHost:
 
     # -- requests at the backend --------------------------------------------------------------------------------------
 
-    def _begin(self, request: Request, num_tokens: int, kv_transfer_params: bytes | None) -> None:
-        self._run_for(request.request_id, self._stream(request, num_tokens, kv_transfer_params))
+    def _begin(
+        self, request: Request, num_tokens: int, kv_transfer_params: bytes | None, on_rest: Callable[[], None]
+    ) -> None:
+        self._run_for(request.request_id, self._stream(request, num_tokens, kv_transfer_params), on_rest)
 
-    def _begin_prefill(self, request: Request) -> None:
-        self._run_for(request.request_id, self._prefill(request))
+    def _begin_prefill(self, request: Request, kv_transfer_params: bytes | None, on_rest: Callable[[], None]) -> None:
+        self._run_for(request.request_id, self._prefill(request, kv_transfer_params), on_rest)
 
-    def _run_for(self, request_id: str, asking: Coroutine[Any, Any, None]) -> None:
+    def _run_for(self, request_id: str, asking: Coroutine[Any, Any, None], on_rest: Callable[[], None]) -> None:
         task = self._loop.create_task(asking)
         self._streams[request_id] = task
-        task.add_done_callback(lambda done: self._forget(request_id, done))
+        task.add_done_callback(lambda done: self._at_rest(request_id, done, on_rest))
 
     def _cancel(self, request_id: str) -> None:
         """Closes the stream, by which the backend notices that the answer is not needed."""
@@ -269,17 +284,22 @@ class StreamedHost:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
+    def _at_rest(self, request_id: str, task: asyncio.Task[None], on_rest: Callable[[], None]) -> None:
         self._ending.discard(task)
         if self._streams.get(request_id) is task:
             del self._streams[request_id]
+        if not task.cancelled() and isinstance(task.exception(), UnconfirmedError):
+            _log.error("request %s: %s; its staging blocks are not used again", request_id, task.exception())
+        else:
+            self._perform(lambda engine: on_rest())
 
     async def _stream(self, request: Request, num_tokens: int, kv_transfer_params: bytes | None) -> None:
         pieces = self._backend.stream(request, num_tokens, kv_transfer_params)
         await self._follow(request.request_id, pieces, self._engine.received)
 
-    async def _prefill(self, request: Request) -> None:
-        await self._follow(request.request_id, self._backend.prefill(request), self._engine.prefilled)
+    async def _prefill(self, request: Request, kv_transfer_params: bytes | None) -> None:
+        answer = self._backend.prefill(request, kv_transfer_params)
+        await self._follow(request.request_id, answer, self._engine.prefilled)
 
     async def _follow(
         self, request_id: str, answer: AsyncGenerator[T, None], receive: Callable[[str, T], None]
@@ -295,6 +315,9 @@ class StreamedHost:
                         return
             finally:
                 await answer.aclose()
+        except UnconfirmedError as exc:
+            self._fail(request_id, exc, task)
+            raise
         except (AnswerError, RefusedError) as exc:
             self._fail(request_id, exc, task)
         except Exception as exc:  # noqa: BLE001 - whatever it is, somebody waits for the answer

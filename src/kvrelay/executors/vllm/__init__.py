@@ -45,8 +45,23 @@ def from_settings(settings: ExecutorSettings, worker_id: str) -> StreamedHost:
     except BaseException:
         directory.cleanup()
         raise
-    backend = VllmBackend(started.engine, started.terms, settings.engine.step_timeout_s, on_close=directory.cleanup)
-    return StreamedHost(facts, settings.engine, backend, events, worker_id=worker_id, eos_token_ids=model.eos_token_ids)
+    staging = started.staging
+    backend = VllmBackend(
+        started.engine,
+        started.terms,
+        settings.engine.step_timeout_s,
+        on_close=directory.cleanup,
+        is_staged=staging is not None,
+    )
+    return StreamedHost(
+        facts,
+        settings.engine,
+        backend,
+        events,
+        worker_id=worker_id,
+        eos_token_ids=model.eos_token_ids,
+        staging=None if staging is None else staging.memory,
+    )
 
 
 def _events(directory: Path) -> CacheEvents:
@@ -61,13 +76,16 @@ def _facts(settings: ExecutorSettings, started: Started, vocab_size: int) -> Eng
             f"vLLM's blocks have {started.block_size} tokens, which is no multiple of --block-size {block_size}",
             param="block_size",
         )
+    staging = started.staging
     return EngineFacts(
-        # Only the block size is meaningful: it cuts the prefixes.
-        kv_layout=KVLayout(1, 1, block_size, 1, "int32"),
+        # Without staging only the block size is meaningful: it cuts the prefixes.
+        kv_layout=KVLayout(1, 1, block_size, 1, "int32") if staging is None else staging.place.layout,
         num_blocks=started.num_blocks * (started.block_size // block_size),
         max_model_len=started.max_model_len,
         vocab_size=vocab_size,
-        weights_fingerprint=f"vllm {settings.model_path.name}",
+        # What is inside a block is vLLM's own: only equal vLLMs with equal blocks can read it.
+        weights_fingerprint=f"vllm {settings.model_path.name}" + (f" {staging.kind}" if staging is not None else ""),
         hands_over_kv=settings.exchanges_kv,
-        moves_kv=settings.exchanges_kv,
+        moves_kv=settings.exchanges_kv and staging is None,
+        places_prefills=not settings.exchanges_kv,
     )

@@ -80,12 +80,16 @@ def engine_arguments(settings: ExecutorSettings, events: CacheEvents | None) -> 
             "replay_endpoint": events.replay,
         }
     if settings.exchanges_kv:
+        is_ours = settings.vllm.vllm_connector == "kvrelay"
+        connector = {"kv_connector": "KvrelayConnector", "kv_connector_module_path": "kvrelay.connectors.vllm"}
         arguments["kv_transfer_config"] = {
-            "kv_connector": "NixlConnector",
+            **(connector if is_ours else {"kv_connector": "NixlConnector"}),
             "kv_role": "kv_both",
             # If a transfer fails, the decode worker computes the prompt.
             "kv_load_failure_policy": "recompute",
         }
+        if is_ours:
+            arguments["block_size"] = engine.block_size
     return {**arguments, **_added(settings.vllm.engine_args)}
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -15,13 +16,14 @@ import msgspec
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
 from kvrelay.executors.openai.kv_transfer import VllmTransfer
-from kvrelay.executors.streamed.backend import AnswerError, Piece, Prefilled, RefusedError
+from kvrelay.executors.streamed.backend import AnswerError, Piece, Prefilled, RefusedError, UnconfirmedError
 from kvrelay.executors.vllm.translation import (
     Output,
     piece_of,
     prefill_values,
     require_possible,
     sampling_values,
+    staged_values,
     structured_values,
 )
 
@@ -29,6 +31,7 @@ NAME = "vLLM"
 _kv_transfer = VllmTransfer()
 SHUTDOWN_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 60.0
+CONFIRM_TIMEOUT_S = 60.0
 
 
 class AsyncEngine(Protocol):
@@ -47,6 +50,9 @@ class AsyncEngine(Protocol):
 
     async def reset_prefix_cache(self) -> bool:
         """False if requests use it."""
+
+    async def abort(self, request_id: str) -> None:
+        """Unknown ids are ignored."""
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> object:
         """Call ``method`` of every worker of vLLM."""
@@ -70,7 +76,8 @@ class Terms:
 
 class VllmBackend:
     """``hang_timeout_s``: an engine process that does not answer for so long counts as hung; 0: never.
-    ``on_close`` runs when the engine is gone."""
+    ``on_close`` runs when the engine is gone. ``is_staged``: KV goes through the worker's staging pool, by kvrelay's
+    connector, or else to other vLLMs by vLLM's own."""
 
     name = NAME
     samples_ids = True
@@ -81,11 +88,14 @@ class VllmBackend:
         terms: Terms,
         hang_timeout_s: float,
         on_close: Callable[[], None] = lambda: None,
+        *,
+        is_staged: bool = False,
     ) -> None:
         self._engine = engine
         self._terms = terms
         self._hang_timeout_s = hang_timeout_s
         self._on_close = on_close
+        self._is_staged = is_staged
         self._num_begun = 0
         self._question: asyncio.Task[bool] | None = None
         self._asked_s = 0.0
@@ -101,30 +111,39 @@ class VllmBackend:
         self, request: Request, num_tokens: int, kv_transfer_params: bytes | None = None
     ) -> AsyncGenerator[Piece, None]:
         values = sampling_values(request, num_tokens)
+        is_staged = self._is_staged and kv_transfer_params is not None
         if kv_transfer_params is not None:
-            values["extra_args"] = _kv_transfer.decode_body({}, kv_transfer_params)
-        async with aclosing(self._outputs(request, values)) as outputs:
+            decode = staged_values if is_staged else partial(_kv_transfer.decode_body, {})
+            values["extra_args"] = decode(kv_transfer_params)
+        async with aclosing(self._outputs(request, values, is_staged=is_staged)) as outputs:
             async for output in outputs:
                 yield piece_of(output, num_logprobs=request.sampling.logprobs)
 
-    async def prefill(self, request: Request) -> AsyncGenerator[Prefilled, None]:
-        async with aclosing(self._outputs(request, prefill_values(request))) as outputs:
+    async def prefill(
+        self, request: Request, kv_transfer_params: bytes | None = None
+    ) -> AsyncGenerator[Prefilled, None]:
+        values = prefill_values(request, kv_transfer_params)
+        async with aclosing(self._outputs(request, values, is_staged=self._is_staged)) as outputs:
             async for output in outputs:
                 if not output.finished:
                     continue
-                if not output.kv_transfer_params:
+                if not self._is_staged and not output.kv_transfer_params:
                     raise AnswerError("vLLM keeps no KV of a finished prefill")
                 piece = piece_of(output, num_logprobs=request.sampling.logprobs)
-                first = Piece(piece.token_ids, piece.logprobs)
-                yield Prefilled(msgspec.json.encode(output.kv_transfer_params), first)
+                first = Piece(piece.token_ids, piece.logprobs, num_cached_tokens=piece.num_cached_tokens)
+                params = None if self._is_staged else msgspec.json.encode(output.kv_transfer_params)
+                yield Prefilled(params, first)
 
-    async def _outputs(self, request: Request, values: dict[str, Any]) -> AsyncGenerator[Output, None]:
+    async def _outputs(
+        self, request: Request, values: dict[str, Any], *, is_staged: bool = False
+    ) -> AsyncGenerator[Output, None]:
         self._num_begun += 1
+        # A request that was aborted here may come again while vLLM still has the first one.
+        request_id = f"{request.request_id}/{self._num_begun}"
         answer = self._engine.generate(
             self._terms.prompt(_prompt(request)),
             self._sampling(request, values),
-            # A request that was aborted here may come again while vLLM still has the first one.
-            f"{request.request_id}/{self._num_begun}",
+            request_id,
             priority=request.priority,
         )
         is_finished = False
@@ -138,8 +157,20 @@ class VllmBackend:
             raise RefusedError(f"vLLM refuses the request: {_one_line(exc)}", 400) from exc
         finally:
             await answer.aclose()
+            if is_staged and not is_finished:
+                await self._confirm_end(request_id)
         if not is_finished:
             raise AnswerError("vLLM ended the answer in the middle")
+
+    async def _confirm_end(self, request_id: str) -> None:
+        """Return when no step of vLLM copies KV of this request any more: aborts and questions arrive in order, and
+        vLLM's workers answer between two steps. Raises UnconfirmedError if they do not."""
+        try:
+            # Again: vLLM cannot abort a request that was cancelled while it was being added.
+            await self._engine.abort(request_id)
+            await self._engine.collective_rpc("kvrelay_at_rest", CONFIRM_TIMEOUT_S)
+        except Exception as exc:  # whatever it is, the engine does not answer
+            raise UnconfirmedError(f"vLLM does not confirm the end of an aborted request: {_one_line(exc)}") from exc
 
     def _sampling(self, request: Request, values: dict[str, Any]) -> object:
         grammar = request.sampling.grammar

@@ -19,6 +19,9 @@ class EndsWithParent:
         """From now on this process ends as soon as process ``pid`` has ended. Raises OSError if it has ended."""
         end_with(pid)
 
+    def kvrelay_at_rest(self) -> None:
+        """Answered between two steps, so those that were given to this worker before are over."""
+
 
 def end_with(pid: int) -> None:
     """A thread waits for the end of ``pid`` and then kills this process. Raises OSError if there is no such process."""

