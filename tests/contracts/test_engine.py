@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from tests.executors.openai.scripted import Script, scripted_server
 from tests.executors.vllm.scripted import ScriptedVllm, scripted_start
+from tests.executors.vllm.staged import STAGED_BLOCK_BYTES, StagedVllm, staged_start
 from tests.patience import PATIENCE_S
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig
+from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig, VllmConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.events import BlockStored, KvEvent, LoadMetrics
 from kvrelay.core.handoff import RemotePrefillRequest
@@ -78,11 +79,24 @@ def _vllm() -> Iterator[Callable[[], EngineHost]]:
         yield lambda: vllm.from_settings(settings, "vllm")
 
 
+@contextmanager
+def _staged() -> Iterator[Callable[[], EngineHost]]:
+    """With kvrelay's connector, and a staging pool of as many blocks as vLLM has."""
+    config = VllmConfig(vllm_connector="kvrelay", vllm_staging=str(64 * STAGED_BLOCK_BYTES))
+    settings = ExecutorSettings(
+        bundled_checkpoint_path(), CONFIG, RunnerConfig(), MockConfig(), exchanges_kv=True, vllm=config
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm, "start_vllm", lambda arguments, settings: staged_start(StagedVllm(), arguments, settings))
+        yield lambda: vllm.from_settings(settings, "vllm")
+
+
 ENGINES: dict[str, Callable[[], AbstractContextManager[Callable[[], EngineHost]]]] = {
     "mock": lambda: _core("mock"),
     "torch": lambda: _core("torch"),
     "openai": _openai,
     "vllm": _vllm,
+    "vllm with kvrelay's connector": _staged,
 }
 
 

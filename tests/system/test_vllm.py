@@ -106,11 +106,25 @@ def test_answers_are_those_of_plain_vllm_and_a_killed_worker_loses_none() -> Non
             assert again.result() == expected
 
 
-def test_prefill_and_decode_apart() -> None:
+KVRELAY = ("--vllm-connector", "kvrelay", "--block-size", "32")
+
+
+@pytest.mark.parametrize(
+    "connector",
+    [
+        (),
+        (*KVRELAY, "--transport", "shm", "--kv-checksums"),
+        (*KVRELAY, "--transport", "p2p", "--order", "prefill-first"),
+    ],
+    ids=["nixl", "kvrelay shm", "kvrelay p2p prefill-first"],
+)
+def test_prefill_and_decode_apart(connector: tuple[str, ...]) -> None:
     prompts = _prompts()
     expected = _plain(prompts)
-    with Serve((*VLLM, "--prefill", "1", "--decode", "1", "--disagg-policy", "always")) as server:
+    with Serve((*VLLM, "--prefill", "1", "--decode", "1", "--disagg-policy", "always", *connector)) as server:
         with _Asking(server) as asking:
             assert asking.ask(prompts) == expected
-        remote = sum(int(worker["decode"]["num_remote_done"]) for worker in server.workers("decode"))
-        assert remote >= NUM_PROMPTS // 2
+        counted = [worker["decode"] for worker in server.workers("decode")]
+        assert sum(int(decode["num_remote_done"]) for decode in counted) >= NUM_PROMPTS // 2
+        if connector:
+            assert sum(int(decode["num_received_bytes"]) for decode in counted)

@@ -31,6 +31,7 @@ from kvrelay.engine.base import Executor
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.executors.mock import MockExecutor, mock_generate
+from kvrelay.executors.streamed.host import StreamedHost
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.rpc.base import RpcClient
@@ -83,11 +84,15 @@ class Node:
 
     def granted_blocks(self) -> set[int]:
         """Blocks that some prefill worker may write now."""
-        lent = [
-            self.core.loans.find(handoff.handoff_id, grant.loan)
+        grants = [
+            (handoff.handoff_id, grant.loan)
             for handoff in list(self.ledger.handoffs.values())
             for grant in handoff.grants
         ]
+        if isinstance(self.worker._engine, StreamedHost):
+            staged = self.worker._engine._engine._loans
+            return {block for grant in grants if grant in staged for block in staged[grant].block_ids}
+        lent = [self.core.loans.find(*grant) for grant in grants]
         return {block for loan in lent if loan is not None for block in loan.quarantined}
 
     async def status(self) -> dict:
@@ -279,7 +284,7 @@ class Cluster:
         def checked(post: object) -> str | None:
             owner = next((node for node in self.nodes if node.id == post.worker_id), None)
             if owner is not None and post.op is TransferOp.WRITE:
-                block_bytes = owner.core.executor.kv_layout.block_bytes
+                block_bytes = owner.worker._engine.facts.kv_layout.block_bytes
                 pieces = zip(post.plan.remote_offsets.tolist(), post.plan.lengths.tolist(), strict=True)
                 blocks = {
                     block for at, size in pieces for block in range(at // block_bytes, -(-(at + size) // block_bytes))

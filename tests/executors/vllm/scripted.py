@@ -109,6 +109,9 @@ class ScriptedVllm:
             self.publisher.clear()
         return True
 
+    async def abort(self, request_id: str) -> None:
+        """A request that has ended is unknown."""
+
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> object:
         self.calls.append((method, args))
         return None
@@ -147,7 +150,7 @@ class Publisher:
         self._known: set[tuple[int, ...]] = set()
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._replay, args=(events["replay_endpoint"],))
+        self._thread = threading.Thread(target=self._replay, args=(events["replay_endpoint"],), daemon=True)
         self._thread.start()
 
     def store(self, tokens: list[int]) -> None:

@@ -52,6 +52,24 @@ def test_workers_of_a_pair_exchange_kv_by_vllms_connector() -> None:
     assert "kv_transfer_config" not in _arguments()
 
 
+def test_kvrelays_connector_takes_kvrelays_blocks() -> None:
+    settings = ExecutorSettings(
+        bundled_checkpoint_path(),
+        EngineConfig(block_size=32),
+        RunnerConfig(),
+        MockConfig(),
+        exchanges_kv=True,
+        vllm=VllmConfig(vllm_connector="kvrelay"),
+    )
+    arguments = engine_arguments(settings, None)
+    config = arguments["kv_transfer_config"]
+    assert (config["kv_connector"], config["kv_connector_module_path"]) == (
+        "KvrelayConnector",
+        "kvrelay.connectors.vllm",
+    )
+    assert (config["kv_load_failure_policy"], arguments["block_size"]) == ("recompute", 32)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -87,6 +87,11 @@ class StagedEngine(StreamedEngine):
     def _num_units(self, request: Request) -> int:
         return -(-len(request.token_ids) // self._unit)
 
+    def _num_active_blocks(self) -> int:
+        """Of vLLM's pool, or of the staging pool in proportion if that one is fuller."""
+        num_staged = self._pool.num_blocks - self._pool.num_free
+        return max(super()._num_active_blocks(), num_staged * self._facts.num_blocks // self._pool.num_blocks)
+
     def check_integrity(self) -> None:
         super().check_integrity()
         self._pool.check_integrity()
