@@ -277,7 +277,8 @@ async def test_kv_is_handed_over(handing_over: tuple[Running, Running]) -> None:
     await prefill.until(lambda: prefill.chunks and prefill.chunks[-1].last)
     sent = [block for chunk in prefill.chunks for block in chunk.block_ids]
     assert len(sent) == 3
-    assert prefill.loads[-1].kv_active_blocks == 3, "sent blocks stay in use until the transfer has ended"
+    metrics = await prefill.host.call(lambda inner: inner.metrics())
+    assert metrics.kv_active_blocks == 3, "sent blocks stay in use until the transfer has ended"
     decode.blocks[list(start.block_ids)] = prefill.blocks[sent]
     assert decode.host.checksum_blocks(start.block_ids[:2]) == prefill.host.checksum_blocks(sent[:2])
     token_id = prefill.chunks[-1].token_id
