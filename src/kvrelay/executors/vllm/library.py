@@ -102,7 +102,7 @@ def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Star
     staging = None
     if settings.exchanges_kv and settings.vllm.vllm_connector == "kvrelay":
         layout = _kv_layout(config, settings)
-        kind = f"{vllm_version()} {current_platform.device_name} {layout.block_size}"
+        kind = _block_kind(config, layout, is_cpu=is_cpu)
         staging = allocate_staging(layout, config.model_config.max_model_len, kind, settings)
         config.kv_transfer_config.kv_connector_extra_config |= encode_place(staging.place)
     elif settings.exchanges_kv:
@@ -125,6 +125,20 @@ def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Star
         config.model_config.max_model_len,
         staging,
     )
+
+
+def _block_kind(config: Any, layout: KVLayout, *, is_cpu: bool) -> str:
+    """Everything on which vLLM's order of values within a block may depend: on a CPU its attention packs keys for the
+    vector units that the machine has."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if is_cpu:
+        units = torch.backends.cpu.get_cpu_capability(), "amx" if torch.cpu._is_amx_tile_supported() else "no amx"
+        device = " ".join((platform.machine(), *units))
+    else:
+        device = f"{current_platform.get_device_name()} {config.attention_config.backend}"
+    return f"{vllm_version()}, {device}, blocks of {layout.block_size}"
 
 
 def _kv_layout(config: Any, settings: ExecutorSettings) -> KVLayout:
