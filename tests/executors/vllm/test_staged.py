@@ -208,6 +208,14 @@ def test_a_staging_pool_must_hold_the_longest_prompt() -> None:
         _host(StagedVllm(), _settings(15), "worker")
 
 
+async def test_workers_whose_blocks_differ_inside_are_no_pair() -> None:
+    """The fingerprint is part of the compatibility digest."""
+    async with _engine() as (engine, _):
+        facts = engine.host.facts
+        assert facts.weights_fingerprint.endswith(" scripted")
+        assert (facts.moves_kv, facts.hands_over_kv) == (False, True)
+
+
 def test_staging_blocks_are_free_when_no_use_is_left() -> None:
     pool = StagingBlocks(4)
     blocks = pool.take(3)
