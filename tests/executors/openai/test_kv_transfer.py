@@ -6,8 +6,9 @@ import pytest
 
 from kvrelay.config import UpstreamConfig
 from kvrelay.errors import ConfigError
-from kvrelay.executors.openai.kv_transfer import SglangTransfer, VllmTransfer, kv_transfer_for
+from kvrelay.executors.openai.kv_transfer import SglangTransfer, kv_transfer_for
 from kvrelay.executors.streamed.backend import AnswerError
+from kvrelay.executors.streamed.vllm_transfer import VllmTransfer
 
 BODY = {
     "model": "m",

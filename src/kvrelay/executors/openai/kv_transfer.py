@@ -10,7 +10,7 @@ A dialect is pure: bodies in, bodies out. The fields are those of vLLM's ``NixlC
 from __future__ import annotations
 
 import secrets
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,12 +18,11 @@ import msgspec
 from kvrelay.config import UpstreamConfig
 from kvrelay.errors import ConfigError
 from kvrelay.executors.streamed.backend import AnswerError
+from kvrelay.executors.streamed.vllm_transfer import Body, VllmTransfer, one_answer
 
 SGLANG_BOOTSTRAP_PORT = 8998
 SGLANG_NO_PEER = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 """SGLang's own warm-up sends this: a request that exchanges no KV."""
-
-Body = dict[str, Any]
 
 
 class KvTransfer(Protocol):
@@ -44,44 +43,6 @@ class KvTransfer(Protocol):
         """The body for the decode server. Raises AnswerError for parameters that it could not use."""
 
 
-class VllmTransfer:
-    """Two ``vllm serve`` with ``--kv-transfer-config`` and its NIXL connector: the decode server pulls."""
-
-    prefills_here = True
-
-    def probe_fields(self) -> Body:
-        return {}
-
-    def prefill_body(self, body: Body) -> tuple[Body, bytes | None]:
-        asked = {**_one_answer(body), "max_tokens": 1, "ignore_eos": True}
-        if asked.get("min_tokens"):
-            asked["min_tokens"] = 1
-        else:
-            # The decode server ends the answer. They are kept if they are not to be sampled.
-            asked.pop("stop_token_ids", None)
-        none = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-        asked["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False, **none}
-        return asked, None
-
-    def params_of(self, answer: bytes) -> bytes:
-        try:
-            params = msgspec.json.decode(answer, type=_Prefilled).kv_transfer_params
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise AnswerError(f"the prefill server's answer is no completion: {exc}") from exc
-        if not params:
-            raise AnswerError("the prefill server keeps no KV: start it with --kv-transfer-config and NixlConnector")
-        return msgspec.json.encode(params)
-
-    def decode_body(self, body: Body, kv_transfer_params: bytes) -> Body:
-        try:
-            params = msgspec.json.decode(kv_transfer_params, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            raise AnswerError(f"the kv_transfer_params are no JSON object: {exc}") from exc
-        if params.get("do_remote_prefill") is not True or not params.get("remote_block_ids"):
-            raise AnswerError("the kv_transfer_params name no blocks of a prefill server")
-        return {**body, "kv_transfer_params": params}
-
-
 class SglangTransfer:
     """Servers with ``--disaggregation-mode prefill`` and ``decode``. The first token comes with the KV, so both get the
     same settings. A decode server computes no prompts."""
@@ -98,7 +59,7 @@ class SglangTransfer:
     def prefill_body(self, body: Body) -> tuple[Body, bytes | None]:
         # A room names one request at the bootstrap server.
         fields = _Bootstrap(self._host, self._port, secrets.randbits(63))
-        return {**_one_answer(body), **msgspec.to_builtins(fields)}, msgspec.json.encode(fields)
+        return {**one_answer(body), **msgspec.to_builtins(fields)}, msgspec.json.encode(fields)
 
     def params_of(self, answer: bytes) -> bytes:
         raise AnswerError("a bootstrap room is chosen before the prefill server is asked")
@@ -129,18 +90,7 @@ def kv_transfer_for(config: UpstreamConfig) -> KvTransfer | None:
         ) from exc
 
 
-class _Prefilled(msgspec.Struct):
-    kv_transfer_params: dict[str, Any] | None = None
-
-
 class _Bootstrap(msgspec.Struct, forbid_unknown_fields=True):
     bootstrap_host: str
     bootstrap_port: int
     bootstrap_room: int
-
-
-def _one_answer(body: Body) -> Body:
-    """The same request, answered in one piece."""
-    asked = {**body, "stream": False}
-    asked.pop("stream_options", None)
-    return asked

@@ -15,8 +15,8 @@ import msgspec
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
-from kvrelay.executors.openai.kv_transfer import VllmTransfer
 from kvrelay.executors.streamed.backend import AnswerError, Piece, Prefilled, RefusedError, UnconfirmedError
+from kvrelay.executors.streamed.vllm_transfer import VllmTransfer
 from kvrelay.executors.vllm.translation import (
     Output,
     piece_of,

@@ -13,8 +13,8 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
 from kvrelay.errors import InvalidInputError
-from kvrelay.executors.openai.kv_transfer import VllmTransfer
 from kvrelay.executors.streamed.backend import AnswerError, Piece
+from kvrelay.executors.streamed.vllm_transfer import VllmTransfer
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 GRAMMAR_FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
