@@ -11,11 +11,13 @@ import pytest
 from tests.patience import PATIENCE_S
 from tests.worker.cluster import VOCAB_SIZE, cluster, expected, prompt
 
+from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.handoff import HandoffDone, HandoffGrant, HandoffId
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.messages import encode_message
 from kvrelay.core.workers import WorkerRole
+from kvrelay.engine.base import ModelOutput, SchedulerOutput
 from kvrelay.errors import ConfigError, InvalidInputError
 from kvrelay.executors.grammars import GrammarMasks
 from kvrelay.executors.mock import MockExecutor
@@ -198,17 +200,36 @@ async def test_a_drained_prefill_worker_leaves_no_trace():
         shared.nodes.remove(prefill)
 
 
+class Held(MockExecutor):
+    """It waits for ``go`` after 20 steps, so that its requests do not end before a test says so."""
+
+    def __init__(self, config: EngineConfig, mock: MockConfig) -> None:
+        super().__init__(config, mock, vocab_size=VOCAB_SIZE, max_model_len=4096)
+        self.go = threading.Event()
+        self._num_steps = 0
+
+    def execute(self, work: SchedulerOutput) -> ModelOutput:
+        self._num_steps += 1
+        assert self._num_steps <= 20 or self.go.wait(PATIENCE_S)
+        return super().execute(work)
+
+
 async def test_a_draining_decode_worker_finishes_and_refuses():
     async with cluster() as shared:
-        _, decode, client = await shared.pair()
+        await shared.join(WorkerRole.PREFILL)
+        decode = await shared.join(WorkerRole.DECODE, lambda config: Held(config, shared.mock))
+        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        client = await shared.client(decode)
         client.send("old", prompt(300), max_tokens=500)
         await client.until(lambda: "old" in client.tokens)
         decode.worker.request_drain()
         await shared.until(lambda: not decode.worker._decode.accepting)
         client.send("new", prompt(10))
-        assert await client.answer("old") == expected(prompt(300), 500)
         await client.until(lambda: "new" in client.refused)
         assert client.refused["new"].retryable
+        assert isinstance(decode.core.executor, Held)
+        decode.core.executor.go.set()
+        assert await client.answer("old") == expected(prompt(300), 500)
         await decode.running
         await decode.control.close()
         shared.nodes.remove(decode)
