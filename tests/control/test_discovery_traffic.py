@@ -21,7 +21,6 @@ from kvrelay.control.nats.keeper_election import KeeperState
 from kvrelay.control.nats.lease import NatsLease
 from kvrelay.control.nats.prefill_queue import NatsPrefillQueue
 from kvrelay.control.nats_process import NatsServerProcess
-from kvrelay.control.queue_order import CLASSES
 from kvrelay.core.clock import MonotonicClock
 
 TTL_S = 1.5
@@ -169,11 +168,11 @@ def kind_of(subject: str) -> str:
 
 
 @pytest.mark.usefixtures("patient_pulls")
-def test_an_idle_prefill_worker_looks_once_and_then_lets_the_server_wait(nats: NatsServerProcess) -> None:
+def test_an_idle_prefill_worker_waits_at_the_server_between_two_looks(nats: NatsServerProcess) -> None:
     async def scenario() -> None:
         async with counted_queue(nats.url, "idle") as (queue, sent):
             assert await queue.pull(PARTITION, 0.5) is None
-            assert sent == {"STREAM.INFO": 1, "CONSUMER.MSG.NEXT": len(CLASSES)}
+            assert sent == {"STREAM.INFO": 2, "CONSUMER.MSG.NEXT": 1}
 
     asyncio.run(scenario())
 

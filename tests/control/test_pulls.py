@@ -1,4 +1,4 @@
-"""One pull from several consumers: what is not taken goes back; no pull waits for a server that has forgotten it."""
+"""What comes too late for its pull goes back; no pull waits for a server that has forgotten it."""
 
 from __future__ import annotations
 
@@ -64,75 +64,54 @@ def status(code: str) -> Message:
     return Message("", {"Status": code})
 
 
-async def waiting(consumers: list[str]) -> tuple[Connection, Pulls, asyncio.Task[tuple[object, bool]]]:
-    """A pull whose requests have been sent."""
+async def waiting() -> tuple[Connection, Pulls, asyncio.Task[tuple[object, bool]]]:
+    """A pull whose request has been sent."""
     connection = Connection()
     pulls = Pulls(connection, "s")  # type: ignore[arg-type]
-    task = asyncio.create_task(pulls.next(consumers, WAIT_S))
-    await eventually(lambda: len(connection.published) == len(consumers))
+    task = asyncio.create_task(pulls.next("a", WAIT_S))
+    await eventually(lambda: len(connection.published) == 1)
     return connection, pulls, task
 
 
-async def test_every_consumer_is_asked_once_and_the_server_holds_the_request() -> None:
-    connection, pulls, task = await waiting(["a", "b"])
-    assert [subject for subject, _ in connection.published] == [
-        "$JS.API.CONSUMER.MSG.NEXT.s.a",
-        "$JS.API.CONSUMER.MSG.NEXT.s.b",
-    ]
-    assert all(msgspec.json.decode(data)["expires"] == WAIT_S * 1e9 for _, data in connection.published)
+async def ended(connection: Connection, pulls: Pulls) -> None:
+    connection.may_drain.set()
+    await pulls.close()
+    assert connection.num_unsubscribed == 1
+
+
+async def test_the_server_holds_the_request_until_a_message_comes() -> None:
+    connection, pulls, task = await waiting()
+    ((subject, data),) = connection.published
+    assert subject == "$JS.API.CONSUMER.MSG.NEXT.s.a"
+    assert msgspec.json.decode(data)["expires"] == WAIT_S * 1e9
     await connection.arrive(Message("first"))
-    message, is_sound = await task
-    assert (message, is_sound) == (Message("first"), True)
-    connection.may_drain.set()
-    await pulls.close()
-    assert (connection.given_back, connection.num_unsubscribed) == ([], 1)
-
-
-async def test_of_several_that_arrive_together_the_first_is_taken_and_the_others_go_back() -> None:
-    connection, pulls, task = await waiting(["a", "b", "c"])
-    await connection.arrive(Message("first"), Message("second"))
-    message, _ = await task
-    assert message == Message("first")
-    await connection.arrive(Message("third"))
-    connection.may_drain.set()
-    await pulls.close()
-    assert connection.given_back == ["second", "third"]
+    assert await task == (Message("first"), True)
+    await ended(connection, pulls)
+    assert connection.given_back == []
 
 
 async def test_what_arrives_for_a_cancelled_pull_goes_back() -> None:
-    connection, pulls, task = await waiting(["a", "b"])
+    connection, pulls, task = await waiting()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     await connection.arrive(Message("late"))
-    connection.may_drain.set()
-    await pulls.close()
+    await ended(connection, pulls)
     assert connection.given_back == ["late"]
 
 
-async def test_a_wait_ends_when_every_consumer_has_said_that_it_has_nothing() -> None:
-    connection, pulls, task = await waiting(["a", "b"])
-    await connection.arrive(status("408"))
-    assert not task.done()
-    await connection.arrive(status("404"))
-    assert await task == (None, True)
-    connection.may_drain.set()
-    await pulls.close()
-
-
-@pytest.mark.parametrize("code", ["409", "503"])
-async def test_a_consumer_in_trouble_ends_the_wait_for_all(code: str) -> None:
-    connection, pulls, task = await waiting(["a", "b"])
+@pytest.mark.parametrize(("code", "is_sound"), [("404", True), ("408", True), ("409", False), ("503", False)])
+async def test_a_status_ends_the_wait(code: str, is_sound: bool) -> None:
+    connection, pulls, task = await waiting()
     await connection.arrive(status(code))
-    assert await task == (None, False)
-    connection.may_drain.set()
-    await pulls.close()
+    assert await task == (None, is_sound)
+    await ended(connection, pulls)
+    assert connection.given_back == []
 
 
 async def test_no_wait_outlives_the_connection() -> None:
     """The server may have forgotten who waits."""
-    connection, pulls, task = await waiting(["a", "b"])
+    connection, pulls, task = await waiting()
     pulls.interrupt()
     assert await task == (None, True)
-    connection.may_drain.set()
-    await pulls.close()
+    await ended(connection, pulls)

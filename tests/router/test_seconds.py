@@ -132,7 +132,7 @@ def test_a_worker_without_costs_counts_with_the_median_and_nobody_is_far_from_it
     assert known.columns(["a"]) is None
     known.heard("a", COST)
     known.heard("c", StepCost(0.002, 0.003, 3e-5, 0.0, 5e-4, 0.0))
-    known.heard("d", StepCost(0.002, 0.003, 3600.0, 0.0, 5e-4, 0.0))
+    known.heard("d", StepCost(0.002, 0.003, 3000.0, 0.0, 5e-4, 0.0))
     known.heard("e", StepCost(0.002, 0.003, 0.0, 0.0, 5e-4, 0.0))
     known.heard("f", StepCost(prefill_token_s=math.nan))
     known.heard("f", StepCost(prefill_token_s=-1.0))

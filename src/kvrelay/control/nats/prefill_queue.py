@@ -3,10 +3,10 @@
 It owns the stream, the durable consumers, and the dead-letter stream. Each partition has a subject and a consumer for
 each class of requests, which all prefill workers of the partition share; ``control/queue_order.py`` has the order in
 which a pull looks at them. Most entries are of one class, so a pull first asks the stream which classes have entries at
-all, and looks at these. An idle worker waits for all of them at once (``pulls.py``). Delivery is at least once: an
-entry whose consumer is silent for ``ack_wait_s`` goes to the next consumer, so consumers extend the ack deadline while
-they compute. This module does not know what a prefill is, beyond its partition and the time limit in its envelope. The
-limit is compared with the server's time stamps, so that no two machines' clocks are compared.
+all, and looks at these. An idle worker waits for the normal class and looks at all of them every second. Delivery is
+at least once: an entry whose consumer is silent for ``ack_wait_s`` goes to the next consumer, so consumers extend the
+ack deadline while they compute. This module does not know what a prefill is, beyond its partition and the time limit in
+its envelope. The limit is compared with the server's time stamps, so that no two machines' clocks are compared.
 
     kvrelay.NS.prefill.queue.PART ──> stream kvrelay_NS_prefill ──> consumer prefill_PART ──pull──> workers
     ...PART=resumed, =high, =low ────────────> " ─────────────────> ..._PART=resumed, ... ────────> "
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,8 +42,8 @@ MAX_AGE_S = 3600
 DEAD_MAX_ENTRIES = 1_000
 DEAD_MAX_AGE_S = 86_400
 SIZE_CACHE_S = 0.02
-MAX_WAIT_S = 5.0
-"""An idle worker asks again after so long. The list of those that wait is lost if the server that has it dies."""
+LOOK_INTERVAL_S = 1.0
+"""An idle worker looks at all classes again after so long."""
 
 
 class NatsPrefillDelivery:
@@ -164,8 +163,13 @@ class NatsPrefillQueue:
     async def push(self, request: RemotePrefillRequest) -> None:
         data = msgspec.msgpack.encode(request)
         partition = await self._ready_partition(request.kv_compatibility)
+        # Idle workers wait for the normal class only: if they waited for several, a pull might get several entries. In
+        # an empty queue there is no order to keep.
+        queue_class = request.queue_class
+        if queue_class is not QueueClass.NORMAL and await self._ask_size(request.kv_compatibility) == 0:
+            queue_class = QueueClass.NORMAL
         try:
-            await self._publish(partition, partition.tracks[request.queue_class], data)
+            await self._publish(partition, partition.tracks[queue_class], data)
         except PayloadTooLargeError as exc:
             # Not the client's fault: this prefill is for the decode worker itself.
             raise ControlUnavailableError(f"prefill {request.handoff_id} does not fit into the queue: {exc}") from exc
@@ -188,10 +192,8 @@ class NatsPrefillQueue:
                 left_s = deadline_s - loop.time()
                 if left_s <= 0:
                     return None
-                message = await self._wait(partition, left_s)
+                message = await self._next(partition, QueueClass.NORMAL, min(left_s, LOOK_INTERVAL_S))
             if message is None:
-                if partition.is_ready:
-                    return None
                 continue
             delivery = await self._accept(partition, message)
             if delivery is not None:
@@ -295,7 +297,7 @@ class NatsPrefillQueue:
             stock = await self._fresh_stock(partition) if is_fresh else partition.stock
             for queue_class in order:
                 if queue_class in stock:
-                    message = await self._next(partition, [partition.tracks[queue_class]], 0.0)
+                    message = await self._next(partition, queue_class, 0.0)
                     if message is not None:
                         return message
             if is_fresh:
@@ -311,20 +313,8 @@ class NatsPrefillQueue:
             partition.is_ready = False
             return frozenset()
 
-    async def _wait(self, partition: _Partition, timeout_s: float) -> NatsMessage | None:
-        """The next message of any class. None after ``timeout_s``, or, with the partition no longer ready, if the
-        consumers may be gone."""
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
-        tracks = list(partition.tracks.values())
-        while partition.is_ready and (left_s := deadline_s - loop.time()) > 0:
-            message = await self._next(partition, tracks, min(left_s, MAX_WAIT_S))
-            if message is not None:
-                return message
-        return None
-
-    async def _next(self, partition: _Partition, tracks: Sequence[_Track], timeout_s: float) -> NatsMessage | None:
-        message, is_sound = await self._pulls.next([track.consumer for track in tracks], timeout_s)
+    async def _next(self, partition: _Partition, queue_class: QueueClass, timeout_s: float) -> NatsMessage | None:
+        message, is_sound = await self._pulls.next(partition.tracks[queue_class].consumer, timeout_s)
         if not is_sound:
             partition.is_ready = False
         return message
