@@ -90,7 +90,9 @@ def test_namespaces_do_not_see_each_other(nats: NatsServerProcess) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("value", [b"", b"{", b'{"ttl_s": 1}', b'{"holder": "\xff"}'])
+@pytest.mark.parametrize(
+    "value", [b"", b"{", b'{"ttl_s": 0}', b'{"ttl_s": -1}', b'{"ttl_s": 1e300}', b'{"holder": "\xff"}']
+)
 def test_a_malformed_lease_is_passed_over(nats: NatsServerProcess, value: bytes) -> None:
     async def scenario() -> None:
         async with plane(nats.url, "noise") as control:

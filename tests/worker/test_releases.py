@@ -105,6 +105,27 @@ async def test_a_decode_worker_that_no_one_can_reach_computes_by_itself(monkeypa
         await shared.until(lambda: prefill.outgoing.num_unheard == 0)
 
 
+async def test_the_owner_of_an_expired_entry_hears_at_once_and_computes_it():
+    async with cluster(remote_prefill_timeout_s=PATIENCE_S) as shared:
+        prefill, decode, client = await shared.pair()
+        queue = prefill.worker._prefill._queue
+
+        class Late:
+            async def pull(self, kv_compatibility, timeout_s):
+                delivery = await queue.pull(kv_compatibility, timeout_s)
+                if delivery is not None:
+                    delivery._is_expired = True
+                return delivery
+
+        prefill.worker._prefill.stop()
+        prefill.worker._prefill._queue = Late()
+        prefill.worker._prefill.start()
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        assert decode.worker._decode.stats.num_remote_done == 0
+        await shared.until(lambda: prefill.outgoing.num_unheard == 0)
+
+
 async def test_a_grant_that_cannot_be_sent_is_taken_back_at_once(monkeypatch):
     monkeypatch.setattr(prefill_side, "CLAIM_TIMEOUT_S", 0.2)
     async with cluster() as shared:
