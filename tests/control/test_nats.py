@@ -21,15 +21,17 @@ from tests.patience import PATIENCE_S, stop, until
 from kvrelay.config import ControlConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.control.nats import jetstream as jetstream_module
 from kvrelay.control.nats.connection import (
     REQUEST_TIMEOUT_S,
     ControlDeniedError,
     NatsConnection,
     NatsMessage,
+    NoRespondersError,
     RequestTimeoutError,
     ask_again,
 )
-from kvrelay.control.nats.jetstream import Delivery, parse_ack_subject
+from kvrelay.control.nats.jetstream import Delivery, JetStream, parse_ack_subject
 from kvrelay.control.nats.plane import NatsControlPlane
 from kvrelay.control.nats_process import NatsServerProcess, find_binary
 from kvrelay.core.clock import MonotonicClock
@@ -566,3 +568,28 @@ def test_the_plane_can_be_made_without_the_door(nats: NatsServerProcess) -> None
         assert not control.is_connected
 
     asyncio.run(scenario())
+
+
+async def test_a_message_is_stored_once_the_stream_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers of a cluster hear of a new stream one after the other."""
+    jetstream = JetStream(object())  # type: ignore[arg-type]
+    answers: list[Exception | int] = [NoRespondersError("nobody"), NoRespondersError("nobody"), 7]
+    num_ensured = 0
+
+    async def publish(subject: str, data: bytes, headers: object = None) -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def ensure() -> None:
+        nonlocal num_ensured
+        num_ensured += 1
+
+    monkeypatch.setattr(jetstream, "publish", publish)
+    assert await jetstream.publish_again(ensure, "s", b"") == 7
+    assert num_ensured == 2
+    monkeypatch.setattr(jetstream_module, "STREAM_TIMEOUT_S", 0.0)
+    answers = [NoRespondersError("nobody"), 7]
+    with pytest.raises(NoRespondersError):
+        await jetstream.publish_again(ensure, "s", b"")

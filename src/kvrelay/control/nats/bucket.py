@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvrelay.control.base import Keys
-from kvrelay.control.nats.connection import NatsMessage, NoRespondersError
+from kvrelay.control.nats.connection import NatsMessage
 from kvrelay.control.nats.jetstream import (
     EXPECTED_SEQUENCE,
     MESSAGE_TTL,
@@ -187,12 +187,7 @@ class Bucket:
         return await self._store(self._subjects + encode_key(key), value, headers)
 
     async def _store(self, subject: str, value: bytes, headers: dict[str, str]) -> int:
-        try:
-            return await self._jetstream.publish(subject, value, headers)
-        except NoRespondersError:
-            # The stream is gone (the server lost its data): create it again.
-            await self.ensure()
-            return await self._jetstream.publish(subject, value, headers)
+        return await self._jetstream.publish_again(self.ensure, subject, value, headers)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,10 @@ messages mean. It needs nats-server 2.11 or later (per-message time to live).
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import datetime
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,6 +31,8 @@ MESSAGE_NOT_FOUND = 10037
 WRONG_SEQUENCES = (10071, 10164)
 
 AUTO_REPLICAS = 3
+STREAM_TIMEOUT_S = 5.0
+STREAM_RETRY_S = 0.05
 
 
 class JetStreamError(ControlUnavailableError):
@@ -192,6 +195,22 @@ class JetStream:
 
     async def delete_consumer(self, stream: str, name: str) -> None:
         await self._api(f"CONSUMER.DELETE.{stream}.{name}", None, msgspec.Raw)
+
+    async def publish_again(
+        self, ensure: Callable[[], Awaitable[None]], subject: str, data: bytes, headers: Mapping[str, str] | None = None
+    ) -> int:
+        """Store a message as ``publish`` does. If nobody takes it, ``ensure`` the stream and try again for
+        STREAM_TIMEOUT_S: the server has lost the stream, or the servers of a cluster do not all know yet who has it."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + STREAM_TIMEOUT_S
+        while True:
+            try:
+                return await self.publish(subject, data, headers)
+            except NoRespondersError:
+                if loop.time() >= deadline_s:
+                    raise
+            await ensure()
+            await asyncio.sleep(STREAM_RETRY_S)
 
     async def publish(self, subject: str, data: bytes, headers: Mapping[str, str] | None = None) -> int:
         """Store a message and return its sequence number. Raises WrongSequenceError, or NoRespondersError (no such

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvrelay.control.base import Keys, PrefillDelivery
-from kvrelay.control.nats.connection import NatsConnection, NatsMessage, NoRespondersError
+from kvrelay.control.nats.connection import NatsConnection, NatsMessage
 from kvrelay.control.nats.jetstream import ConsumerInfo, JetStream, JetStreamError, StreamInfo, parse_ack_subject
 from kvrelay.control.nats.kv_keys import encode_key
 from kvrelay.control.nats.pulls import Pulls
@@ -176,11 +176,7 @@ class NatsPrefillQueue:
         partition.size_until_s = partition.stock_until_s = 0.0
 
     async def _publish(self, partition: _Partition, track: _Track, data: bytes) -> None:
-        try:
-            await self._jetstream.publish(track.subject, data)
-        except NoRespondersError:
-            await self._create(partition)
-            await self._jetstream.publish(track.subject, data)
+        await self._jetstream.publish_again(lambda: self._create(partition), track.subject, data)
 
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
         loop = asyncio.get_running_loop()
