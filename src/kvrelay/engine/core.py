@@ -19,7 +19,7 @@ import msgspec
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEvent, LoadMetrics
-from kvrelay.core.handoff import HandoffId, PositionLogprobs, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.admission.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
@@ -27,6 +27,7 @@ from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.integrity import check_integrity
 from kvrelay.engine.loans import Loans
+from kvrelay.engine.opening import HandoffIds, remote_prefill
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.step_sync.group import Alone, Group
@@ -71,7 +72,7 @@ class EngineCore:
         self.loans = Loans(self.pool)
         self._remote: dict[HandoffId, Request] = {}
         """Requests that wait for a hand-off."""
-        self._num_handoffs = 0
+        self._handoff_ids = HandoffIds(worker_id)
         self.scheduler = Scheduler(
             self.pool,
             clock,
@@ -292,24 +293,12 @@ class EngineCore:
         self.scheduler.admission.cancel_remote_prefills()
 
     def _start_remote(self, request: Request) -> None:
-        if not request.handoff_number:
-            self._num_handoffs += 1
-        handoff_id = HandoffId(self.worker_id, request.handoff_number or self._num_handoffs)
-        request.handoff_id = handoff_id
+        request.handoff_id = handoff_id = self._handoff_ids.of(request)
         self._remote[handoff_id] = request
         lent = self.loans.lend(handoff_id, request.block_ids, request.num_cached_blocks)
+        sampling = msgspec.structs.replace(request.sampling, seed=request.seed)
         self.scheduler.output.remote_prefills.append(
-            RemotePrefillRequest(
-                handoff_id=handoff_id,
-                decode_worker_id=self.worker_id,
-                request_id=request.request_id,
-                token_ids=tuple(request.token_ids),
-                num_output_tokens=request.num_output_tokens,
-                sampling=msgspec.structs.replace(request.sampling, seed=request.seed),
-                block_ids=lent.block_ids,
-                num_cached_tokens=request.num_computed_tokens,
-                priority=request.priority,
-            )
+            remote_prefill(request, handoff_id, sampling, lent.block_ids, request.num_computed_tokens)
         )
 
     # -- hand-offs: this is the prefill side --------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -169,14 +170,13 @@ class NatsPrefillQueue:
         if queue_class is not QueueClass.NORMAL and await self._ask_size(request.kv_compatibility) == 0:
             queue_class = QueueClass.NORMAL
         try:
-            await self._publish(partition, partition.tracks[queue_class], data)
+            await self._jetstream.publish_again(
+                lambda: self._create(partition), partition.tracks[queue_class].subject, data
+            )
         except PayloadTooLargeError as exc:
             # Not the client's fault: this prefill is for the decode worker itself.
             raise ControlUnavailableError(f"prefill {request.handoff_id} does not fit into the queue: {exc}") from exc
         partition.size_until_s = partition.stock_until_s = 0.0
-
-    async def _publish(self, partition: _Partition, track: _Track, data: bytes) -> None:
-        await self._jetstream.publish_again(lambda: self._create(partition), track.subject, data)
 
     async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
         loop = asyncio.get_running_loop()
@@ -288,17 +288,21 @@ class NatsPrefillQueue:
         """The first message that waits. None only after a fresh look at the stream, or, with the partition no longer
         ready, if the stream may be gone."""
         order = self._turns.next_order()
-        is_fresh = asyncio.get_running_loop().time() >= partition.stock_until_s
-        while True:
-            stock = await self._fresh_stock(partition) if is_fresh else partition.stock
-            for queue_class in order:
-                if queue_class in stock:
-                    message = await self._next(partition, queue_class, 0.0)
-                    if message is not None:
-                        return message
-            if is_fresh:
-                return None
-            is_fresh = True
+        if asyncio.get_running_loop().time() < partition.stock_until_s:
+            message = await self._first_of(partition, order, partition.stock)
+            if message is not None:
+                return message
+        return await self._first_of(partition, order, await self._fresh_stock(partition))
+
+    async def _first_of(
+        self, partition: _Partition, order: Sequence[QueueClass], stock: frozenset[QueueClass]
+    ) -> NatsMessage | None:
+        for queue_class in order:
+            if queue_class in stock:
+                message = await self._next(partition, queue_class, 0.0)
+                if message is not None:
+                    return message
+        return None
 
     async def _fresh_stock(self, partition: _Partition) -> frozenset[QueueClass]:
         """None of the classes if the stream is gone."""

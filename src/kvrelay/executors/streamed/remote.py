@@ -10,8 +10,9 @@ Every ``fetch`` is followed by exactly one entry in ``StepOutput.fetched_handoff
 
 from __future__ import annotations
 
-from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId
 from kvrelay.engine.base import StepOutput
+from kvrelay.engine.opening import HandoffIds, remote_prefill
 from kvrelay.engine.request import Request
 
 
@@ -19,35 +20,20 @@ class RemotePrefills:
     """``worker_id``: this worker's, which names its hand-offs."""
 
     def __init__(self, worker_id: str) -> None:
-        self._worker_id = worker_id
+        self._ids = HandoffIds(worker_id)
         self._requests: dict[HandoffId, str] = {}
         self._handoffs: dict[str, HandoffId] = {}
         self._fetching: set[HandoffId] = set()
-        self._num_opened = 0
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def open(self, request: Request, output: StepOutput) -> None:
         """The request waits for its KV. Its hand-off has no blocks."""
-        if not request.handoff_number:
-            self._num_opened += 1
-        handoff_id = HandoffId(self._worker_id, request.handoff_number or self._num_opened)
+        handoff_id = self._ids.of(request)
         self._requests[handoff_id] = request.request_id
         self._handoffs[request.request_id] = handoff_id
-        output.remote_prefills.append(
-            RemotePrefillRequest(
-                handoff_id=handoff_id,
-                decode_worker_id=self._worker_id,
-                request_id=request.request_id,
-                token_ids=tuple(request.token_ids),
-                num_output_tokens=request.num_output_tokens,
-                sampling=request.sampling,
-                block_ids=(),
-                num_cached_tokens=0,
-                priority=request.priority,
-            )
-        )
+        output.remote_prefills.append(remote_prefill(request, handoff_id, request.sampling))
 
     def fetch(self, handoff_id: HandoffId) -> str | None:
         """The request that is to be given to the backend, with the parameters of its KV; None if none waits."""

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any
 
 from kvrelay.connectors.terms import StagedKv, encode_request
-from kvrelay.core.handoff import HandoffId, PositionLogprobs, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.engine.base import HandoffChunk
 from kvrelay.engine.contract import EngineFacts
+from kvrelay.engine.opening import HandoffIds, remote_prefill
 from kvrelay.engine.reports import report_token
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.stopping import finish_reason
@@ -35,7 +36,7 @@ class StagedEngine(StreamedEngine):
         self._unit = facts.kv_layout.block_size
         self._waiting: deque[Request] = deque()
         """For blocks, in order."""
-        self._num_opened = 0
+        self._ids = HandoffIds(self.worker_id)
         self._opened: dict[HandoffId, str] = {}
         """Decode side: requests whose KV has not come yet."""
         self._handoffs: dict[str, HandoffId] = {}
@@ -56,9 +57,7 @@ class StagedEngine(StreamedEngine):
                 self.output.closed_handoffs.append(HandoffId(self.worker_id, request.handoff_number))
             self._ask(request)
             return
-        if not request.handoff_number:
-            self._num_opened += 1
-        handoff_id = HandoffId(self.worker_id, request.handoff_number or self._num_opened)
+        handoff_id = self._ids.of(request)
         self._opened[handoff_id] = request.request_id
         self._handoffs[request.request_id] = handoff_id
         self._waiting.append(request)
@@ -101,19 +100,7 @@ class StagedEngine(StreamedEngine):
     def _lend(self, request: Request, blocks: StagedBlocks) -> None:
         handoff_id = self._handoffs[request.request_id]
         self._loans[handoff_id, 1] = blocks
-        self.output.remote_prefills.append(
-            RemotePrefillRequest(
-                handoff_id=handoff_id,
-                decode_worker_id=self.worker_id,
-                request_id=request.request_id,
-                token_ids=tuple(request.token_ids),
-                num_output_tokens=request.num_output_tokens,
-                sampling=request.sampling,
-                block_ids=blocks.block_ids,
-                num_cached_tokens=0,
-                priority=request.priority,
-            )
-        )
+        self.output.remote_prefills.append(remote_prefill(request, handoff_id, request.sampling, blocks.block_ids))
 
     def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
         request_id = self._opened.get(handoff_id)

@@ -163,10 +163,6 @@ class HttpConnection(asyncio.Protocol):
             return
         if self._is_busy:
             self._hold(data)
-        elif len(data) <= PIECE_BYTES:
-            self._reader.feed(data)
-            if self._reader.num_body_bytes:
-                self._owner.buffered.update(self)
         else:
             self._feed(data)
 
