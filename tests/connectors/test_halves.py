@@ -10,7 +10,7 @@ import torch
 from tests.executors.vllm.staged import LAYOUT, Paged, VllmRequest
 
 from kvrelay.connectors.scheduler_half import SchedulerHalf
-from kvrelay.connectors.terms import PARAMS_KEY, StagingPlace, decode_place, encode_place
+from kvrelay.connectors.terms import PARAMS_KEY, OnePool, StagingPlace, decode_place, encode_place
 from kvrelay.connectors.worker_half import WorkerHalf
 from kvrelay.errors import ConfigError, InvalidInputError
 
@@ -25,6 +25,10 @@ def place() -> Iterator[StagingPlace]:
     os.close(fd)
 
 
+def _scheduler(place: StagingPlace) -> SchedulerHalf:
+    return SchedulerHalf(OnePool(place), LAYOUT.block_size)
+
+
 def _request(name: str, tokens: list[int], op: str, staged: list[int], num_tokens: int) -> VllmRequest:
     return VllmRequest(name, tokens, {PARAMS_KEY: {"op": op, "block_ids": staged, "num_tokens": num_tokens}})
 
@@ -33,7 +37,7 @@ def _request(name: str, tokens: list[int], op: str, staged: list[int], num_token
 def test_what_one_saves_the_other_loads(place: StagingPlace, num_tokens: int) -> None:
     tokens = list(range(100, 100 + num_tokens))
     staged = [7, 2, 9, 0][: -(-num_tokens // 16)]
-    prefill, decode = Paged(place), Paged(place, num_blocks=20)
+    prefill, decode = Paged(OnePool(place)), Paged(OnePool(place), num_blocks=20)
     prefill.run(_request("p", tokens, "save", staged, num_tokens), prefill.take(num_tokens))
     blocks = decode.take(num_tokens + 1)
     # The decode worker goes on after the first token.
@@ -42,7 +46,7 @@ def test_what_one_saves_the_other_loads(place: StagingPlace, num_tokens: int) ->
 
 
 def test_what_vllm_has_in_its_own_cache_is_not_loaded_but_is_saved(place: StagingPlace) -> None:
-    half = SchedulerHalf(place)
+    half = _scheduler(place)
     load = _request("d", [1] * 50, "load", [3, 4, 5, 6], 50)
     assert half.num_to_load(load, 32) == 18
     half.allocated(load, [10, 11, 12, 13], 18)
@@ -57,7 +61,7 @@ def test_what_vllm_has_in_its_own_cache_is_not_loaded_but_is_saved(place: Stagin
 
 def test_a_request_loads_once_although_it_is_preempted(place: StagingPlace) -> None:
     """Its staging blocks may be another request's by then."""
-    half = SchedulerHalf(place)
+    half = _scheduler(place)
     request = _request("d", [1] * 20, "load", [3, 4], 20)
     half.allocated(request, [10, 11], half.num_to_load(request, 0))
     half.allocated(request, [10, 11], 0)  # vLLM tells the blocks again when the KV has come
@@ -68,7 +72,7 @@ def test_a_request_loads_once_although_it_is_preempted(place: StagingPlace) -> N
 
 
 def test_a_step_saves_what_it_completes_and_the_last_one_the_rest(place: StagingPlace) -> None:
-    half = SchedulerHalf(place)
+    half = _scheduler(place)
     request = _request("p", [1] * 40, "save", [3, 4, 5], 40)
     half.allocated(request, [10], 0)
     saved = []
@@ -94,7 +98,7 @@ def test_a_step_saves_what_it_completes_and_the_last_one_the_rest(place: Staging
     ],
 )
 def test_parameters_that_name_no_blocks_of_the_pool_move_nothing(place: StagingPlace, wrong: object) -> None:
-    half = SchedulerHalf(place)
+    half = _scheduler(place)
     request = VllmRequest("d", [1] * 20, {PARAMS_KEY: wrong})
     assert half.num_to_load(request, 0) == 0
     half.allocated(request, [1, 2], 0)
@@ -103,7 +107,7 @@ def test_parameters_that_name_no_blocks_of_the_pool_move_nothing(place: StagingP
 
 def test_requests_of_other_connectors_are_none_of_ours(place: StagingPlace) -> None:
     for params in (None, {}, {"do_remote_decode": True}):
-        assert SchedulerHalf(place).num_to_load(VllmRequest("d", [1] * 20, params), 0) == 0
+        assert _scheduler(place).num_to_load(VllmRequest("d", [1] * 20, params), 0) == 0
 
 
 def test_another_version_of_the_worker_is_refused_at_start() -> None:
@@ -114,7 +118,7 @@ def test_another_version_of_the_worker_is_refused_at_start() -> None:
 
 
 def test_another_shape_of_kv_is_refused_by_name(place: StagingPlace) -> None:
-    half = WorkerHalf(place)
+    half = WorkerHalf(OnePool(place), LAYOUT)
     good = torch.zeros(4, 1, 16, 8)
     with pytest.raises(ConfigError, match="1 layers, not of 2"):
         half.register({"model.layers.0": good})
@@ -125,13 +129,13 @@ def test_another_shape_of_kv_is_refused_by_name(place: StagingPlace) -> None:
 
 def test_a_pool_that_is_not_there_or_too_small_is_refused(place: StagingPlace) -> None:
     with pytest.raises(ConfigError, match="cannot be mapped"):
-        WorkerHalf(StagingPlace("/nonexistent", 1, LAYOUT))
+        WorkerHalf(OnePool(StagingPlace("/nonexistent", 1, LAYOUT)), LAYOUT).open("")
     with pytest.raises(ConfigError, match="smaller than"):
-        WorkerHalf(StagingPlace(place.path, NUM_STAGED + 1, LAYOUT))
+        WorkerHalf(OnePool(StagingPlace(place.path, NUM_STAGED + 1, LAYOUT)), LAYOUT).open("")
 
 
 def test_layers_are_in_order_of_their_numbers(place: StagingPlace) -> None:
-    half = WorkerHalf(place)
+    half = WorkerHalf(OnePool(place), LAYOUT)
     caches = {f"model.layers.{layer}.attn": torch.full((4, 1, 16, 8), float(layer)) for layer in (10, 9)}
     half.register(caches)
     assert [float(cache[0, 0, 0, 0]) for cache in half._caches] == [9.0, 10.0]

@@ -331,9 +331,13 @@ class UpstreamConfig(Settings):
         "", "Where that server publishes cache events (vLLM's --kv-events-config), e.g. tcp://127.0.0.1:5557."
     )
     upstream_kv_replay: str = setting("", "Where that server tells missed cache events again.")
-    upstream_kv_transfer: Literal["none", "vllm", "sglang"] = setting(
+    upstream_kv_transfer: Literal["none", "vllm", "sglang", "kvrelay"] = setting(
         "none",
-        "KV exchange of that server with others, by vLLM's NixlConnector or SGLang's disaggregation modes.",
+        "KV exchange of that server with others, by vLLM's NixlConnector, SGLang's disaggregation modes, or kvrelay's "
+        "connector in vLLM.",
+    )
+    upstream_staging: str = setting(
+        "", "With upstream_kv_transfer kvrelay: directory of this host, the kvrelay_staging_dir of that server."
     )
     upstream_bootstrap: str = setting(
         "", "HOST:PORT of the bootstrap server of an SGLang prefill server; default: its own host, 8998."
@@ -357,7 +361,7 @@ class VllmConfig(Settings):
         "nixl", "What moves KV between prefill and decode workers: vLLM's NIXL connector, or kvrelay's transports."
     )
     vllm_staging: str = setting(
-        "1GiB", "Host memory through which KV passes with vllm_connector kvrelay, e.g. 512MiB or 4GiB."
+        "1GiB", "Host memory through which KV passes by kvrelay's connector in vLLM, e.g. 512MiB or 4GiB."
     )
     engine_cores: str = setting(
         "", "Without a GPU: cores of vLLM's compute threads, e.g. 0-3,8; none: num_threads of all. serve splits them."

@@ -105,7 +105,7 @@ def test_another_version_is_one_line(found: dict[str, str], message: str, monkey
             raise metadata.PackageNotFoundError(name)
         return found[name]
 
-    monkeypatch.setattr(library.importlib.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     with pytest.raises(ConfigError, match=message) as caught:
         library.require_vllm()
     assert "\n" not in caught.value.message

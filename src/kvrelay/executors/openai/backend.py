@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from kvrelay.config import UpstreamConfig
 from kvrelay.core.sampling import SamplingParams
@@ -13,6 +14,7 @@ from kvrelay.executors.openai.server import Description, UpstreamServer
 from kvrelay.executors.openai.text_tokens import TextTokenizer, TextTokens
 from kvrelay.executors.openai.wire import completion_body, parse_event, require_possible
 from kvrelay.executors.streamed.backend import AnswerError, Piece, Prefilled
+from kvrelay.executors.streamed.vllm_transfer import Body
 
 MAX_HEALTH_FAILURES = 3
 
@@ -52,9 +54,17 @@ class ServerBackend:
     async def stream(
         self, request: Request, num_tokens: int, kv_transfer_params: bytes | None = None
     ) -> AsyncGenerator[Piece, None]:
-        body = completion_body(request, self._description.model, num_tokens, with_token_ids=self.samples_ids)
+        body = self._body(request, num_tokens)
         if kv_transfer_params is not None and self._kv_transfer is not None:
             body = self._kv_transfer.decode_body(body, kv_transfer_params)
+        async with aclosing(self._pieces(request, body)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    def _body(self, request: Request, num_tokens: int) -> Body:
+        return completion_body(request, self._description.model, num_tokens, with_token_ids=self.samples_ids)
+
+    async def _pieces(self, request: Request, body: Body) -> AsyncGenerator[Piece, None]:
         texts = None if self._tokenizer is None else TextTokens(self._tokenizer, request.token_ids)
         answer = self._server.stream(body)
         try:
@@ -74,8 +84,7 @@ class ServerBackend:
         self, request: Request, kv_transfer_params: bytes | None = None
     ) -> AsyncGenerator[Prefilled, None]:
         assert self._kv_transfer is not None, "only asked of a server that exchanges KV"
-        num_tokens = max(request.length_limit - len(request.token_ids), 1)
-        body = completion_body(request, self._description.model, num_tokens, with_token_ids=self.samples_ids)
+        body = self._body(request, max(request.length_limit - len(request.token_ids), 1))
         body, params = self._kv_transfer.prefill_body(body)
         if params is not None:
             yield Prefilled(params)

