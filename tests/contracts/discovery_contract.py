@@ -19,6 +19,8 @@ from kvrelay.errors import ControlUnavailableError, LeaseLostError
 
 ROOT = "kvrelay/test/"
 WORKERS = f"{ROOT}workers/"
+SETTINGS = f"{ROOT}config/"
+KINDS_UNDER_A_LEASE = ("workers/w", "kv_metadata/w/0", "frontends/f", "operators/o", "anything", "workers/config/x")
 
 
 class DiscoveryServer(Protocol):
@@ -50,13 +52,14 @@ class DiscoveryContract:
     def test_values_are_put_listed_and_deleted(self, open_server: OpenServer) -> None:
         async def scenario(server: DiscoveryServer) -> None:
             one, two = await server.connect(), await server.connect()
-            await one.put(f"{WORKERS}b", b"\x00binary\xff")
-            await one.put(f"{WORKERS}a", b"{}")
+            lease, other = await one.grant(60.0), await two.grant(60.0)
+            await one.put(f"{WORKERS}b", b"\x00binary\xff", lease)
+            await one.put(f"{WORKERS}a", b"{}", lease)
             await one.put(f"{ROOT}config/x", b"1")
             assert await two.get(f"{WORKERS}b") == b"\x00binary\xff"
             assert await two.get(f"{WORKERS}c") is None
             assert await two.list(WORKERS) == {f"{WORKERS}a": b"{}", f"{WORKERS}b": b"\x00binary\xff"}
-            await two.put(f"{WORKERS}a", b"new")
+            await two.put(f"{WORKERS}a", b"new", other)
             await two.delete(f"{WORKERS}b")
             await two.delete(f"{WORKERS}never was")
             assert await one.list(ROOT) == {f"{ROOT}config/x": b"1", f"{WORKERS}a": b"new"}
@@ -64,17 +67,17 @@ class DiscoveryContract:
         run(open_server, scenario)
 
     def test_keys_of_any_text(self, open_server: OpenServer) -> None:
-        keys = [f"{WORKERS}{name}" for name in ("a.b", ".", "..c", "d e", "f:1", "g=h", "*", ">", "ü/Ω", "i%2F", "-_")]
+        keys = [f"{SETTINGS}{name}" for name in ("a.b", ".", "..c", "d e", "f:1", "g=h", "*", ">", "ü/Ω", "i%2F", "-_")]
 
         async def scenario(server: DiscoveryServer) -> None:
             one, two = await server.connect(), await server.connect()
             for key in keys:
                 await one.put(key, key.encode())
-            assert await two.list(WORKERS) == {key: key.encode() for key in keys}
+            assert await two.list(SETTINGS) == {key: key.encode() for key in keys}
             assert [await two.get(key) for key in keys] == [key.encode() for key in keys]
             for key in keys:
                 await two.delete(key)
-            assert await one.list(WORKERS) == {}
+            assert await one.list(SETTINGS) == {}
 
         run(open_server, scenario)
 
@@ -91,16 +94,17 @@ class DiscoveryContract:
     def test_a_watch_starts_with_what_is_there_and_goes_on(self, open_server: OpenServer) -> None:
         async def scenario(server: DiscoveryServer) -> None:
             one, two = await server.connect(), await server.connect()
-            await one.put(f"{WORKERS}a", b"1")
-            await one.put(f"{WORKERS}b", b"2")
+            lease = await one.grant(60.0)
+            await one.put(f"{WORKERS}a", b"1", lease)
+            await one.put(f"{WORKERS}b", b"2", lease)
             await one.put(f"{ROOT}config/x", b"3")
             async with watching(two, WORKERS) as watch, watching(two, WORKERS) as second:
                 start = {(event.kind, event.key, event.value) for event in watch.events[:2]}
                 assert start == {(WatchKind.PUT, f"{WORKERS}a", b"1"), (WatchKind.PUT, f"{WORKERS}b", b"2")}
                 assert watch.events[2:] == [WatchEvent(WatchKind.SYNCED, "")]
-                await one.put(f"{WORKERS}c", b"4")
+                await one.put(f"{WORKERS}c", b"4", lease)
                 await one.put(f"{ROOT}config/x", b"5")
-                await one.put(f"{WORKERS}a", b"6")
+                await one.put(f"{WORKERS}a", b"6", lease)
                 await one.delete(f"{WORKERS}b")
                 await eventually(lambda: len(watch.events) == 6 and len(second.events) == 6)
                 assert watch.events[3:] == [
@@ -134,14 +138,68 @@ class DiscoveryContract:
         async def scenario(server: DiscoveryServer) -> None:
             one = await server.connect()
             first, second = await one.grant(server.ttl_s), await one.grant(server.ttl_s)
-            await one.put(f"{WORKERS}free", b"1", first)
-            await one.put(f"{WORKERS}free", b"2")
+            await one.put(f"{SETTINGS}free", b"1", first)
+            await one.put(f"{SETTINGS}free", b"2")
             await one.put(f"{WORKERS}moved", b"3", first)
             await one.put(f"{WORKERS}moved", b"4", second)
             await first.revoke()
-            assert await one.list(WORKERS) == {f"{WORKERS}free": b"2", f"{WORKERS}moved": b"4"}
+            assert await one.list(ROOT) == {f"{SETTINGS}free": b"2", f"{WORKERS}moved": b"4"}
             await second.revoke()
-            assert await one.list(WORKERS) == {f"{WORKERS}free": b"2"}
+            assert await one.list(ROOT) == {f"{SETTINGS}free": b"2"}
+
+        run(open_server, scenario)
+
+    def test_only_settings_count_without_a_lease(self, open_server: OpenServer) -> None:
+        """Any other entry would count for ever after its process has ended."""
+
+        async def scenario(server: DiscoveryServer) -> None:
+            rogue, one, late = await server.connect(), await server.connect(), await server.connect()
+            async with watching(one, ROOT) as watch:
+                for kind in KINDS_UNDER_A_LEASE:
+                    await rogue.put(f"{ROOT}{kind}", b"1")
+                    await rogue.put(f"{ROOT}{kind}", b"2")
+                await rogue.put(f"{SETTINGS}x", b"3")
+                await eventually(lambda: watch.state == {f"{SETTINGS}x": b"3"})
+                assert one.num_unleased == len(KINDS_UNDER_A_LEASE)
+                assert watch.num_deletes == 0
+            assert await late.list(ROOT) == {f"{SETTINGS}x": b"3"}
+            assert [await late.get(f"{ROOT}{kind}") for kind in KINDS_UNDER_A_LEASE] == [None] * len(
+                KINDS_UNDER_A_LEASE
+            )
+            async with watching(late, ROOT) as watch:
+                assert watch.state == {f"{SETTINGS}x": b"3"}
+            assert late.num_unleased == len(KINDS_UNDER_A_LEASE)
+
+        run(open_server, scenario)
+
+    def test_an_entry_that_is_replaced_without_a_lease_ends(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            rogue, one, two = await server.connect(), await server.connect(), await server.connect()
+            lease = await one.grant(60.0)
+            await one.put(f"{WORKERS}w", b"1", lease)
+            async with watching(two, WORKERS) as watch:
+                assert watch.state == {f"{WORKERS}w": b"1"}
+                await rogue.put(f"{WORKERS}w", b"1")
+                await eventually(lambda: watch.state == {})
+                assert await one.get(f"{WORKERS}w") is None
+                await one.put(f"{WORKERS}w", b"1", lease)
+                await eventually(lambda: watch.state == {f"{WORKERS}w": b"1"})
+                await lease.revoke()
+                await eventually(lambda: watch.state == {})
+            assert two.num_unleased == 1
+
+        run(open_server, scenario)
+
+    def test_a_lease_that_is_revoked_between_read_and_watch_takes_its_keys_along(self, open_server: OpenServer) -> None:
+        async def scenario(server: DiscoveryServer) -> None:
+            one, two = await server.connect(), await server.connect()
+            lease = await one.grant(60.0)
+            await one.put(f"{WORKERS}w", b"1", lease)
+            assert await two.list(WORKERS) == {f"{WORKERS}w": b"1"}
+            await server.revoke_lease(lease)
+            async with watching(two, WORKERS) as watch:
+                await eventually(lambda: watch.state == {})
+            assert await two.get(f"{WORKERS}w") is None
 
         run(open_server, scenario)
 
@@ -208,25 +266,25 @@ class DiscoveryContract:
             told = listen(lease)
             await one.put(f"{WORKERS}w", b"1", lease)
             await one.put(f"{ROOT}metadata/w", b"2", lease)
-            await one.put(f"{WORKERS}other", b"3")
+            await one.put(f"{SETTINGS}other", b"3")
             first_id = lease.lease_id
             async with watching(two, ROOT) as watch:
                 await server.revoke_lease(lease)
-                await eventually(lambda: watch.state == {f"{WORKERS}other": b"3"})
+                await eventually(lambda: watch.state == {f"{SETTINGS}other": b"3"})
                 await eventually(lambda: len(told) == 2)
                 assert told == ["lost", "revoked"]
                 # Who leaves may have something to finish.
                 await eventually(lambda: lease.lease_id not in ("", first_id))
                 assert lease.alive_until_s > time.monotonic()
                 await asyncio.sleep(1.2 * lease.ttl_s)
-                assert watch.state == {f"{WORKERS}other": b"3"}
+                assert watch.state == {f"{SETTINGS}other": b"3"}
                 assert watch.num_deletes == 2
                 assert told == ["lost", "revoked"]
                 await one.put(f"{WORKERS}w", b"4", lease)
-                await eventually(lambda: watch.state == {f"{WORKERS}w": b"4", f"{WORKERS}other": b"3"})
+                await eventually(lambda: watch.state == {f"{WORKERS}w": b"4", f"{SETTINGS}other": b"3"})
                 await server.revoke_lease(lease)
                 await eventually(lambda: told == ["lost", "revoked", "lost", "revoked"])
-            assert await (await server.connect()).list(ROOT) == {f"{WORKERS}other": b"3"}
+            assert await (await server.connect()).list(ROOT) == {f"{SETTINGS}other": b"3"}
 
         run(open_server, scenario)
 
@@ -272,14 +330,14 @@ class DiscoveryContract:
     def test_without_a_server_everything_fails_at_once(self, open_server: OpenServer) -> None:
         async def scenario(server: DiscoveryServer) -> None:
             one = await server.connect()
-            await one.put(f"{WORKERS}w", b"1")
+            await one.put(f"{SETTINGS}x", b"1")
             await server.go_away()
             await asyncio.sleep(0.2)
-            for call in (one.get(f"{WORKERS}w"), one.list(WORKERS), one.put(f"{WORKERS}w", b"2"), one.grant(1.0)):
+            for call in (one.get(f"{SETTINGS}x"), one.list(WORKERS), one.put(f"{SETTINGS}x", b"2"), one.grant(1.0)):
                 with pytest.raises(ControlUnavailableError):
                     await asyncio.wait_for(call, PATIENCE_S)
             await server.come_back(is_wiped=False)
-            await eventually_succeeds(one, f"{WORKERS}w", b"1")
+            await eventually_succeeds(one, f"{SETTINGS}x", b"1")
 
         run(open_server, scenario)
 

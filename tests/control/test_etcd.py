@@ -23,6 +23,7 @@ from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError
 pytestmark = pytest.mark.system
 
 PREFIX = "kvrelay/test/workers/"
+SETTINGS = "kvrelay/test/config/"
 TTL_S = 1.0
 
 
@@ -131,23 +132,23 @@ async def put_when_connected(discovery: EtcdDiscovery, key: str, value: bytes, l
 
 async def test_a_watch_reports_the_difference_after_a_restart_with_data_kept(server: EtcdServer) -> None:
     async with connected(server) as discovery:
-        await discovery.put(PREFIX + "stays", b"1")
+        await discovery.put(SETTINGS + "stays", b"1")
         lease = await discovery.grant(5 * TTL_S)
-        await discovery.put(PREFIX + "leased", b"1", lease)
-        watching = Watching(discovery, PREFIX)
+        await discovery.put(SETTINGS + "leased", b"1", lease)
+        watching = Watching(discovery, SETTINGS)
         await eventually(lambda: watching.is_synced)
         server.stop()
         with pytest.raises(ControlUnavailableError):
-            await discovery.put(PREFIX + "stays", b"lost")
+            await discovery.put(SETTINGS + "stays", b"lost")
         await eventually(lambda: not discovery.is_connected)
         server.start()
-        server.ctl("put", PREFIX + "new", "2")
-        await eventually(lambda: watching.state.get(PREFIX + "new") == b"2")
+        server.ctl("put", SETTINGS + "new", "2")
+        await eventually(lambda: watching.state.get(SETTINGS + "new") == b"2")
         await eventually(lambda: discovery.is_connected)
         assert not any(event.kind is WatchKind.DELETE for event in watching.events)
-        await discovery.put(PREFIX + "stays", b"3")
-        await eventually(lambda: watching.state.get(PREFIX + "stays") == b"3")
-        assert watching.state == await discovery.list(PREFIX)
+        await discovery.put(SETTINGS + "stays", b"3")
+        await eventually(lambda: watching.state.get(SETTINGS + "stays") == b"3")
+        assert watching.state == await discovery.list(SETTINGS)
         assert sum(event.kind is WatchKind.SYNCED for event in watching.events) == 1
         await stop(watching)
         await lease.revoke()
@@ -158,18 +159,18 @@ async def test_a_server_that_lost_its_data_gets_the_living_back_and_nobody_seems
         lost: list[int] = []
         lease = await owner.grant(10)
         lease.on_lost(lambda: lost.append(1))
-        await owner.put(PREFIX + "a", b"1", lease)
-        await owner.put(PREFIX + "unleased", b"2")
+        await owner.put(SETTINGS + "a", b"1", lease)
+        await owner.put(SETTINGS + "unleased", b"2")
         # As in every process, one watch tells the lease that the server is back.
-        own, watching = Watching(owner, PREFIX), Watching(reader, PREFIX)
+        own, watching = Watching(owner, SETTINGS), Watching(reader, SETTINGS)
         await eventually(lambda: watching.is_synced and own.is_synced)
         server.stop()
         server.wipe()
         server.start()
-        await eventually(lambda: watching.state == {PREFIX + "a": b"1"} == own.state)
+        await eventually(lambda: watching.state == {SETTINGS + "a": b"1"} == own.state)
         assert lost == [1]
-        assert [event.key for event in watching.events if event.kind is WatchKind.DELETE] == [PREFIX + "unleased"]
-        assert await reader.get(PREFIX + "a") == b"1"
+        assert [event.key for event in watching.events if event.kind is WatchKind.DELETE] == [SETTINGS + "unleased"]
+        assert await reader.get(SETTINGS + "a") == b"1"
         await stop(own)
         await stop(watching)
         await lease.revoke()
@@ -194,32 +195,32 @@ async def test_an_outage_longer_than_the_lease_is_a_loss(server: EtcdServer) -> 
 
 async def test_a_watch_survives_the_compaction_of_what_it_wanted_next(server: EtcdServer) -> None:
     async with connected(server) as discovery:
-        await discovery.put(PREFIX + "a", b"0")
-        watching = Watching(discovery, PREFIX)
+        await discovery.put(SETTINGS + "a", b"0")
+        watching = Watching(discovery, SETTINGS)
         await eventually(lambda: watching.is_synced)
         server.stop()
         server.start()
         # While the watch is away: changes, and a compaction that swallows them.
         for value in range(20):
-            server.ctl("put", PREFIX + "a", str(value))
-        server.ctl("put", PREFIX + "b", "1")
+            server.ctl("put", SETTINGS + "a", str(value))
+        server.ctl("put", SETTINGS + "b", "1")
         revision = (
-            server.ctl("put", PREFIX + "a", "last", "--write-out=json").stdout.split('"revision":')[1].split(",")[0]
+            server.ctl("put", SETTINGS + "a", "last", "--write-out=json").stdout.split('"revision":')[1].split(",")[0]
         )
         assert server.ctl("compact", revision).returncode == 0
-        await eventually(lambda: watching.state == {PREFIX + "a": b"last", PREFIX + "b": b"1"})
-        await discovery.delete(PREFIX + "b")
-        await eventually(lambda: watching.state == {PREFIX + "a": b"last"})
+        await eventually(lambda: watching.state == {SETTINGS + "a": b"last", SETTINGS + "b": b"1"})
+        await discovery.delete(SETTINGS + "b")
+        await eventually(lambda: watching.state == {SETTINGS + "a": b"last"})
         await stop(watching)
 
 
 async def test_a_stream_from_a_compacted_revision_ends_instead_of_raising(server: EtcdServer) -> None:
     async with connected(server) as discovery:
         for value in range(5):
-            await discovery.put(PREFIX + "a", str(value).encode())
-        _, revision = await discovery._list(PREFIX)
+            await discovery.put(SETTINGS + "a", str(value).encode())
+        _, revision = await discovery._list(SETTINGS)
         assert server.ctl("compact", str(revision)).returncode == 0
-        assert [event async for event in discovery._stream(PREFIX, revision - 2)] == []
+        assert [event async for event in discovery._stream(SETTINGS, revision - 2)] == []
 
 
 async def test_close_ends_watches_and_later_calls_are_refused(server: EtcdServer) -> None:

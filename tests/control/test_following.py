@@ -21,20 +21,20 @@ async def test_an_entry_that_fails_ends_nothing(error: Exception, caplog: pytest
     synced: list[None] = []
 
     def on_change(event: WatchEvent) -> None:
-        if event.key == "a/evil":
+        if event.key == "kvrelay/a/config/evil":
             raise error
         heard.append(event.key)
 
     on_synced: Callable[[], None] = lambda: synced.append(None)  # noqa: E731
-    await plane.discovery.put("a/evil", b"")
-    await plane.discovery.put("a/good", b"")
-    task = asyncio.create_task(follow(plane.discovery, "a/", on_change, on_synced))
+    await plane.discovery.put("kvrelay/a/config/evil", b"")
+    await plane.discovery.put("kvrelay/a/config/good", b"")
+    task = asyncio.create_task(follow(plane.discovery, "kvrelay/a/config/", on_change, on_synced))
     await eventually(lambda: bool(synced))
-    assert heard == ["a/good"]
-    await plane.discovery.delete("a/evil")
-    await plane.discovery.put("a/next", b"")
-    await eventually(lambda: heard == ["a/good", "a/next"])
-    assert "a/evil" in caplog.text
+    assert heard == ["kvrelay/a/config/good"]
+    await plane.discovery.delete("kvrelay/a/config/evil")
+    await plane.discovery.put("kvrelay/a/config/next", b"")
+    await eventually(lambda: heard == ["kvrelay/a/config/good", "kvrelay/a/config/next"])
+    assert "kvrelay/a/config/evil" in caplog.text
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await plane.close()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvrelay.control.base import WatchEvent, WatchKind
 from kvrelay.control.lease_table import LeaseTable
+from kvrelay.control.unleased import needs_lease
 from kvrelay.core.clock import ManualClock
 
 TTL_S = 10.0
@@ -15,6 +16,11 @@ TTL_S = 10.0
 
 def put(key: str, value: bytes) -> WatchEvent:
     return WatchEvent(WatchKind.PUT, key, value)
+
+
+def setting(name: str) -> str:
+    """The key of an entry that needs no lease."""
+    return f"kvrelay/test/config/{name}"
 
 
 def gone(key: str) -> WatchEvent:
@@ -32,11 +38,12 @@ def table(clock: ManualClock) -> LeaseTable:
 
 
 def test_changes_are_events_and_repetitions_are_not(table: LeaseTable) -> None:
-    assert table.put("a", b"1", None, 1) == [put("a", b"1")]
-    assert table.put("a", b"1", None, 2) == []
-    assert table.put("a", b"2", None, 3) == [put("a", b"2")]
-    assert table.delete("a") == [gone("a")]
-    assert table.delete("a") == []
+    key = setting("a")
+    assert table.put(key, b"1", None, 1) == [put(key, b"1")]
+    assert table.put(key, b"1", None, 2) == []
+    assert table.put(key, b"2", None, 3) == [put(key, b"2")]
+    assert table.delete(key) == [gone(key)]
+    assert table.delete(key) == []
 
 
 def test_an_entry_lives_with_its_lease(table: LeaseTable) -> None:
@@ -53,9 +60,9 @@ def test_an_entry_lives_with_its_lease(table: LeaseTable) -> None:
 def test_the_last_put_decides_about_the_lease(table: LeaseTable) -> None:
     table.refresh("L", TTL_S, 1)
     table.refresh("M", TTL_S, 2)
-    table.put("a", b"1", "L", 3)
+    table.put(setting("a"), b"1", "L", 3)
     table.put("b", b"1", "L", 4)
-    assert table.put("a", b"1", None, 5) == []
+    assert table.put(setting("a"), b"1", None, 5) == []
     assert table.put("b", b"1", "M", 6) == []
     assert table.end("L") == []
     assert table.end("M") == [gone("b")]
@@ -124,16 +131,21 @@ def test_entries_of_a_lease_that_was_overdue_at_the_start_are_not_shown(table: L
 
 
 def test_a_gap_shows_the_difference_only(table: LeaseTable) -> None:
-    table.put("same", b"1", None, 1)
-    table.put("changed", b"1", None, 2)
-    table.put("deleted", b"1", None, 3)
-    table.put("wiped", b"1", None, 4)
+    table.put(setting("same"), b"1", None, 1)
+    table.put(setting("changed"), b"1", None, 2)
+    table.put(setting("deleted"), b"1", None, 3)
+    table.put(setting("wiped"), b"1", None, 4)
     table.begin_resync()
-    assert table.put("same", b"1", None, 1) == []
-    assert table.put("changed", b"2", None, 5) == []
-    assert table.delete("deleted") == []
-    assert table.put("new", b"1", None, 7) == []
-    assert table.end_resync() == [put("changed", b"2"), gone("deleted"), put("new", b"1"), gone("wiped")]
+    assert table.put(setting("same"), b"1", None, 1) == []
+    assert table.put(setting("changed"), b"2", None, 5) == []
+    assert table.delete(setting("deleted")) == []
+    assert table.put(setting("new"), b"1", None, 7) == []
+    assert table.end_resync() == [
+        put(setting("changed"), b"2"),
+        gone(setting("deleted")),
+        put(setting("new"), b"1"),
+        gone(setting("wiped")),
+    ]
 
 
 def test_the_living_get_one_time_to_live_after_a_gap(table: LeaseTable, clock: ManualClock) -> None:
@@ -180,17 +192,35 @@ def test_a_marker_seen_after_the_gap_counts_at_once(table: LeaseTable) -> None:
 
 
 def test_an_interrupted_listing_changes_nothing_that_is_seen(table: LeaseTable) -> None:
-    table.put("a", b"1", None, 1)
-    table.put("b", b"1", None, 2)
+    table.put(setting("a"), b"1", None, 1)
+    table.put(setting("b"), b"1", None, 2)
     table.begin_resync()
-    table.put("a", b"2", None, 3)
+    table.put(setting("a"), b"2", None, 3)
     table.begin_resync()
-    assert table.visible == {"a": b"1", "b": b"1"}
-    table.put("a", b"2", None, 3)
-    assert table.end_resync() == [put("a", b"2"), gone("b")]
+    assert table.visible == {setting("a"): b"1", setting("b"): b"1"}
+    table.put(setting("a"), b"2", None, 3)
+    assert table.end_resync() == [put(setting("a"), b"2"), gone(setting("b"))]
 
 
-names = st.sampled_from(["a", "b", "c"])
+def test_an_entry_without_a_lease_counts_only_as_a_setting(table: LeaseTable) -> None:
+    table.refresh("L", TTL_S, 1)
+    assert table.put("kvrelay/test/workers/w", b"1", None, 2) == []
+    assert table.put("kvrelay/test/workers/w", b"1", "L", 3) == [put("kvrelay/test/workers/w", b"1")]
+    assert table.put("kvrelay/test/workers/w", b"1", None, 4) == [gone("kvrelay/test/workers/w")]
+    assert table.put("kvrelay/test/workers/w", b"2", None, 5) == []
+    assert table.unleased.num_refused == 2
+
+
+def test_an_entry_that_lost_its_lease_during_a_gap_is_gone_after_it(table: LeaseTable) -> None:
+    table.refresh("L", TTL_S, 1)
+    table.put("kvrelay/test/workers/w", b"1", "L", 2)
+    table.begin_resync()
+    table.refresh("L", TTL_S, 1)
+    assert table.put("kvrelay/test/workers/w", b"1", None, 3) == []
+    assert table.end_resync() == [gone("kvrelay/test/workers/w")]
+
+
+names = st.sampled_from(["a", setting("b"), setting("c")])
 leases = st.sampled_from(["L", "M"])
 steps = st.one_of(
     st.tuples(st.just("put"), names, st.sampled_from([None, "L", "M"])),
@@ -211,6 +241,8 @@ def test_the_events_always_add_up_to_what_is_visible(history: list[tuple[str, st
         if kind == "put":
             events = table.put(name, value, lease, seq)
             entries[name] = (value, lease)
+            if lease is None and needs_lease(name):
+                del entries[name]
         elif kind == "delete":
             events = table.delete(name)
             entries.pop(name, None)

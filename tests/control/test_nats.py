@@ -82,7 +82,7 @@ async def test_a_cancellation_that_comes_with_the_answer_is_not_lost() -> None:
 def test_namespaces_do_not_see_each_other(nats: NatsServerProcess) -> None:
     async def scenario() -> None:
         async with plane(nats.url, "one") as one, plane(nats.url, "two-B_2") as two:
-            await one.discovery.put("kvrelay/x", b"1")
+            await one.discovery.put("kvrelay/one/config/x", b"1")
             await one.prefill_queue.push(prefill("a"))
             assert await two.discovery.list("") == {}
             assert await two.prefill_queue.size() == 0
@@ -99,8 +99,8 @@ def test_a_malformed_lease_is_passed_over(nats: NatsServerProcess, value: bytes)
     async def scenario() -> None:
         async with plane(nats.url, "noise") as control:
             await control.discovery.put("kvrelay/noise/leases/stranger", value)
-            await control.discovery.put("kvrelay/x", value)
-            assert await control.discovery.get("kvrelay/x") == value
+            await control.discovery.put("kvrelay/noise/config/x", value)
+            assert await control.discovery.get("kvrelay/noise/config/x") == value
 
     asyncio.run(scenario())
 
@@ -224,7 +224,7 @@ def test_wrong_credentials_are_refused_and_right_ones_accepted(login: dict[str, 
 
     async def scenario() -> None:
         async with plane(url) as control:
-            await control.discovery.put("kvrelay/test/x", b"1")
+            await control.discovery.put("kvrelay/test/config/x", b"1")
             assert "ss/word" not in repr(control)
         wrong = process.address.replace("//", "//nobody:wrong@")
         # At once: nobody waits for so long.
@@ -400,12 +400,12 @@ def test_a_server_that_pauses_is_asked_again(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with plane(url, connect_timeout_s=PATIENCE_S) as control:
-            await control.discovery.put("kvrelay/test/workers/w", b"1")
+            await control.discovery.put("kvrelay/test/config/x", b"1")
             process.send_signal(signal.SIGSTOP)
-            reading = asyncio.create_task(control.discovery.list("kvrelay/test/workers/"))
+            reading = asyncio.create_task(control.discovery.list("kvrelay/test/config/"))
             await asyncio.wait({reading}, timeout=REQUEST_TIMEOUT_S * 1.2)
             process.send_signal(signal.SIGCONT)
-            assert await reading == {"kvrelay/test/workers/w": b"1"}
+            assert await reading == {"kvrelay/test/config/x": b"1"}
 
     try:
         asyncio.run(scenario())
@@ -461,11 +461,11 @@ def test_the_server_keeps_port_and_data_over_restarts(tmp_path: Path) -> None:
 
     async def put() -> None:
         async with plane(url) as control:
-            await control.discovery.put("kvrelay/test/x", b"1")
+            await control.discovery.put("kvrelay/test/config/x", b"1")
 
     async def get() -> bytes | None:
         async with plane(url) as control:
-            return await control.discovery.get("kvrelay/test/x")
+            return await control.discovery.get("kvrelay/test/config/x")
 
     try:
         asyncio.run(put())

@@ -13,7 +13,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvrelay.config import FrontendConfig, RouterConfig
-from kvrelay.control.base import Keys
+from kvrelay.control.base import Keys, Lease
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import (
@@ -197,6 +197,7 @@ class FakeCluster:
         self.network = LoopbackNetwork()
         self.broker = MemoryBroker()
         self.control = self.broker.plane()
+        self._lease: Lease | None = None
         self.bus = self.broker.plane().events
         self.keys = Keys("test")
         self.workers: dict[str, FakeWorker] = {}
@@ -215,7 +216,13 @@ class FakeCluster:
 
     async def register(self, worker: FakeWorker, **changes: object) -> None:
         value = msgspec.json.encode(worker.info(self.model_dir, **changes))
-        await self.control.discovery.put(self.keys.worker(worker.worker_id), value)
+        await self.put_entry(worker.worker_id, value)
+
+    async def put_entry(self, worker_id: str, value: bytes) -> None:
+        """In the list of workers, under a lease."""
+        discovery = self.control.discovery
+        self._lease = self._lease or await discovery.grant(60.0)
+        await discovery.put(self.keys.worker(worker_id), value, self._lease)
 
     async def deregister(self, worker_id: str) -> None:
         await self.control.discovery.delete(self.keys.worker(worker_id))

@@ -148,7 +148,7 @@ async def test_no_entry_ends_the_watch(model_dir: Path, value: bytes) -> None:
         frontend = cluster.frontend
         assert frontend is not None
         for key in ("evil", "w0"):
-            await cluster.control.discovery.put(cluster.keys.worker(key), value)
+            await cluster.put_entry(key, value)
         await cluster.add_worker("w2", Script())
         await cluster.until(lambda: frontend.cluster.model(None).worker_ids == ["w0", "w1", "w2"])
         assert await tokens_of(cluster) == [10, 10]
@@ -159,7 +159,7 @@ async def test_an_entry_cannot_speak_for_another_worker(model_dir: Path) -> None
         frontend = cluster.frontend
         assert frontend is not None
         forged = cluster.workers["w0"].info(model_dir, role=WorkerRole.PREFILL, epoch=99)
-        await cluster.control.discovery.put(cluster.keys.worker("evil"), msgspec.json.encode(forged))
+        await cluster.put_entry("evil", msgspec.json.encode(forged))
         await cluster.add_worker("w1", Script())
         await cluster.until(lambda: frontend.cluster.model(None).worker_ids == ["w0", "w1"])
 

@@ -59,9 +59,10 @@ async def test_an_unknown_setting_is_refused_with_a_hint() -> None:
 async def test_malformed_entries_are_left_out_of_the_list(caplog: pytest.LogCaptureFixture) -> None:
     plane, keys = MemoryBroker().plane(), Keys("test")
     good = WorkerInfo("w-1", 0, WorkerRole.DECODE, "m", "/m", "tcp://127.0.0.1:1", 4096, 16, 100, 1000, "hash")
-    await plane.discovery.put(keys.worker("w-1"), msgspec.json.encode(good))
+    lease = await plane.discovery.grant(60.0)
+    await plane.discovery.put(keys.worker("w-1"), msgspec.json.encode(good), lease)
     for worker_id, value in (("a", b"{"), ("b", b"[" * 100_000), ("c", msgspec.json.encode(good))):
-        await plane.discovery.put(keys.worker(worker_id), value)
+        await plane.discovery.put(keys.worker(worker_id), value, lease)
     assert await list_workers(plane, keys) == [good]
     assert caplog.text.count("ignored the discovery entry") == 3
     await plane.close()

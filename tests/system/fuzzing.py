@@ -206,13 +206,13 @@ async def known_callers(control: ControlPlane, keys: Keys, worker: WorkerInfo) -
         keys.operator("fuzz"): CallerInfo("fuzz", operator),
         keys.worker_kv_metadata(FUZZING_WORKER, 0): metadata,
     }
+    lease = await control.discovery.grant(worker.lease_ttl_s)
     for key, entry in entries.items():
-        await control.discovery.put(key, msgspec.json.encode(entry))
+        await control.discovery.put(key, msgspec.json.encode(entry), lease)
     try:
         yield callers
     finally:
-        for key in entries:
-            await control.discovery.delete(key)
+        await lease.revoke()
 
 
 def _broken_greeting(rng: random.Random) -> bytes:

@@ -45,6 +45,7 @@ from kvrelay.worker.worker import Worker
 
 VOCAB_SIZE = 1000
 FRONTEND_KEY = "key of the frontend"
+FRONTEND_LEASE_TTL_S = 60.0
 WAIT_S = PATIENCE_S
 LOOPBACK = TransferConfig(transport="loopback", transfer_timeout_s=3.0)
 
@@ -313,7 +314,8 @@ class Cluster:
     async def register_frontend(self) -> None:
         discovery = self.nodes[0].control.discovery
         entry = CallerInfo("f", FRONTEND_KEY)
-        await discovery.put(Keys(self.control.namespace).frontend(entry.caller_id), msgspec.json.encode(entry))
+        key = Keys(self.control.namespace).frontend(entry.caller_id)
+        await discovery.put(key, msgspec.json.encode(entry), await discovery.grant(FRONTEND_LEASE_TTL_S))
 
     async def pair(self) -> tuple[Node, Node, Client]:
         """A prefill worker, a decode worker that knows of it, and a client of the latter."""

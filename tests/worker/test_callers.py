@@ -76,6 +76,10 @@ async def watching(*, is_open: bool = False) -> AsyncIterator[tuple[Callers, Dis
         await control.close()
 
 
+async def put(discovery: Discovery, key: str, value: bytes) -> None:
+    await discovery.put(key, value, await discovery.grant(60.0))
+
+
 def entry(caller_id: str, public_key: str) -> bytes:
     return msgspec.json.encode(CallerInfo(caller_id, public_key))
 
@@ -86,8 +90,8 @@ def identity(kind: CallerKind, caller_id: str) -> str:
 
 async def test_an_identity_is_what_discovery_says_of_the_key() -> None:
     async with watching() as (callers, discovery):
-        await discovery.put(KEYS.frontend("f"), entry("f", "kf"))
-        await discovery.put(KEYS.operator("o"), entry("o", "ko"))
+        await put(discovery, KEYS.frontend("f"), entry("f", "kf"))
+        await put(discovery, KEYS.operator("o"), entry("o", "ko"))
         callers.learn(Caller(CallerKind.WORKER, "w"), "kw")
         assert await callers.admit("kf") == identity(CallerKind.FRONTEND, "f")
         assert await callers.admit("ko") == identity(CallerKind.OPERATOR, "o")
@@ -98,8 +102,8 @@ async def test_a_key_that_is_not_there_yet_is_waited_for() -> None:
     async with watching() as (callers, discovery):
         asked = asyncio.create_task(callers.admit("k"))
         await asyncio.sleep(0)
-        await discovery.put(KEYS.frontend("other"), entry("other", "another key"))
-        await discovery.put(KEYS.frontend("f"), entry("f", "k"))
+        await put(discovery, KEYS.frontend("other"), entry("other", "another key"))
+        await put(discovery, KEYS.frontend("f"), entry("f", "k"))
         assert await asked == identity(CallerKind.FRONTEND, "f")
 
 
@@ -107,8 +111,8 @@ async def test_a_key_that_is_not_there_yet_is_waited_for() -> None:
 async def test_who_is_not_in_discovery_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with watching() as (callers, discovery):
         for value in ("an older key", "k", ""):
-            await discovery.put(KEYS.frontend("f"), entry("f", value))
-        await discovery.put(KEYS.frontend("last"), entry("last", "last"))
+            await put(discovery, KEYS.frontend("f"), entry("f", value))
+        await put(discovery, KEYS.frontend("last"), entry("last", "last"))
         assert await callers.admit("last") is not None
         monkeypatch.setattr(callers_module, "ADMISSION_WAIT_S", 0.02)
         assert await callers.admit(key) is None
@@ -128,7 +132,7 @@ async def test_an_ended_lease_takes_the_key_along(monkeypatch: pytest.MonkeyPatc
 async def test_a_key_stays_with_who_registered_it_first() -> None:
     async with watching() as (callers, discovery):
         callers.learn(Caller(CallerKind.WORKER, "w"), "k")
-        await discovery.put(KEYS.operator("rogue"), entry("rogue", "k"))
+        await put(discovery, KEYS.operator("rogue"), entry("rogue", "k"))
         await eventually(lambda: "2 known" in repr(callers))
         assert await callers.admit("k") == identity(CallerKind.WORKER, "w")
         callers.forget(Caller(CallerKind.WORKER, "w"))
@@ -140,8 +144,8 @@ async def test_a_key_stays_with_who_registered_it_first() -> None:
 )
 async def test_malformed_entries_are_passed_over(value: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     async with watching() as (callers, discovery):
-        await discovery.put(KEYS.frontend("bad"), value)
-        await discovery.put(KEYS.frontend("good"), entry("good", "good"))
+        await put(discovery, KEYS.frontend("bad"), value)
+        await put(discovery, KEYS.frontend("good"), entry("good", "good"))
         assert await callers.admit("good") is not None
         monkeypatch.setattr(callers_module, "ADMISSION_WAIT_S", 0.02)
         assert await callers.admit("k") is None

@@ -41,7 +41,7 @@ class Watched:
         )
 
     async def put(self, place: str, value: bytes) -> None:
-        await self.discovery.put(KEYS.kv_metadata + place, value)
+        await self.discovery.put(KEYS.kv_metadata + place, value, await self.discovery.grant(60.0))
 
     async def delete(self, place: str) -> None:
         await self.discovery.delete(KEYS.kv_metadata + place)
@@ -115,7 +115,8 @@ async def test_prefill_workers_of_another_kind_of_kv_do_not_count() -> None:
     async with watched() as found:
         for name, kind, role in (("p", "x", "prefill"), ("q", "y", "prefill"), ("d", "x", "decode")):
             info = WorkerInfo(name, 0, WorkerRole(role), "m", "m", "a", 1, 1, 1, 1, kind, "h", 1, "mock", "nixl")
-            await found.discovery.put(KEYS.worker(name), msgspec.json.encode(info))
+            lease = await found.discovery.grant(60.0)
+            await found.discovery.put(KEYS.worker(name), msgspec.json.encode(info), lease)
         await found.settled()
         await eventually(lambda: found.fleet.num_prefill_workers == 1)
         await found.discovery.delete(KEYS.worker("p"))

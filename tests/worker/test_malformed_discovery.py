@@ -21,8 +21,9 @@ async def test_malformed_entries_are_passed_over(value: bytes) -> None:
     async with cluster() as shared:
         decode = await shared.join(WorkerRole.DECODE)
         discovery = decode.control.discovery
+        lease = await discovery.grant(60.0)
         for key in ("workers/stranger", "kv_metadata/stranger/0", "config/disagg.max_local_prefill_length"):
-            await discovery.put(ROOT + key, value)
+            await discovery.put(ROOT + key, value, lease)
         await discovery.put(f"{ROOT}config/disagg.max_local_prefill_length", b"10")
         await shared.until(lambda: decode.worker._policy.config.max_local_prefill_length == 10)
         prefill = await shared.join(WorkerRole.PREFILL)
@@ -51,14 +52,20 @@ def _without_term(value: bytes | None) -> object:
 
 @pytest.mark.parametrize("key", ["workers/{id}", "kv_metadata/{id}/0"])
 async def test_a_worker_puts_its_own_entries_back(key: str) -> None:
-    """Deleted, overwritten with garbage, or with another epoch by somebody else."""
+    """Deleted, overwritten with garbage, or put without a lease by somebody else."""
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         key = ROOT + key.format(id=prefill.id)
         discovery = decode.control.discovery
         value = await discovery.get(key)
         assert value is not None
-        for change in (lambda: discovery.delete(key), lambda: discovery.put(key, b"{")):
+        lease = await discovery.grant(60.0)
+        changes = (
+            lambda: discovery.delete(key),
+            lambda: discovery.put(key, b"{", lease),
+            lambda: discovery.put(key, value),
+        )
+        for change in changes:
             await change()
             await _restored(decode, key, value)
         await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)

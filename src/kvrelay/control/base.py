@@ -71,7 +71,16 @@ class Lease(Protocol):
 
 
 class Discovery(Protocol):
-    """Keys and values, some under a lease."""
+    """Keys and values under leases, and settings, which need none.
+
+    Any holder of a login can write any key. An entry of another kind than a setting grants something, so it counts only
+    while its lease lives: without a lease it is as if it were not there, also if it replaces one that had a lease
+    (``unleased.py``).
+    """
+
+    @property
+    def num_unleased(self) -> int:
+        """Number of entries ignored so far because they have no lease."""
 
     async def grant(self, ttl_s: float) -> Lease: ...
 

@@ -13,16 +13,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any
 
 from kvrelay.control.base import Lease, WatchEvent, WatchKind
 from kvrelay.control.etcd_channel import RETRY_S, EtcdAddress, EtcdChannel
 from kvrelay.control.etcd_lease import EtcdLease
+from kvrelay.control.unleased import UnleasedEntries
 from kvrelay.errors import ControlUnavailableError
 
 RE_REGISTER_GRACE_S = 1.0
 """After a restart that lost the data, watchers wait this long for live processes to put their keys again."""
+NO_LEASE = 0
+"""The lease of an entry without one, in etcd's messages."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ class EtcdDiscovery:
     def __init__(self, channel: EtcdChannel) -> None:
         self._channel = channel
         self._leases: list[EtcdLease] = []
+        self._unleased = UnleasedEntries()
         self._connected = True
 
     @classmethod
@@ -61,6 +65,10 @@ class EtcdDiscovery:
         """Whether the last contact with the server succeeded."""
         return self._connected and not self._channel.closed
 
+    @property
+    def num_unleased(self) -> int:
+        return self._unleased.num_refused
+
     async def close(self) -> None:
         """End watches and keepalives. Leases that were not revoked expire by themselves. Idempotent."""
         for lease in self._leases:
@@ -87,7 +95,7 @@ class EtcdDiscovery:
 
     async def get(self, key: str) -> bytes | None:
         answer = await self._channel.call(self._channel.kv.Range, self._channel.rpc.RangeRequest(key=key.encode()))
-        return bytes(answer.kvs[0].value) if answer.kvs else None
+        return self._counting(answer.kvs).get(key)
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         return (await self._list(prefix))[0]
@@ -144,7 +152,7 @@ class EtcdDiscovery:
         answer = await self._channel.call(
             self._channel.kv.Range, self._channel.rpc.RangeRequest(key=start, range_end=end)
         )
-        return {item.key.decode(): bytes(item.value) for item in answer.kvs}, int(answer.header.revision)
+        return self._counting(answer.kvs), int(answer.header.revision)
 
     async def _stream(self, prefix: str, first_revision: int) -> AsyncGenerator[WatchEvent, None]:
         """Changes from ``first_revision`` on, until the stream ends for any reason."""
@@ -160,16 +168,27 @@ class EtcdDiscovery:
                     if not hasattr(answer, "events") or answer.canceled or answer.compact_revision:
                         return  # the stream ended, or our next revision is compacted: list again
                     for event in answer.events:
-                        yield _watch_event(event)
+                        yield self._watch_event(event)
         except asyncio.CancelledError:
             if not channel.closed_under_us():
                 raise
 
+    def _counting(self, items: Iterable[Any]) -> dict[str, bytes]:
+        """Keys and values of the entries that count: under a lease, or settings."""
+        found = ((item.key.decode(), item) for item in items)
+        return {
+            key: bytes(item.value)
+            for key, item in found
+            if not self._unleased.refuses(key, has_lease=item.lease != NO_LEASE)
+        }
 
-def _watch_event(event: Any) -> WatchEvent:
-    """From etcd's message; its types are 0 for PUT and 1 for DELETE."""
-    key = event.kv.key.decode()
-    return WatchEvent(WatchKind.DELETE, key) if event.type else WatchEvent(WatchKind.PUT, key, bytes(event.kv.value))
+    def _watch_event(self, event: Any) -> WatchEvent:
+        """From etcd's message; its types are 0 for PUT and 1 for DELETE. A put that does not count ends the entry that
+        it replaces."""
+        key = event.kv.key.decode()
+        if event.type or self._unleased.refuses(key, has_lease=event.kv.lease != NO_LEASE):
+            return WatchEvent(WatchKind.DELETE, key)
+        return WatchEvent(WatchKind.PUT, key, bytes(event.kv.value))
 
 
 def _differences(known: dict[str, bytes], found: dict[str, bytes]) -> list[WatchEvent]:

@@ -4,8 +4,8 @@
                               ^
                             clock: leases that were not refreshed
 
-It owns visibility: an entry is visible while it has no lease or its lease lives. It does not know the server, and it
-never ends a lease by itself: it names the suspects (``due``), and its owner asks the server, which decides.
+It owns visibility: an entry is visible while its lease lives; a setting needs no lease. It does not know the server,
+and it never ends a lease by itself: it names the suspects (``due``), and its owner asks the server, which decides.
 
 After a gap in the connection the server may have lost everything, and holders may have been unable to refresh their
 leases. So a resynchronisation ends leases with a deletion marker at once. Leases that are merely missing or old stay
@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrelay.control.base import WatchEvent, WatchKind
+from kvrelay.control.unleased import UnleasedEntries
 from kvrelay.core.clock import Clock
 
 
@@ -51,6 +52,7 @@ class LeaseTable:
     events in order."""
 
     def __init__(self, clock: Clock) -> None:
+        self.unleased = UnleasedEntries()
         self._clock = clock
         self._entries: dict[str, KvEntry] = {}
         self._leases: dict[str, LeaseState] = {}
@@ -89,6 +91,8 @@ class LeaseTable:
     # -- changes ------------------------------------------------------------------------------------------------------
 
     def put(self, key: str, value: bytes, lease_id: str | None, seq: int) -> list[WatchEvent]:
+        if self.unleased.refuses(key, has_lease=lease_id is not None):
+            return self.delete(key)
         self._seen_keys.add(key)
         self._unlink(key)
         self._entries[key] = KvEntry(value, lease_id, seq)

@@ -17,6 +17,7 @@ from kvrelay.control.held_lease import HeldLease
 from kvrelay.control.memory_events import MemoryEventBus, MemoryExchange
 from kvrelay.control.memory_queue import MemoryPrefillQueue, MemoryQueue
 from kvrelay.control.redelivery import MAX_ACK_WAIT_S, MAX_DELIVERIES
+from kvrelay.control.unleased import UnleasedEntries
 from kvrelay.core.clock import Clock, ManualClock, MonotonicClock
 from kvrelay.errors import ControlUnavailableError, LeaseLostError
 
@@ -47,6 +48,7 @@ class MemoryBroker:
         self.clock = clock or MonotonicClock()
         self.is_online = True
         self.entries: dict[str, tuple[bytes, str | None]] = {}
+        self.unleased = UnleasedEntries()
         self.leases: dict[str, MemoryLease] = {}
         self._revoked: set[str] = set()
         self.planes: list[MemoryControlPlane] = []
@@ -146,15 +148,23 @@ class MemoryBroker:
         self.entries = {key: entry for key, entry in self.entries.items() if entry[1] != lease_id}
         self.notify()
 
+    def visible(self, prefix: str = "") -> dict[str, bytes]:
+        """The entries that count, in the order of their keys."""
+        return {
+            key: value
+            for key, (value, lease_id) in sorted(self.entries.items())
+            if key.startswith(prefix) and not self.unleased.refuses(key, has_lease=lease_id is not None)
+        }
+
     def notify(self) -> None:
         """Report the changes to every watcher that can be reached."""
         for watcher in self.watchers:
             if not watcher.plane.is_connected:
                 continue
-            current = {key: entry[0] for key, entry in self.entries.items() if key.startswith(watcher.prefix)}
+            current = self.visible(watcher.prefix)
             for key in sorted(watcher.known.keys() - current.keys()):
                 watcher.events.put_nowait(WatchEvent(WatchKind.DELETE, key))
-            for key, value in sorted(current.items()):
+            for key, value in current.items():
                 if watcher.known.get(key) != value:
                     watcher.events.put_nowait(WatchEvent(WatchKind.PUT, key, value))
             watcher.known = current
@@ -219,6 +229,10 @@ class MemoryDiscovery:
         self._broker = plane.broker
         self.leases: list[MemoryLease] = []
 
+    @property
+    def num_unleased(self) -> int:
+        return self._broker.unleased.num_refused
+
     async def grant(self, ttl_s: float) -> Lease:
         self._plane.check_connected()
         lease = MemoryLease(self._plane, ttl_s)
@@ -244,12 +258,11 @@ class MemoryDiscovery:
 
     async def get(self, key: str) -> bytes | None:
         self._plane.check_connected()
-        entry = self._broker.entries.get(key)
-        return entry[0] if entry is not None else None
+        return self._broker.visible(key).get(key)
 
     async def list(self, prefix: str) -> dict[str, bytes]:
         self._plane.check_connected()
-        return {key: entry[0] for key, entry in sorted(self._broker.entries.items()) if key.startswith(prefix)}
+        return self._broker.visible(prefix)
 
     async def watch(self, prefix: str) -> AsyncIterator[WatchEvent]:
         watcher = _Watcher(self._plane, prefix)

@@ -51,6 +51,7 @@ class WorkerStats:
     """Refused requests by reason."""
     prefill_ends: Mapping[EndReason, int] = dataclasses.field(default_factory=dict)
     """Hand-offs to decode workers that ended without success, by reason."""
+    num_unleased_entries: int = 0
 
 
 class WorkerMetrics(Collector):
@@ -73,6 +74,9 @@ class WorkerMetrics(Collector):
         yield from _engine_gauges(stats.engine)
         yield _gauge("handoffs_waiting", "Requests that wait for a remote prefill.", stats.num_open_handoffs)
         yield _gauge("grants_open", "Permissions to touch our blocks that peers hold.", stats.num_grants)
+        yield _counter(
+            "discovery_entries_without_lease", "Entries ignored since no lease ends them.", stats.num_unleased_entries
+        )
         yield from _engine_counters(stats.engine)
         yield from _transfers(stats.transfer)
         if stats.transfer.p2p is not None:

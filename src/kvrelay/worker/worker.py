@@ -396,4 +396,5 @@ class Worker:
             remote=self._decode.cost_stats(),
             refusals=self._refusals.counts,
             prefill_ends=self._prefill.handoffs.ledger.counters.ends,
+            num_unleased_entries=self._control.discovery.num_unleased,
         )

@@ -58,6 +58,10 @@ class NatsDiscovery:
     def __repr__(self) -> str:
         return f"NatsDiscovery({self._bucket.name}, {self._mirror.table!r}, leases={self._leases})"
 
+    @property
+    def num_unleased(self) -> int:
+        return self._mirror.table.unleased.num_refused
+
     async def start(self) -> None:
         """Create the bucket if it does not exist."""
         await self._bucket.ensure()
