@@ -36,6 +36,7 @@ from kvrelay.executors.streamed.backend import AnswerError, Backend, Piece, Pref
 from kvrelay.executors.streamed.mirrored import MirroredCache
 from kvrelay.executors.streamed.placed import PlacedPrefixes
 from kvrelay.executors.streamed.remote import RemotePrefills
+from kvrelay.executors.streamed.tally import Tally
 
 
 @dataclass(slots=True)
@@ -87,8 +88,8 @@ class StreamedEngine:
         self._busy_until_s = 0.0
         """The time until which the backend has asked us to wait."""
         self._dead: EngineDeadError | None = None
-        self._num_arrived = self._num_metrics = 0
-        self._num_queried_tokens = self._num_hit_tokens = self._num_generated_tokens = 0
+        self._num_arrived = 0
+        self._tally = Tally(worker_id, facts, config)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ class StreamedEngine:
             # A migrated request whose last token was already generated.
             report_token(self.output, request, None, None, FinishReason.LENGTH)
             return
-        self._num_queried_tokens += len(request.token_ids)
+        self._tally.num_queried_tokens += len(request.token_ids)
         self._running[request.request_id] = _Running(request, len(request.token_ids))
         if request.mode is PrefillMode.REMOTE:
             self._open_remote(request)
@@ -181,7 +182,7 @@ class StreamedEngine:
         is_remote = self._kv_arrived(request_id)
         if not is_remote and not request.first_output_sent and piece.num_cached_tokens:
             request.num_cached_tokens = min(piece.num_cached_tokens, running.num_sent_tokens)
-            self._num_hit_tokens += request.num_cached_tokens
+            self._tally.num_hit_tokens += request.num_cached_tokens
         token_ids, logprobs = piece.token_ids, piece.logprobs
         self._require_sound(piece)
         for number, token_id in enumerate(token_ids):
@@ -189,7 +190,7 @@ class StreamedEngine:
             reason = finish_reason(request, token_id) if self._backend.samples_ids else None
             if reason is None and number == len(token_ids) - 1:
                 reason = piece.finish
-            self._num_generated_tokens += 1
+            self._tally.num_generated_tokens += 1
             report_token(self.output, request, token_id, logprobs[number] if logprobs else None, reason)
             if reason is not None:
                 return self._finished(request, at_backend=piece.finish is not None)
@@ -332,7 +333,7 @@ class StreamedEngine:
         if piece is not None and piece.token_ids:
             self._require_sound(piece)
             request.num_cached_tokens = min(piece.num_cached_tokens or 0, running.num_sent_tokens)
-            self._num_hit_tokens += request.num_cached_tokens
+            self._tally.num_hit_tokens += request.num_cached_tokens
             first = handed_off_token(request, piece.token_ids[0], piece.logprobs[0] if piece.logprobs else None)
         self._place(request, len(request.token_ids))
         self._report_prefill(request_id, first, prefilled.kv_transfer_params)
@@ -359,41 +360,10 @@ class StreamedEngine:
         return bool(self._running)
 
     def metrics(self) -> LoadMetrics:
-        """Blocks and slots as configured, counted over this worker's requests only."""
-        self._num_metrics += 1
-        num_running, num_blocks = len(self._running), self._facts.num_blocks
-        num_active = self._num_active_blocks()
-        return LoadMetrics(
-            worker_id=self.worker_id,
-            request_active_slots=min(num_running, self._config.max_num_seqs),
-            request_total_slots=self._config.max_num_seqs,
-            kv_active_blocks=min(num_active, num_blocks),
-            kv_total_blocks=num_blocks,
-            num_requests_waiting=max(num_running - self._config.max_num_seqs, 0),
-            gpu_cache_usage_perc=min(num_active / num_blocks, 1.0),
-            gpu_prefix_cache_hit_rate=self._num_hit_tokens / max(1, self._num_queried_tokens),
-            kv_demand_perc=num_active / num_blocks,
-            seq=self._num_metrics,
-        )
+        return self._tally.load(len(self._running), self._num_active_blocks())
 
     def stats(self) -> EngineStats:
-        """From any thread. Steps and pool are in the backend's own metrics."""
-        num_running = len(self._running)
-        num_active = self._num_active_blocks()
-        return EngineStats(
-            num_running=min(num_running, self._config.max_num_seqs),
-            num_waiting=max(num_running - self._config.max_num_seqs, 0),
-            num_blocks=self._facts.num_blocks,
-            num_blocks_in_use=min(num_active, self._facts.num_blocks),
-            num_blocks_quarantined=0,
-            num_blocks_demanded=num_active,
-            num_queried_tokens=self._num_queried_tokens,
-            num_hit_tokens=self._num_hit_tokens,
-            num_prefill_tokens=self._num_queried_tokens - self._num_hit_tokens,
-            num_generated_tokens=self._num_generated_tokens,
-            num_steps=0,
-            num_preemptions=0,
-        )
+        return self._tally.stats(len(self._running), self._num_active_blocks())
 
     def _num_active_blocks(self) -> int:
         size = self._facts.kv_layout.block_size

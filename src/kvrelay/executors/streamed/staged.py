@@ -130,7 +130,7 @@ class StagedEngine(StreamedEngine):
         if _goes_on_from(request):
             request.token_ids.append(token_id)
             running.num_sent_tokens += 1
-            self._num_generated_tokens += 1
+            self._tally.num_generated_tokens += 1
             reason = finish_reason(request, token_id)
             report_token(self.output, request, token_id, logprobs, reason)
             if reason is not None:
