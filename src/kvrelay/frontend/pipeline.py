@@ -26,6 +26,7 @@ from kvrelay.frontend.admission import Admission
 from kvrelay.frontend.answers import ClientGoneError, CollectedAnswer, StreamedAnswer, origin_headers, require_client
 from kvrelay.frontend.api_keys import ApiKeys
 from kvrelay.frontend.chat_api import AnswerContext, ChatApi, ChatTask
+from kvrelay.frontend.choices import sequences_of
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.fields import RequestFields
 from kvrelay.frontend.http import Exchange, HttpRequest, Response
@@ -49,7 +50,7 @@ from kvrelay.frontend.openai.plan import (
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, GenerationFields
 from kvrelay.frontend.pairs import ORDER_HEADER, read_order
 from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts, read_completion
-from kvrelay.frontend.sequence import Sequence, sequences_of
+from kvrelay.frontend.sequence import Sequence
 from kvrelay.frontend.side_threads import Pieces, SideThreads
 from kvrelay.frontend.tools.plan import ChatForm, chat_form
 from kvrelay.frontend.tools.reading import Reading

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvrelay.control.base import EventBus, Keys, Subscription
 from kvrelay.core.event_codec import decode_events, decode_load
+from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.sealing import unseal
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import ControlUnavailableError, ProtocolError, RetryElsewhereError
@@ -23,6 +24,8 @@ from kvrelay.frontend.worker_link import WorkerLink
 _log = logging.getLogger(__name__)
 
 REPLAY_TIMEOUT_S = 2.0
+
+_Published = TypeVar("_Published", KvEventBatch, LoadMetrics)
 
 
 class Served(NamedTuple):
@@ -58,29 +61,34 @@ class Published:
                 _log.debug("a subscription ended with the connection: %s", exc)
 
     def _on_events(self, subject: str, data: bytes) -> None:
-        served = self._served_by(_publisher_of(subject))
-        if served is None:
-            return  # the index requests missed events once the worker is connected
-        try:
-            batch = decode_events(unseal(served.link.publish_secret, subject, data))
-            _check_sender(subject, self._keys.worker_kv_events(batch.worker_id))
-        except ProtocolError as exc:
-            _log.warning("dropped cache events on %s: %s", subject, exc)
-            return
-        served.model.apply_events(batch)
+        heard = self._heard(subject, data, decode_events, self._keys.worker_kv_events)
+        if heard is not None:
+            served, batch = heard
+            served.model.apply_events(batch)
 
     def _on_load(self, subject: str, data: bytes) -> None:
+        heard = self._heard(subject, data, decode_load, self._keys.worker_load)
+        if heard is not None:
+            served, metrics = heard
+            served.link.load = metrics
+            served.model.apply_metrics(metrics)
+
+    def _heard(
+        self, subject: str, data: bytes, decode: Callable[[bytes], _Published], subject_of: Callable[[str], str]
+    ) -> tuple[Served, _Published] | None:
+        """The publisher and its message; None for a frame that must be dropped. ``subject_of`` names the subject on
+        which a worker may publish such messages: the server's permissions are per subject, not per worker."""
         served = self._served_by(_publisher_of(subject))
         if served is None:
-            return
+            return None
         try:
-            metrics = decode_load(unseal(served.link.publish_secret, subject, data))
-            _check_sender(subject, self._keys.worker_load(metrics.worker_id))
+            message = decode(unseal(served.link.publish_secret, subject, data))
+            if subject_of(message.worker_id) != subject:
+                raise ProtocolError(f"this worker publishes on {subject_of(message.worker_id)}")
         except ProtocolError as exc:
-            _log.warning("dropped a load sample on %s: %s", subject, exc)
-            return
-        served.link.load = metrics
-        served.model.apply_metrics(metrics)
+            _log.warning("dropped a message of a worker on %s: %s", subject, exc)
+            return None
+        return served, message
 
     def request_replay(self, worker_id: str, request: bytes) -> None:
         """Ask a worker for the events that were missed; the answer goes to its model."""
@@ -107,10 +115,3 @@ class Published:
 def _publisher_of(subject: str) -> str:
     """The worker that owns the subject."""
     return subject.rpartition(".")[2]
-
-
-def _check_sender(subject: str, own_subject: str) -> None:
-    """Check that a worker publishes under its own name: the server's permissions are per subject. Raises
-    ProtocolError."""
-    if subject != own_subject:
-        raise ProtocolError(f"this worker publishes on {own_subject}")

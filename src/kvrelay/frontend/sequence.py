@@ -20,7 +20,6 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import Protocol
@@ -33,23 +32,21 @@ from kvrelay.core.pair_id import new_pair_id
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.errors import (
-    InvalidInputError,
     KvrelayError,
     OverloadedError,
     ProtocolError,
     RetryElsewhereError,
     WorkerUnavailableError,
 )
-from kvrelay.frontend.detokenizer import NoText
+from kvrelay.frontend.answer_text import AnswerText
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import Finish, PromptLogprobs
-from kvrelay.frontend.openai.errors import RefusedError
-from kvrelay.frontend.openai.plan import GenerationPlan, choice_sampling
+from kvrelay.frontend.openai.errors import RefusedError, refusal_error
+from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.pairs import PrefillHalf
 from kvrelay.frontend.positions import contradicts, unseen_part
 from kvrelay.frontend.prompts import Prompt
-from kvrelay.frontend.stop_strings import StopMatch, StopStrings
 from kvrelay.frontend.worker_link import WorkerLink
 from kvrelay.router import RoutingRequest
 
@@ -109,8 +106,7 @@ class Sequence:
         self._request_id = request_id
         self._plan = plan
         self._model = model
-        self._detokenizer = model.tokenizer.detokenizer(plan.skip_special_tokens) if plan.detokenize else NoText()
-        self._stops = StopStrings(plan.stops, plan.include_stop) if plan.stops else None
+        self._text = AnswerText(plan, model.tokenizer, sampling.min_tokens)
         self._listener = listener
         self._metrics = metrics
         self._migration_limit = migration_limit
@@ -202,7 +198,7 @@ class Sequence:
         if refusal.status == OverloadedError.status:
             # A worker that refuses for another reason, e.g. because it leaves, does not know when a worker is free.
             self._retry_after_s = min(self._retry_after_s, refusal.retry_after_s)
-        error = _refusal_error(refusal, self._retry_after_s, self._plan.grammar_param)
+        error = refusal_error(refusal, self._retry_after_s, self._plan.grammar_param)
         if not refusal.retryable:
             self._fail(error)
             return
@@ -334,49 +330,16 @@ class Sequence:
         self._last_s = now_s
         if link is not None:
             link.tally.generated_tokens += len(token_ids)
-        if self._stops is None:
-            self.output_token_ids += token_ids
-            finish = None
-            if reason is None:
-                text = self._detokenizer.push(token_ids)
-            else:
-                is_hidden = reason is FinishReason.STOP and not self._plan.include_stop
-                text = self._detokenizer.push(token_ids[:-1] if is_hidden else token_ids) + self._detokenizer.flush()
-                finish = Finish(reason, output.stop_token)
-        else:
-            text, num_used, finish = self._push_with_stops(self._stops, output)
-            if num_used < len(token_ids):
-                token_ids = token_ids[:num_used]
-                logprobs = logprobs[:num_used] if logprobs is not None else None
+        text, num_used, finish = self._text.push(output, len(self.output_token_ids))
+        if num_used < len(token_ids):
+            token_ids = token_ids[:num_used]
+            logprobs = logprobs[:num_used] if logprobs is not None else None
+        self.output_token_ids += token_ids
         if finish is not None:
             # A decode worker whose prefill worker has brought the end knows nothing of it.
             is_told = reason is not None and link is self._link
             self._end(abort=not is_told, duration_s=now_s - self._started_s)
         self._listener.deliver(self, text, token_ids, logprobs, finish)
-
-    def _push_with_stops(self, stops: StopStrings, output: TokenOutput) -> tuple[str, int, Finish | None]:
-        """The text that may be sent, the number of tokens used, and the finish if the sequence ends here."""
-        reason = output.finish_reason
-        hidden = len(output.token_ids) - 1 if reason is FinishReason.STOP and not self._plan.include_stop else -1
-        shown: list[str] = []
-        for number, token in enumerate(output.token_ids):
-            self.output_token_ids.append(token)
-            if number == hidden:
-                continue
-            text = self._detokenizer.push((token,))
-            if len(self.output_token_ids) <= self.sampling.min_tokens:
-                shown.append(text)
-                continue
-            found = stops.push(text)
-            if isinstance(found, StopMatch):
-                return "".join((*shown, found.text)), number + 1, Finish(FinishReason.STOP, found.stop)
-            shown.append(found)
-        if reason is None:
-            return "".join(shown), len(output.token_ids), None
-        found = stops.push(self._detokenizer.flush())
-        if isinstance(found, StopMatch):
-            return "".join((*shown, found.text)), len(output.token_ids), Finish(FinishReason.STOP, found.stop)
-        return "".join((*shown, found, stops.flush())), len(output.token_ids), Finish(reason, output.stop_token)
 
     def _on_prefilled(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
         """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""
@@ -446,48 +409,3 @@ class Sequence:
     def _fail(self, error: KvrelayError) -> None:
         self._end(abort=True)
         self._listener.failed(self, error)
-
-
-def sequences_of(
-    request_id: str,
-    prompts: Items[Prompt],
-    plan: GenerationPlan,
-    model: Model,
-    listener: SequenceListener,
-    metrics: FrontendMetrics,
-    migration_limit: int,
-    order: HandoffOrder = HandoffOrder.DECODE_FIRST,
-) -> Iterator[Sequence]:
-    """All choices in order: those of the first prompt, those of the second, ... Every prompt is checked at once.
-
-    Raises PromptTooLongError, InvalidInputError.
-    """
-    samplings = [plan.sampling_of(len(prompt.token_ids), model.max_model_len) for prompt in prompts]
-    return (
-        Sequence(
-            request_id,
-            number * plan.n + choice,
-            prompt,
-            choice_sampling(sampling, choice),
-            plan,
-            model,
-            listener,
-            metrics,
-            migration_limit,
-            order,
-        )
-        for number, (prompt, sampling) in enumerate(zip(prompts, samplings))
-        for choice in range(plan.n)
-    )
-
-
-def _refusal_error(refusal: RequestRefused, retry_after_s: float, grammar_param: str | None) -> KvrelayError:
-    """The error for the client if no other worker takes the sequence. ``retry_after_s`` is the shortest of the
-    overloaded workers, or infinite if there is none."""
-    if refusal.status == OverloadedError.status:
-        return OverloadedError(refusal.reason, retry_after_s=retry_after_s)
-    if refusal.status == WorkerUnavailableError.status:
-        wait_s = retry_after_s if retry_after_s < math.inf else refusal.retry_after_s
-        return WorkerUnavailableError(refusal.reason, retry_after_s=wait_s)
-    param = grammar_param if refusal.status == InvalidInputError.status else None
-    return RefusedError(refusal.reason, refusal.status, param=param)

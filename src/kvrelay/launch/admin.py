@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 COMMAND_TIMEOUT_S = 30.0
 STATUS_TIMEOUT_S = 2.0
 RETRY_S = 0.1
-TABLE_WIDTH = 1000
 NOT_SET = "what each process was started with"
+TABLE_WIDTH = 1000
 """Wide enough that no column is cut, even in a narrow terminal or a pipe."""
 DISAGG_PREFIX = "disagg."
 ROUTER_PREFIX = "router."

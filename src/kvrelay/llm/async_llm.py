@@ -18,13 +18,14 @@ from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import AdminRequest
 from kvrelay.errors import EngineDeadError, InvalidInputError, KvrelayError, WorkerUnavailableError
 from kvrelay.frontend.answers import Answer, CollectedAnswer
+from kvrelay.frontend.choices import sequences_of
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import Choice, Finish
 from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.openai.requests import ChatMessage
 from kvrelay.frontend.prompts import Prompt, completion_prompts, render_chat
-from kvrelay.frontend.sequence import Sequence, SequenceListener, sequences_of
+from kvrelay.frontend.sequence import Sequence, SequenceListener
 from kvrelay.frontend.side_threads import INLINE_SIZE, complete
 from kvrelay.llm.embedded import EmbeddedCluster
 from kvrelay.llm.outputs import CompletionOutput, RequestOutput, TextDelta

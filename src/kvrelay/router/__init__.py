@@ -9,8 +9,9 @@ from kvrelay.router.base import (
     RoutingRequest,
 )
 from kvrelay.router.pair_router import PairCandidate, PairDecision, PairRouter
-from kvrelay.router.router import Router, RouterStage
+from kvrelay.router.router import Router
 from kvrelay.router.runtime import RuntimeSettings
+from kvrelay.router.survey import RouterStage
 
 __all__ = [
     "CandidateScore",

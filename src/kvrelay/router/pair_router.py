@@ -24,7 +24,8 @@ from kvrelay.router.base import RoutingDecision, RoutingRequest
 from kvrelay.router.load import FloatColumn
 from kvrelay.router.pair_cost import PairCosts, pair_costs, pair_seconds
 from kvrelay.router.policies import pick_best
-from kvrelay.router.router import Router, Survey
+from kvrelay.router.router import Router
+from kvrelay.router.survey import Survey
 
 
 class PairCandidate(msgspec.Struct, frozen=True):

@@ -8,12 +8,10 @@ discovery or the event bus reports something. Everything is synchronous and runs
 from __future__ import annotations
 
 import copy
-import enum
 import logging
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 
 import msgspec
 import numpy as np
@@ -23,7 +21,7 @@ from kvrelay.config import RouterConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, KvEventBatch, LoadMetrics
 from kvrelay.core.hashing import compute_sequence_hashes
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, WorkerUnavailableError
 from kvrelay.router.approximate import ApproximateIndexer
 from kvrelay.router.base import (
@@ -40,6 +38,7 @@ from kvrelay.router.load import STALE_AFTER_S, FloatColumn, LoadTable
 from kvrelay.router.overlap import WorkerGroup
 from kvrelay.router.policies import Candidates, KvPolicy, Policy, build_policy
 from kvrelay.router.stalls import Stalls
+from kvrelay.router.survey import RouterStage, Survey
 
 _log = logging.getLogger(__name__)
 
@@ -49,35 +48,6 @@ FIRST_OUTPUT, OUTPUT_SHARE = 128.0, 0.02
 """Tokens expected of an answer at first, and the weight of the latest answer in their mean."""
 
 _RowIndices = npt.NDArray[np.intp]
-
-
-class RouterStage(enum.Enum):
-    """Which workers compete. REQUEST: workers to which frontends send requests (decode-first order, and the decode half
-    of a pair). PREFILL: workers that prefill (the prefill half of a pair in prefill-first order)."""
-
-    REQUEST = "request"
-    PREFILL = "prefill"
-
-    def admits(self, info: WorkerInfo) -> bool:
-        if self is RouterStage.PREFILL:
-            return info.role is not WorkerRole.DECODE
-        return info.role.takes_requests
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """Everything that a decision looks at, in row order: the competing workers, their numbers, the policy's scores."""
-
-    worker_ids: list[str]
-    workers: Mapping[str, WorkerInfo]
-    candidates: Candidates
-    scores: FloatColumn
-    sequence: tuple[int, ...]
-    """The prompt's sequence hashes."""
-
-    @property
-    def infos(self) -> list[WorkerInfo]:
-        return [self.workers[worker_id] for worker_id in self.worker_ids]
 
 
 class Router:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.errors import InvalidInputError, KvrelayError, RetryElsewhereError
+from kvrelay.core.messages import RequestRefused
+from kvrelay.errors import (
+    InvalidInputError,
+    KvrelayError,
+    OverloadedError,
+    RetryElsewhereError,
+    WorkerUnavailableError,
+)
 from kvrelay.frontend.http.messages import Response
 
 MAX_RETRY_AFTER_S = 3600.0
@@ -49,6 +56,18 @@ _TYPES = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
+
+
+def refusal_error(refusal: RequestRefused, retry_after_s: float, grammar_param: str | None) -> KvrelayError:
+    """The error for the client if no other worker takes the sequence. ``retry_after_s`` is the shortest of the
+    overloaded workers, or infinite if there is none."""
+    if refusal.status == OverloadedError.status:
+        return OverloadedError(refusal.reason, retry_after_s=retry_after_s)
+    if refusal.status == WorkerUnavailableError.status:
+        wait_s = retry_after_s if retry_after_s < math.inf else refusal.retry_after_s
+        return WorkerUnavailableError(refusal.reason, retry_after_s=wait_s)
+    param = grammar_param if refusal.status == InvalidInputError.status else None
+    return RefusedError(refusal.reason, refusal.status, param=param)
 
 
 def status_of(error: KvrelayError) -> int:
