@@ -10,14 +10,19 @@ import pytest
 from kvrelay.core.cost_model import (
     MANY_STEPS,
     MAX_COST_S,
+    MAX_LOG_ERROR,
     MIN_CHUNK_TOKENS,
+    PRIOR_SPREAD,
     SAMPLED_STEPS,
     SHORT_STEP_S,
+    SPREAD_SHARE,
     RemoteCost,
     RemoteCostModel,
+    Spread,
     StepCost,
     StepCostModel,
     StepWork,
+    expected_lateness,
 )
 from kvrelay.core.least_squares import RecursiveLeastSquares
 
@@ -201,3 +206,35 @@ def test_a_prefill_worker_that_reports_nonsense_is_not_believed() -> None:
     assert model.cost.prefill_token_s == RemoteCost().prefill_token_s
     model.add(1000, 0, math.nan, 0.01)
     assert model.num_rejected == 1
+
+
+def test_expected_lateness_grows_with_the_estimate_and_the_spread() -> None:
+    assert expected_lateness(0.5, 0.0, 0.3) == pytest.approx(0.2)
+    assert expected_lateness(0.2, 0.0, 0.3) == 0.0
+    assert expected_lateness(0.2, 0.5, -0.1) == pytest.approx(0.3)
+    assert expected_lateness(0.0, 0.5, 0.3) == 0.0
+    for spread in (0.0, 1e-4, 0.1, 0.5, 1.0):
+        found = [expected_lateness(number / 50, spread, 0.3) for number in range(100)]
+        assert found == sorted(found)
+        assert all(math.isfinite(value) and value >= 0.0 for value in found)
+    scattered = [expected_lateness(0.2, spread, 0.3) for spread in (0.0, 0.1, 0.3, 0.6)]
+    assert scattered == sorted(scattered)
+    rng = random.Random(1)
+    times = [0.2 * rng.lognormvariate(0.0, 0.4) for _ in range(100_000)]
+    mean_s = sum(max(time_s - 0.3, 0.0) for time_s in times) / len(times)
+    assert expected_lateness(0.2, 0.4, 0.3) == pytest.approx(mean_s, rel=0.05)
+
+
+def test_a_spread_begins_cautious_and_a_pause_counts_little() -> None:
+    spread = Spread()
+    assert spread.value == PRIOR_SPREAD
+    for _ in range(100):
+        spread.add(0.01, 0.01)
+    exact = spread.value
+    assert exact < 0.05
+    spread.add(100.0, 0.01)
+    assert spread.value <= math.sqrt(SPREAD_SHARE) * MAX_LOG_ERROR + exact
+    before = spread.value
+    for seconds, estimate_s in ((math.nan, 0.01), (0.0, 0.01), (-1.0, 0.01), (0.01, 0.0)):
+        spread.add(seconds, estimate_s)
+    assert spread.value == before

@@ -58,7 +58,8 @@ class BurstSimulation:
         executor = MockExecutor(config, TIMES, vocab_size=512, sleep=self._pass_time)
         self.engine = EngineCore(executor, config, self.clock, worker_id="d")
         self.workers = [PrefillWorker(way_s) for _ in range(num_workers)]
-        self.placement = CostPlacement(DisaggPolicy(DisaggConfig(disagg_policy="cost")), self._fleet, self._placed)
+        policy = DisaggPolicy(DisaggConfig(disagg_policy="cost"))
+        self.placement = CostPlacement(policy, self._fleet, self._placed, self.clock)
         self.places: dict[PrefillPlace, int] = {}
         self.first_token_s: dict[str, float] = {}
         self.arrived_s: dict[str, float] = {}

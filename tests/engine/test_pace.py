@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from kvrelay.config import DisaggConfig
+from kvrelay.core.clock import ManualClock
 from kvrelay.core.cost_model import MIN_CHUNK_TOKENS, StepCost, StepCostModel, StepWork
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.pace import STEP_SHARE, Pace
+from kvrelay.engine.pace import MARGIN, STEP_SHARE, Pace
 from kvrelay.engine.request import Request
 from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.handoff.placement import MIN_WINDOW, CostPlacement, Objectives
@@ -45,7 +47,25 @@ def test_a_step_beside_answers_takes_a_share_of_their_objective() -> None:
     pace.look_at(decodes)
     budget = pace.prefill_budget([request("c", 5000, objectives)], 2048)
     work = StepWork(budget, 0, 2, 20)
-    assert COST.step_seconds(work) == pytest.approx(STEP_SHARE * 0.02, rel=0.01)
+    margin = math.exp(-MARGIN * pace.costs.spread)
+    assert COST.step_seconds(work) == pytest.approx(STEP_SHARE * margin * 0.02, rel=0.01)
+
+
+def test_the_more_steps_scatter_the_more_room_is_left() -> None:
+    def budget(errors: tuple[float, ...]) -> int:
+        pace, objectives = paced(), Objectives(0.5, 0.02)
+        work = StepWork(500, 0, 0, 0)
+        for number in range(100):
+            pace.costs.add(work, COST.step_seconds(work) * errors[number % 2])
+        pace.look_at([request("a", 10, objectives)])
+        return pace.prefill_budget([request("c", 5000, objectives)], 2048)
+
+    steady, scattered = budget((1.0, 1.0)), budget((0.6, 1.5))
+    assert scattered < 0.6 * steady
+    cost = COST.step_seconds(StepWork(steady, 0, 1, 10))
+    assert cost == pytest.approx(STEP_SHARE * 0.02, rel=0.1), (
+        "an exact model leaves room for the way to the client only"
+    )
 
 
 def test_an_objective_that_decoding_alone_misses_does_not_stop_prefills() -> None:
@@ -80,7 +100,8 @@ class Fleet:
         self.num_workers = num_workers
         self.counted: list[PrefillPlace] = []
         policy = DisaggPolicy(DisaggConfig())
-        self.placement = CostPlacement(policy, lambda: PrefillFleet(self.num_workers, 0), self.counted.append)
+        fleet = lambda: PrefillFleet(self.num_workers, 0)  # noqa: E731
+        self.placement = CostPlacement(policy, fleet, self.counted.append, ManualClock())
 
     def request(self, name: str, length: int) -> Request:
         made = request(name, length, Objectives(0.5, 0.025))

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrelay.config import DisaggConfig
+from kvrelay.core.clock import ManualClock
 from kvrelay.core.cost_model import RemoteCost, StepCost
 from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.handoff.placement import MIN_WINDOW, CostPlacement, Objectives, Situation, decide, objectives_of, stay_here
@@ -91,6 +92,23 @@ def test_running_answers_weigh_in_the_decision() -> None:
     assert decide(late, REMOTE, ONE, 1000.0).local_cost > decide(IDLE, REMOTE, ONE, 1000.0).local_cost
 
 
+def test_a_chunk_that_may_miss_the_objective_between_tokens_weighs_like_a_late_first_token() -> None:
+    def cost_of(spread: float, situation: Situation = IDLE) -> float:
+        return decide(replace(situation, spread=spread), REMOTE, ONE, 1000.0).local_cost
+
+    assert cost_of(0.0) < cost_of(0.2) < cost_of(0.5)
+    # Decoding alone is late: what a short prefill adds counts, not what is late without it.
+    slow = replace(IDLE, num_tokens=30, cost=replace(COST, step_s=0.05, prefill_s=0.05))
+    assert cost_of(0.3, slow) < 1.0
+
+
+def test_a_first_token_that_may_be_late_counts_before_its_estimate_is() -> None:
+    near = replace(IDLE, waited_s=0.35)
+    on_time, doubtful = (decide(near, REMOTE, ONE, 1000.0, spread).remote_cost for spread in (0.0, 0.5))
+    assert on_time == pytest.approx(REMOTE.seconds(8000, 0))
+    assert doubtful > on_time
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_estimates_are_finite_and_grow_with_what_is_ahead(seed: int) -> None:
     rng = random.Random(seed)
@@ -104,12 +122,15 @@ def test_estimates_are_finite_and_grow_with_what_is_ahead(seed: int) -> None:
             chunk=rng.randrange(1, 5000),
             cost=cost,
             objectives=Objectives(rng.choice((1e-9, 0.5, 1e9)), rng.choice((1e-9, 0.025, 1e9))),
+            waited_s=rng.choice((0.0, 1.0, 1e6)),
+            spread=rng.choice((0.0, 0.01, 0.3, 1.0)),
         )
+        spread = rng.choice((0.0, 0.01, 0.3, 1.0))
         remote = RemoteCost(*(rng.choice((0.0, 1e-6, 1.0, 3600.0)) for _ in range(5)))
         last = (0.0, 0.0)
         for ahead in (0, 1000, 10**6, 10**9):
-            found = decide(replace(situation, num_here=ahead, num_away=ahead), remote, ONE, 1000.0)
-            again = decide(replace(situation, num_here=ahead, num_away=ahead), remote, ONE, 1000.0)
+            found = decide(replace(situation, num_here=ahead, num_away=ahead), remote, ONE, 1000.0, spread)
+            again = decide(replace(situation, num_here=ahead, num_away=ahead), remote, ONE, 1000.0, spread)
             assert found == again
             numbers = (found.local_s, found.remote_s, found.local_cost, found.remote_cost)
             assert all(math.isfinite(number) and number >= 0.0 for number in numbers)
@@ -120,7 +141,10 @@ def test_estimates_are_finite_and_grow_with_what_is_ahead(seed: int) -> None:
 
 def placement(queue_size: int = 0) -> tuple[CostPlacement, list[PrefillPlace]]:
     counted: list[PrefillPlace] = []
-    return CostPlacement(DisaggPolicy(DisaggConfig()), lambda: PrefillFleet(1, queue_size), counted.append), counted
+    made = CostPlacement(
+        DisaggPolicy(DisaggConfig()), lambda: PrefillFleet(1, queue_size), counted.append, ManualClock()
+    )
+    return made, counted
 
 
 def test_costs_that_cannot_be_fall_back_to_the_thresholds_and_are_counted() -> None:
@@ -136,7 +160,7 @@ def test_costs_that_cannot_be_fall_back_to_the_thresholds_and_are_counted() -> N
 
 def test_without_a_prefill_worker_there_is_no_choice_and_the_prefill_stays_once_there_is_room() -> None:
     fleet = PrefillFleet(0, 0)
-    made = CostPlacement(DisaggPolicy(DisaggConfig()), lambda: fleet, lambda _: None)
+    made = CostPlacement(DisaggPolicy(DisaggConfig()), lambda: fleet, lambda _: None, ManualClock())
     assert not made.has_choice
     for is_open in (True, False):
         assert stay_here(is_open) == made.decide(replace(IDLE, is_here_open=is_open))

@@ -22,13 +22,59 @@ from kvrelay.core.least_squares import RecursiveLeastSquares
 
 MAX_COST_S = 3600.0
 """No estimate is longer: it stands for never."""
-MIN_CHUNK_TOKENS = 64
-"""A prefill always gets on, whatever the running answers' objective."""
+MIN_CHUNK_TOKENS = 16
+"""A prefill always gets on, whatever the running answers' objective: by a block."""
 MAX_CHUNK_TOKENS = 1 << 30
+MIN_SPREAD = 1e-3
+"""Below it times count as exact."""
+SPREAD_SHARE = 0.05
+"""Weight of the latest sample in a spread."""
+PRIOR_SPREAD, PRIOR_SAMPLES = 0.25, 4
+"""Before the first sample, and how many samples that counts as: a busy machine, until it has shown that it is not."""
+MAX_LOG_ERROR = 1.0
+"""A pause of the process counts as an error of this logarithm: no choice of ours would have avoided it."""
 MANY_STEPS, SAMPLED_STEPS = 200, 4
 """After so many steps of a kind, every so-manieth is a sample: decode steps, and prefills of less than SHORT_STEP_S."""
 SHORT_STEP_S = 0.001
 """A fit takes a hundredth of this."""
+
+
+class Spread:
+    """How far times scatter about their estimates: the root of the mean squared logarithm of measured / estimated."""
+
+    def __init__(self) -> None:
+        self._square = PRIOR_SPREAD**2
+        self._num_samples = PRIOR_SAMPLES
+
+    @property
+    def value(self) -> float:
+        return math.sqrt(self._square)
+
+    def add(self, seconds: float, estimate_s: float) -> None:
+        if not (seconds > 0.0 and estimate_s > 0.0):
+            return
+        error = min(max(math.log(seconds / estimate_s), -MAX_LOG_ERROR), MAX_LOG_ERROR)
+        self._num_samples += 1
+        self._square += max(SPREAD_SHARE, 1.0 / self._num_samples) * (error * error - self._square)
+
+
+def expected_lateness(estimate_s: float, spread: float, limit_s: float) -> float:
+    """Seconds beyond ``limit_s``, in the mean, of a time that scatters about ``estimate_s``.
+
+    The time is taken as lognormal with median ``estimate_s``: E max(0, X - limit), the formula of a call option (Black
+    and Scholes 1973). Finite and monotone in ``estimate_s``.
+    """
+    if estimate_s <= 0.0:
+        return max(-limit_s, 0.0)
+    if limit_s <= 0.0 or spread < MIN_SPREAD:
+        return max(estimate_s - limit_s, 0.0)
+    above = math.log(estimate_s / limit_s) / spread
+    return max(estimate_s * math.exp(spread * spread / 2) * _normal(above + spread) - limit_s * _normal(above), 0.0)
+
+
+def _normal(value: float) -> float:
+    """The standard normal distribution's cumulative function."""
+    return 0.5 * math.erfc(-value / math.sqrt(2.0))
 
 
 class StepWork(msgspec.Struct, frozen=True):
@@ -47,7 +93,7 @@ class StepCost(msgspec.Struct, frozen=True):
     step_s: float = 0.004
     prefill_s: float = 0.006
     prefill_token_s: float = 5e-5
-    pair_s: float = 1e-9
+    pair_s: float = 5e-9
     decode_s: float = 5e-5
     context_s: float = 1e-9
 
@@ -61,15 +107,24 @@ class StepCost(msgspec.Struct, frozen=True):
         return _bounded(self._own_seconds(work) + self._decode_seconds(work.num_decodes, work.num_context_tokens))
 
     def prefill_seconds(
-        self, num_tokens: int, *, num_before: int = 0, chunk: int = 2048, num_decodes: int = 0, num_context: int = 0
+        self,
+        num_tokens: int,
+        *,
+        num_before: int = 0,
+        num_ahead: int = 0,
+        chunk: int = 2048,
+        num_decodes: int = 0,
+        num_context: int = 0,
     ) -> float:
-        """The time of the steps that prefill ``num_tokens`` after ``num_before`` others, ``chunk`` in each."""
+        """The time of the steps that prefill ``num_tokens`` after ``num_before`` others of the same prompt, ``chunk``
+        in each. They also prefill ``num_ahead`` tokens of other prompts, none of which is longer."""
         if num_tokens <= 0:
             return 0.0
-        num_steps = math.ceil(num_tokens / max(chunk, 1))
-        pairs = num_tokens * (num_before + num_tokens / 2)
+        num_steps = math.ceil((num_ahead + num_tokens) / max(chunk, 1))
+        pairs = num_tokens * (num_before + num_tokens / 2) + num_ahead * min(num_ahead, num_tokens) / 2
         base = self.prefill_s + self._decode_seconds(num_decodes, num_context)
-        return _bounded(num_steps * base + self.prefill_token_s * num_tokens + self.pair_s * pairs)
+        tokens_s = self.prefill_token_s * (num_ahead + num_tokens)
+        return _bounded(num_steps * base + tokens_s + self.pair_s * pairs)
 
     def added_seconds(self, num_tokens: int, *, num_before: int = 0, chunk: int = 2048) -> float:
         """What the same prefill adds to steps that run anyway: each running answer is this much later."""
@@ -104,6 +159,7 @@ class StepCostModel:
         self._prefill = RecursiveLeastSquares((prior.prefill_s, prior.prefill_token_s, prior.pair_s))
         self._cost: StepCost | None = None
         self._num_decode_steps = self._num_short_prefills = 0
+        self._spread = Spread()
 
     @property
     def cost(self) -> StepCost:
@@ -127,6 +183,11 @@ class StepCostModel:
         """Mean of the last steps' |measured - predicted| / measured, of the worse kind of step."""
         return max(self._decode.relative_error, self._prefill.relative_error)
 
+    @property
+    def spread(self) -> float:
+        """How far the times of steps with a prefill scatter about their estimates."""
+        return self._spread.value
+
     def add(self, work: StepWork, seconds: float) -> None:
         """A step has taken ``seconds``. Impossible times are counted and ignored."""
         if work.num_prefill_tokens > 0:
@@ -137,7 +198,10 @@ class StepCostModel:
             beside_s = self.cost._decode_seconds(work.num_decodes, work.num_context_tokens)
             # A wrong share for the decodes must not leave a prefill without any time of its own.
             own_s = max(seconds - beside_s, seconds / 2)
+            estimate_s = self.cost.step_seconds(work)
             is_new = self._prefill.add((1.0, work.num_prefill_tokens, work.num_prefill_pairs), own_s)
+            if is_new:
+                self._spread.add(seconds, estimate_s)
         else:
             # Steady decoding says the same again and again: after a while a part of it is enough.
             self._num_decode_steps += 1
@@ -184,6 +248,12 @@ class RemoteCostModel:
         self._cost: RemoteCost | None = None
         self._way = RecursiveLeastSquares((prior.overhead_s, prior.wait_token_s, prior.transfer_token_s))
         self._prefill = RecursiveLeastSquares((prior.prefill_s, prior.prefill_token_s))
+        self._spread = Spread()
+
+    @property
+    def spread(self) -> float:
+        """How far remote prefills scatter about their estimates."""
+        return self._spread.value
 
     @property
     def cost(self) -> RemoteCost:
@@ -204,17 +274,25 @@ class RemoteCostModel:
     def num_rejected(self) -> int:
         return self._way.num_rejected + self._prefill.num_rejected
 
+    def begin_anew(self) -> None:
+        """Forget all samples: the next one replaces what was known."""
+        self._way.begin_anew()
+        self._prefill.begin_anew()
+        self._cost = None
+
     def add(self, num_tokens: int, num_ahead_tokens: float, seconds: float, prefill_s: float) -> None:
         """A prefill of ``num_tokens`` took ``seconds`` from push to first token; its worker computed for ``prefill_s``.
 
         Impossible times are counted and ignored.
         """
+        estimate_s = self.cost.seconds(num_tokens, num_ahead_tokens)
         if not 0.0 < prefill_s <= seconds:
             # Durations of two machines: they may differ, but the part cannot be longer than the whole.
             prefill_s = 0.0
         elif not self._prefill.add((1.0, num_tokens), prefill_s):
             prefill_s = 0.0
-        self._way.add((1.0, num_ahead_tokens, num_tokens), seconds - prefill_s)
+        if self._way.add((1.0, num_ahead_tokens, num_tokens), seconds - prefill_s):
+            self._spread.add(seconds, estimate_s)
         self._cost = None
 
 

@@ -57,6 +57,11 @@ class RecursiveLeastSquares:
         self._shares = [1.0] * len(self._prior)
         self._doubt()
 
+    def begin_anew(self) -> None:
+        """Forget all samples: the next one replaces what was known."""
+        self._shares = [1.0] * len(self._prior)
+        self._doubt()
+
     def _doubt(self) -> None:
         """Be as uncertain as at the start."""
         size = range(len(self._prior))
@@ -121,8 +126,7 @@ class RecursiveLeastSquares:
             ]
         if not math.isfinite(sum(self._shares) + sum(map(sum, self._covariance))):
             self.num_rejected += 1
-            self._shares = [1.0] * len(self._prior)
-            self._doubt()
+            self.begin_anew()
             return
         self._make_positive()
 

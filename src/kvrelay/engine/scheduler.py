@@ -280,7 +280,9 @@ class Scheduler:
             num_running=len(self._batch),
             backlog=tuple([Backlog(request.num_missing_tokens, request.arrival) for request in prefilling]),
             pace=self.pace,
-            chunk=lambda: self.pace.prefill_budget(prefilling, self._max_num_batched_tokens),
+            chunk=lambda num_tokens: self.pace.prefill_budget(
+                prefilling, self._max_num_batched_tokens, num_tokens // 2
+            ),
             num_away=self._away.num_tokens,
             num_prefills_away=len(self._away),
         )

@@ -21,8 +21,10 @@ from collections.abc import Callable
 import msgspec
 
 from kvrelay.config import DisaggConfig
-from kvrelay.core.cost_model import MAX_COST_S, RemoteCost, RemoteCostModel, StepCost, StepWork
+from kvrelay.core.clock import Clock
+from kvrelay.core.cost_model import MAX_COST_S, RemoteCost, RemoteCostModel, StepCost, StepWork, expected_lateness
 from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.handoff.trials import Trials
 
 LATE = 4.0
 """The cost, in seconds, of a second beyond an objective."""
@@ -62,6 +64,7 @@ class Situation(msgspec.Struct, frozen=True):
     cost: StepCost
     objectives: Objectives
     num_line: int = 0
+    spread: float = 0.0
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -72,6 +75,8 @@ class Decision(msgspec.Struct, frozen=True):
     remote_s: float = 0.0
     local_cost: float = 0.0
     remote_cost: float = 0.0
+    is_trial: bool = False
+    """Against the costs, so that they are measured."""
 
     def __str__(self) -> str:
         place = "waiting" if self.place is None else self.place.value
@@ -80,14 +85,16 @@ class Decision(msgspec.Struct, frozen=True):
         return f"{place};local={self.local_s:.4f}s;remote={self.remote_s:.4f}s"
 
 
-def decide(situation: Situation, remote: RemoteCost, fleet: PrefillFleet, mean_tokens: float) -> Decision:
+def decide(
+    situation: Situation, remote: RemoteCost, fleet: PrefillFleet, mean_tokens: float, spread: float = 0.0
+) -> Decision:
     """Place one prefill. ``mean_tokens``: of a prefill that another decode worker has queued."""
     if fleet.num_workers <= 0:
         return stay_here(situation.is_here_open)
     others = max(0, fleet.queue_size - situation.num_prefills_away) * mean_tokens
     ahead = (situation.num_away + others) / fleet.num_workers
     local_s, local_cost = _local(situation, situation.num_here)
-    remote_s, remote_cost = _remote(situation, remote, ahead)
+    remote_s, remote_cost = _remote(situation, remote, ahead, spread)
     is_window_open = (
         situation.num_prefills_away < MIN_WINDOW * fleet.num_workers
         or ahead * remote.wait_token_s < WINDOW_S + remote.overhead_s
@@ -96,7 +103,7 @@ def decide(situation: Situation, remote: RemoteCost, fleet: PrefillFleet, mean_t
         end_cost = _local(situation, situation.num_here + situation.num_line)[1]
         is_local = situation.is_here_open or not is_window_open or end_cost <= remote_cost
     else:
-        end_cost = _remote(situation, remote, ahead + situation.num_line / fleet.num_workers)[1]
+        end_cost = _remote(situation, remote, ahead + situation.num_line / fleet.num_workers, spread)[1]
         is_local = not is_window_open and situation.is_here_open and local_cost < end_cost
     place: PrefillPlace | None = None
     if is_local:
@@ -111,10 +118,10 @@ def stay_here(is_here_open: bool) -> Decision:
     return Decision(PrefillPlace.LOCAL_NO_PREFILL_WORKER if is_here_open else None)
 
 
-def _remote(situation: Situation, remote: RemoteCost, ahead: float) -> tuple[float, float]:
+def _remote(situation: Situation, remote: RemoteCost, ahead: float, spread: float) -> tuple[float, float]:
     """Seconds to the first token, and the cost, of a prefill at a prefill worker with ``ahead`` tokens before it."""
     seconds = remote.seconds(situation.num_tokens, ahead)
-    return seconds, seconds + LATE * _late(situation, seconds)
+    return seconds, seconds + LATE * _late(situation, seconds, spread)
 
 
 def _local(situation: Situation, num_before: int) -> tuple[float, float]:
@@ -122,21 +129,36 @@ def _local(situation: Situation, num_before: int) -> tuple[float, float]:
     cost, chunk = situation.cost, max(situation.chunk, 1)
     decodes, context = situation.num_decodes, situation.num_context
     seconds = cost.prefill_seconds(
-        num_before + situation.num_tokens, chunk=chunk, num_decodes=decodes, num_context=context
+        situation.num_tokens, num_ahead=num_before, chunk=chunk, num_decodes=decodes, num_context=context
     )
     delay_s = cost.added_seconds(situation.num_tokens, chunk=chunk)
-    tokens = min(situation.num_tokens, chunk)
-    step_s = cost.step_seconds(StepWork(tokens, 0, decodes, context))
-    num_steps = math.ceil(situation.num_tokens / chunk)
-    stall_s = num_steps * max(0.0, step_s - situation.objectives.itl_s)
+    stall_s = math.ceil(situation.num_tokens / chunk) * _added_lateness(situation, chunk)
     # An idle worker is not free: chats that arrive meanwhile wait for its steps.
     harm_s = HARM * delay_s * max(decodes, 1) + LATE * stall_s * decodes
-    total = seconds + LATE * _late(situation, seconds) + harm_s
+    total = seconds + LATE * _late(situation, seconds, situation.spread) + harm_s
     return seconds, min(total, MAX_COST_S * MAX_COST_S)
 
 
-def _late(situation: Situation, seconds: float) -> float:
-    return max(0.0, situation.waited_s + seconds - situation.objectives.ttft_s)
+def _added_lateness(situation: Situation, chunk: int) -> float:
+    """What a chunk in the middle of the prompt adds to the lateness of each running answer's token.
+
+    In seconds of lateness of a first token: one that is late by its whole objective is as bad as a token that is.
+    """
+    cost, objectives = situation.cost, situation.objectives
+    tokens = min(situation.num_tokens, chunk)
+    pairs = tokens * (situation.num_tokens - tokens) // 2
+    late_s, late_anyway_s = (
+        expected_lateness(cost.step_seconds(work), situation.spread, objectives.itl_s)
+        for work in (
+            StepWork(tokens, pairs, situation.num_decodes, situation.num_context),
+            StepWork(0, 0, situation.num_decodes, situation.num_context),
+        )
+    )
+    return max(late_s - late_anyway_s, 0.0) * max(objectives.ttft_s / objectives.itl_s, 1.0)
+
+
+def _late(situation: Situation, seconds: float, spread: float) -> float:
+    return expected_lateness(seconds, spread, situation.objectives.ttft_s - situation.waited_s)
 
 
 class CostPlacement:
@@ -147,7 +169,11 @@ class CostPlacement:
     """
 
     def __init__(
-        self, policy: DisaggPolicy, fleet: Callable[[], PrefillFleet], count: Callable[[PrefillPlace], None]
+        self,
+        policy: DisaggPolicy,
+        fleet: Callable[[], PrefillFleet],
+        count: Callable[[PrefillPlace], None],
+        clock: Clock,
     ) -> None:
         self.model = RemoteCostModel()
         self.num_fallbacks = 0
@@ -157,6 +183,9 @@ class CostPlacement:
         self._count = count
         self._mean_tokens = 1000.0
         self._arriving = ("", 0.0)
+        self._local_trials, self._remote_trials = Trials(clock), Trials(clock)
+        self._is_remote_in_doubt = False
+        """A trial is under way: its time replaces what is known."""
 
     def objectives(self, ttft_ms: float = 0.0, itl_ms: float = 0.0) -> Objectives:
         """Those of a request, in milliseconds; 0: the configured one."""
@@ -170,7 +199,8 @@ class CostPlacement:
         """Where the prefill should go now."""
         remote, fleet = self.model.cost, self._fleet()
         if situation.cost.is_sound and remote.is_sound:
-            return decide(situation, remote, fleet, self._mean_tokens)
+            decision = decide(situation, remote, fleet, self._mean_tokens, self.model.spread)
+            return self._try_other(decision, situation, fleet)
         self.num_fallbacks += 1
         place: PrefillPlace | None = self._policy.decide(
             prompt_length=situation.num_tokens, num_cached_tokens=0, prefill_fleet=fleet
@@ -178,6 +208,45 @@ class CostPlacement:
         if place is not PrefillPlace.REMOTE and not situation.is_here_open:
             place = None
         return Decision(place)
+
+    def _try_other(self, decision: Decision, situation: Situation, fleet: PrefillFleet) -> Decision:
+        """Try the other way if its cost is doubtful, and if it would pay on a worker that prefills as fast as the other
+        side does. Whatever is under way will be measured anyway."""
+        cost, remote = situation.cost, self.model.cost
+        if decision.place is PrefillPlace.LOCAL_CHEAPER:
+            if situation.num_prefills_away or not self._remote_trials.is_due:
+                return decision
+            token_s = cost.prefill_token_s + cost.pair_s * situation.num_tokens / 2
+            remote = msgspec.structs.replace(
+                remote,
+                overhead_s=min(remote.overhead_s, RemoteCost().overhead_s),
+                transfer_token_s=min(remote.transfer_token_s, RemoteCost().transfer_token_s),
+                prefill_s=min(remote.prefill_s, cost.prefill_s),
+                prefill_token_s=min(remote.prefill_token_s, token_s),
+            )
+        elif decision.place is PrefillPlace.REMOTE:
+            if situation.num_here or not situation.is_here_open or not self._local_trials.is_due:
+                return decision
+            situation = msgspec.structs.replace(
+                situation,
+                cost=msgspec.structs.replace(
+                    cost,
+                    prefill_s=min(cost.prefill_s, remote.prefill_s),
+                    prefill_token_s=min(cost.prefill_token_s, remote.prefill_token_s),
+                    pair_s=0.0,
+                ),
+            )
+        else:
+            return decision
+        doubtful = decide(situation, remote, fleet, self._mean_tokens)
+        if doubtful.place in (None, decision.place):
+            return decision
+        return msgspec.structs.replace(decision, place=doubtful.place, is_trial=True)
+
+    @property
+    def num_trials(self) -> int:
+        """Prefills that went a way against the costs."""
+        return self._local_trials.num_trials + self._remote_trials.num_trials
 
     def soonest_s(self, num_tokens: int, num_before: int, cost: StepCost) -> float:
         """Seconds to the first token of ``num_tokens`` at best: all workers compute the ``num_before`` tokens before
@@ -195,8 +264,12 @@ class CostPlacement:
 
     def placed(self, decision: Decision) -> None:
         """The engine has acted on ``decision``."""
-        if decision.place is not None:
-            self._count(decision.place)
+        if decision.place is None:
+            return
+        is_remote = decision.place is PrefillPlace.REMOTE
+        self._is_remote_in_doubt |= is_remote and decision.is_trial
+        (self._remote_trials if is_remote else self._local_trials).taken(is_trial=decision.is_trial)
+        self._count(decision.place)
 
     def prefill_took(self, request_id: str, prefill_s: float) -> None:
         """The prefill worker's report of a request whose KV has arrived; ``came_back`` follows at once, if at all."""
@@ -206,6 +279,9 @@ class CostPlacement:
         """A remote prefill of ``num_tokens`` took ``seconds``; this worker had ``num_ahead`` tokens away before it."""
         self._mean_tokens += 0.1 * (num_tokens - self._mean_tokens)
         num_workers = max(self._fleet().num_workers, 1)
+        if self._is_remote_in_doubt:
+            self.model.begin_anew()
+            self._is_remote_in_doubt = False
         arrived, prefill_s = self._arriving
         self.model.add(num_tokens, num_ahead / num_workers, seconds, prefill_s if arrived == request_id else 0.0)
 

@@ -116,7 +116,7 @@ class DecodeSide:
             num_prefill_workers=num_prefill_workers,
             handle=self._handle,
         )
-        self.placement = CostPlacement(policy, self._queued.fleet, self._count_place)
+        self.placement = CostPlacement(policy, self._queued.fleet, self._count_place, MonotonicClock())
         self._loop = asyncio.get_running_loop()
         self.handoffs = IncomingHandoffs(
             rules,
@@ -145,9 +145,14 @@ class DecodeSide:
 
     def cost_stats(self) -> RemoteCostStats:
         """What remote prefills cost, as far as it is known. From any thread."""
-        model = self.placement.model
+        placement, model = self.placement, self.placement.model
         return RemoteCostStats(
-            model.cost, model.relative_error, model.num_samples, model.num_rejected, self.placement.num_fallbacks
+            model.cost,
+            model.relative_error,
+            model.num_samples,
+            model.num_rejected,
+            placement.num_fallbacks,
+            placement.num_trials,
         )
 
     @property

@@ -150,6 +150,7 @@ def _costs(engine: EngineStats, remote: RemoteCostStats) -> Iterator[Metric]:
     rejected.add_metric(("remote",), remote.num_rejected)
     yield from (coefficients, errors, samples, rejected)
     yield _counter("cost_fallbacks", "Decisions by threshold, since costs were not sound.", remote.num_fallbacks)
+    yield _counter("cost_trials", "Prefills that went the dearer way, so that it is measured.", remote.num_trials)
 
 
 def _transfers(transfer: TransferStats) -> Iterator[Metric]:

@@ -29,13 +29,15 @@ class DecodeStats:
 
 @dataclass(frozen=True, slots=True)
 class RemoteCostStats:
-    """The fitted cost of remote prefills, how wrong it was lately (relative), and decisions that had to do without."""
+    """The fitted cost of remote prefills, how wrong it was lately (relative), decisions that had to do
+    without, and decisions against it, so that it is measured."""
 
     cost: RemoteCost = RemoteCost()  # noqa: RUF009 - immutable
     error: float = 0.0
     num_samples: int = 0
     num_rejected: int = 0
     num_fallbacks: int = 0
+    num_trials: int = 0
 
 
 @dataclass(slots=True)

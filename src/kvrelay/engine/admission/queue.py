@@ -39,19 +39,19 @@ class Backlog(NamedTuple):
     arrival: int
 
 
-def _whole_step() -> int:
+def _whole_step(num_tokens: int) -> int:
     return 2048
 
 
 class EngineLoad(NamedTuple):
     """The engine's present load: admitted requests, those of them with a slot, prompts that are being computed.
-    ``chunk`` computes the prefill tokens of the next step."""
+    ``chunk`` computes the prefill tokens of a step in the middle of a prompt of so many tokens."""
 
     num_admitted: int
     num_running: int
     backlog: tuple[Backlog, ...] = ()
     pace: Pace | None = None
-    chunk: Callable[[], int] = _whole_step
+    chunk: Callable[[int], int] = _whole_step
     num_away: int = 0
     num_prefills_away: int = 0
     """Prompt tokens of remote prefills that have not come back, and the number of these prefills."""
@@ -195,12 +195,13 @@ class AdmissionQueue:
             num_away=load.num_away,
             num_prefills_away=load.num_prefills_away,
             num_line=max(self.num_waiting_tokens - request.num_queued_tokens, 0),
-            chunk=load.chunk(),
+            chunk=load.chunk(request.num_queued_tokens),
             num_decodes=pace.num_decodes,
             num_context=pace.num_context,
             is_here_open=is_here_open,
             cost=pace.costs.cost,
             objectives=request.objectives,
+            spread=pace.costs.spread,
         )
         return request.placement.decide(situation)
 
