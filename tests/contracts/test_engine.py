@@ -215,9 +215,10 @@ async def test_callbacks_run_between_steps_and_their_failures_reach_the_caller(e
     assert len(await engine.answer("a")) == 6
 
 
-@pytest.mark.parametrize(
-    ("prompt", "error"), [([], InvalidInputError), ([-1], InvalidInputError), ([5] * 300, PromptTooLongError)]
-)
+REFUSED = [([], InvalidInputError), ([-1], InvalidInputError), ([5] * 300, PromptTooLongError)]
+
+
+@pytest.mark.parametrize(("prompt", "error"), REFUSED)
 async def test_what_is_refused_changes_nothing(engine: Running, prompt: list[int], error: type[Exception]) -> None:
     with pytest.raises(error):
         await engine.add("a", prompt)

@@ -47,8 +47,10 @@ def test_workers_of_a_pair_exchange_kv_by_vllms_connector() -> None:
     settings = ExecutorSettings(
         bundled_checkpoint_path(), EngineConfig(), RunnerConfig(), MockConfig(), exchanges_kv=True
     )
-    config = engine_arguments(settings, None)["kv_transfer_config"]
+    arguments = engine_arguments(settings, None)
+    config = arguments["kv_transfer_config"]
     assert (config["kv_connector"], config["kv_load_failure_policy"]) == ("NixlConnector", "recompute")
+    assert arguments["worker_extension_cls"].startswith("kvrelay.executors.vllm.nixl_child."), "NIXL must not spin"
     assert "kv_transfer_config" not in _arguments()
 
 

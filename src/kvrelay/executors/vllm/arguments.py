@@ -90,6 +90,8 @@ def engine_arguments(settings: ExecutorSettings, events: CacheEvents | None) -> 
         }
         if is_ours:
             arguments["block_size"] = engine.block_size
+        else:
+            arguments["worker_extension_cls"] = "kvrelay.executors.vllm.nixl_child.EndsWithParent"
     return {**arguments, **_added(settings.vllm.engine_args)}
 
 

@@ -1,0 +1,227 @@
+"""Real vLLM for tests: prompts with the greedy answers of vLLM by itself, stock servers, and requests.
+
+Everything runs on the Python that runs the tests (``make test-vllm``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+from tests.patience import PATIENCE_S, until
+from tests.system.serving import Serve
+
+from kvrelay.data import bundled_checkpoint_path
+from kvrelay.executors.vllm.library import PRELOADED
+
+NUM_PROMPTS, NUM_TOKENS = 60, 24
+LENGTHS = (1, 2, 17, 31, 32, 33, 64, 300, 1000, 1500)
+BLOCK_SIZE = 32
+START_TIMEOUT_S = 10 * PATIENCE_S
+"""vLLM computes for half a minute before it is ready, and may share the machine."""
+
+NIXL = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"num_threads": 0},
+}
+SERVER_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "UCX_TLS": "posix,sysv,cma,self,tcp",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts, and what vLLM by itself answers."""
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+
+def draw_prompts(seed: int) -> list[list[int]]:
+    """Of many lengths; every third begins with a prefix that it shares with others."""
+    drawn = random.Random(seed)
+    vocab_size = json.loads((bundled_checkpoint_path() / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    shared = [drawn.randrange(20, vocab_size) for _ in range(1500)]
+    prompts = []
+    for number in range(NUM_PROMPTS):
+        length = LENGTHS[number] if number < len(LENGTHS) else drawn.randrange(1, 600)
+        own = [drawn.randrange(20, vocab_size) for _ in range(length)]
+        prompts.append((shared[: length // 2] + own)[:length] if number % 3 == 0 else own)
+    return prompts
+
+
+def ask_plain_vllm(*sets: list[list[int]]) -> list[Asked]:
+    """One vLLM answers all sets, in a process of its own."""
+    script = Path(__file__).with_name("plain_vllm.py")
+    prompts = [prompt for each in sets for prompt in each]
+    done = subprocess.run(
+        [sys.executable, str(script), str(bundled_checkpoint_path()), str(NUM_TOKENS)],
+        input=json.dumps(prompts),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=START_TIMEOUT_S,
+        env={**os.environ, **_preloaded()},
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith("answers ")]
+    assert found, done.stderr[-3000:]
+    answers = iter(json.loads(found[0].removeprefix("answers ")))
+    return [Asked(each, [next(answers) for _ in each]) for each in sets]
+
+
+class Asking:
+    """Requests to a server, eight at once, as streams of token ids. ``order`` is asked for by kvrelay's header."""
+
+    def __init__(self, server: Serve, order: str | None = None) -> None:
+        self._model = server.model
+        headers = None if order is None else {"x-kvrelay-order": order}
+        self._client = openai.OpenAI(
+            base_url=f"{server.url}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=4 * PATIENCE_S,
+            default_headers=headers,
+        )
+        self._pool = ThreadPoolExecutor(8)
+        self.num_tokens = 0
+
+    def __enter__(self) -> Asking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._client.close()
+
+    def ask(self, prompts: list[list[int]]) -> list[list[int]]:
+        return [answer.result() for answer in self.begin(prompts)]
+
+    def begin(self, prompts: list[list[int]]) -> list[Future[list[int]]]:
+        return [self._pool.submit(self._answer, prompt) for prompt in prompts]
+
+    def _answer(self, prompt: list[int]) -> list[int]:
+        tokens: list[int] = []
+        for chunk in self._client.completions.create(
+            model=self._model,
+            prompt=prompt,
+            max_tokens=NUM_TOKENS,
+            temperature=0,
+            stream=True,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        ):
+            for choice in chunk.choices:
+                tokens += choice.token_ids or []
+                self.num_tokens += len(choice.token_ids or [])
+        return tokens
+
+
+@dataclass
+class StockServer:
+    """A running ``vllm serve``."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def count(self, metric: str) -> float:
+        """A metric's value; 0 if it has none yet."""
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text
+        found = re.search(rf"^{re.escape(metric)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        return float(found.group(1)) if found else 0.0
+
+    def is_healthy(self) -> bool:
+        assert self.process.poll() is None, f"vllm serve has ended:\n{self.log.read_text()[-3000:]}"
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def end(self, how: signal.Signals) -> None:
+        """Send this signal; on return the server and its helpers have ended."""
+        if self.process.poll() is not None:
+            return
+        helpers = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(how)
+        try:
+            self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        _, left = psutil.wait_procs(helpers, PATIENCE_S / 4)
+        for helper in left:
+            with suppress(psutil.NoSuchProcess):
+                helper.kill()
+
+
+@contextmanager
+def stock_servers(count: int, directory: Path) -> Iterator[list[StockServer]]:
+    """So many ``vllm serve`` with vLLM's NIXL connector, all healthy. Their cores are equal parts of the machine's."""
+    ports = _free_ports(2 * count)
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        found = []
+        for number in range(count):
+            core = cores[number % len(cores)]
+            log = directory / f"vllm-{number}.log"
+            found.append(stack.enter_context(_stock_server(log, core, *ports[2 * number : 2 * number + 2])))
+        for server in found:
+            until(server.is_healthy, timeout_s=START_TIMEOUT_S)
+        yield found
+
+
+@contextmanager
+def _stock_server(log: Path, core: int, port: int, side_port: int) -> Iterator[StockServer]:
+    words = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m", "--dtype", "float32"]
+    blocks = ["--enforce-eager", "--block-size", str(BLOCK_SIZE), "--kv-transfer-config", json.dumps(NIXL)]
+    # The server of ``vllm serve``. That command does not start from the wheel for CPUs, whose distribution has another
+    # name.
+    main = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled_checkpoint_path())]
+    env = {
+        **os.environ,
+        **SERVER_ENV,
+        **_preloaded(),
+        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
+    }
+    with log.open("wb") as output:
+        process = subprocess.Popen([*main, *words, *blocks], stdout=output, stderr=subprocess.STDOUT, env=env)
+        server = StockServer(f"http://127.0.0.1:{port}", process, log)
+        try:
+            yield server
+        finally:
+            server.end(signal.SIGTERM)
+
+
+def _preloaded() -> dict[str, str]:
+    found = [str(path) for pattern in PRELOADED for path in sorted(Path("/").glob(pattern.lstrip("/")))[:1]]
+    return {"LD_PRELOAD": ":".join(found)} if found else {}
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -1,0 +1,65 @@
+"""Real vLLM keeps the engine contract (``make test-vllm``)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import resource_tracker
+
+import pytest
+from tests.contracts import test_engine as contract
+
+from kvrelay.config import MockConfig, RunnerConfig, VllmConfig
+from kvrelay.data import bundled_checkpoint_path
+from kvrelay.executors import ExecutorSettings, vllm
+
+pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+async def engine(vllm_files: None) -> AsyncIterator[contract.Running]:
+    settings = ExecutorSettings(
+        bundled_checkpoint_path(),
+        replace(contract.CONFIG, kv_cache_memory="64MiB"),
+        RunnerConfig(dtype="float32", enforce_eager=True),
+        MockConfig(),
+        vllm=VllmConfig(engine_args='{"block_size": 32}'),
+    )
+    # vLLM starts where no event loop runs, as in a worker.
+    with ThreadPoolExecutor(1) as thread:
+        running = contract.Running(thread.submit(vllm.from_settings, settings, "vllm").result())
+    running.start()
+    try:
+        yield running
+    finally:
+        assert await asyncio.to_thread(running.host.close)
+        # The helper of Python's multiprocessing otherwise lives as long as the tests' own process.
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+async def test_the_engine_contract(engine: contract.Running) -> None:
+    """One engine for all parts, because vLLM takes long to start. Each part finds it idle, with an empty cache."""
+    await contract.test_requests_in_tokens_events_and_load_out(engine)
+    await _fresh(engine)
+    await contract.test_facts_do_not_change_and_fit_the_memory(engine)
+    await _fresh(engine)
+    await contract.test_callbacks_run_between_steps_and_their_failures_reach_the_caller(engine)
+    for prompt, error in contract.REFUSED:
+        await _fresh(engine)
+        await contract.test_what_is_refused_changes_nothing(engine, prompt, error)
+    await _fresh(engine)
+    await contract.test_room_is_known_without_waiting_for_a_step(engine)
+    await contract.test_an_abort_frees_everything(engine)
+    await _fresh(engine)
+    await contract.test_a_cached_prefix_counts_until_the_cache_is_cleared(engine)
+    await contract.test_after_close_callers_hear_that_it_has_ended(engine)
+
+
+async def _fresh(engine: contract.Running) -> None:
+    await engine.idle()
+    await engine.host.call(lambda inner: inner.clear_cache())
+    # A load is told once it changes, so the last one still holds.
+    engine.outputs.clear()
+    engine.events.clear()

@@ -1,0 +1,78 @@
+"""When continuous integration leaves out the tests with real vLLM, and when it fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / ".ci" / "vllm"
+LIMITS = {"MIN_MEMORY_GB": "0", "MIN_DISK_GB": "0"}
+
+pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="a source distribution has no .ci")
+
+
+def _run(directory: Path, *, spent_s: int = 0, make: str = "exit 0", **limits: str) -> subprocess.CompletedProcess[str]:
+    """The script in a checkout of its own, with a shell script in place of make, and with its limits set."""
+    (directory / ".ci").mkdir()
+    (directory / ".venv-vllm").mkdir()
+    text = SCRIPT.read_text(encoding="utf-8")
+    for name, value in {**LIMITS, **limits}.items():
+        lines = [f"{name}={value}" if line.startswith(f"{name}=") else line for line in text.splitlines(keepends=False)]
+        text = "\n".join(lines) + "\n"
+    copy = directory / ".ci" / "vllm"
+    copy.write_text(text, encoding="utf-8")
+    fake = directory / "bin" / "make"
+    fake.parent.mkdir()
+    fake.write_text(f'#!/bin/sh\necho "made $*"\n{make}\n', encoding="utf-8")
+    fake.chmod(0o755)
+    bash = shutil.which("bash")
+    assert bash is not None
+    env = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "TMPDIR": str(directory)}
+    env.pop("VLLM_VENV", None)
+    return subprocess.run(
+        [bash, str(copy), str(spent_s)], env=env, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"spent_s": 4000}, "66 minutes have passed and the limit is 55"),
+        ({"MIN_MEMORY_GB": "1000000"}, "GB of memory are available and it needs 1000000"),
+        ({"MIN_DISK_GB": "1000000"}, "GB of disk are free and its packages need 1000000"),
+        (
+            {"make": 'echo "WARNING: no"; echo "ERROR: No matching distribution"; exit 2'},
+            "its packages cannot be installed here: ERROR: No matching distribution",
+        ),
+        ({"make": "sleep 60", "INSTALL_S": "1"}, "0 minutes were not enough"),
+    ],
+)
+def test_a_machine_that_cannot_run_them_is_told_of_in_one_line(
+    settings: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    done = _run(tmp_path, **settings)  # type: ignore[arg-type]
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("make test-vllm: left out, because ")
+    assert line.endswith(reason)
+
+
+def test_what_was_built_by_half_does_not_stay(tmp_path: Path) -> None:
+    _run(tmp_path, make="exit 2")
+    assert not (tmp_path / ".venv-vllm").exists()
+
+
+def test_a_failing_test_fails(tmp_path: Path) -> None:
+    done = _run(tmp_path, make='case "$*" in *vllm-env) exit 0 ;; esac; exit 2')
+    assert done.returncode == 2
+    assert (tmp_path / ".venv-vllm").exists()
+
+
+def test_hanging_tests_are_interrupted(tmp_path: Path) -> None:
+    done = _run(tmp_path, make='case "$*" in *vllm-env) exit 0 ;; esac; exec sleep 60', TESTS_S="1")
+    assert done.returncode == 124
+    assert "interrupted after 0 minutes" in done.stdout
