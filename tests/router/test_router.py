@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvrelay.config import RouterConfig
@@ -357,3 +358,13 @@ def test_a_worker_that_has_not_answered_is_catching_up() -> None:
     built = Router(RouterConfig(router="kv"), 4, ManualClock(), request_replay=lambda *_: None)
     built.add_worker(worker("a"))
     assert built.index_state("a") is IndexState.CATCHING_UP
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_score_that_overflowed_is_the_last_choice(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = router("kv", "a", "b")
+    monkeypatch.setattr(built._policy, "scores", lambda candidates: np.array([bad, -7.0]))
+    assert {built.choose(request(f"r{number}")).worker_id for number in range(4)} == {"b"}
+    assert built.choose(request("last", exclude=("b",))).worker_id == "a"
+    monkeypatch.setattr(built._policy, "scores", lambda candidates: np.array([bad, bad]))
+    assert built.choose(request("all")).worker_id in ("a", "b")

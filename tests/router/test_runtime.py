@@ -29,7 +29,10 @@ def test_run_time_values_override_start_values() -> None:
     ("name", "value", "message"),
     [
         ("router", "kw", "must be one of"),
-        ("overlap_weight", "-1", "at least 0"),
+        ("overlap_weight", "-1", "between 0 and"),
+        ("overlap_weight", "1e308", "between 0 and"),
+        ("decode_weight", "1e308", "between 0 and"),
+        ("temperature", "1e308", "between 0 and"),
         ("overlap_weight", "nan", "finite"),
         ("decode_weight", "inf", "finite"),
         ("temperature", "hot", "must be float"),

@@ -214,9 +214,13 @@ class RouterConfig(Settings):
     router: Literal["kv", "kv-weights", "dynamo-v0", "round-robin", "random", "least-loaded", "power-of-two"] = setting(
         "kv", "Routing policy."
     )
-    overlap_weight: float = setting(1.0, "kv, kv-weights: credit per token of prefix overlap.", low=0)
-    decode_weight: float = setting(0.1, "kv-weights: cost per token of context in flight, in prefill tokens.", low=0)
-    temperature: float = setting(0.0, "kv, kv-weights: softmax temperature; 0: always the best worker.", low=0)
+    overlap_weight: float = setting(1.0, "kv, kv-weights: credit per token of prefix overlap.", low=0, high=1e6)
+    decode_weight: float = setting(
+        0.1, "kv-weights: cost per token of context in flight, in prefill tokens.", low=0, high=1e6
+    )
+    temperature: float = setting(
+        0.0, "kv, kv-weights: softmax temperature; 0: always the best worker.", low=0, high=1e6
+    )
     router_seed: int = setting(0, "Seed of random draws and ties.")
     kv_events: bool = setting(True, "Prefixes from the workers' events; false: guessed from placements.")
     stall_after_s: float = setting(

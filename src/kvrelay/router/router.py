@@ -44,6 +44,7 @@ _log = logging.getLogger(__name__)
 
 ANTICIPATION_S = 10.0
 MAX_CACHED_GROUPS = 1024
+WORST_COST = 1e300
 FIRST_OUTPUT, OUTPUT_SHARE = 128.0, 0.02
 """Tokens expected of an answer at first, and the weight of the latest answer in their mean."""
 
@@ -236,6 +237,9 @@ class Router:
         if len(excluded) >= len(candidates):
             raise WorkerUnavailableError("no worker can take the request")
         scores = policy.scores(candidates)
+        if not np.isfinite(scores).all():
+            # Numbers that workers publish may overflow in a product. Such a worker is the last choice, but it is one.
+            np.nan_to_num(scores, copy=False, nan=-WORST_COST, posinf=-WORST_COST, neginf=-WORST_COST)
         excluded += self._stalls.avoidable(self._config.stall_after_s, self._load.row, excluded, len(candidates))
         if excluded:
             scores[excluded] = -math.inf
