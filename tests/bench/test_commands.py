@@ -176,6 +176,26 @@ def test_interference_command(scripted: Scripted, tmp_path: Path) -> None:
     assert "two classes" in failure("interference", "--mix", "a=1/1:closed=1").message
 
 
+def test_interference_measures_goodput_at_rates(scripted: Scripted, tmp_path: Path) -> None:
+    folder = tmp_path / "goodput"
+    options = ("--mix", "chat=4/3:closed=1,long=8/2:rate=20", "--rounds", "1", "--duration", "0.2", "--only-given")
+    common = ("interference", *options, "--rates", "10,20", "--warm-up", "0", "--output-dir", folder)
+    with scripted() as server:
+        text = good(*common, "--url", f"a={server.url}")
+    report = json.loads((folder / "goodput.json").read_text())
+    assert report["kind"] == "kvrelay-bench-goodput/1"
+    assert [(point["case"], point["rate"], point["error"]) for point in report["points"]] == [
+        ("a", 10.0, None),
+        ("a", 20.0, None),
+    ]
+    assert "| rate | a |" in text
+    assert (folder / "goodput.png").read_bytes().startswith(b"\x89PNG")
+    dead = failure(*common, "--url", "b=http://127.0.0.1:9")
+    assert "2 of 2 turns failed" in dead.message
+    assert failure("interference", "--policies", "best").exit_code == 2
+    assert failure("interference", "--policies", "cost", "--rates", "0").exit_code == 2
+
+
 def test_all_runs_what_it_is_asked_and_reports_failures(tmp_path: Path) -> None:
     error = failure("all", "--short", "--only", "unheard-of", "--output-dir", tmp_path)
     assert isinstance(error, InvalidInputError)

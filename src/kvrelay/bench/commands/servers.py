@@ -158,6 +158,12 @@ DEFAULT_MIX = "chat=64/128:closed=8,long=1024/8:rate=3"
     "--case", "cases", multiple=True, metavar="NAME=COMMAND", help="Another server to start; repeatable; default: none."
 )
 @click.option("--only-given", is_flag=True, help="Leave out kvrelay's own arrangements.")
+@click.option(
+    "--policies",
+    default="",
+    help="Goodput by policy instead: cost, threshold, threshold:TOKENS, always, aggregated, separated by commas.",
+)
+@click.option("--rates", default="", help="Goodput at these rates of the second class (1/s), separated by commas.")
 @body_options
 @click.option("--vocab-size", type=int, help="Random token ids stay below this.  [default: 512]")
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -172,9 +178,18 @@ def interference_command(**given: Any) -> None:
     Runs aggregated x1, aggregated x2, 1P1D always remote, 1P1D conditional (decode-first) and 1P1D prefill-first in
     turns, and whatever is given beside them. Writes interference.json, interference.md and interference.png.
 
+    With --policies or --rates it measures goodput instead: the policies of --disagg-policy, and two aggregated workers,
+    at each rate of long prompts. Each server is started once a round. Writes goodput.json, goodput.md and goodput.png.
+
     \b
     Example: kvrelay bench interference --rounds 3 --duration 30 --url vllm=http://127.0.0.1:8001
+             kvrelay bench interference --policies cost,threshold,threshold:1024,always --rates 0.5,2,6
     """
+    if given["policies"] or given["rates"]:
+        from kvrelay.bench.goodput import measure_goodput
+
+        measure_goodput(given)
+        return
     from kvrelay.bench.interference import measure_interference
 
     measure_interference(given)

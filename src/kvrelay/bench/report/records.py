@@ -163,19 +163,29 @@ class Slo:
     itl_s: float | None = None
     e2e_s: float | None = None
 
-    def met_by(self, record: RequestRecord) -> bool:
-        """Whether the request succeeded within every limit. A figure that a request does not have meets its limit."""
+    @property
+    def limits_s(self) -> dict[str, float]:
+        """The limits that there are, by name: ttft, tpot, itl, e2e."""
+        limits = {"ttft": self.ttft_s, "tpot": self.tpot_s, "itl": self.itl_s, "e2e": self.e2e_s}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    def missed_by(self, record: RequestRecord) -> tuple[str, ...]:
+        """The names of the limits that the request exceeded, or ``failure``. A figure that a request does not have
+        meets its limit."""
         if record.outcome is not Outcome.OK:
-            return False
+            return ("failure",)
         gaps = record.gaps_s()
-        itl = float(np.percentile(gaps, 99)) if gaps.size else None
-        pairs = (
-            (self.ttft_s, record.ttft_s),
-            (self.tpot_s, record.tpot_s),
-            (self.itl_s, itl),
-            (self.e2e_s, record.e2e_s),
-        )
-        return all(limit is None or value is None or value <= limit for limit, value in pairs)
+        figures = {
+            "ttft": record.ttft_s,
+            "tpot": record.tpot_s,
+            "itl": float(np.percentile(gaps, 99)) if gaps.size else None,
+            "e2e": record.e2e_s,
+        }
+        return tuple(name for name, limit in self.limits_s.items() if (figures[name] or 0.0) > limit)
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """Whether the request succeeded within every limit."""
+        return not self.missed_by(record)
 
 
 @dataclass(frozen=True, slots=True)
