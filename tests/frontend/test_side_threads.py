@@ -13,8 +13,9 @@ from tests.frontend.doubles import Script, running
 from tests.frontend.raw_http import RawClient, send
 
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.frontend import chat_template, prompts, tokenizer
-from kvrelay.frontend.answers import START_COST, TURN_COST
+from kvrelay.frontend import chat_template, prompts, side_threads, tokenizer
+from kvrelay.frontend.answers import START_COST
+from kvrelay.frontend.loop_turns import TURN_COST
 from kvrelay.frontend.openai import requests
 from kvrelay.frontend.sequence import Sequence
 from kvrelay.frontend.side_threads import INLINE_SIZE, NUM_THREADS, Pieces, SideThreads
@@ -75,6 +76,46 @@ async def test_large_requests_take_turns(threads: SideThreads) -> None:
     assert order[-1] == "first"
 
 
+async def test_a_shorter_request_passes_longer_ones(threads: SideThreads) -> None:
+    gate = threading.Event()
+    order: list[str] = []
+    held = [asyncio.create_task(threads.call(LARGE, gate.wait)) for _ in range(NUM_THREADS)]
+    await asyncio.sleep(0)
+    long = [asyncio.create_task(threads.run(10 * LARGE, pieces(2, order, "long"))) for _ in range(20)]
+    await asyncio.sleep(0)
+    short = asyncio.create_task(threads.run(LARGE, pieces(2, order, "short")))
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*long, short, *held)
+    assert order.index("short") <= 2
+    assert order.count("long") == 40
+
+
+async def test_waiting_pieces_end_when_the_threads_close() -> None:
+    threads, gate = SideThreads(), threading.Event()
+    held = [asyncio.create_task(threads.call(LARGE, gate.wait)) for _ in range(NUM_THREADS)]
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(threads.call(LARGE, threading.current_thread))
+    await asyncio.sleep(0)
+    threads.close()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    gate.set()
+    await asyncio.gather(*held)
+
+
+async def test_a_completion_of_some_length_is_parsed_on_the_loop(threads: SideThreads) -> None:
+    here = threading.current_thread()
+    assert await threads.parse(LARGE, threading.current_thread) is here
+    assert await threads.parse(side_threads.LOOP_SIZE, threading.current_thread) is here
+    assert await threads.parse(side_threads.LOOP_SIZE + 1, threading.current_thread) is not here
+    names: list[str] = []
+    assert await threads.run(side_threads.LOOP_SIZE, pieces(3, names), is_light=True) == 3
+    assert await threads.run(side_threads.LOOP_SIZE + 1, pieces(1, names), is_light=True) == 1
+    assert names[:3] == [here.name] * 3
+    assert names[3].startswith("side")
+
+
 async def test_work_that_is_not_wanted_any_more_ends(threads: SideThreads) -> None:
     names: list[str] = []
 
@@ -105,6 +146,7 @@ async def test_nothing_of_a_large_body_is_worked_on_in_the_loop(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, object]
 ) -> None:
     """Parsing, templates and tokenizing, whichever the request needs: all that takes longer for a larger body."""
+    monkeypatch.setattr(side_threads, "LOOP_SIZE", INLINE_SIZE)
     seen: dict[str, set[str]] = {}
 
     def spy(owner: object, name: str) -> None:

@@ -21,7 +21,7 @@ from kvrelay.core.log_limit import LogLimit
 from kvrelay.core.messages import AbortRequest, AdminReply, Message, Ping, Pong
 from kvrelay.errors import ConfigError, WorkerUnavailableError
 from kvrelay.rpc import CurveKeys, Heartbeat, Peer, ZmqRpcClient, ZmqRpcServer, new_curve_keys, zmq_socket
-from kvrelay.rpc.zmq_socket import HIGH_WATER_MARK, Endpoint
+from kvrelay.rpc.zmq_socket import HIGH_WATER_MARK, READ_BYTES, Endpoint
 
 PATIENT = Heartbeat(interval_s=30.0, timeout_s=120.0)
 """A receiver that is paused for long is not yet given up."""
@@ -219,7 +219,7 @@ def test_messages_wait_for_a_handler_without_spinning(monkeypatch: pytest.Monkey
             num_turns = 0
             real = ZmqRpcClient._receive_one
 
-            def counted(client: ZmqRpcClient) -> bool:
+            def counted(client: ZmqRpcClient) -> int | None:
                 nonlocal num_turns
                 num_turns += 1
                 return real(client)
@@ -231,6 +231,26 @@ def test_messages_wait_for_a_handler_without_spinning(monkeypatch: pytest.Monkey
             received: list[Message] = []
             client.on_message(received.append)
             await eventually(lambda: received == [Pong(7, "w")])
+
+    asyncio.run(scenario())
+
+
+def test_a_burst_of_large_messages_is_read_over_many_turns_of_the_loop() -> None:
+    """So that what the loop sends and receives elsewhere does not wait for all of them."""
+    num_messages = 40
+
+    async def scenario() -> None:
+        now, read_at = 0, []
+        async with started(ZmqRpcServer()) as server, connected(ZmqRpcClient(server.address)) as client:
+            client.send(Ping(1))
+            await eventually(lambda: bool(server.peers))
+            server.on_message(lambda peer, message: read_at.append(now))
+            for _ in range(num_messages):
+                client.send(AbortRequest("x" * READ_BYTES))
+            while len(read_at) < num_messages:
+                await asyncio.sleep(0)
+                now += 1
+        assert max(read_at.count(turn) for turn in set(read_at)) == 1
 
     asyncio.run(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvrelay.core.token_ids import are_below
 from kvrelay.engine.request import Request
 from kvrelay.errors import InvalidInputError, PromptTooLongError
 
@@ -15,7 +16,7 @@ def check_tokens(request: Request, *, is_running: bool, vocab_size: int, max_mod
         raise InvalidInputError(f"request {request.request_id} is running already", param="request_id")
     if not request.num_prompt_tokens:
         raise InvalidInputError("the prompt is empty", param="prompt")
-    if min(request.token_ids) < 0 or max(request.token_ids) >= vocab_size:
+    if not are_below(request.token_ids, vocab_size):
         raise InvalidInputError(f"prompt tokens must be between 0 and {vocab_size - 1}", param="prompt")
     num_answer_tokens = 0 if request.is_prefill_only else 1
     if len(request.token_ids) + num_answer_tokens - min(request.num_output_tokens, 1) > max_model_len:

@@ -13,6 +13,7 @@ from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.errors import KvrelayError
 from kvrelay.frontend.access_log import Generated
 from kvrelay.frontend.http import Exchange
+from kvrelay.frontend.loop_turns import LoopTurns
 from kvrelay.frontend.openai.answer import AnswerFormat, Choice, Finish, PromptTokensDetails, Usage
 from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.plan import GenerationPlan
@@ -20,8 +21,9 @@ from kvrelay.frontend.sequence import Sequence
 
 NUM_ALTERNATIVES = 20
 START_COST = 1024
-TURN_COST = 2**16
-"""Tokens that are hashed, routed and sent in one turn of the loop, about 3 ms; a sequence costs as much as 1,024."""
+"""Starting a sequence costs as much as hashing, routing and sending so many tokens."""
+SHORT_COST = 2 * START_COST
+"""A request of one sequence up to this cost waits for no turn of the loop."""
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
 
@@ -34,23 +36,23 @@ class Answer:
         self.sequences: list[Sequence] = []
         self._num_open = 0
 
-    async def start(self, sequences: Iterable[Sequence], num_sequences: int) -> None:
-        """Place all sequences, a few per turn of the loop. Returns early if one of them has failed.
+    async def start(self, sequences: Iterable[Sequence], num_sequences: int, turns: LoopTurns) -> None:
+        """Place all sequences, each in a turn of the loop that has room for it. Returns early if one of them has
+        failed.
 
         Raises RetryElsewhereError; the sequences that were already placed are then cancelled.
         """
         self._num_open = num_sequences
-        cost = 0
         try:
             for sequence in sequences:
-                self.sequences.append(sequence)
-                sequence.start()
-                cost += START_COST + len(sequence.prompt_token_ids)
-                if cost >= TURN_COST:
-                    cost = 0
-                    await asyncio.sleep(0)
+                cost = START_COST + len(sequence.prompt_token_ids)
+                is_short = num_sequences == 1 and cost <= SHORT_COST
+                if not is_short:
+                    await turns.take(cost)
                     if self.done.done():
                         return
+                self.sequences.append(sequence)
+                sequence.start()
         except BaseException:
             self.cancel()
             raise

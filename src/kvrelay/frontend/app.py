@@ -275,7 +275,9 @@ class FrontendApp:
 
     async def _tokenize(self, exchange: Exchange, request_id: str) -> None:
         size = len(exchange.request.body)
-        request = await self._threads.call(size, parse_body, exchange.request.body, TokenizeRequest, self._fields.check)
+        request = await self._threads.parse(
+            size, parse_body, exchange.request.body, TokenizeRequest, self._fields.check
+        )
         exchange.drop_body()
         model = self._cluster.model(request.model)
         tokens = await self._threads.run(size, tokenized(request, model), partial(require_client, exchange))
@@ -284,7 +286,7 @@ class FrontendApp:
 
     async def _detokenize(self, exchange: Exchange, request_id: str) -> None:
         size = len(exchange.request.body)
-        request = await self._threads.call(
+        request = await self._threads.parse(
             size, parse_body, exchange.request.body, DetokenizeRequest, self._fields.check
         )
         exchange.drop_body()

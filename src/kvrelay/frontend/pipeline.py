@@ -47,7 +47,7 @@ from kvrelay.frontend.openai.plan import (
     plan_chat,
     plan_completion,
 )
-from kvrelay.frontend.openai.requests import ChatCompletionRequest, GenerationFields
+from kvrelay.frontend.openai.requests import ChatCompletionRequest, GenerationFields, has_short_fields
 from kvrelay.frontend.pairs import ORDER_HEADER, read_order
 from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts, read_completion
 from kvrelay.frontend.sequence import Sequence
@@ -84,13 +84,14 @@ class Pipeline:
     async def complete(self, exchange: Exchange, request_id: str) -> None:
         """``/v1/completions``. Raises KvrelayError before the answer has begun."""
         size = len(exchange.request.body)
-        request, items = await self._threads.call(
+        request, items = await self._threads.parse(
             size, read_completion, exchange.request.body, self._config.max_prompts, self._fields.check
         )
         exchange.drop_body()
         model = self._cluster.model(request.model)
+        plan_size = 0 if has_short_fields(request) else size
         plan = await self._threads.call(
-            size, plan_completion, request, model.tokenizer.default_sampling, self._config.max_n
+            plan_size, plan_completion, request, model.tokenizer.default_sampling, self._config.max_n
         )
         plan.check(model.vocab_size)
         with self._admission.admitted(plan.n * len(items)):
@@ -100,6 +101,7 @@ class Pipeline:
                 completion_prompts(
                     items, model, plan.add_special_tokens, with_texts=plan.echo, keep_last=plan.keep_last
                 ),
+                is_light=not plan.echo and all(isinstance(item, list) for item in items),
             )
             echoes = None
             if plan.echo:
@@ -166,9 +168,11 @@ class Pipeline:
             plan = replace(plan, skip_special_tokens=False)
         return form, plan
 
-    async def _prepared(self, exchange: Exchange, size: int, work: Pieces[list[Prompt]]) -> list[Prompt]:
+    async def _prepared(
+        self, exchange: Exchange, size: int, work: Pieces[list[Prompt]], is_light: bool = False
+    ) -> list[Prompt]:
         """The prompts of a request whose body has ``size`` bytes, unless its client goes away meanwhile."""
-        return await self._threads.run(size, work, partial(require_client, exchange))
+        return await self._threads.run(size, work, partial(require_client, exchange), is_light=is_light)
 
     async def _generate(
         self,
@@ -223,7 +227,7 @@ class Pipeline:
         exchange.on_gone(answer.gone)
         try:
             async with asyncio.timeout(timeout_s):
-                await answer.start(sequences, num_sequences)
+                await answer.start(sequences, num_sequences, self._threads.turns)
                 await answer.done
         except TimeoutError as exc:
             raise DeadlineError(f"the request ran past its deadline of {timeout_s:g} s") from exc

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvrelay.core.token_ids import are_below, are_token_ids
 from kvrelay.errors import InvalidInputError, PromptTooLongError
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.bounds import MAX_TOKENIZED_CHARS
@@ -172,9 +173,9 @@ def render_chat(
 def _split(prompt: str | list[str | int | list[int]]) -> list[PromptItem]:
     if isinstance(prompt, str):
         return [prompt]
-    kinds = set(map(type, prompt))
-    if kinds == {int}:
+    if are_token_ids(prompt):
         return [prompt]  # type: ignore[list-item]
+    kinds = set(map(type, prompt))
     if len(kinds) != 1:
         what = "must not be empty" if not kinds else "must be all texts, all token ids or all lists of token ids"
         raise InvalidInputError(f"prompt {what}", param="prompt")
@@ -223,7 +224,7 @@ def _not_empty(token_ids: list[int]) -> tuple[int, ...]:
 
 
 def _check_ids(token_ids: list[int], model: Model, param: str) -> None:
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= model.vocab_size):
+    if not are_below(token_ids, model.vocab_size):
         raise InvalidInputError(f"token ids must be between 0 and {model.vocab_size - 1}", param=param)
 
 

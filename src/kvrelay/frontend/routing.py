@@ -93,7 +93,7 @@ class RoutingEndpoints:
     async def explain(self, exchange: Exchange, request_id: str) -> None:
         """The decision on a completion request with one prompt. Raises InvalidInputError, WorkerUnavailableError."""
         size = len(exchange.request.body)
-        request, items = await self._threads.call(size, read_completion, exchange.request.body, 1, self._fields.check)
+        request, items = await self._threads.parse(size, read_completion, exchange.request.body, 1, self._fields.check)
         exchange.drop_body()
         model = self._cluster.model(request.model)
         add_special_tokens = request.add_special_tokens is not False

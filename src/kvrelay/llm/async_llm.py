@@ -19,6 +19,7 @@ from kvrelay.core.messages import AdminRequest
 from kvrelay.errors import EngineDeadError, InvalidInputError, KvrelayError, WorkerUnavailableError
 from kvrelay.frontend.answers import Answer, CollectedAnswer
 from kvrelay.frontend.choices import sequences_of
+from kvrelay.frontend.loop_turns import LoopTurns
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import Choice, Finish
@@ -66,6 +67,7 @@ class AsyncLLM:
     ) -> None:
         self._cluster = EmbeddedCluster(embedded_settings(model, prefill, decode, engine, settings))
         self._metrics = FrontendMetrics()
+        self._turns = LoopTurns()
 
     async def start(self) -> AsyncLLM:
         """Load the model. Returns self."""
@@ -136,7 +138,7 @@ class AsyncLLM:
         answer = _StreamedAnswer(plan)
         try:
             with _engines_lost():
-                await answer.start(self._sequences(given, model, plan, answer), plan.n)
+                await answer.start(self._sequences(given, model, plan, answer), plan.n, self._turns)
             while answer.num_open:
                 with _engines_lost():
                     delta = await answer.next()
@@ -163,7 +165,7 @@ class AsyncLLM:
         answer, start_s = CollectedAnswer(plan), time.monotonic()
         try:
             with _engines_lost():
-                await answer.start(self._sequences(prompt, model, plan, answer), plan.n)
+                await answer.start(self._sequences(prompt, model, plan, answer), plan.n, self._turns)
                 await answer.done
         finally:
             answer.cancel()

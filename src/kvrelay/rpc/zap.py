@@ -48,20 +48,21 @@ class ZapHandler:
         self._reader.close()
         self._socket.close(linger=0)
 
-    def _receive_one(self) -> bool:
+    def _receive_one(self) -> int | None:
         try:
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
-            return False
+            return None
+        size = sum(map(len, frames))
         if len(frames) != NUM_REQUEST_FRAMES or frames[2] != VERSION:
             _log.error("libzmq asked for admission in %d frames of an unknown version", len(frames))
-            return True
+            return size
         mechanism, key = frames[7], frames[8]
         if mechanism != b"CURVE" or len(key) != KEY_BYTES or len(self._undecided) >= MAX_UNDECIDED:
             self._answer(frames, None)
-            return True
+            return size
         self._undecided.spawn(self._decide(frames, z85.encode(key).decode()))
-        return True
+        return size
 
     async def _decide(self, frames: list[bytes], public_key: str) -> None:
         identity = None

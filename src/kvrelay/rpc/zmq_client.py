@@ -144,24 +144,25 @@ class ZmqRpcClient:
             endpoint.use_curve(self._curve_keys or new_curve_keys(), self._server_key)
         socket.connect(self.address)
 
-    def _receive_one(self) -> bool:
+    def _receive_one(self) -> int | None:
         endpoint = self._endpoint
         if endpoint is None:
-            return False
+            return None
         if self._on_message is None:
             # Received messages wait, but the descriptor must be reset, or it wakes the loop for ever.
             endpoint.socket.getsockopt(zmq.EVENTS)
-            return False
+            return None
         frames = endpoint.receive()
         if frames is None:
-            return False
+            return None
+        size = sum(map(len, frames))
         if frames == [PROBE_FRAME]:
-            return True
+            return size
         if frames == [FAREWELL_FRAME]:
             if self._state is _State.CONNECTED:
                 _log.warning("%s has ended the connection", self.address)
                 self._lose()
-            return True
+            return size
         try:
             if len(frames) != 1:
                 raise ProtocolError(f"a message of {len(frames)} frames instead of one")
@@ -169,9 +170,9 @@ class ZmqRpcClient:
         except ProtocolError as exc:
             self.num_malformed += 1
             _log.warning("dropped a frame from %s: %s (%d so far)", self.address, exc, self.num_malformed)
-            return True
+            return size
         self._on_message(message)
-        return True
+        return size
 
     def _on_event(self, event: zmq.Event) -> None:
         if event is zmq.Event.HANDSHAKE_SUCCEEDED:

@@ -176,13 +176,14 @@ class ZmqRpcServer:
             host = sockets.gethostname()
         self._address = f"tcp://{host}:{port}"
 
-    def _receive_one(self) -> bool:
+    def _receive_one(self) -> int | None:
         frames = self._endpoint.receive_frames() if self._endpoint is not None else None
         if frames is None:
-            return False
+            return None
+        size = sum([len(frame) for frame in frames])
         peer = Peer(frames[0].bytes)
         if peer in self._parting:
-            return True
+            return size
         self._heard(peer, str(frames[-1].get(IDENTITY)) if self._zap is not None else "")
         try:
             if len(frames) != 2:
@@ -191,10 +192,10 @@ class ZmqRpcServer:
         except ProtocolError as exc:
             self.num_malformed += 1
             _log.warning("dropped a frame from peer %.16s: %s (%d so far)", peer.hex(), exc, self.num_malformed)
-            return True
+            return size
         if self._on_message is not None:
             self._on_message(peer, message)
-        return True
+        return size
 
     def _heard(self, peer: Peer, identity: str) -> None:
         """A client chooses its routing id, so it may take the id of another client that has just left."""

@@ -10,6 +10,7 @@ future and no task per message.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ from kvrelay.rpc.heartbeat import Heartbeat
 HIGH_WATER_MARK = 10_000
 LINGER_MS = 250
 READ_BUDGET = 256
+READ_BYTES = 2**16
+"""Messages and bytes that are read in one turn of the loop. Decoding a prompt of 8,000 tokens, 19 kB, takes 0.15 ms."""
 DRAIN_BUDGET = 50_000
 
 PROBE_FRAME = b"\x00"
@@ -57,9 +60,10 @@ def _configure(socket: zmq.Socket[bytes], heartbeat: Heartbeat) -> None:
 
 
 class SocketReader:
-    """Calls ``receive_one`` whenever the socket may have something, until it returns False (nothing left)."""
+    """Calls ``receive_one`` whenever the socket may have something, until it returns None (nothing left) instead of a
+    message's size in bytes. A burst of messages is read over several turns of the loop."""
 
-    def __init__(self, socket: zmq.Socket[bytes], receive_one: Callable[[], bool]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], receive_one: Callable[[], int | None]) -> None:
         self._fd = int(socket.FD)
         self._receive_one = receive_one
         self._loop = asyncio.get_running_loop()
@@ -74,9 +78,17 @@ class SocketReader:
             self._is_scheduled = True
             self._loop.call_soon(self._drain)
 
-    def drain(self, budget: int = DRAIN_BUDGET) -> bool:
-        """Read up to ``budget`` messages now. True when nothing is left."""
-        return any(self._is_closed or not self._receive_one() for _ in range(budget))
+    def drain(self, budget: int = DRAIN_BUDGET, max_bytes: float = math.inf) -> bool:
+        """Read up to ``budget`` messages now, and none after ``max_bytes``. True when nothing is left."""
+        num_bytes = 0
+        for _ in range(budget):
+            size = None if self._is_closed else self._receive_one()
+            if size is None:
+                return True
+            num_bytes += size
+            if num_bytes >= max_bytes:
+                return False
+        return False
 
     def close(self) -> None:
         if not self._is_closed:
@@ -87,7 +99,7 @@ class SocketReader:
         self._is_scheduled = False
         is_empty = False
         try:
-            is_empty = self.drain(READ_BUDGET)
+            is_empty = self.drain(READ_BUDGET, READ_BYTES)
         finally:
             # Also after a handler that raised: the edge is gone, and nothing else would trigger another read.
             if not is_empty:
@@ -109,27 +121,27 @@ class ConnectionMonitor:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 
-    def _receive_one(self) -> bool:
+    def _receive_one(self) -> int | None:
         try:
             frames = self._monitor.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
-            return False
+            return None
         self._handler(zmq.Event(parse_monitor_message(frames)["event"]))
-        return True
+        return len(frames[0])
 
 
 class Endpoint:
     """A socket in a context (with an I/O thread) of its own; not bound or connected yet. Ends with ``close``.
 
-    ``receive_one`` is called whenever there may be a message, until it returns False (nothing left). ``on_event`` is
-    called for each event that is in ``events``.
+    ``receive_one`` is called whenever there may be a message, until it returns None (nothing left) instead of the
+    message's size. ``on_event`` is called for each event that is in ``events``.
     """
 
     def __init__(
         self,
         socket_type: zmq.SocketType,
         heartbeat: Heartbeat,
-        receive_one: Callable[[], bool],
+        receive_one: Callable[[], int | None],
         events: int,
         on_event: Callable[[zmq.Event], None],
     ) -> None:

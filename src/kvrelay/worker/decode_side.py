@@ -30,6 +30,7 @@ from kvrelay.core.messages import (
 )
 from kvrelay.core.pair_id import parse_pair_id
 from kvrelay.core.return_times import ReturnTimes
+from kvrelay.core.shortest_first import ShortestFirst
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.admission.control import AdmissionControl
@@ -50,7 +51,6 @@ from kvrelay.handoff.disagg import DisaggPolicy, PrefillPlace
 from kvrelay.handoff.placement import CostPlacement, Decision
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
-from kvrelay.worker.arrivals import Arrivals
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.incoming import IncomingHandoffs
 from kvrelay.worker.outputs import send_outputs
@@ -130,7 +130,7 @@ class DecodeSide:
             term=term,
             on_arrived=self.placement.prefill_took,
         )
-        self._arrivals: Arrivals[_Arrival] = Arrivals()
+        self._arrivals: ShortestFirst[_Arrival] = ShortestFirst()
         self._arrival_of: dict[str, int] = {}
         self._numbers = itertools.count(1)
         self._peer_of: dict[str, Peer] = {}

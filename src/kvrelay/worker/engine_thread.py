@@ -35,7 +35,7 @@ EngineCallback = Callable[[Engine], object]
 _log = logging.getLogger(__name__)
 
 
-INBOX_S = 0.01
+INBOX_S = 0.003
 """Time between two steps for the inbox: a burst of long prompts takes long to take in, and answers go on meanwhile."""
 LOAD_INTERVAL_S = 0.05
 """Shortest interval of load samples while the engine works."""

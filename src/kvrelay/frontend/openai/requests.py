@@ -101,6 +101,16 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     logprobs: int | None = None
 
 
+_BOUNDED = frozenset({"prompt", "model", "cache_salt"})
+_SHORT_TYPES = (bool, int, float, StreamOptions, type(None))
+
+
+def has_short_fields(request: CompletionRequest) -> bool:
+    """Whether no field but the prompt can be long, so that planning the answer takes next to no time."""
+    names = request.__struct_fields__
+    return all(name in _BOUNDED or isinstance(getattr(request, name), _SHORT_TYPES) for name in names)
+
+
 class TextPart(msgspec.Struct, frozen=True):
     """A part of a message's content; only ``type: text`` can be served."""
 
