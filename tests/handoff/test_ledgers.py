@@ -325,6 +325,15 @@ def test_a_request_that_ends_while_its_engine_fetches_waits_for_the_end_of_that(
     assert not ledger.handoffs
 
 
+def test_kv_that_no_request_fetches_is_discarded_unless_it_is_being_fetched() -> None:
+    ledger, ready = engine_pull()
+    released = de.Released(HandoffReleased("h", "p", None, PARAMS))
+    ledger.handle(ready, 2.0)
+    assert ledger.handle(released, 2.5) == []
+    ledger.handle(de.ReadEnded("h", 1, False), 3.0)
+    assert ledger.handle(released, 4.0) == [de.Discard("h", PARAMS)]
+
+
 # -- the prefill side -------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +380,27 @@ def test_kv_transfer_params_that_no_one_uses_are_given_up() -> None:
     ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3)), 2.0)
     actions = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 3.0)
     assert actions[:2] == [pe.StopComputing("h"), pe.FreeBlocks("h")]
+    release = HandoffReleased("h", "p", EndReason.ABANDONED, PARAMS)
+    assert actions[-1] == pe.SayReleased("d", release), "only D's engine can have it freed"
+
+
+def test_kv_that_was_computed_for_a_refused_claim_is_given_back_too() -> None:
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
+    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
+    ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, ()), kv_transfer_params=PARAMS), 1.0)
+    actions = ledger.handle(pe.Refused(HandoffRefused("h", RefusalReason.UNKNOWN)), 2.0)
+    assert actions[-1] == pe.SayReleased("d", HandoffReleased("h", "p", EndReason.REFUSED, PARAMS))
+    ledger.handle(pe.ReleaseHeard("h"), 3.0)
+    assert not ledger.handoffs
+
+
+def test_kv_that_is_computed_after_the_stop_is_given_back() -> None:
+    ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
+    ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
+    actions = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 2.0)
+    assert actions[-1] == pe.SayReleased("d", HandoffReleased("h", "p", EndReason.ABANDONED))
+    actions = ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, ()), kv_transfer_params=PARAMS), 3.0)
+    assert actions == [pe.SayReleased("d", HandoffReleased("h", "p", EndReason.ABANDONED, PARAMS))]
 
 
 def test_an_engine_that_only_takes_blocks_gets_no_kv_transfer_params() -> None:

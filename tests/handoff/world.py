@@ -407,6 +407,8 @@ class World(Hazards, Memory):
                 d.todo += (("verify", action.handoff_id, action.generation, action.block_ids),)
             case de.EndLoan():
                 self._end_loan(action)
+            case de.Discard():
+                pass
             case de.Resume():
                 self._resume(action)
             case de.ComputeHere():

@@ -178,12 +178,14 @@ class HandoffReleased(msgspec.Struct, frozen=True, tag=True):
     """P to D: P touches no block of this hand-off any more, under any past or future grant, and never claims it
     again.
 
-    ``error`` is the reason, for the log.
+    ``error`` is the reason, for the log. ``kv_transfer_params``: P's engine has computed KV that D's engine has not
+    fetched; only D's can tell it to free that.
     """
 
     handoff_id: HandoffId
     prefill_worker_id: str
     error: str | None = None
+    kv_transfer_params: bytes | None = None
 
 
 class HandoffProgress(msgspec.Struct, frozen=True, tag=True):

@@ -30,6 +30,7 @@ blocks. Its hand-offs carry what the prefill worker's engine says to the decode 
     decode side    add_request(REMOTE) ... StepOutput.remote_prefills    the request waits; there are no blocks
                    fetch_handoff ... StepOutput.fetched_handoffs         get the KV and continue; it has come, or not
                    compute_handoff_here                                  after a failed fetch, or if no KV will come
+                   discard_kv                                            a prefill worker has KV that no one fetches
     prefill side   add_request(HANDOFF) ... StepOutput.handoff_chunks    one, with kv_transfer_params
                    sending_finished / abort                              the KV was fetched / it will not be: free it
 
@@ -90,6 +91,9 @@ class Engine(Protocol):
         """Only with ``moves_kv``: get the KV of the waiting request, and continue it with a first token of its own.
         ``StepOutput.fetched_handoffs`` tells the end, exactly once. False: no request waits for it, and nothing
         follows."""
+
+    def discard_kv(self, kv_transfer_params: bytes) -> None:
+        """Only with ``moves_kv``: no request will fetch this KV. Tell the engine that keeps it; tries once."""
 
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
         """No KV will arrive: the request, if it still waits, is computed here in other blocks."""

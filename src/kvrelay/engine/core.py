@@ -270,6 +270,9 @@ class EngineCore:
         """Workers move this engine's KV, so no peer offers it any other way."""
         return False
 
+    def discard_kv(self, kv_transfer_params: bytes) -> None:
+        """No peer keeps KV for this engine."""
+
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
         """No KV will arrive: the request, if it still waits, is computed here in other blocks."""
         request = self._remote.pop(handoff_id, None)

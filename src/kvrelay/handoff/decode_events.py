@@ -298,6 +298,13 @@ class Resume(Value, frozen=True):
     message: HandoffDone | HandoffReady
 
 
+class Discard(Value, frozen=True):
+    """P's engine keeps KV that our engine has not fetched and will not: let it be freed. May come twice."""
+
+    handoff_id: HandoffId
+    kv_transfer_params: bytes
+
+
 class ComputeHere(Value, frozen=True):
     """No KV will arrive. A loan that is still out keeps its blocks: use others."""
 
@@ -306,4 +313,6 @@ class ComputeHere(Value, frozen=True):
     reason: EndReason
 
 
-DecodeAction = Push | Allocate | ChecksumHits | SendGrant | Send | Read | Verify | EndLoan | Resume | ComputeHere
+DecodeAction = (
+    Push | Allocate | ChecksumHits | SendGrant | Send | Read | Verify | EndLoan | Resume | Discard | ComputeHere
+)

@@ -23,6 +23,7 @@ from kvrelay.handoff.decode_events import (
     ConnectionLost,
     DecodeAction,
     DecodeEvent,
+    Discard,
     Done,
     Expected,
     GrantNotSent,
@@ -285,9 +286,12 @@ class DecodeLedger:
         early = self.early.pop((message.handoff_id, message.prefill_worker_id), None)
         if message.handoff_id not in self.handoffs:
             is_awaited = early is not None or self.expected.get(message.handoff_id) == message.prefill_worker_id
-            self.counters.num_stale += not is_awaited
+            self.counters.num_stale += not (is_awaited or message.kv_transfer_params is not None)
             # Its request may still come, and its claim, which the release has overtaken on another connection.
             self._decline(message.handoff_id, message.prefill_worker_id)
+        handoff = self.handoffs.get(message.handoff_id)
+        if message.kv_transfer_params is not None and not (handoff is not None and handoff.is_touched):
+            turn.out.append(Discard(message.handoff_id, message.kv_transfer_params))
         return self._one(
             message.handoff_id,
             lambda handoff: handoff.released(message.prefill_worker_id, EndReason.RELEASED, turn),

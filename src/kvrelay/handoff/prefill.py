@@ -141,12 +141,16 @@ class PrefillHandoff(PrefillEnds):
 
     def chunk_computed(self, chunk: ChunkComputed, turn: Turn) -> None:
         """Another chunk is computed."""
+        self.kv_transfer_params = chunk.kv_transfer_params
         if chunk.is_last:
             self._computed(turn)
         if self.state is PrefillState.CLAIMING:
             self.chunks = (*self.chunks, chunk)
         elif self.state is PrefillState.SENDING:
             self._send(chunk, turn)
+        elif self.state is PrefillState.RELEASING and chunk.kv_transfer_params is not None:
+            # It was computed when we had stopped already.
+            self._say_released(turn)
 
     # -- hits are read ------------------------------------------------------------------------------------------------
 

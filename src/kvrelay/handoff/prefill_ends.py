@@ -70,6 +70,8 @@ class PrefillEnds:
     held: tuple[int, ...] = ()
     """Pull: our blocks that D lacks, in the order of the request."""
     ready: HandoffReady | None = None
+    kv_transfer_params: bytes | None = None
+    """Of an engine that moves KV itself: it has computed KV that D has not reported as fetched."""
     has_blocks: bool = True
     reason: EndReason | None = None
     num_said: int = 0
@@ -141,7 +143,8 @@ class PrefillEnds:
             self._end(turn)
         elif self.state is PrefillState.STOPPING:
             self._free(turn)
-            if self.reason in (EndReason.REFUSED, EndReason.UNREACHABLE):
+            is_kept = self.kv_transfer_params is not None
+            if self.reason is EndReason.UNREACHABLE or (self.reason is EndReason.REFUSED and not is_kept):
                 self._move(PrefillState.ENDED)
             else:
                 self.over_s = turn.now_s
@@ -228,7 +231,7 @@ class PrefillEnds:
         self.due_s = turn.now_s + min(rules.release_repeat_s * 2.0**self.num_said, rules.max_release_repeat_s)
         self.num_said = min(self.num_said + 1, MAX_DOUBLINGS)
         error = None if self.reason is None else self.reason.value
-        release = HandoffReleased(self.handoff_id, rules.worker_id, error)
+        release = HandoffReleased(self.handoff_id, rules.worker_id, error, self.kv_transfer_params)
         turn.out.append(SayReleased(self.decode_worker_id, release))
 
     def _move(self, state: PrefillState) -> None:

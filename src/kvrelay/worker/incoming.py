@@ -13,6 +13,7 @@ The rules of the protocol are in ``kvrelay/handoff``. This module does not know 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
@@ -35,6 +36,8 @@ from kvrelay.worker.driver import LedgerDriver
 from kvrelay.worker.stats import DecodeStats
 
 _log = logging.getLogger(__name__)
+
+MAX_FETCHED = 1024
 
 
 def _ignore(request_id: str, prefill_s: float) -> None:
@@ -76,6 +79,9 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self._prefills: dict[HandoffId, RemotePrefillRequest] = {}
         self._fetching: dict[HandoffId, int] = {}
         """Hand-offs whose KV the engine gets by itself, with the generation of their grants."""
+        self._fetched_ids: OrderedDict[HandoffId, None] = OrderedDict()
+        """Hand-offs whose KV was fetched or discarded, the latest of them: a release may be repeated. Of the engine
+        thread."""
         self._num_polled_for = 0
         self._num_stale = 0
         super().__init__(
@@ -92,6 +98,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
                 de.Verify: self._verify,
                 de.EndLoan: self._end_loan,
                 de.Resume: lambda action: self._engine.post(partial(self._resume, action)),
+                de.Discard: self._discard,
                 de.ComputeHere: self._compute_here,
             },
         )
@@ -141,7 +148,17 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             self._fetched(handoff_id, ok)
 
     def _fetched(self, handoff_id: HandoffId, ok: bool) -> None:
+        if ok:
+            self._is_fetched(handoff_id)
         self.handle(de.ReadEnded(handoff_id, self._fetching.pop(handoff_id), ok))
+
+    def _is_fetched(self, handoff_id: HandoffId) -> bool:
+        """Whether this was known; from now on it is."""
+        is_known = handoff_id in self._fetched_ids
+        self._fetched_ids[handoff_id] = None
+        if len(self._fetched_ids) > MAX_FETCHED:
+            self._fetched_ids.popitem(last=False)
+        return is_known
 
     def _resume(self, action: de.Resume, core: Engine) -> None:
         message = action.message
@@ -191,6 +208,13 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
         self._fetching[action.handoff_id] = action.generation
         self._engine.post(fetch)
+
+    def _discard(self, action: de.Discard) -> None:
+        def discard(core: Engine) -> None:
+            if not self._is_fetched(action.handoff_id):
+                core.discard_kv(action.kv_transfer_params)
+
+        self._engine.post(discard)
 
     def _checksum_hits(self, action: de.ChecksumHits) -> None:
         def checksummed(checksums: tuple[int, ...] | None) -> None:

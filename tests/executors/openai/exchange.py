@@ -26,6 +26,8 @@ class VllmExchange:
     num_prefilled: int = 0
     num_fetched: int = 0
     num_local: int = 0
+    num_discarded: int = 0
+    """Fetched by a request of one token, which only frees the blocks."""
     errors: list[str] = field(default_factory=list)
     is_held: bool = False
     """Prefills wait."""
@@ -71,6 +73,9 @@ class VllmExchange:
 
     def _fetch(self, body: Body, params: Body) -> Body | None:
         kept = self.kept.pop(params["remote_request_id"], None)
+        if kept is not None and not body["stream"] and len(body["prompt"]) == body["max_tokens"] == 1:
+            self.num_discarded += 1
+            return {}
         if kept != body["prompt"] or not params["do_remote_prefill"] or not params["remote_block_ids"]:
             self.errors.append(f"a fetch of {params} for {body['prompt']}, where {kept} is kept")
         if self.loses_kv:

@@ -139,7 +139,7 @@ class ScriptedServer:
         """The answer in one piece."""
         *events, last = self._events(body)
         choices = [event["choices"][0] for event in events]
-        token_ids = [token for choice in choices for token in choice["token_ids"]]
+        token_ids = [token for choice in choices for token in choice.get("token_ids", ())]
         return {**last, "choices": [{**choices[-1], "logprobs": None, "token_ids": token_ids}]}
 
     def _events(self, body: dict[str, Any]) -> Iterator[Event]:

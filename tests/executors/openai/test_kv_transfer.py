@@ -74,6 +74,14 @@ def test_params_on_which_vllm_would_end_do_not_reach_it(params: bytes) -> None:
         VllmTransfer().decode_body(BODY, params)
 
 
+def test_kv_that_is_not_needed_is_fetched_by_a_request_of_one_token() -> None:
+    body = VllmTransfer().discard_body("m", VllmTransfer().params_of(ANSWER))
+    assert body is not None
+    assert (body["model"], len(body["prompt"]), body["max_tokens"], body["stream"]) == ("m", 1, 1, False)
+    assert body["kv_transfer_params"]["x"] == 2
+    assert SglangTransfer("h", 1).discard_body("m", b"{}") is None
+
+
 def test_both_servers_of_sglang_get_one_room() -> None:
     transfer = SglangTransfer("p.example", 9001)
     body, params = transfer.prefill_body(BODY)

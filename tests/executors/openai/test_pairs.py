@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import pytest
 from tests.executors.openai.exchange import SglangExchange, VllmExchange
@@ -14,10 +15,15 @@ from tests.patience import PATIENCE_S
 from tests.worker.cluster import VOCAB_SIZE, Client, Cluster, Node, cluster, expected, prompt
 
 from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig
+from kvrelay.core.handoff import HandoffId, HandoffReleased
+from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerRole
 from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engine.base import HandoffChunk
 from kvrelay.engine.contract import EngineHost
+from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.executors import ExecutorSettings, build_host
+from kvrelay.handoff import decode_events as de
 
 CONFIG = EngineConfig(num_blocks=512, max_num_seqs=16)
 
@@ -124,6 +130,28 @@ async def test_a_cancelled_request_stops_its_prefill() -> None:
         await pair.settled()
         assert exchange.kept == {}
         assert pair.servers[1].script.bodies == []
+
+
+async def test_kv_that_no_request_needs_any_more_is_freed_through_the_decode_server() -> None:
+    """The prefill server has computed it; then the request ended, or its claim was refused."""
+    exchange = VllmExchange()
+    async with _pair(exchange, VLLM) as pair:
+        chunks: list[HandoffChunk] = []
+        request = Request("r", prompt(100), SamplingParams(max_tokens=8), mode=PrefillMode.HANDOFF)
+        with mock.patch.object(pair.prefill.worker._prefill.handoffs, "_chunk", chunks.append):
+            await pair.prefill.worker._engine.call(lambda engine: engine.add_request(request))
+            await pair.cluster.until(lambda: chunks)
+        assert exchange.kept == {"cmpl-1": list(prompt(100))}
+        params = chunks[0].kv_transfer_params
+        released = HandoffReleased(HandoffId(pair.decode.id, 77), pair.prefill.id, None, params)
+        for _ in range(3):
+            pair.decode.worker._decode.handoffs.handle(de.Released(released))
+        await pair.cluster.until(lambda: not exchange.kept)
+        await pair.decode.worker._engine.call(lambda engine: engine.discard_kv(b"nonsense"))
+        await pair.prefill.worker._engine.call(lambda engine: engine.sending_finished("r"))
+        pair.client.send("next", prompt(100), 8)
+        assert await pair.client.answer("next") == expected(prompt(100), 8)
+        assert (exchange.num_discarded, exchange.errors) == (1, [])
 
 
 async def test_sglang_servers_are_asked_at_once_for_one_room() -> None:

@@ -56,6 +56,8 @@ class ScriptedVllm:
     begun: list[tuple[dict[str, Any], Any, str, int]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    rejected: list[dict[str, Any]] = field(default_factory=list)
+    """Parameters of KV that is to be freed at the other vLLM."""
     is_shut_down: bool = False
     publisher: Publisher | None = None
 
@@ -108,6 +110,9 @@ class ScriptedVllm:
         if self.publisher is not None:
             self.publisher.clear()
         return True
+
+    async def notify_kv_transfer_request_rejected(self, request_id: str, kv_transfer_params: dict[str, Any]) -> None:
+        self.rejected.append(kv_transfer_params)
 
     async def abort(self, request_id: str) -> None:
         """A request that has ended is unknown."""

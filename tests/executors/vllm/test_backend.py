@@ -242,9 +242,14 @@ async def test_a_prefill_is_kept_for_the_vllm_that_pulls_it() -> None:
     async for _ in backend.stream(request, 3, prefilled[0].kv_transfer_params):
         pass
     assert library.begun[1][1].extra_args == {"kv_transfer_params": params}
+    assert prefilled[0].kv_transfer_params is not None
+    await backend.discard(prefilled[0].kv_transfer_params)
+    assert (library.rejected, len(library.begun)) == ([params], 2), "it is freed without a step"
     for wrong in (b"[]", b"{}", b"{", b'{"do_remote_prefill": true, "remote_block_ids": []}'):
         with pytest.raises(AnswerError):
             await anext(backend.stream(request, 3, wrong))
+        with pytest.raises(AnswerError):
+            await backend.discard(wrong)
     await backend.close()
 
 

@@ -94,6 +94,12 @@ class ServerBackend:
             first = None if piece.token_ids is None else Piece(piece.token_ids, piece.logprobs)
             yield Prefilled(self._kv_transfer.params_of(answer), first)
 
+    async def discard(self, kv_transfer_params: bytes) -> None:
+        assert self._kv_transfer is not None, "only asked of a server that exchanges KV"
+        body = self._kv_transfer.discard_body(self._description.model, kv_transfer_params)
+        if body is not None:
+            await self._server.complete(body)
+
     async def failure(self) -> str | None:
         if await self._server.is_healthy():
             self._num_health_failures = 0

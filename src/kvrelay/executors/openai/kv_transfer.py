@@ -42,6 +42,11 @@ class KvTransfer(Protocol):
     def decode_body(self, body: Body, kv_transfer_params: bytes) -> Body:
         """The body for the decode server. Raises AnswerError for parameters that it could not use."""
 
+    def discard_body(self, model: str, kv_transfer_params: bytes) -> Body | None:
+        """A body for the decode server that makes the prefill server free the KV; None: that one frees it by itself.
+
+        Raises AnswerError."""
+
 
 class SglangTransfer:
     """Servers with ``--disaggregation-mode prefill`` and ``decode``. The first token comes with the KV, so both get the
@@ -70,6 +75,9 @@ class SglangTransfer:
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise AnswerError(f"the kv_transfer_params are no bootstrap fields: {exc}") from exc
         return {**body, **msgspec.to_builtins(fields)}
+
+    def discard_body(self, model: str, kv_transfer_params: bytes) -> Body | None:
+        return None
 
 
 def kv_transfer_for(config: UpstreamConfig) -> KvTransfer | None:

@@ -93,6 +93,10 @@ class Backend(Protocol):
         Only if ``EngineFacts.hands_over_kv``. Raises like ``stream``.
         """
 
+    async def discard(self, kv_transfer_params: bytes) -> None:
+        """Another backend keeps KV that this one will not get: let it be freed. Only if ``EngineFacts.moves_kv``.
+        Raises like ``stream``."""
+
     async def failure(self) -> str | None:
         """Why it cannot go on, or None. Called about once a second."""
 

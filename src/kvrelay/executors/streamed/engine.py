@@ -70,6 +70,7 @@ class StreamedEngine:
         eos_token_ids: tuple[int, ...],
         begin: Callable[[Request, int, bytes | None, Callable[[], None]], None],
         begin_prefill: Callable[[Request, bytes | None, Callable[[], None]], None],
+        begin_discard: Callable[[bytes], None],
         cancel: Callable[[str], None],
         clear: Callable[[], None],
     ) -> None:
@@ -80,7 +81,8 @@ class StreamedEngine:
         self._backend = backend
         self._clock = clock
         self._eos_token_ids = eos_token_ids
-        self._begin, self._begin_prefill, self._cancel, self._clear = begin, begin_prefill, cancel, clear
+        self._begin, self._begin_prefill, self._begin_discard = begin, begin_prefill, begin_discard
+        self._cancel, self._clear = cancel, clear
         self._running: dict[str, _Running] = {}
         self._remote = RemotePrefills(worker_id)
         self._cache = cache
@@ -294,6 +296,9 @@ class StreamedEngine:
             return False
         self._ask(self._running[request_id].request, kv_transfer_params)
         return True
+
+    def discard_kv(self, kv_transfer_params: bytes) -> None:
+        self._begin_discard(kv_transfer_params)
 
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
         request_id = self._remote.compute_here(handoff_id, self.output)

@@ -87,6 +87,7 @@ class StreamedHost:
             eos_token_ids=eos_token_ids,
             begin=self._begin,
             begin_prefill=self._begin_prefill,
+            begin_discard=self._begin_discard,
             cancel=self._cancel,
             clear=self._clear_cache,
         )
@@ -266,6 +267,17 @@ class StreamedHost:
 
     def _begin_prefill(self, request: Request, kv_transfer_params: bytes | None, on_rest: Callable[[], None]) -> None:
         self._run_for(request.request_id, self._prefill(request, kv_transfer_params), on_rest)
+
+    def _begin_discard(self, kv_transfer_params: bytes) -> None:
+        task = self._loop.create_task(self._discard(kv_transfer_params))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _discard(self, kv_transfer_params: bytes) -> None:
+        try:
+            await self._backend.discard(kv_transfer_params)
+        except Exception as exc:  # noqa: BLE001 - it is kept for a while longer, then its engine frees it by itself
+            _log.warning("KV that no request needs could not be freed by %s: %r", self._backend.name, exc)
 
     def _run_for(self, request_id: str, asking: Coroutine[Any, Any, None], on_rest: Callable[[], None]) -> None:
         task = self._loop.create_task(asking)

@@ -50,6 +50,10 @@ class VllmTransfer:
             raise AnswerError("the kv_transfer_params name no blocks of a prefill server")
         return {**body, "kv_transfer_params": params}
 
+    def discard_body(self, model: str, kv_transfer_params: bytes) -> Body | None:
+        # One block is fetched for any prompt. Then the connector reports that it has everything it needs.
+        return self.decode_body({"model": model, "prompt": [1], "max_tokens": 1, "stream": False}, kv_transfer_params)
+
 
 class _Prefilled(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None

@@ -51,6 +51,9 @@ class AsyncEngine(Protocol):
     async def reset_prefix_cache(self) -> bool:
         """False if requests use it."""
 
+    async def notify_kv_transfer_request_rejected(self, request_id: str, kv_transfer_params: dict[str, Any]) -> None:
+        """Let vLLM's connector tell the other vLLM that the KV of ``kv_transfer_params`` is not needed."""
+
     async def abort(self, request_id: str) -> None:
         """Unknown ids are ignored."""
 
@@ -133,6 +136,11 @@ class VllmBackend:
                 first = Piece(piece.token_ids, piece.logprobs, num_cached_tokens=piece.num_cached_tokens)
                 params = None if self._is_staged else msgspec.json.encode(output.kv_transfer_params)
                 yield Prefilled(params, first)
+
+    async def discard(self, kv_transfer_params: bytes) -> None:
+        params = _kv_transfer.decode_body({}, kv_transfer_params)["kv_transfer_params"]
+        self._num_begun += 1
+        await self._engine.notify_kv_transfer_request_rejected(f"discard/{self._num_begun}", params)
 
     async def _outputs(
         self, request: Request, values: dict[str, Any], *, is_staged: bool = False
