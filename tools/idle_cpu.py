@@ -27,7 +27,7 @@ import psutil
 START_TIMEOUT_S = 600.0
 SETTLE_S = 10.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-SHOWN_PERCENT = 0.1
+SHOWN_PERCENT = 0.04
 
 
 @contextmanager

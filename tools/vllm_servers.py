@@ -150,13 +150,15 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--pair", action="store_true", help="a prefill and a decode server, a core each")
     parser.add_argument("--cores", default="", help="for one server; default: all")
-    parser.add_argument("more", nargs="*", help="arguments of vLLM")
-    given = parser.parse_args()
+    # By hand, since argparse would give all positional arguments to the model.
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    given, more = parser.parse_args(words[:end]), words[end + 1 :]
     cores = sorted(os.sched_getaffinity(0))
     if given.pair:
-        asyncio.run(serve_pair(given.model, given.port, cores, given.more))
+        asyncio.run(serve_pair(given.model, given.port, cores, more))
         return
-    command = server_command(given.model, given.port, given.cores or f"{cores[0]}-{cores[-1]}", given.more)
+    command = server_command(given.model, given.port, given.cores or f"{cores[0]}-{cores[-1]}", more)
     print(shlex.join(command), flush=True)
     os.execvp(command[0], command)
 

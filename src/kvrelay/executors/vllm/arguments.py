@@ -66,7 +66,7 @@ def engine_arguments(settings: ExecutorSettings, events: CacheEvents | None) -> 
         "disable_log_stats": True,
         # Only grammars need the tokenizer.
         "skip_tokenizer_init": not (settings.model_path / "tokenizer.json").is_file(),
-        "worker_extension_cls": "kvrelay.executors.vllm.child.EndsWithParent",
+        "worker_extension_cls": "kvrelay.executors.vllm.quiet_child.EndsWithParent",
     }
     if engine.max_model_len:
         arguments["max_model_len"] = engine.max_model_len

@@ -1,4 +1,4 @@
-"""Code that runs in vLLM's processes with vLLM's NIXL connector: as ``child``, and NIXL's progress thread sleeps.
+"""Code that runs in vLLM's processes with vLLM's NIXL connector: as ``quiet_child``, and NIXL's progress thread sleeps.
 
 NIXL's Python API gives this thread a poll timeout of 0, so it spins: more than half a core in an idle worker, and as
 much beside its computation. With a timeout the transports' events wake it up all the same.
@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import Any
 
-from kvrelay.executors.vllm.child import EndsWithParent
+from kvrelay.executors.vllm.quiet_child import EndsWithParent
 
 __all__ = ["EndsWithParent"]
 
