@@ -32,17 +32,17 @@ FIGURES = {
 WARM_UP = 8
 
 
-async def measure(given: argparse.Namespace, log_dir: Path) -> list[dict[str, object]]:
+async def measure(given: argparse.Namespace, log_dir: Path) -> list[dict[str, str]]:
     python, model = shlex.quote(sys.executable), shlex.quote(given.model)
     tool = shlex.quote(str(Path(__file__).with_name("vllm_servers.py")))
     plain = Case("vLLM", command=f"{python} {tool} {model} --port {{port}} -- --dtype {given.dtype} {given.vllm_args}")
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, str]] = []
     async with running(plain, log_dir, TIMES) as vllm:
         front = f"{python} -m kvrelay serve {model} --engine openai --upstream http://127.0.0.1:{vllm.port}"
         async with running(Case("kvrelay", command=f"{front} --port {{port}}"), log_dir, TIMES) as kvrelay:
             for at_once in given.at_once:
                 found = await _turns({"vLLM": vllm, "kvrelay": kvrelay}, at_once, given)
-                rows.append({"at once": at_once, **_compared(found["vLLM"], found["kvrelay"])})
+                rows.append({"at once": str(at_once), **_compared(found["vLLM"], found["kvrelay"])})
     return rows
 
 
@@ -59,7 +59,7 @@ async def _turns(targets: dict[str, Target], at_once: int, given: argparse.Names
     return {name: medians(found) for name, found in turns.items()}
 
 
-def _compared(plain: dict[str, float], ours: dict[str, float]) -> dict[str, object]:
+def _compared(plain: dict[str, float], ours: dict[str, float]) -> dict[str, str]:
     return {
         "vLLM tok/s": f"{plain['tokens_per_s']:.0f}",
         "kvrelay tok/s": f"{ours['tokens_per_s']:.0f}",
