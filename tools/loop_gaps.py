@@ -38,6 +38,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WORDS = "The quick brown fox, it jumped over 13 lazy dogs.\n"
 NUM_CONNECTIONS = 3000
 MAX_MODEL_LEN = 1_000_000
+LEASE_S = 3600.0
 
 
 def _text(num_bytes: int) -> str:
@@ -143,7 +144,8 @@ async def start_frontend() -> Frontend:
         vocab_size=1024,
         kv_compatibility="x",
     )
-    await plane.discovery.put(keys.worker("w"), msgspec.json.encode(info))
+    lease = await plane.discovery.grant(LEASE_S)
+    await plane.discovery.put(keys.worker("w"), msgspec.json.encode(info), lease)
     frontend = Frontend(
         FrontendConfig(port=0),
         plane,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import msgspec
@@ -19,7 +20,7 @@ from kvrelay.core.event_codec import (
     encode_replay_reply,
     encode_replay_request,
 )
-from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, LoadMetrics
+from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, LoadMetrics, TransferCost
 from kvrelay.errors import ProtocolError
 
 STORED = BlockStored(None, (2**64 - 1, 5), (7, 8), (1, 2, 3, 4), 2, "adapter")
@@ -74,6 +75,14 @@ def test_inconsistent_events_are_refused(batch: KvEventBatch) -> None:
 def test_load_out_of_range_is_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ProtocolError):
         decode_load(encode_load(msgspec.structs.replace(LOAD, **changes)))
+
+
+def test_impossible_transfer_costs_are_dropped_and_the_rest_of_the_sample_counts() -> None:
+    costs = [TransferCost(f"d{number}", token_s) for number, token_s in enumerate((1e-6, math.nan, -1.0, 0.0, 1e9))]
+    load = decode_load(encode_load(msgspec.structs.replace(LOAD, transfer_costs=tuple(costs))))
+    assert load == msgspec.structs.replace(LOAD, transfer_costs=(costs[0],))
+    many = tuple(TransferCost(f"d{number}", 1e-6) for number in range(1000))
+    assert len(decode_load(encode_load(msgspec.structs.replace(LOAD, transfer_costs=many))).transfer_costs) == 16
 
 
 def test_a_page_that_does_not_exist_is_refused() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvrelay.config import DisaggConfig, RouterConfig
 from kvrelay.core.clock import ManualClock
+from kvrelay.core.cost_model import StepCost
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.events import BlockStored, LoadMetrics
+from kvrelay.core.events import BlockStored, LoadMetrics, TransferCost
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import WorkerUnavailableError
@@ -86,6 +88,23 @@ def test_overlap_decides_on_the_prefill_worker_and_load_on_the_decode_worker() -
     assert decision.prefill is not None
     assert (decision.prefill.worker_id, decision.prefill.overlap_blocks) == ("p1", 20)
     assert decision.decode.worker_id == "d1"
+
+
+def test_the_pair_with_the_faster_way_is_chosen_once_it_is_measured() -> None:
+    pairs = pair_router()
+    ways = {("p0", "d0"): 4e-6, ("p0", "d1"): 4e-6, ("p1", "d0"): 4e-6, ("p1", "d1"): 1e-7}
+    for half, names in ((pairs.prefills, ("p0", "p1")), (pairs.decodes, ("d0", "d1"))):
+        for name in names:
+            costs = tuple(TransferCost(d, token_s) for (p, d), token_s in ways.items() if p == name)
+            half.apply_metrics(msgspec.structs.replace(metrics(name, 0), step_cost=StepCost(), transfer_costs=costs))
+    explained = pairs.explain(request())
+    assert explained.unit == "s"
+    assert all(candidate.is_transfer_measured for candidate in explained.candidates)
+    first = explained.candidates[0]
+    assert (first.prefill_worker_id, first.decode_worker_id, first.transfer_cost) == ("p1", "d1", pytest.approx(640e-7))
+    decision = pairs.choose(request(), must_be_local=False)
+    assert decision.prefill is not None
+    assert (decision.prefill.worker_id, decision.decode.worker_id) == ("p1", "d1")
 
 
 def test_a_pair_counts_on_both_halves_until_each_is_over() -> None:

@@ -19,7 +19,7 @@ from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.router import Router, RoutingRequest
 from kvrelay.router.costs import MAX_RATIO, REFRESH_S, CostColumns, WorkerCosts
 from kvrelay.router.load import LoadColumns
-from kvrelay.router.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_seconds
+from kvrelay.router.pair_cost import MAX_TRANSFER_RATIO, OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_seconds
 from kvrelay.router.policies import Candidates, build_policy
 from kvrelay.router.seconds import LOST_PREFIX, decode_seconds, prefill_seconds
 
@@ -119,6 +119,14 @@ def test_the_cost_of_a_pair_has_the_transfer_between_its_halves() -> None:
     assert found.decode.tolist() == pytest.approx([0.0, 100 * 3 * 5e-4 + 440e-5])
     assert found.transfer[0].tolist() == pytest.approx([640e-5 * SAME_HOST_WEIGHT, 480e-5 * OTHER_HOST_WEIGHT])
     assert found.transfer[1, 1] == math.inf
+    measured = np.array([[1e-6, math.nan], [3600.0, 1e-6]])
+    by_time = pair_seconds(prefill, decode, column(10_000, 40), same_host, can, measured)
+    assert by_time is not None
+    assert by_time.transfer[0].tolist() == pytest.approx([640e-6, found.transfer[0, 1]])
+    assert by_time.transfer[1, 0] == pytest.approx(found.transfer[1, 0] * MAX_TRANSFER_RATIO), "one absurd time"
+    assert by_time.transfer[1, 1] == math.inf
+    assert by_time.is_measured is not None
+    assert by_time.is_measured.tolist() == [[True, False], [True, True]]
     unknown = Candidates(640, BLOCK, column(0, 20), prefill.load)
     assert pair_seconds(unknown, decode, column(0, 0), same_host, can) is None
 

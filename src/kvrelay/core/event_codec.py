@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvrelay.core.events import BlockStored, KvEventBatch, LoadMetrics
+from kvrelay.core.events import MAX_TRANSFER_PEERS, BlockStored, KvEventBatch, LoadMetrics
 from kvrelay.errors import ProtocolError
 
 EVENT_PROTOCOL_VERSION = 1
@@ -96,7 +96,10 @@ def decode_load(frame: bytes) -> LoadMetrics:
         raise ProtocolError(f"load sample of {metrics.worker_id} is out of range")
     if metrics.step_cost is not None and not metrics.step_cost.is_sound:
         # The rest of the sample is worth having. Without costs the receiver falls back to its own.
-        return msgspec.structs.replace(metrics, step_cost=None)
+        metrics = msgspec.structs.replace(metrics, step_cost=None)
+    if metrics.transfer_costs:
+        sound = tuple(cost for cost in metrics.transfer_costs[:MAX_TRANSFER_PEERS] if cost.is_sound)
+        metrics = msgspec.structs.replace(metrics, transfer_costs=sound)
     return metrics
 
 

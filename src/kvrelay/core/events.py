@@ -44,13 +44,30 @@ class KvEventBatch(msgspec.Struct, frozen=True):
     version: int = 1
 
 
+MAX_TRANSFER_PEERS = 16
+"""A load sample has the transfer costs of so many peers at most."""
+MAX_TRANSFER_TOKEN_S = 1.0
+
+
+class TransferCost(msgspec.Struct, frozen=True):
+    """What moving the KV of one token between the publisher and ``worker_id`` takes, in seconds, as measured."""
+
+    worker_id: str
+    token_s: float
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it can be a time: a worker may publish anything."""
+        return 0.0 < self.token_s <= MAX_TRANSFER_TOKEN_S
+
+
 class LoadMetrics(msgspec.Struct, frozen=True):
     """A worker's load; published at start, before any forward pass, and then regularly.
 
     ``step_age_s``: age of the running step when the sample was sent; 0 without a running step.
     ``kv_demand_perc``: blocks that requests hold or wait for, as a share of the pool; above 1 if not all fit at once.
     ``num_prefill_tokens``: prompt tokens still to compute, of waiting requests and of those that are being computed.
-    ``step_cost``: what a step of this worker costs, as fitted so far.
+    ``step_cost``: what a step of this worker costs, as fitted so far. ``transfer_costs``: of the peers used last.
     """
 
     worker_id: str
@@ -68,3 +85,4 @@ class LoadMetrics(msgspec.Struct, frozen=True):
     num_decoding: int = 0
     num_prefill_tokens: int = 0
     step_cost: StepCost | None = None
+    transfer_costs: tuple[TransferCost, ...] = ()

@@ -104,7 +104,7 @@ def _pair_table(pair: dict[str, Any], console: Console) -> None:
     if not pair["candidates"]:
         return
     digits = 4 if pair["unit"] == "s" else 0
-    table = Table()
+    table = Table(caption="~: the transfer's time is estimated, not measured")
     for column in ("prefill worker", "decode worker"):
         table.add_column(column, no_wrap=True)
     for column in (f"cost, {pair['unit']}", "prefill", "decode", "transfer"):
@@ -114,7 +114,8 @@ def _pair_table(pair: dict[str, Any], console: Console) -> None:
         table.add_row(
             candidate["prefill_worker_id"] + (" *" if chosen else ""),
             candidate["decode_worker_id"],
-            *(f"{candidate[name]:,.{digits}f}" for name in ("cost", "prefill_cost", "decode_cost", "transfer_cost")),
+            *(f"{candidate[name]:,.{digits}f}" for name in ("cost", "prefill_cost", "decode_cost")),
+            f"{'' if candidate['is_transfer_measured'] else '~'}{candidate['transfer_cost']:,.{digits}f}",
             style="bold" if chosen else "",
         )
     console.print(table)

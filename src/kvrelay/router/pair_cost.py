@@ -6,7 +6,8 @@ In seconds, if the costs of both halves are known, with the terms of ``seconds.p
 
     prefill(P)     first token + lost prefix at P
     decode(D)      decode at D + prefill_token at D * what the prompt needs beyond D's free blocks
-    transfer(P, D) prefill_token at P * (prompt - overlap at D) * 0.02 within a host, * 0.1 between hosts
+    transfer(P, D) (prompt - overlap at D) * the measured time of a token between P and D; before it is known,
+                   prefill_token at P * 0.02 within a host, * 0.1 between hosts
 
 By weights, in tokens of prefill:
 
@@ -15,7 +16,8 @@ By weights, in tokens of prefill:
     transfer(P, D) (prompt - overlap at D) * 0.02 within a host, * 0.1 between hosts
 
 KV for which D has no room waits at P and holds P's blocks, so a missing token costs as much as one to prefill. The
-weights of the transfer say how many tokens are prefilled while one is moved; they are estimates, not measurements.
+weights of the transfer say how many tokens are prefilled while one is moved; they are estimates, not measurements. A
+measured time counts as 100 times that estimate at most: it may have been taken while a peer stood still.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from kvrelay.router.seconds import decode_seconds, own_tokens, prefill_seconds
 
 SAME_HOST_WEIGHT = 0.02
 OTHER_HOST_WEIGHT = 0.1
+MAX_TRANSFER_RATIO = 100.0
 
 BoolMatrix = npt.NDArray[np.bool_]
 FloatMatrix = npt.NDArray[np.float64]
@@ -43,6 +46,8 @@ class PairCosts(msgspec.Struct, frozen=True):
     decode: FloatColumn
     transfer: FloatMatrix
     unit: str
+    is_measured: BoolMatrix | None = None
+    """[P, D]: whether the transfer's time has been measured. None: nowhere."""
 
     @property
     def total(self) -> FloatMatrix:
@@ -76,12 +81,18 @@ def pair_seconds(
     free_tokens: FloatColumn,
     is_same_host: BoolMatrix,
     can_exchange: BoolMatrix,
+    transfer_token_s: FloatMatrix | None = None,
 ) -> PairCosts | None:
-    """In seconds, the arguments as above; None unless the costs of both halves are known."""
+    """In seconds, the arguments as above; None unless the costs of both halves are known. ``transfer_token_s`` [P, D]:
+    measured, NaN where it is not known."""
     if prefill.costs is None or decode.costs is None:
         return None
     own, missing = _own_tokens(prefill), _own_tokens(decode)
     weight = np.where(is_same_host, SAME_HOST_WEIGHT, OTHER_HOST_WEIGHT) * prefill.costs.prefill_token_s[:, None]
+    is_measured = None
+    if transfer_token_s is not None:
+        is_measured = np.isfinite(transfer_token_s)
+        weight = np.where(is_measured, np.minimum(transfer_token_s, weight * MAX_TRANSFER_RATIO), weight)
     first_token, lost_prefix = prefill_seconds(own, prefill.load, prefill.costs)
     waiting = decode.costs.prefill_token_s * np.maximum(missing - free_tokens, 0.0)
     return PairCosts(
@@ -89,6 +100,7 @@ def pair_seconds(
         decode=decode_seconds(decode.prompt_tokens, decode.num_output, decode.load, decode.costs) + waiting,
         transfer=np.where(can_exchange, weight * missing[None, :], np.inf),
         unit="s",
+        is_measured=is_measured,
     )
 
 

@@ -22,10 +22,11 @@ from kvrelay.errors import WorkerUnavailableError
 from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.router.base import RoutingDecision, RoutingRequest
 from kvrelay.router.load import FloatColumn
-from kvrelay.router.pair_cost import PairCosts, pair_costs, pair_seconds
+from kvrelay.router.pair_cost import FloatMatrix, PairCosts, pair_costs, pair_seconds
 from kvrelay.router.policies import pick_best
 from kvrelay.router.router import Router
 from kvrelay.router.survey import Survey
+from kvrelay.router.transfer_times import pair_token_seconds
 
 
 class PairCandidate(msgspec.Struct, frozen=True):
@@ -37,6 +38,7 @@ class PairCandidate(msgspec.Struct, frozen=True):
     prefill_cost: float
     decode_cost: float
     transfer_cost: float
+    is_transfer_measured: bool = False
 
 
 class PairDecision(msgspec.Struct, frozen=True):
@@ -144,12 +146,21 @@ class PairRouter:
             np.array([[p.host == d.host for p, d in row] for row in pairs], dtype=np.bool_),
             np.array([[_can_exchange(p, d) for p, d in row] for row in pairs], dtype=np.bool_),
         )
-        costs = pair_seconds(*numbers) if self.decodes.config.router == "kv" else None
+        costs = (
+            pair_seconds(*numbers, self._transfer_seconds(halves, survey))
+            if self.decodes.config.router == "kv"
+            else None
+        )
         if costs is None:
             costs = pair_costs(*numbers, self.decodes.config.decode_weight)
         costs.prefill[~np.isfinite(halves.scores)] = math.inf
         costs.decode[~np.isfinite(survey.scores)] = math.inf
         return costs
+
+    def _transfer_seconds(self, halves: Survey, survey: Survey) -> FloatMatrix:
+        """Of a token, for each pair, as far as it has been measured."""
+        times = self.prefills.transfer_times, self.decodes.transfer_times
+        return pair_token_seconds(halves.worker_ids, survey.worker_ids, *times)
 
 
 def _plain(decision: RoutingDecision) -> RoutingDecision:
@@ -180,6 +191,7 @@ def _candidates(costs: PairCosts, halves: Survey, survey: Survey) -> tuple[PairC
             float(costs.prefill[row]),
             float(costs.decode[column]),
             float(costs.transfer[row, column]),
+            costs.is_measured is not None and bool(costs.is_measured[row, column]),
         )
         for row, column in places
         if np.isfinite(total[row, column])

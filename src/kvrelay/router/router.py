@@ -39,6 +39,7 @@ from kvrelay.router.overlap import WorkerGroup
 from kvrelay.router.policies import Candidates, KvPolicy, Policy, build_policy
 from kvrelay.router.stalls import Stalls
 from kvrelay.router.survey import RouterStage, Survey
+from kvrelay.router.transfer_times import TransferTimes
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Router:
         self._workers: dict[str, WorkerInfo] = {}
         self._load = LoadTable(block_size, clock)
         self._costs = WorkerCosts(clock, STALE_AFTER_S)
+        self.transfer_times = TransferTimes(clock)
         self._mean_output = FIRST_OUTPUT
         self.num_fallbacks = 0
         """Requests that were placed by weights, because no worker's costs were known."""
@@ -150,6 +152,7 @@ class Router:
         self._workers.pop(worker_id, None)
         self._load.remove_worker(worker_id)
         self._costs.forget(worker_id)
+        self.transfer_times.forget(worker_id)
         self._stalls.forget(worker_id)
         self._rows_of.clear()
         self._forget_prefixes(worker_id)
@@ -354,6 +357,7 @@ class Router:
         if self._load.apply_metrics(metrics):
             self._stalls.heard(metrics.worker_id, metrics.step_age_s)
             self._costs.heard(metrics.worker_id, metrics.step_cost)
+            self.transfer_times.heard(metrics.worker_id, metrics.transfer_costs)
         if isinstance(self._indexer, KvIndexer):
             self._indexer.heard(metrics.worker_id)
 

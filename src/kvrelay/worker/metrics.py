@@ -52,6 +52,8 @@ class WorkerStats:
     prefill_ends: Mapping[EndReason, int] = dataclasses.field(default_factory=dict)
     """Hand-offs to decode workers that ended without success, by reason."""
     num_unleased_entries: int = 0
+    transfer_cost_error: float = 0.0
+    """Mean relative error of the published transfer costs."""
 
 
 class WorkerMetrics(Collector):
@@ -88,7 +90,7 @@ class WorkerMetrics(Collector):
         yield _by_reason("prefills_ended", "Prefills for decode workers without success.", stats.prefill_ends)
         yield from _counts("handoffs", "Hand-offs of this decode worker", stats.handoffs)
         yield from _counts("decode", "Decode side", stats.decode)
-        yield from _costs(stats.engine, stats.remote)
+        yield from _costs(stats.engine, stats.remote, stats.transfer_cost_error)
         yield from _counts("prefill", "Prefill side", stats.prefill)
 
 
@@ -130,7 +132,7 @@ def _engine_counters(engine: EngineStats) -> Iterator[Metric]:
     yield _counter("preemptions", "Requests whose blocks were taken.", engine.num_preemptions)
 
 
-def _costs(engine: EngineStats, remote: RemoteCostStats) -> Iterator[Metric]:
+def _costs(engine: EngineStats, remote: RemoteCostStats, transfer_error: float) -> Iterator[Metric]:
     """What the fitted models hold, and how wrong they were lately."""
     coefficients = GaugeMetricFamily(PREFIX + "cost_seconds", "Fitted cost.", labels=("model", "coefficient"))
     errors = GaugeMetricFamily(
@@ -144,6 +146,7 @@ def _costs(engine: EngineStats, remote: RemoteCostStats) -> Iterator[Metric]:
             coefficients.add_metric((model, name.removesuffix("_s")), value)
     errors.add_metric(("step",), engine.step_cost_error)
     errors.add_metric(("remote",), remote.error)
+    errors.add_metric(("transfer",), transfer_error)
     samples.add_metric(("step",), engine.num_step_samples)
     samples.add_metric(("remote",), remote.num_samples)
     rejected.add_metric(("step",), engine.num_step_samples_rejected)

@@ -35,6 +35,7 @@ from kvrelay.handoff.disagg import DisaggPolicy
 from kvrelay.rpc.base import RpcServer
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.transfer.base import Transport
+from kvrelay.transfer.rates import TransferRates
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.admin import run_admin_command
 from kvrelay.worker.callers import Callers
@@ -96,6 +97,7 @@ class Worker:
         )
         self._checksums = BlockChecksums(engine, required=settings.transfer.kv_checksums)
         self._secret = new_secret() if settings.public_key else b""
+        self._transfer_rates = TransferRates(max(self._engine.facts.kv_layout.bytes_per_token, 1))
         self._publisher = self._build_publisher()
         self._watchdog = Watchdog(
             self._engine.progress, settings.engine.step_timeout_s, self._ending.fail, MonotonicClock()
@@ -162,6 +164,7 @@ class Worker:
             events,
             step_age_s=lambda: self._engine.progress.age_s,
             secret=self._secret,
+            transfer_costs=lambda: self._transfer_rates.update(self._transfer.stats().peers),
         )
 
     def _build_fleet(self, *, has_bar: bool) -> Fleet:
@@ -397,4 +400,5 @@ class Worker:
             refusals=self._refusals.counts,
             prefill_ends=self._prefill.handoffs.ledger.counters.ends,
             num_unleased_entries=self._control.discovery.num_unleased,
+            transfer_cost_error=self._transfer_rates.relative_error,
         )
