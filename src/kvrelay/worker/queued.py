@@ -1,18 +1,21 @@
 """The decode side's end of the prefill queue: pushes entries, and knows how many wait while requests arrive.
 
-It owns the last known size. ``prefill_side.py`` is the other end; the hand-off ledger decides what is pushed.
+It owns the last known size, and stops asking a queue that does not answer. ``prefill_side.py`` is the other end; the
+hand-off ledger decides what is pushed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 
 import msgspec
 
 from kvrelay.control.base import PrefillQueue
+from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import ControlUnavailableError, KvrelayError
@@ -23,6 +26,10 @@ _log = logging.getLogger(__name__)
 
 SIZE_INTERVAL_S = 0.02
 WATCH_FOR_S = 1.0
+STALL_S = 1.0
+"""A push that fails after so long has kept its request waiting."""
+REST_S = 5.0
+"""After such a failure, how long no other push is tried. One request in this time may wait, not all."""
 
 
 class QueuedPrefills:
@@ -39,6 +46,7 @@ class QueuedPrefills:
         address: Callable[[], str],
         num_prefill_workers: Callable[[], int],
         handle: Callable[[de.DecodeEvent], None],
+        clock: Clock | None = None,
     ) -> None:
         self._queue = queue
         self._policy = policy
@@ -47,6 +55,9 @@ class QueuedPrefills:
         self._address = address
         self._num_prefill_workers = num_prefill_workers
         self._handle = handle
+        self._clock = clock or MonotonicClock()
+        self._is_stalled = False
+        self._resting_until_s = -math.inf
         self._size = 0
         self._last_request_s = 0.0
         self._watching: asyncio.Task[None] | None = None
@@ -69,6 +80,13 @@ class QueuedPrefills:
             # back. Nobody would pull its entry.
             self._handle(de.NoPrefillWorker())
             return
+        begun_s = self._clock.now()
+        if begun_s < self._resting_until_s:
+            _log.debug("prefill %s is computed here: the queue does not answer", prefill.handoff_id)
+            self._handle(de.PushFailed(prefill.handoff_id))
+            return
+        if self._is_stalled:
+            self._resting_until_s = begun_s + REST_S  # this push is the one that is tried
         request = msgspec.structs.replace(
             prefill,
             decode_address=self._address(),
@@ -80,7 +98,12 @@ class QueuedPrefills:
             await self._queue.push(request)
         except KvrelayError as exc:
             _log.warning("cannot queue prefill %s, computing it here: %s", prefill.handoff_id, exc)
+            now_s = self._clock.now()
+            if now_s - begun_s >= STALL_S:
+                self._is_stalled, self._resting_until_s = True, now_s + REST_S
             self._handle(de.PushFailed(prefill.handoff_id))
+        else:
+            self._is_stalled, self._resting_until_s = False, -math.inf
 
     def watch(self) -> None:
         """A request has arrived: poll the queue's size, until a second after the last one."""

@@ -1,0 +1,108 @@
+"""Pushing to a prefill queue that answers, fails, or does not answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.config import DisaggConfig
+from kvrelay.control.base import PrefillDelivery
+from kvrelay.core.clock import ManualClock
+from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.errors import ControlUnavailableError
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.disagg import DisaggPolicy
+from kvrelay.worker.queued import REST_S, STALL_S, QueuedPrefills
+
+
+class SlowQueue:
+    """Each push takes ``delay_s`` of the clock, and fails if ``is_broken``."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+        self.delay_s = 0.0
+        self.is_broken = False
+        self.pushed: list[int] = []
+
+    async def push(self, request: RemotePrefillRequest) -> None:
+        self.pushed.append(request.handoff_id.number)
+        self.clock.advance(self.delay_s)
+        if self.is_broken:
+            raise ControlUnavailableError("no answer")
+
+    async def pull(self, kv_compatibility: str, timeout_s: float) -> PrefillDelivery | None:
+        raise NotImplementedError
+
+    async def size(self, kv_compatibility: str | None = None) -> int:
+        return 0
+
+
+class Pushing:
+    """The decode side's end of such a queue; ``failed`` has the numbers of the prefills to compute here."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.queue = SlowQueue(self.clock)
+        self.failed: list[int] = []
+        self.queued = QueuedPrefills(
+            self.queue,
+            DisaggPolicy(DisaggConfig()),
+            model="m",
+            kv_compatibility="x",
+            address=lambda: "tcp://127.0.0.1:1",
+            num_prefill_workers=lambda: 1,
+            handle=self._handle,
+            clock=self.clock,
+        )
+
+    def _handle(self, event: de.DecodeEvent) -> None:
+        assert isinstance(event, de.PushFailed)
+        self.failed.append(event.handoff_id.number)
+
+    async def push(self, *numbers: int) -> None:
+        for number in numbers:
+            handoff_id = HandoffId("d", number)
+            prefill = RemotePrefillRequest(handoff_id, "d", f"r{number}", (1, 2), 0, SamplingParams(), (), 0)
+            await self.queued._push(prefill)
+
+
+async def test_only_one_request_at_a_time_waits_for_a_queue_that_does_not_answer() -> None:
+    one = Pushing()
+    one.queue.is_broken, one.queue.delay_s = True, 2 * STALL_S
+    await one.push(1, 2, 3)
+    assert one.queue.pushed == [1]
+    assert one.failed == [1, 2, 3]
+    one.clock.advance(REST_S)
+    await one.push(4, 5)
+    assert one.queue.pushed == [1, 4]
+    assert one.failed == [1, 2, 3, 4, 5]
+
+
+async def test_a_queue_that_answers_again_gets_everything() -> None:
+    one = Pushing()
+    one.queue.is_broken, one.queue.delay_s = True, 2 * STALL_S
+    await one.push(1)
+    one.queue.is_broken, one.queue.delay_s = False, 0.0
+    one.clock.advance(REST_S)
+    await one.push(2, 3, 4)
+    assert one.queue.pushed == [1, 2, 3, 4]
+    assert one.failed == [1]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, STALL_S / 2])
+async def test_a_failure_that_comes_at_once_keeps_no_other_prefill_from_the_queue(delay_s: float) -> None:
+    one = Pushing()
+    one.queue.is_broken, one.queue.delay_s = True, delay_s
+    await one.push(1, 2)
+    one.queue.is_broken = False
+    await one.push(3)
+    assert one.queue.pushed == [1, 2, 3]
+    assert one.failed == [1, 2]
+
+
+async def test_a_slow_queue_that_takes_entries_is_used() -> None:
+    one = Pushing()
+    one.queue.delay_s = 2 * STALL_S
+    await one.push(1, 2)
+    assert one.queue.pushed == [1, 2]
+    assert one.failed == []
