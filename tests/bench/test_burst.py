@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvrelay.bench.burst import (
@@ -61,6 +63,14 @@ def test_a_summary_takes_medians_the_worst_maximum_and_all_failures() -> None:
     text = burst_text(BurstReport(BURST_KIND, "machine", LOAD, (summary,), tuple(turns)))
     assert "20 prompts of 800 tokens" in text
     assert "10.000" in text
+
+
+def test_what_the_client_sent_too_late_is_told_apart() -> None:
+    """A chat that was due at 1 s, and written half a second later, had its first token 0.2 s after that."""
+    late = replace(record("chat", 1, 0.7), due_ns=10**9, written_ns=15 * 10**8)
+    turn = turn_of("x", 1, result(), result(record("long", 0, 3.0), late, record("chat", 2, 0.1)))
+    assert turn.client_max_s == pytest.approx(0.5)
+    assert turn.chat_max_s == pytest.approx(0.2)
 
 
 def test_variants_are_one_prefill_and_one_decode_worker() -> None:

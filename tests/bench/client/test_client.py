@@ -161,6 +161,19 @@ def test_idle_connection_that_was_closed_is_replaced(scripted: Scripted) -> None
             again.stop()
 
 
+def test_a_record_tells_when_its_request_was_due_and_when_it_was_written(scripted: Scripted) -> None:
+    timed = spec(rate=200.0, max_concurrency=None)
+    with scripted() as server:
+        result = serve(server, timed).result
+    offsets = build_class(timed, 0).offsets
+    assert offsets is not None
+    due_ns = [result.start_ns + int(next(offsets) * 1e9) for _ in result.records]
+    assert sorted(record.due_ns for record in result.records) == due_ns
+    for record in result.records:
+        assert record.sent_ns <= record.written_ns <= record.stamps_ns[0]
+        assert record.client_delay_s >= 0.0
+
+
 def test_dead_server_ends_the_run() -> None:
     target = parse_target("http://127.0.0.1:9")
     with pytest.raises(ServerDownError, match="no connection"):

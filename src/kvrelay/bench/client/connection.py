@@ -242,12 +242,15 @@ class ConnectionPool:
         """Open connections beforehand, so that no request pays for the handshake."""
         self._idle += [await self._connect() for _ in range(count - len(self._idle))]
 
-    async def send(self, request: bytes, sink: Sink | None = None) -> HttpAnswer:
-        """Send over an idle connection or a new one. If the idle connection had been closed, retry once over a new
-        one."""
+    async def send(
+        self, request: bytes, sink: Sink | None = None, on_written: Callable[[int], None] = lambda now_ns: None
+    ) -> HttpAnswer:
+        """Send over an idle connection or a new one; ``on_written`` gets the time when the request is written to it. If
+        the idle connection had been closed, retry once over a new one."""
         connection, reused = self._take(), True
         if connection is None:
             connection, reused = await self._connect(), False
+        on_written(time.perf_counter_ns())
         try:
             answer = await connection.exchange(request, sink)
         except StaleConnectionError:

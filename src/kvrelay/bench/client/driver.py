@@ -166,7 +166,8 @@ class LoadDriver:
             await asyncio.sleep(max(0.0, offset - (time.perf_counter_ns() - start_ns) / 1e9))
             if slots is not None:
                 await slots.acquire()
-            task = self._start(load.name, *next_up)
+            due_ns = start_ns + int(offset * 1e9) if slots is None else time.perf_counter_ns()
+            task = self._start(load.name, *next_up, due_ns)
             if slots is not None:
                 task.add_done_callback(partial(_release, slots))
         # A class ends with its last answer.
@@ -174,15 +175,15 @@ class LoadDriver:
         if mine:
             await asyncio.wait(mine)
 
-    def _start(self, class_name: str, body: bytes, prompt_len: int | None) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(self._one(class_name, body, prompt_len))
+    def _start(self, class_name: str, body: bytes, prompt_len: int | None, due_ns: int = 0) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(self._one(class_name, body, prompt_len, due_ns))
         task.set_name(class_name)
         self._in_flight.add(task)
         task.add_done_callback(self._in_flight.discard)
         return task
 
-    async def _one(self, class_name: str, body: bytes, prompt_len: int | None) -> None:
-        recorder = StreamRecorder(class_name, prompt_len)
+    async def _one(self, class_name: str, body: bytes, prompt_len: int | None, due_ns: int) -> None:
+        recorder = StreamRecorder(class_name, prompt_len, due_ns)
         try:
             record = await run_stream(self._pool, self._options.endpoint, body, recorder)
         except asyncio.CancelledError:

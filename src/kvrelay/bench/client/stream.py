@@ -19,6 +19,7 @@ class StreamRecorder:
     __slots__ = (
         "_class_name",
         "_done",
+        "_due_ns",
         "_events",
         "_finished",
         "_lengths",
@@ -29,10 +30,13 @@ class StreamRecorder:
         "_texts",
         "_tokens",
         "_usage",
+        "_written_ns",
     )
 
-    def __init__(self, class_name: str, prompt_len: int | None) -> None:
+    def __init__(self, class_name: str, prompt_len: int | None, due_ns: int = 0) -> None:
         self._class_name = class_name
+        self._due_ns = due_ns
+        self._written_ns = 0
         self._prompt_len = prompt_len
         self._sent_ns = 0
         self._events = EventSplitter()
@@ -52,6 +56,10 @@ class StreamRecorder:
 
     def sent(self, now_ns: int) -> None:
         self._sent_ns = now_ns
+
+    def written(self, now_ns: int) -> None:
+        """The request goes to its connection's socket now."""
+        self._written_ns = self._written_ns or now_ns
 
     def feed(self, now_ns: int, body: bytes) -> None:
         """Take the bytes of one read. Raises BadResponseError for data that is not a stream of chunks."""
@@ -83,6 +91,8 @@ class StreamRecorder:
             cached_tokens=details.cached_tokens if details else None,
             text="".join(self._texts),
             error=error,
+            due_ns=self._due_ns,
+            written_ns=self._written_ns,
         )
 
     def _chunk(self, now_ns: int, chunk: Chunk) -> None:
@@ -130,7 +140,7 @@ async def run_stream(pool: ConnectionPool, endpoint: Endpoint, body: bytes, reco
     request = pool.target.head("POST", endpoint.value, len(body)) + body
     recorder.sent(time.perf_counter_ns())
     try:
-        answer = await pool.send(request, recorder.feed)
+        answer = await pool.send(request, recorder.feed, recorder.written)
     except (ServerDownError, BadResponseError) as exc:
         return recorder.record(Outcome.FAILED, time.perf_counter_ns(), exc.message)
     error = _judge(answer, recorder)

@@ -40,6 +40,7 @@ class TokenSource(StrEnum):
 class RequestRecord:
     """One request. ``stamps_ns`` and ``tokens`` have one entry per arrival.
 
+    ``due_ns``: when the load wanted it sent; ``written_ns``: when the client had a connection and wrote it; 0: unknown.
     ``output_tokens`` comes from the server's usage, or else is the sum of ``tokens``; ``prompt_tokens`` comes from the
     usage, or else from the data set.
     """
@@ -56,6 +57,19 @@ class RequestRecord:
     cached_tokens: int | None = None
     text: str = ""
     error: str | None = None
+    due_ns: int = 0
+    written_ns: int = 0
+
+    @property
+    def client_delay_s(self) -> float:
+        """Seconds by which the client itself sent it too late: its load and the server may share the cores. The loop's
+        timers are right to a millisecond, so a request may also be written before it is due."""
+        return max(0, self.written_ns - self.due_ns) / 1e9 if self.due_ns and self.written_ns else 0.0
+
+    @property
+    def written_ttft_s(self) -> float | None:
+        """Seconds from writing to the first arrival: without the client's own delay."""
+        return (self.stamps_ns[0] - (self.written_ns or self.sent_ns)) / 1e9 if self.stamps_ns else None
 
     @property
     def ttft_s(self) -> float | None:
