@@ -84,3 +84,32 @@ def test_serve_goes_on_without_those_who_were_told_to_leave_while_somebody_takes
         assert server.process.wait(PATIENCE_S) == 1
         assert "the last worker that takes requests was told to leave" in server.read()
         assert "Traceback" not in server.read()
+
+
+def test_a_second_ctrl_c_ends_open_requests_at_once(monkeypatch):
+    monkeypatch.delenv("KVRELAY_DISCOVERY", raising=False)
+    with Serve(("--prefill", "0", "--decode", "1", "--engine", "mock", "--decode-base-s", "0.05")) as server:
+        (worker,) = server.workers("both")
+        body = {"model": server.model, "prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.process.send_signal(signal.SIGINT)
+            wanted = "open request(s); a second Ctrl-C or SIGTERM ends them at once"
+            until(lambda: wanted in server.read())
+            assert any(line.startswith("data: ") for line in lines)
+            server.process.send_signal(signal.SIGINT)
+            with pytest.raises(httpx.TransportError):
+                assert "data: [DONE]" not in list(lines)
+        assert server.process.wait(PATIENCE_S) == 128 + signal.SIGINT
+        until(lambda: has_ended(worker["pid"]))
+        assert "Traceback" not in server.read()
+
+
+def has_ended(pid: int) -> bool:
+    """Gone, or not reaped by its new parent yet."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
