@@ -51,7 +51,7 @@ from kvrelay.frontend.openai.requests import ChatCompletionRequest, GenerationFi
 from kvrelay.frontend.pairs import ORDER_HEADER, read_order
 from kvrelay.frontend.prompts import Prompt, chat_prompt, completion_prompts, read_completion
 from kvrelay.frontend.sequence import Sequence
-from kvrelay.frontend.side_threads import Pieces, SideThreads
+from kvrelay.frontend.side_threads import INLINE_SIZE, Pieces, SideThreads
 from kvrelay.frontend.tools.plan import ChatForm, chat_form
 from kvrelay.frontend.tools.reading import Reading
 
@@ -89,7 +89,7 @@ class Pipeline:
         )
         exchange.drop_body()
         model = self._cluster.model(request.model)
-        plan_size = 0 if has_short_fields(request) else size
+        plan_size = 0 if size > INLINE_SIZE and has_short_fields(request) else size
         plan = await self._threads.call(
             plan_size, plan_completion, request, model.tokenizer.default_sampling, self._config.max_n
         )
