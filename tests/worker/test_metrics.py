@@ -59,6 +59,7 @@ async def test_both_sides_of_a_remote_prefill():
         await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
         there, here = samples(prefill.worker), samples(decode.worker)
         stats = decode.worker._decode.stats
+        (published,) = prefill.worker._publisher._transfer_costs()
 
     assert there["prefill_tokens_total"] == 300
     assert there["generation_tokens_total"] == 1
@@ -67,6 +68,8 @@ async def test_both_sides_of_a_remote_prefill():
     assert there["transfer_bytes_total{op=write}"] == stats.num_received_bytes
     assert there["transfers_total{op=write}"] > 0
     assert there["transfer_seconds_total{op=write}"] > 0
+    assert published.worker_id == decode.id
+    assert published.is_sound
     assert there["transfer_errors_total{op=write}"] == there["transfers_total{op=read}"] == 0
 
     assert here["prefill_tokens_total"] == 20
