@@ -145,7 +145,10 @@ def test_a_killed_worker_comes_back_with_another_pool(
         for answer, tokens in zip(answers, expected):
             if answer.exception() is None:
                 assert answer.result() == tokens
-        until(lambda: [worker["pid"] != before["pid"] for worker in pair.workers("both")] == [True])
+        until(
+            lambda: [worker["pid"] != before["pid"] for worker in pair.workers("both")] == [True],
+            timeout_s=START_TIMEOUT_S,
+        )
         assert asking.ask(prompts) == expected
     assert pools.read(POOL, StagingPlace) != place
     assert _decode_worker(pair)["decode"]["num_remote_done"]
