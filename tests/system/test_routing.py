@@ -203,9 +203,10 @@ def test_indexes_are_true_after_workers_and_a_frontend_were_killed_under_load(se
         load.wait(60)
         kill_a_worker(server)
         load.wait(100)
+        # The frontends of a busy machine may connect to the last worker after all of these.
+        until(lambda: all(caches(server).values()))
     held = caches(server)
     assert len(held) == NUM_WORKERS
-    assert all(held.values()), "a worker got no work"
     assert len({block for blocks in held.values() for block in blocks}) > max(map(len, held.values()))
     # The last events may still be on their way; what is lost on the way is asked for again.
     until(lambda: indexes(server) == [held, held])
