@@ -4,8 +4,8 @@
     python tools/vllm_servers.py MODEL --port 8001 --pair [-- vLLM arguments]
 
 The pair is two servers on a core each, with vLLM's NIXL connector, behind a proxy that asks one after the other, as in
-vLLM's own examples. Tuned by hand means: one process each, no progress thread in NIXL, cores bound, and the libraries
-preloaded that vLLM's build for CPUs wants.
+vLLM's own examples. Tuned by hand means: a progress thread in NIXL that sleeps, computing threads bound to their cores
+again after vLLM's connector has moved them, and the libraries preloaded that vLLM's build for CPUs wants.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
+import psutil
 from aiohttp import web
 
 PRELOADED = ("/usr/lib/*/libtcmalloc_minimal.so.4", f"{sys.prefix}/lib/libiomp5.so")
@@ -43,6 +44,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "UCX_TLS": "posix,sysv,cma,self,tcp",
 }
+QUIET = "kvrelay.executors.vllm.nixl_child.EndsWithParent"
+"""Without it NIXL's progress thread spins and takes most of the two cores."""
 POLL_S = 0.2
 
 
@@ -53,7 +56,7 @@ def server_command(model: str, port: int, cores: str, more: Sequence[str], side_
     words = ["--model", model, "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"]
     if side_port is not None:
         values["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_port)
-        words += ["--kv-transfer-config", json.dumps(TRANSFER)]
+        words += ["--kv-transfer-config", json.dumps(TRANSFER), "--worker-extension-cls", QUIET]
     environment = [f"{name}={value}" for name, value in values.items()]
     # ``vllm serve`` runs this module; from the wheel for CPUs that command does not start.
     main = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -72,10 +75,11 @@ class Proxy:
     def __init__(self, prefill: str, decode: str) -> None:
         self._prefill, self._decode = prefill, decode
 
-    async def run(self, port: int) -> None:
+    async def run(self, port: int, on_healthy: Callable[[], None]) -> None:
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self._session:
             await self._until_healthy()
+            on_healthy()
             app = web.Application(client_max_size=64 << 20)
             app.router.add_post("/v1/completions", self._complete)
             app.router.add_get("/{path:.*}", self._look)
@@ -120,10 +124,10 @@ class Proxy:
 
 
 @contextmanager
-def _started(commands: Sequence[Sequence[str]]) -> Iterator[None]:
+def _started(commands: Sequence[Sequence[str]]) -> Iterator[list[subprocess.Popen[bytes]]]:
     processes = [subprocess.Popen(command) for command in commands]
     try:
-        yield
+        yield processes
     finally:
         for process in processes:
             process.terminate()
@@ -137,11 +141,21 @@ async def serve_pair(model: str, port: int, cores: Sequence[int], more: Sequence
         server_command(model, ports[2 * number], str(cores[number % len(cores)]), more, ports[2 * number + 1])
         for number in range(2)
     ]
-    proxying = asyncio.ensure_future(Proxy(f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[2]}").run(port))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, proxying.cancel)
-    with _started(commands):
-        await asyncio.gather(proxying, return_exceptions=True)
+    with _started(commands) as processes:
+
+        def bind() -> None:
+            for number, process in enumerate(processes):
+                for each in psutil.Process(process.pid).children(recursive=True):
+                    if each.name().startswith("VLLM::"):
+                        os.sched_setaffinity(each.pid, {cores[number % len(cores)]})
+
+        proxy = Proxy(f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[2]}")
+        proxying = asyncio.ensure_future(proxy.run(port, bind))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, proxying.cancel)
+        (ended,) = await asyncio.gather(proxying, return_exceptions=True)
+        if isinstance(ended, Exception):
+            raise ended
 
 
 def main() -> None:

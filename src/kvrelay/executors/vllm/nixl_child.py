@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from typing import Any
 
-from kvrelay.executors.vllm.quiet_child import EndsWithParent
-
-__all__ = ["EndsWithParent"]
+from kvrelay.executors.vllm import quiet_child
 
 POLL_TIMEOUT_US = 100_000
+
+
+class EndsWithParent(quiet_child.EndsWithParent):
+    def kvrelay_end_with(self, pid: int) -> None:
+        """Called once vLLM has started, on the thread that computes."""
+        super().kvrelay_end_with(pid)
+        core = first_core(os.environ.get("KMP_AFFINITY", ""))
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+
+
+def first_core(kmp_affinity: str) -> int | None:
+    """Where OpenMP binds the first thread of the cores that ``cores.thread_environment`` has listed."""
+    found = re.search(r"proclist=\[(\d+)", kmp_affinity)
+    return int(found[1]) if found else None
 
 
 def let_progress_thread_sleep(bindings: Any) -> None:
