@@ -35,7 +35,10 @@ WARM_UP = 8
 async def measure(given: argparse.Namespace, log_dir: Path) -> list[dict[str, str]]:
     python, model = shlex.quote(sys.executable), shlex.quote(given.model)
     tool = shlex.quote(str(Path(__file__).with_name("vllm_servers.py")))
-    plain = Case("vLLM", command=f"{python} {tool} {model} --port {{port}} -- --dtype {given.dtype} {given.vllm_args}")
+    cores = f"--cores {shlex.quote(given.cores)}" if given.cores else ""
+    plain = Case(
+        "vLLM", command=f"{python} {tool} {model} --port {{port}} {cores} -- --dtype {given.dtype} {given.vllm_args}"
+    )
     rows: list[dict[str, str]] = []
     async with running(plain, log_dir, TIMES) as vllm:
         front = f"{python} -m kvrelay serve {model} --engine openai --upstream http://127.0.0.1:{vllm.port}"
@@ -80,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--cores", help="those that vLLM computes on; default: all, also beside kvrelay's processes")
     parser.add_argument("--vllm-args", default="--max-model-len 2048", help="further arguments of vLLM")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as logs:
