@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import glob
 import json
 import os
 import shlex
@@ -28,7 +27,8 @@ import aiohttp
 import psutil
 from aiohttp import web
 
-PRELOADED = ("/usr/lib/*/libtcmalloc_minimal.so.4", f"{sys.prefix}/lib/libiomp5.so")
+from kvrelay.executors.vllm.library import preloaded_libraries
+
 TRANSFER = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
@@ -51,8 +51,7 @@ POLL_S = 0.2
 
 def server_command(model: str, port: int, cores: str, more: Sequence[str], side_port: int | None = None) -> list[str]:
     """The command line of one server, with its environment. With ``side_port`` it exchanges KV."""
-    preload = ":".join(path for pattern in PRELOADED for path in sorted(glob.glob(pattern))[:1])
-    values = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores, "LD_PRELOAD": preload}
+    values = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": cores, "LD_PRELOAD": ":".join(preloaded_libraries())}
     words = ["--model", model, "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"]
     if side_port is not None:
         values["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_port)

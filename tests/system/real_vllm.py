@@ -25,9 +25,10 @@ import openai
 import psutil
 from tests.patience import PATIENCE_S, until
 from tests.system.serving import Serve
+from tools.vllm_servers import ENVIRONMENT, TRANSFER
 
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.executors.vllm.library import PRELOADED
+from kvrelay.executors.vllm.library import preloaded_libraries
 
 NUM_PROMPTS, NUM_TOKENS = 60, 24
 LENGTHS = (1, 2, 17, 31, 32, 33, 64, 300, 1000, 1500)
@@ -35,22 +36,7 @@ BLOCK_SIZE = 32
 START_TIMEOUT_S = 10 * PATIENCE_S
 """vLLM computes for half a minute before it is ready, and may share the machine."""
 
-NIXL = {
-    "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
-    "kv_buffer_device": "cpu",
-    "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"num_threads": 0},
-}
-SERVER_ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "UCX_TLS": "posix,sysv,cma,self,tcp",
-}
+NIXL = {**TRANSFER, "kv_load_failure_policy": "recompute"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +71,7 @@ def ask_plain_vllm(*sets: list[list[int]]) -> list[Asked]:
         text=True,
         check=False,
         timeout=START_TIMEOUT_S,
-        env={**os.environ, **_preloaded()},
+        env={**os.environ, "LD_PRELOAD": ":".join(preloaded_libraries())},
     )
     found = [line for line in done.stdout.splitlines() if line.startswith("answers ")]
     assert found, done.stderr[-3000:]
@@ -206,8 +192,8 @@ def _stock_server(
     main = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled_checkpoint_path())]
     env = {
         **os.environ,
-        **SERVER_ENV,
-        **_preloaded(),
+        **ENVIRONMENT,
+        "LD_PRELOAD": ":".join(preloaded_libraries()),
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
     }
@@ -218,11 +204,6 @@ def _stock_server(
             yield server
         finally:
             server.end(signal.SIGTERM)
-
-
-def _preloaded() -> dict[str, str]:
-    found = [str(path) for pattern in PRELOADED for path in sorted(Path("/").glob(pattern.lstrip("/")))[:1]]
-    return {"LD_PRELOAD": ":".join(found)} if found else {}
 
 
 def _free_ports(count: int) -> list[int]:

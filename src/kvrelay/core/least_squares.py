@@ -53,12 +53,11 @@ class RecursiveLeastSquares:
         """Samples that were no times, and resets after a fit that was no longer finite."""
         self.relative_error = 0.0
         """Mean of the last samples' |measured - predicted| / measured."""
-        # In units of the prior, so that all coefficients and their covariances are of the same order.
-        self._shares = [1.0] * len(self._prior)
-        self._doubt()
+        self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget all samples: the next one replaces what was known."""
+        # In units of the prior, so that all coefficients and their covariances are of the same order.
         self._shares = [1.0] * len(self._prior)
         self._doubt()
 

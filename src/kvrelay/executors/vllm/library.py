@@ -171,10 +171,14 @@ def _cpu_environment(settings: ExecutorSettings) -> dict[str, str]:
     cores = compute_cores(settings.vllm.engine_cores, sorted(os.sched_getaffinity(0)), settings.runner.num_threads)
     environment = thread_environment(cores, settings.runner.num_ranks)
     if platform.machine() == "x86_64":
-        found = [path for pattern in PRELOADED for path in sorted(glob.glob(pattern))[:1]]
         before = os.environ.get("LD_PRELOAD", "")
-        environment["LD_PRELOAD"] = ":".join([*found, *([before] if before else [])])
+        environment["LD_PRELOAD"] = ":".join([*preloaded_libraries(), *([before] if before else [])])
     return environment
+
+
+def preloaded_libraries() -> list[str]:
+    """The paths of PRELOADED, as far as they are on this machine."""
+    return [path for pattern in PRELOADED for path in sorted(glob.glob(pattern))[:1]]
 
 
 def _free_port(host: str) -> int:
