@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import tempfile
 
 import pytest
 
@@ -33,6 +35,16 @@ def test_equal_errors_of_several_children_are_told_once() -> None:
     now_s = WINDOW_S + 1
     errors.pass_on("worker 1", b"kvrelay: no such file\n")
     assert lines.count(b"kvrelay: no such file\n") == 3
+
+
+def test_a_child_leads_a_group_but_shares_our_session() -> None:
+    """Ctrl-C reaches only us, and the kernel shares the CPUs between all of us as threads, not by session."""
+    says_who = "import os, signal; print(os.getsid(0), os.getpgid(0), signal.getsignal(signal.SIGTTOU).name)"
+    with tempfile.TemporaryFile() as said:
+        child = start_child("child", [sys.executable, "-c", says_who], said)
+        child.process.wait(60)
+        said.seek(0)
+        assert said.read().split() == [b"%d" % os.getsid(0), b"%d" % child.pid, b"SIG_IGN"]
 
 
 def test_errors_of_real_children_and_of_restarted_ones() -> None:

@@ -108,7 +108,7 @@ def _start(case: Case, command: str, log_path: Path) -> subprocess.Popen[bytes]:
             log.write(f"$ {command}\n".encode())
             log.flush()
             return subprocess.Popen(
-                shlex.split(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                shlex.split(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
             )
     except OSError as exc:
         raise InvalidInputError(f"case {case.name} cannot be started: {exc}", param="case") from exc

@@ -150,7 +150,7 @@ def _finish(step: Step, command: list[str], folder: Path) -> tuple[tuple[str, fl
     with (
         (folder / "logs" / f"{step.name}.stderr").open("wb") as errors,
         subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, process_group=0
         ) as process,
     ):
         try:

@@ -165,8 +165,8 @@ def _server(model: str | None, url: str | None, api_key: str) -> Iterator[ChatSe
     from kvrelay.launch.models import resolve_model
 
     command = kvrelay_command("serve", str(resolve_model(model)), "--prefill", "1", "--decode", "1", "--port", "0")
-    # In a session of its own: Ctrl-C stops an answer, not the server.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    # In a process group of its own: Ctrl-C stops an answer, not the server.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

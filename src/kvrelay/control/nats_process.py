@@ -247,7 +247,7 @@ def _spawn(command: list[str], stderr_path: Path) -> subprocess.Popen[bytes]:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,
-                    start_new_session=True,
+                    process_group=0,
                     preexec_fn=die_with_parent,  # noqa: PLW1509 (one system call; nothing else sets the signal)
                 )
         except OSError as exc:

@@ -1,14 +1,16 @@
 """Child processes: started with the command line that a cluster would use, ended with their parent, restarted when they
 crash.
 
-A child runs in a session of its own, so that Ctrl-C reaches only ``serve``, which then ends its children in order. On
-Linux the kernel ends a child whose parent has died.
+A child leads a process group, so that Ctrl-C reaches only ``serve``, which then ends its children in order. It stays in
+our session: where Linux shares the CPUs between sessions (autogroup), a frontend in a session of its own has waited for
+a CPU as long as a prefill in another session took. On Linux the kernel ends a child whose parent has died.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -77,12 +79,19 @@ def start_child(
         stdout=output,
         stderr=subprocess.PIPE if errors is not None else output,
         env=environment,
-        start_new_session=True,
-        preexec_fn=die_with_parent,  # noqa: PLW1509 - it only calls prctl
+        process_group=0,
+        preexec_fn=_prepare,  # noqa: PLW1509 - two system calls
     )
     if errors is not None and process.stderr is not None:
         errors.follow(name, process.stderr)
     return Child(name, command, process, environment, errors)
+
+
+def _prepare() -> None:
+    """In the child, before its program begins."""
+    die_with_parent()
+    # It may write to the terminal though it is not in the foreground: under `stty tostop` that would stop it.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 
 
 def restart_delay_s(child: Child, now_s: float) -> float | None:
