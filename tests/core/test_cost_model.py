@@ -10,7 +10,6 @@ import pytest
 from kvrelay.core.cost_model import (
     MANY_STEPS,
     MAX_COST_S,
-    MAX_LOG_ERROR,
     MIN_CHUNK_TOKENS,
     PRIOR_SPREAD,
     SAMPLED_STEPS,
@@ -225,6 +224,28 @@ def test_expected_lateness_grows_with_the_estimate_and_the_spread() -> None:
     assert expected_lateness(0.2, 0.4, 0.3) == pytest.approx(mean_s, rel=0.05)
 
 
+def test_errors_of_a_model_that_still_learns_are_not_its_spread() -> None:
+    """The prior may be wrong by a factor of ten: that says nothing of how the steps scatter."""
+    model = StepCostModel(StepCost(0.04, 0.06, 5e-4, 5e-8, 5e-4, 1e-8))
+    for number in range(40):
+        work = StepWork(64 * (1 + number % 4), 0, 4, 100)
+        model.add(work, StepCost().step_seconds(work))
+    assert model.spread < PRIOR_SPREAD
+
+
+def test_a_spread_that_is_not_measured_goes_back_to_the_prior() -> None:
+    """A large spread makes chunks small and the way dear; not taken, the way is not measured."""
+    model = StepCostModel()
+    rng = random.Random(3)
+    for _ in range(200):
+        model.add(StepWork(64, 0, 4, 100), StepCost().step_seconds(StepWork(64, 0, 4, 100)) * rng.choice((0.4, 2.5)))
+    scattered = model.spread
+    assert scattered > 1.5 * PRIOR_SPREAD
+    for _ in range(40 * MANY_STEPS):
+        model.add(StepWork(0, 0, 4, 100), StepCost().step_seconds(StepWork(0, 0, 4, 100)))
+    assert model.spread < (scattered + PRIOR_SPREAD) / 2
+
+
 def test_a_spread_begins_cautious_and_a_pause_counts_little() -> None:
     spread = Spread()
     assert spread.value == PRIOR_SPREAD
@@ -233,7 +254,7 @@ def test_a_spread_begins_cautious_and_a_pause_counts_little() -> None:
     exact = spread.value
     assert exact < 0.05
     spread.add(100.0, 0.01)
-    assert spread.value <= math.sqrt(SPREAD_SHARE) * MAX_LOG_ERROR + exact
+    assert spread.value <= math.sqrt(1 + 3 * SPREAD_SHARE) * exact, "it counts as an error of two spreads"
     before = spread.value
     for seconds, estimate_s in ((math.nan, 0.01), (0.0, 0.01), (-1.0, 0.01), (0.01, 0.0)):
         spread.add(seconds, estimate_s)

@@ -43,9 +43,9 @@ class Machine:
     ``stall_s`` in the mean. The prefill worker's first prefill takes ``cold`` times as long."""
 
     noise: float = 0.15
-    contention: float = 1.3
-    stall_chance: float = 0.006
-    stall_s: float = 0.02
+    contention: float = 1.15
+    stall_chance: float = 0.03
+    stall_s: float = 0.006
     cold: float = 5.0
 
 

@@ -44,7 +44,7 @@ def test_a_short_prompt_stays_and_a_long_one_beside_answers_goes() -> None:
 def test_a_backlog_away_deflects_a_prefill_to_here() -> None:
     busy = replace(IDLE, num_away=80_000, num_prefills_away=10)
     assert place(busy) is PrefillPlace.LOCAL_CHEAPER
-    assert place(busy, PrefillFleet(8, 0)) is PrefillPlace.REMOTE, "eight workers share it"
+    assert place(busy, PrefillFleet(16, 0)) is PrefillPlace.REMOTE, "sixteen workers share it"
     assert place(IDLE, PrefillFleet(1, 100)) is PrefillPlace.LOCAL_CHEAPER, "what others have queued counts, too"
 
 

@@ -31,8 +31,14 @@ SPREAD_SHARE = 0.05
 """Weight of the latest sample in a spread."""
 PRIOR_SPREAD, PRIOR_SAMPLES = 0.25, 4
 """Before the first sample, and how many samples that counts as: a busy machine, until it has shown that it is not."""
-MAX_LOG_ERROR = 1.0
-"""A pause of the process counts as an error of this logarithm: no choice of ours would have avoided it."""
+AGEING_SHARE = 1e-3
+"""Of the prior in a spread, for each sample of another kind. A spread that closes its own way would never be measured
+again otherwise."""
+LEARNING_SAMPLES = 8
+"""The errors of the first samples are those of the prior, and say nothing of how times scatter."""
+MAX_ERROR = 2.0
+"""A larger error counts as this many spreads: a pause of the process, which no choice of ours would have avoided, says
+nothing of the times without one."""
 MANY_STEPS, SAMPLED_STEPS = 200, 4
 """After so many steps of a kind, every so-manieth is a sample: decode steps, and prefills of less than SHORT_STEP_S."""
 SHORT_STEP_S = 0.001
@@ -53,9 +59,14 @@ class Spread:
     def add(self, seconds: float, estimate_s: float) -> None:
         if not (seconds > 0.0 and estimate_s > 0.0):
             return
-        error = min(max(math.log(seconds / estimate_s), -MAX_LOG_ERROR), MAX_LOG_ERROR)
+        limit = MAX_ERROR * max(self.value, MIN_SPREAD)
+        error = min(max(math.log(seconds / estimate_s), -limit), limit)
         self._num_samples += 1
         self._square += max(SPREAD_SHARE, 1.0 / self._num_samples) * (error * error - self._square)
+
+    def age(self) -> None:
+        """Nothing was measured: what is known counts a little less, and the prior a little more."""
+        self._square += AGEING_SHARE * (PRIOR_SPREAD**2 - self._square)
 
 
 def expected_lateness(estimate_s: float, spread: float, limit_s: float) -> float:
@@ -200,7 +211,7 @@ class StepCostModel:
             own_s = max(seconds - beside_s, seconds / 2)
             estimate_s = self.cost.step_seconds(work)
             is_new = self._prefill.add((1.0, work.num_prefill_tokens, work.num_prefill_pairs), own_s)
-            if is_new:
+            if is_new and self._prefill.num_samples > LEARNING_SAMPLES:
                 self._spread.add(seconds, estimate_s)
         else:
             # Steady decoding says the same again and again: after a while a part of it is enough.
@@ -208,6 +219,7 @@ class StepCostModel:
             if self._num_decode_steps > MANY_STEPS and self._num_decode_steps % SAMPLED_STEPS:
                 return
             is_new = self._decode.add((1.0, work.num_decodes, work.num_context_tokens), seconds)
+            self._spread.age()
         if is_new:
             self._cost = None
 
@@ -291,7 +303,8 @@ class RemoteCostModel:
             prefill_s = 0.0
         elif not self._prefill.add((1.0, num_tokens), prefill_s):
             prefill_s = 0.0
-        if self._way.add((1.0, num_ahead_tokens, num_tokens), seconds - prefill_s):
+        is_new = self._way.add((1.0, num_ahead_tokens, num_tokens), seconds - prefill_s)
+        if is_new and self._way.num_samples > LEARNING_SAMPLES:
             self._spread.add(seconds, estimate_s)
         self._cost = None
 

@@ -15,7 +15,7 @@ from kvrelay.engine.scheduled_batch import ScheduledBatch
 STEP_SHARE = 0.7
 """Share of the objective between tokens that a step may take; the rest is for the way to the client."""
 MARGIN = 2.0
-"""Standard deviations of a step's time below the limit: of a normal distribution 98 % lie below it."""
+"""Standard deviations of a step's time below the objective: of a normal distribution 98 % lie below it."""
 ARRIVAL_SHARE = 0.25
 """Share of the objective for the first token: a request that arrives waits for the step that runs."""
 MIN_STEP_FACTOR = 2.0
@@ -67,7 +67,7 @@ class Pace:
         """Seconds that the step may take; 0: any time."""
         if self._itl_s:
             # The objective is one of the slowest tokens, so the step has to keep it although its time scatters.
-            return STEP_SHARE * self._itl_s * math.exp(-MARGIN * self.costs.spread)
+            return min(STEP_SHARE, math.exp(-MARGIN * self.costs.spread)) * self._itl_s
         limits = [request.objectives.ttft_s for request in prefilling if request.objectives is not None]
         return ARRIVAL_SHARE * min(limits, default=0.0)
 

@@ -28,7 +28,7 @@ from kvrelay.handoff.trials import Trials
 
 LATE = 4.0
 """The cost, in seconds, of a second beyond an objective."""
-HARM = 0.25
+HARM = 0.1
 """The cost, in seconds, of delaying a running answer by a second within its objective."""
 MIN_WINDOW = 4
 """Prefills per prefill worker that may always be in flight: one computing, one waiting, two to arrive."""
