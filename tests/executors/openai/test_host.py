@@ -255,6 +255,8 @@ async def test_what_was_placed_is_told_as_cached() -> None:
     [
         ({"upstream": ""}, {}, "needs --upstream"),
         ({"upstream": "ftp://a"}, {}, "no URL"),
+        ({"upstream": "http://"}, {}, "no URL"),
+        ({"upstream": "http://a:99999"}, {}, "no URL"),
         ({"upstream_model": "other"}, {}, "does not have the model other; it has served"),
         ({}, {"needs_key": "secret"}, "refuses us: status 401"),
         ({"upstream_api_key_file": "/nonexistent"}, {}, "cannot read the key"),

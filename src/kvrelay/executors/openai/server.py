@@ -11,13 +11,14 @@ import logging
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 import msgspec
+from yarl import URL
 
 from kvrelay.config import UpstreamConfig
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError
@@ -28,9 +29,15 @@ _log = logging.getLogger(__name__)
 
 START_INTERVAL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
+KEPT_S = 4.0
+"""Idle connections are closed after it: before the server does, which takes 5 s with uvicorn's default."""
+JSON = {"Content-Type": "application/json"}
 MAX_EVENT_BYTES = 8 << 20
 MAX_ANSWER_BYTES = 8 << 20
 """Size limit of an answer that is not streamed: a list of models, a refusal."""
+
+SHORT = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+FAILURES = (aiohttp.ClientError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +62,22 @@ class UpstreamServer:
     """One server. Make, use and close it in one event loop."""
 
     def __init__(self, config: UpstreamConfig) -> None:
-        if urlsplit(config.upstream).scheme not in ("http", "https"):
+        if not _is_url(config.upstream):
             raise ConfigError(f"{config.upstream!r} is no URL of a server: expected http://HOST:PORT", param="upstream")
         self._config = config
         self.url = config.upstream.rstrip("/").removesuffix("/v1")
-        timeout = httpx.Timeout(config.upstream_timeout_s, connect=HEALTH_TIMEOUT_S, pool=None)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._client = httpx.AsyncClient(
-            base_url=self.url, headers=_headers(config), timeout=timeout, limits=limits, verify=_trusted(config)
+        self._client = aiohttp.ClientSession(
+            headers=_headers(config),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=HEALTH_TIMEOUT_S, sock_read=config.upstream_timeout_s or None
+            ),
+            connector=aiohttp.TCPConnector(limit=0, ssl=_trusted(config), keepalive_timeout=KEPT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=True,
         )
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
     async def describe(self, probe_token_id: int, probe_fields: dict[str, Any] | None = None) -> Description:
         """Wait until the server answers, for ``upstream_start_timeout_s``; then request its model, and one token to
@@ -81,7 +92,7 @@ class UpstreamServer:
                 model = self._choose(await self._get_models())
                 tells_token_ids = await self._probe(model.id, probe_token_id, probe_fields or {})
                 return Description(model.id, model.max_model_len or 0, tells_token_ids)
-            except (httpx.HTTPError, RefusedError, AnswerError) as exc:
+            except (*FAILURES, RefusedError, AnswerError) as exc:
                 if isinstance(exc, RefusedError) and exc.status in (400, 401, 403, 404, 422):
                     raise ConfigError(f"the server {self.url} refuses us: {exc.message}", param="upstream") from exc
                 if time.monotonic() > deadline_s:
@@ -94,8 +105,9 @@ class UpstreamServer:
     async def is_healthy(self) -> bool:
         """Whether it answers ``/health`` with less than 500; a server without that path is healthy as well."""
         try:
-            return (await self._client.get("/health", timeout=HEALTH_TIMEOUT_S)).status_code < 500
-        except httpx.HTTPError:
+            async with self._client.get(f"{self.url}/health", timeout=SHORT) as response:
+                return response.status < 500
+        except FAILURES:
             return False
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[TextPiece, None]:
@@ -105,8 +117,8 @@ class UpstreamServer:
         """
         is_finished = False
         try:
-            async with self._client.stream("POST", "/v1/completions", json=body) as response:
-                if response.status_code != 200:
+            async with self._post(body) as response:
+                if response.status != 200:
                     raise await _refusal(response)
                 async for data in _events(response):
                     if data == b"[DONE]":
@@ -114,7 +126,7 @@ class UpstreamServer:
                     piece = parse_event(data)
                     is_finished = is_finished or piece.finish is not None
                     yield piece
-        except httpx.HTTPError as exc:
+        except FAILURES as exc:
             raise AnswerError(f"the connection to {self.url} failed: {_reason(exc)}") from exc
         if not is_finished:
             raise AnswerError(f"{self.url} ended its stream in the middle of an answer")
@@ -124,25 +136,28 @@ class UpstreamServer:
 
         Raises RefusedError, and AnswerError for a broken or too long answer.
         """
-        answer = bytearray()
         try:
-            async with self._client.stream("POST", "/v1/completions", json=body) as response:
-                if response.status_code != 200:
+            async with self._post(body) as response:
+                if response.status != 200:
                     raise await _refusal(response)
-                async for received in response.aiter_bytes():
-                    answer += received
-                    if len(answer) > MAX_ANSWER_BYTES:
-                        raise AnswerError(f"an answer of the server has more than {MAX_ANSWER_BYTES} bytes")
-        except httpx.HTTPError as exc:
+                answer, is_whole = await _read(response)
+        except FAILURES as exc:
             raise AnswerError(f"the connection to {self.url} failed: {_reason(exc)}") from exc
-        return bytes(answer)
+        if not is_whole:
+            raise AnswerError(f"an answer of the server has more than {MAX_ANSWER_BYTES} bytes")
+        return answer
+
+    def _post(self, body: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        url, text = f"{self.url}/v1/completions", msgspec.json.encode(body)
+        return self._client.post(url, data=text, headers=JSON, allow_redirects=False)
 
     async def _get_models(self) -> list[_Model]:
-        response = await self._client.get("/v1/models", timeout=HEALTH_TIMEOUT_S)
-        if response.status_code != 200:
-            raise await _refusal(response)
+        async with self._client.get(f"{self.url}/v1/models", timeout=SHORT) as response:
+            if response.status != 200:
+                raise await _refusal(response)
+            text, _ = await _read(response)
         try:
-            return msgspec.json.decode(response.content, type=_Models).data
+            return msgspec.json.decode(text, type=_Models).data
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise AnswerError(f"/v1/models is no list of models: {exc}") from exc
 
@@ -174,6 +189,14 @@ class UpstreamServer:
         return any([bool(piece.token_ids) async for piece in self.stream(body)])
 
 
+def _is_url(text: str) -> bool:
+    try:
+        url = URL(text)
+    except ValueError:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host)
+
+
 def _headers(config: UpstreamConfig) -> dict[str, str]:
     # Compressed events would be held back until a block is full.
     plain = {"Accept-Encoding": "identity"}
@@ -195,10 +218,10 @@ def _trusted(config: UpstreamConfig) -> ssl.SSLContext | bool:
         raise ConfigError(f"cannot read {config.upstream_ca}: {exc}", param="upstream_ca") from exc
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """The data of each server-sent event. Raises AnswerError for a line that does not end."""
     rest = b""
-    async for received in response.aiter_raw():
+    async for received in response.content.iter_any():
         *lines, rest = (rest + received).split(b"\n")
         if len(rest) > MAX_EVENT_BYTES:
             raise AnswerError(f"an event of the server has more than {MAX_EVENT_BYTES} bytes")
@@ -207,18 +230,24 @@ async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
                 yield line[5:].strip()
 
 
-async def _refusal(response: httpx.Response) -> RefusedError:
-    text = bytearray()
-    async for received in response.aiter_bytes():
-        text += received
-        if len(text) > MAX_ANSWER_BYTES:
-            break
+async def _read(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
+    """The answer's first MAX_ANSWER_BYTES, and whether these are all."""
+    answer = bytearray()
+    async for received in response.content.iter_any():
+        answer += received
+        if len(answer) > MAX_ANSWER_BYTES:
+            return bytes(answer[:MAX_ANSWER_BYTES]), False
+    return bytes(answer), True
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> RefusedError:
+    text, _ = await _read(response)
     said = " ".join(text[:500].decode(errors="replace").split())
     try:
         retry_after_s = min(max(float(response.headers.get("retry-after", "1")), 0.1), 600.0)
     except ValueError:
         retry_after_s = 1.0
-    return RefusedError(f"status {response.status_code}: {said}", response.status_code, retry_after_s)
+    return RefusedError(f"status {response.status}: {said}", response.status, retry_after_s)
 
 
 def _reason(error: Exception) -> str:
