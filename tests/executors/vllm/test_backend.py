@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -76,10 +75,10 @@ async def test_tokens_and_logprobs_come_from_vllm() -> None:
         assert engine.outputs["a"][0].num_cached_tokens == 16
 
 
-async def test_vllms_processes_are_told_whose_end_is_theirs() -> None:
+async def test_vllms_processes_are_told_that_their_start_is_over() -> None:
     async with _engine() as (engine, library):
         await engine.until(lambda: library.calls)
-        assert library.calls == [("kvrelay_end_with", (os.getpid(),))]
+        assert library.calls == [("kvrelay_started", ())]
 
 
 async def test_a_request_from_another_worker_goes_on_at_its_token() -> None:

@@ -1,31 +1,33 @@
-"""vLLM's processes end with the worker, even if that one is killed."""
+"""vLLM's processes end with the worker, even if that one is killed, and also while they load the model."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 from tests.patience import PATIENCE_S
 
-CHILD = """
-import sys, time
-from kvrelay.executors.vllm.child import end_with
-end_with(int(sys.argv[1]))
-print(".", flush=True)
-time.sleep(600)
-"""
+from kvrelay.executors.vllm.child import WORKER_PID
+
+CHILD = [sys.executable, "-c", "import time, kvrelay.executors.vllm.child; print('.', flush=True); time.sleep(600)"]
+"""vLLM's processes import this module before they load the model."""
 
 
-def test_a_process_ends_with_the_one_that_it_watches() -> None:
-    watched = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+def test_a_process_ends_with_the_worker_that_its_environment_names() -> None:
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    env = {**os.environ, WORKER_PID: str(worker.pid)}
     try:
-        with subprocess.Popen([sys.executable, "-c", CHILD, str(watched.pid)], stdout=subprocess.PIPE) as child:
+        with subprocess.Popen(CHILD, stdout=subprocess.PIPE, env=env) as child:
             assert child.stdout is not None
             assert child.stdout.readline() == b".\n"
             assert child.poll() is None
-            watched.kill()
-            watched.wait()
+            worker.kill()
+            worker.wait()
             assert child.wait(PATIENCE_S) == -9
     finally:
-        watched.kill()
-        watched.wait()
+        worker.kill()
+        worker.wait()
+    # One whose worker has ended before ends at once.
+    late = subprocess.run(CHILD, capture_output=True, env=env, check=False, timeout=PATIENCE_S)
+    assert (late.returncode, late.stdout) == (-9, b"")

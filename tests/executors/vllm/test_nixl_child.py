@@ -30,12 +30,11 @@ def test_a_poll_timeout_of_zero_becomes_one_that_lets_the_thread_sleep() -> None
 def test_the_computing_thread_returns_to_its_own_core(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("KMP_AFFINITY", thread_environment(allowed[:1], 1)["KMP_AFFINITY"])
-    monkeypatch.setattr(nixl_child.quiet_child.EndsWithParent, "kvrelay_end_with", lambda worker, pid: None)
     found = []
 
     def compute() -> None:
         os.sched_setaffinity(0, allowed[-1:])  # as vLLM's connector does
-        nixl_child.EndsWithParent().kvrelay_end_with(os.getpid())
+        nixl_child.EndsWithParent().kvrelay_started()
         found.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=compute)

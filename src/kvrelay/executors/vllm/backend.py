@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -107,8 +106,8 @@ class VllmBackend:
         require_possible(sampling)
 
     async def open(self) -> None:
-        """The engine runs already. From now on its processes end with this one."""
-        await self._engine.collective_rpc("kvrelay_end_with", START_TIMEOUT_S, (os.getpid(),))
+        """The engine runs already; its processes hear that their start is over."""
+        await self._engine.collective_rpc("kvrelay_started", START_TIMEOUT_S)
 
     async def stream(
         self, request: Request, num_tokens: int, kv_transfer_params: bytes | None = None

@@ -1,7 +1,7 @@
 """Code that runs in vLLM's processes: they must not outlive the worker, however it ends.
 
 vLLM's engine process waits for requests from a socket, so it would wait for ever, and keep the device's memory, after
-its parent was killed.
+its parent was killed. That holds while the model is loaded, too: an operator may interrupt a start that takes long.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ import select
 import signal
 import threading
 
+WORKER_PID = "KVRELAY_WORKER_PID"
+"""The environment variable by which vLLM's processes know the worker that has started them."""
+
 
 class EndsWithParent:
-    """An extension of vLLM's workers, by ``worker_extension_cls``. vLLM refuses names that its workers have."""
+    """An extension of vLLM's workers, by ``worker_extension_cls``. vLLM refuses names that its workers have.
 
-    def kvrelay_end_with(self, pid: int) -> None:
-        """From now on this process ends as soon as process ``pid`` has ended. Raises OSError if it has ended."""
-        end_with(pid)
+    vLLM imports it before it loads the model. Until then its engine process ends by vLLM's own timeout, of 5 minutes.
+    """
+
+    def kvrelay_started(self) -> None:
+        """Called once vLLM has started, on the thread that computes."""
 
     def kvrelay_at_rest(self) -> None:
         """Answered between two steps, so those that were given to this worker before are over."""
@@ -34,3 +39,16 @@ def _wait(watched: int) -> None:
     poller.register(watched, select.POLLIN)
     poller.poll()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch_worker() -> None:
+    pid = os.environ.get(WORKER_PID)
+    if pid is None:
+        return  # imported by the worker itself
+    try:
+        end_with(int(pid))
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+_watch_worker()

