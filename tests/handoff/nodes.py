@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from tests.handoff.keys import Frame, decode_ledger_key, prefill_ledger_key
 
 from kvrelay.core.handoff import HandoffOrder, KvDirection
+from kvrelay.core.latest import Latest
 from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
@@ -20,6 +21,8 @@ from kvrelay.handoff.prefill_state import PrefillRules
 TTL = 2
 Move = tuple[Any, ...]
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 H = TypeVar("H", DecodeHandoff, PrefillHandoff)
 PROMPT = frozenset({"deliver", "complete", "work", "arrive", "tick", "pull"})
 """Moves that take no time, unless the fault "late" lets it pass. Everything else takes as long as it likes."""
@@ -259,10 +262,16 @@ def clone_handoff(handoff: H) -> H:
     return other
 
 
+def clone_latest(latest: Latest[K, V]) -> Latest[K, V]:
+    other = copied(latest)
+    other._entries = latest._entries.copy()
+    return other
+
+
 def clone_leases(leases: PeerLeases) -> PeerLeases:
     other = PeerLeases()
     other._live = dict(leases._live)
-    other._ended = leases._ended.copy()
+    other._ended = clone_latest(leases._ended)
     other._fences_s = dict(leases._fences_s)
     return other
 
@@ -272,13 +281,13 @@ def clone_decode_ledger(ledger: DecodeLedger) -> DecodeLedger:
     other.connections = dict(ledger.connections)
     other.early = dict(ledger.early)
     other.expected = dict(ledger.expected)
-    other.declined = ledger.declined.copy()
+    other.declined = clone_latest(ledger.declined)
     return other
 
 
 def clone_prefill_ledger(ledger: PrefillLedger) -> PrefillLedger:
     other = clone_ledger(ledger)
-    other.seen = ledger.seen.copy()
+    other.seen = clone_latest(ledger.seen)
     return other
 
 

@@ -7,12 +7,12 @@ lease, claims that arrive before their request (prefill-first) wait, stale messa
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffId, HandoffOrder, KvDirection
+from kvrelay.core.latest import Latest
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason
 from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_events import (
@@ -81,7 +81,7 @@ class DecodeLedger:
         self.early: dict[tuple[HandoffId, str], EarlyClaim] = {}
         self.expected: dict[HandoffId, str] = {}
         """Prefill-first: hand-offs whose requests wait for blocks, and their claimants. Claims wait with them."""
-        self.declined: OrderedDict[HandoffId, frozenset[str]] = OrderedDict()
+        self.declined: Latest[HandoffId, frozenset[str]] = Latest(MAX_DECLINED)
         """Hand-offs that are not open yet, with the workers that will not compute them."""
 
     def __repr__(self) -> str:
@@ -165,8 +165,6 @@ class DecodeLedger:
     def _decline(self, handoff_id: HandoffId, worker_id: str) -> None:
         """A hand-off that is not open yet will not be computed by ``worker_id``."""
         self.declined[handoff_id] = self.declined.get(handoff_id, frozenset()) | {worker_id}
-        if len(self.declined) > MAX_DECLINED:
-            self.declined.popitem(last=False)
 
     def _is_awaited(self, early: EarlyClaim) -> bool:
         """Whether a claim waits for blocks; it then waits as long as its request."""

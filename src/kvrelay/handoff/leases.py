@@ -16,7 +16,7 @@ It knows no clock: time is an argument.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from kvrelay.core.latest import Latest
 
 MAX_REMEMBERED = 4096
 MAX_LEASE_TTL_S = 3600.0
@@ -29,7 +29,7 @@ class PeerLeases:
     def __init__(self) -> None:
         self._live: dict[str, tuple[int, float]] = {}
         """Term and time to live."""
-        self._ended: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._ended: Latest[str, tuple[int, float]] = Latest(MAX_REMEMBERED)
         """Term and when."""
         self._fences_s: dict[str, float] = {}
 
@@ -76,8 +76,6 @@ class PeerLeases:
             return
         term, ttl_s = self._live.pop(worker_id, (0, MAX_LEASE_TTL_S))
         self._ended[worker_id] = (term, now_s)
-        if len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
         self._fences_s[worker_id] = now_s + ttl_s
 
     def take_fenced(self, now_s: float) -> list[str]:

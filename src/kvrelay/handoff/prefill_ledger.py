@@ -7,11 +7,11 @@ hand-off is answered by a release, because the decode worker may have missed an 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from kvrelay.core.handoff import HandoffId, HandoffReleased
+from kvrelay.core.latest import Latest
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.leases import PeerLeases
 from kvrelay.handoff.prefill import PrefillHandoff
@@ -57,7 +57,8 @@ class PrefillLedger:
         self.counters = PrefillCounters()
         self.handoffs: dict[HandoffId, PrefillHandoff] = {}
         self.leases = PeerLeases()
-        self.seen: OrderedDict[HandoffId, None] = OrderedDict()
+        self.seen: Latest[HandoffId, None] = Latest(MAX_REMEMBERED)
+        """Hand-offs that are settled without a claim if they are delivered again."""
 
     def __repr__(self) -> str:
         return f"PrefillLedger({self.num_active} active, {len(self.handoffs)} in all, {self.counters})"
@@ -92,7 +93,7 @@ class PrefillLedger:
         if event.handoff_id in self.seen:
             turn.out.append(Settle(event.handoff_id, EndReason.REQUEST_ENDED))
             return
-        self._remember(event.handoff_id)
+        self.seen[event.handoff_id] = None
         handoff = PrefillHandoff(
             handoff_id=event.handoff_id,
             decode_worker_id=event.decode_worker_id,
@@ -111,15 +112,10 @@ class PrefillLedger:
         if event.handoff_id in self.seen:
             turn.out.append(Settle(event.handoff_id, EndReason.REQUEST_ENDED))
             return
-        self._remember(event.handoff_id)
+        self.seen[event.handoff_id] = None
         handoff = PrefillHandoff(event.handoff_id, event.decode_worker_id, 0, 0, turn.now_s, turn.now_s)
         self.handoffs[event.handoff_id] = handoff
         handoff.decline(event.reason, turn)
-
-    def _remember(self, handoff_id: HandoffId) -> None:
-        self.seen[handoff_id] = None
-        if len(self.seen) > MAX_REMEMBERED:
-            self.seen.popitem(last=False)
 
     def _granted(self, event: Granted, turn: Turn) -> None:
         is_known = self.leases.is_live(event.worker_id, event.message.term)
@@ -181,7 +177,7 @@ class PrefillLedger:
 
     def _release_unknown(self, worker_id: str, handoff_id: HandoffId, turn: Turn) -> None:
         """Sent once: the decode worker asks again if the release is lost."""
-        self._remember(handoff_id)
+        self.seen[handoff_id] = None
         released = HandoffReleased(handoff_id, self.rules.worker_id, EndReason.ABANDONED.value)
         turn.out.append(SayReleased(worker_id, released))
 

@@ -9,11 +9,12 @@ no lock: the transfer thread makes all calls except ``knows`` and ``withdraw``.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.core.clock import Clock
+from kvrelay.core.latest import Latest
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import RecomputeError, TransferError
@@ -80,7 +81,7 @@ class TransferQueues:
         self._known: dict[str, KvMetadata] = {}
         self._peers: dict[str, _PeerQueue] = {}
         self._owners: dict[int, Transfer] = {}
-        self._failed_groups: OrderedDict[str, str] = OrderedDict()
+        self._failed_groups: Latest[str, str] = Latest(MAX_FAILED_GROUPS)
         self.term = 0
         """Transfers of an earlier term are no longer posted."""
 
@@ -253,6 +254,4 @@ class TransferQueues:
     def _finish(self, transfer: Transfer, error: str | None) -> None:
         if error is not None and transfer.group is not None:
             self._failed_groups.setdefault(transfer.group, error)
-            while len(self._failed_groups) > MAX_FAILED_GROUPS:
-                self._failed_groups.popitem(last=False)
         self._on_end(transfer, error)

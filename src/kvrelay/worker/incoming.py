@@ -13,7 +13,6 @@ The rules of the protocol are in ``kvrelay/handoff``. This module does not know 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
@@ -21,6 +20,7 @@ import numpy as np
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.handoff import HandoffDone, HandoffId, HandoffOrder, KvDirection, RemotePrefillRequest
+from kvrelay.core.latest import Latest
 from kvrelay.core.messages import decode_message
 from kvrelay.engine.base import StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
@@ -79,7 +79,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self._prefills: dict[HandoffId, RemotePrefillRequest] = {}
         self._fetching: dict[HandoffId, int] = {}
         """Hand-offs whose KV the engine gets by itself, with the generation of their grants."""
-        self._fetched_ids: OrderedDict[HandoffId, None] = OrderedDict()
+        self._fetched_ids: Latest[HandoffId, None] = Latest(MAX_FETCHED)
         """Hand-offs whose KV was fetched or discarded, the latest of them: a release may be repeated. Of the engine
         thread."""
         self._num_polled_for = 0
@@ -156,8 +156,6 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         """Whether this was known; from now on it is."""
         is_known = handoff_id in self._fetched_ids
         self._fetched_ids[handoff_id] = None
-        if len(self._fetched_ids) > MAX_FETCHED:
-            self._fetched_ids.popitem(last=False)
         return is_known
 
     def _resume(self, action: de.Resume, core: Engine) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvrelay.control.base import Discovery, Keys
 from kvrelay.core.control_codec import decode_kv_metadata
 from kvrelay.core.handoff import HandoffReleased
+from kvrelay.core.latest import Latest
 from kvrelay.core.messages import Message, Ping, Pong
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import KvMetadata
@@ -94,16 +94,13 @@ class DecodePeers:
         self._on_message = on_message
         self._on_lost = on_lost
         self._peers: dict[str, DecodePeer] = {}
-        self._addresses: OrderedDict[str, str] = OrderedDict()
+        self._addresses: Latest[str, str] = Latest(MAX_REMEMBERED)
         self._opening = KeyedLocks()
         self._closing = TaskSet()
 
     def remember(self, worker_id: str, address: str) -> None:
         """The worker's address, from its queue entries."""
         self._addresses[worker_id] = address
-        self._addresses.move_to_end(worker_id)
-        if len(self._addresses) > MAX_REMEMBERED:
-            self._addresses.popitem(last=False)
 
     async def get(self, worker_id: str) -> DecodePeer:
         """The connection to ``worker_id``. Raises WorkerUnavailableError or IncompatiblePeerError."""

@@ -16,8 +16,10 @@ import os
 import secrets
 import select
 import struct
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
+
+from kvrelay.core.latest import Latest
 
 MAX_SENDERS = 256
 """Messages that are under way at once; of more the oldest is given up."""
@@ -41,7 +43,7 @@ class Mailbox:
             fcntl.fcntl(self._read_fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.inode = os.fstat(self.write_fd).st_ino
         self._rest = b""
-        self._partial: OrderedDict[int, tuple[int, bytearray]] = OrderedDict()
+        self._partial: Latest[int, tuple[int, bytearray]] = Latest(MAX_SENDERS)
         """Of each sender the message that is under way, and what has come of it."""
 
     def receive(self) -> list[bytes]:
@@ -81,8 +83,6 @@ class Mailbox:
         if len(known[1]) >= total:
             return bytes(known[1])
         self._partial[sender] = known
-        if len(self._partial) > MAX_SENDERS:
-            self._partial.popitem(last=False)
         return None
 
     def close(self) -> None:
