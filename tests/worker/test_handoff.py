@@ -24,6 +24,14 @@ from kvrelay.executors.mock import MockExecutor
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.disagg import PrefillPlace
 
+OUTGOING_LOG = "kvrelay.worker.outgoing"
+
+
+def ends_logged(caplog: pytest.LogCaptureFixture) -> list[tuple[int, EndReason]]:
+    """Level and reason of each hand-off whose end a prefill worker has logged; fails if it has logged anything else."""
+    records = [record for record in caplog.records if record.name == OUTGOING_LOG]
+    return [(record.levelno, EndReason(record.getMessage().partition(": ")[2])) for record in records]
+
 
 async def test_long_prompts_are_prefilled_remotely_and_short_ones_locally():
     async with cluster() as shared:
@@ -93,6 +101,23 @@ async def test_abort_at_every_stage_frees_everything():
             client.abort(f"r{number}")
         client.send("after", prompt(400, 3))
         assert await client.answer("after") == expected(prompt(400, 3), 8)
+
+
+async def test_a_cancelled_request_costs_the_prefill_worker_no_warning(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, OUTGOING_LOG)
+    may_go_on = threading.Event()
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        execute = prefill.core.executor.execute
+        monkeypatch.setattr(
+            prefill.core.executor, "execute", lambda work: execute(work) if may_go_on.wait(PATIENCE_S) else None
+        )
+        client.send("cancelled", prompt(300))
+        await shared.until(lambda: decode.ledger.num_grants == 1)
+        client.abort("cancelled")
+        await shared.until(lambda: not prefill.worker._prefill.handoffs.jobs)
+        may_go_on.set()
+    assert ends_logged(caplog) == [(logging.INFO, EndReason.ABANDONED)]
 
 
 async def test_a_client_that_disconnects_cancels_its_requests():
@@ -391,7 +416,8 @@ async def test_a_prefill_whose_grammar_does_not_compile_is_computed_by_its_owner
 
 @pytest.mark.usefixtures("unbound")
 @pytest.mark.parametrize("ending", ["drained", "aborted", "lease lost"])
-async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, ending):
+async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, caplog, ending):
+    caplog.set_level(logging.INFO, OUTGOING_LOG)
     may_go_on = threading.Event()
     async with cluster() as shared:
         prefill, _, client = await shared.pair()
@@ -414,3 +440,8 @@ async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, ending):
             assert await client.answer("bound") == expected(prompt(300), 8)
         await shared.until(lambda: side.num_handoffs == 0)
         assert side.stats.num_prefills == (ending == "drained")
+    ended = {
+        "aborted": [(logging.INFO, EndReason.REFUSED)],
+        "lease lost": [(logging.WARNING, EndReason.LEASE_LOST)],
+    }
+    assert ends_logged(caplog) == ended.get(ending, [])

@@ -13,6 +13,7 @@ from kvrelay.control import redelivery
 from kvrelay.core.handoff import HandoffGrant
 from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, TransferError, WorkerUnavailableError
+from kvrelay.handoff.base import RefusalReason
 from kvrelay.worker import prefill_side
 
 STUCK = 1_000_000_000
@@ -198,7 +199,7 @@ async def test_what_cannot_be_queued_is_computed_here_at_once(error):
 
 
 @pytest.mark.parametrize("fault", ["transfer", "compatibility", "model", "defect"])
-async def test_what_the_prefill_worker_cannot_do_is_computed_here_at_once(fault):
+async def test_what_the_prefill_worker_cannot_do_is_computed_here_at_once(fault, caplog):
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         side = prefill.worker._prefill
@@ -216,6 +217,7 @@ async def test_what_the_prefill_worker_cannot_do_is_computed_here_at_once(fault)
         assert await client.answer("r") == expected(prompt(600), 8)
         stats = side.stats
         assert (stats.num_failed, stats.num_refused) == ((0, 1) if fault == "compatibility" else (1, 0))
+    assert (RefusalReason.INCOMPATIBLE.value in caplog.text) == (fault == "compatibility")
 
 
 async def test_a_worker_of_another_kind_leaves_our_entries_alone():

@@ -39,7 +39,7 @@ from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import KvrelayError, WorkerUnavailableError
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.transfer.base import GrantRef, TransferOp, TransferPlan
@@ -52,6 +52,10 @@ from kvrelay.worker.releases import Releases
 from kvrelay.worker.stats import PrefillStats
 
 _log = logging.getLogger(__name__)
+
+_CANCELLED = (EndReason.REQUEST_ENDED, EndReason.ABANDONED, EndReason.REFUSED)
+"""How hand-offs end when a client cancels its request: not a fault of either worker. A refusal with another cause is
+logged when it arrives."""
 
 
 def _nothing() -> None:
@@ -191,6 +195,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         elif isinstance(message, HandoffGrant):
             self.handle(pe.Granted(worker_id, message))
         elif isinstance(message, HandoffRefused):
+            if message.reason != RefusalReason.UNKNOWN:
+                _log.warning("hand-off %s: %s refused the claim: %.100r", message.handoff_id, worker_id, message.reason)
             self.handle(pe.Refused(message))
         elif isinstance(message, HandoffAbandon):
             self.handle(pe.Abandoned(worker_id, message))
@@ -237,7 +243,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         job = self.jobs.pop(action.handoff_id)
         self._by_name.pop(job.name, None)
         if action.reason is not None:
-            _log.warning("hand-off %s: %s", action.handoff_id, action.reason)
+            level = logging.INFO if action.reason in _CANCELLED else logging.WARNING
+            _log.log(level, "hand-off %s: %s", action.handoff_id, action.reason)
         job.on_settled()
 
     def _return(self, action: pe.Return) -> None:
