@@ -587,9 +587,9 @@ async def test_a_message_is_stored_once_the_stream_is_known(monkeypatch: pytest.
         num_ensured += 1
 
     monkeypatch.setattr(jetstream, "publish", publish)
-    assert await jetstream.publish_again(ensure, "s", b"") == 7
+    assert await jetstream.publish_again("S", ensure, "s", b"") == 7
     assert num_ensured == 2
     monkeypatch.setattr(jetstream_module, "STREAM_TIMEOUT_S", 0.0)
     answers = [NoRespondersError("nobody"), 7]
     with pytest.raises(NoRespondersError):
-        await jetstream.publish_again(ensure, "s", b"")
+        await jetstream.publish_again("S", ensure, "s", b"")

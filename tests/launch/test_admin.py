@@ -49,6 +49,14 @@ def test_a_table_without_workers_says_so(capsys: pytest.CaptureFixture[str]) -> 
     assert "no worker is registered" in capsys.readouterr().out
 
 
+def test_a_worker_that_cannot_queue_prefills_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "the control server answers, but stores nothing"
+    status_table({"prefill_queue_size": 0, "workers": [status_of("d-1") | {"prefill_queue_error": reason}]})
+    assert f"d-1 cannot queue prefills and computes them itself: {reason}" in capsys.readouterr().out
+    status_table({"prefill_queue_size": 0, "workers": [status_of("d-1") | {"prefill_queue_error": None}]})
+    assert "cannot queue" not in capsys.readouterr().out
+
+
 async def test_an_unknown_setting_is_refused_with_a_hint() -> None:
     with pytest.raises(ConfigError, match=r"did you mean disagg\.max_local_prefill_length"):
         await config_get(ControlConfig(), "disagg.max_local_prefil_length")

@@ -13,7 +13,7 @@ from tests.launch.test_serve import options
 from kvrelay.core.clock import ManualClock
 from kvrelay.errors import AddressInUseError, ControlUnavailableError, FatalError
 from kvrelay.launch.children import CRASH_LOOP_LIMIT, Child
-from kvrelay.launch.nats_supervisor import NatsSupervisor
+from kvrelay.launch.nats_supervisor import STORAGE_BACKOFF_S, STORAGE_INTERVAL_S, NatsSupervisor
 from kvrelay.launch.serve import Cluster
 
 
@@ -94,11 +94,22 @@ def test_crashes_between_absences_of_the_control_plane_still_count(
 
 @dataclass
 class Server:
-    """Cannot be started ``num_refusals`` times."""
+    """Cannot be started ``num_refusals`` times. A restart does not mend its storage."""
 
-    num_refusals: int
+    num_refusals: int = 0
     is_running: bool = False
     num_attempts: int = 0
+    storage: str | None = None
+    room: str | None = None
+
+    def end(self) -> None:
+        self.is_running = False
+
+    def storage_problem(self) -> str | None:
+        return self.storage
+
+    def room_problem(self) -> str | None:
+        return self.room
 
     def start(self) -> str:
         self.num_attempts += 1
@@ -128,3 +139,56 @@ async def test_a_nats_server_whose_port_is_taken_is_tried_again(capsys: pytest.C
     server.is_running = False
     await supervisor.check()
     assert server.is_running
+
+
+async def supervise(supervisor: NatsSupervisor, clock: ManualClock, seconds: float) -> None:
+    end_s = clock.now() + seconds
+    while clock.now() < end_s:
+        await supervisor.check()
+        clock.advance(0.25)
+
+
+async def test_a_nats_server_that_stores_nothing_is_restarted_once_there_is_room(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock, server = ManualClock(), Server(is_running=True)
+    supervisor = NatsSupervisor(server, clock)
+    await supervise(supervisor, clock, 60.0)
+    assert (server.num_attempts, capsys.readouterr().err) == (0, "")
+
+    server.storage, server.room = "write error", "cannot write in /data: No space left on device"
+    await supervise(supervisor, clock, 60.0)
+    assert server.num_attempts == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "stores nothing (write error)" in said[0]
+    assert "/data: No space left on device; free space there" in said[0]
+
+    server.room = None
+    await supervise(supervisor, clock, STORAGE_INTERVAL_S + 1.0)
+    assert server.is_running
+    assert server.num_attempts == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "(write error): restarting it" in said[0]
+
+
+async def test_a_nats_server_whose_storage_stays_broken_is_restarted_ever_more_rarely() -> None:
+    clock, server = ManualClock(), Server(is_running=True, storage="write error")
+    supervisor = NatsSupervisor(server, clock)
+    await supervise(supervisor, clock, 3600.0)
+    assert 10 <= server.num_attempts <= 20
+    # A healthy time in between: the next failure counts as the first.
+    server.storage = None
+    await supervise(supervisor, clock, 600.0)
+    server.storage, server.num_attempts = "write error", 0
+    await supervise(supervisor, clock, STORAGE_BACKOFF_S[0] + 2 * STORAGE_INTERVAL_S)
+    assert server.num_attempts == 2
+
+
+async def test_a_nats_server_that_cannot_be_started_after_its_storage_failed_is_tried_again() -> None:
+    clock, server = ManualClock(), Server(num_refusals=3, is_running=True, storage="write error")
+    supervisor = NatsSupervisor(server, clock)
+    await supervise(supervisor, clock, 20.0)
+    assert server.is_running
+    assert server.num_attempts == 4

@@ -106,3 +106,14 @@ async def test_a_slow_queue_that_takes_entries_is_used() -> None:
     await one.push(1, 2)
     assert one.queue.pushed == [1, 2]
     assert one.failed == []
+
+
+async def test_operators_are_told_why_the_last_push_failed() -> None:
+    one = Pushing()
+    assert one.queued.push_error is None
+    one.queue.is_broken = True
+    await one.push(1)
+    assert one.queued.push_error == "no answer"
+    one.queue.is_broken = False
+    await one.push(2)
+    assert one.queued.push_error is None

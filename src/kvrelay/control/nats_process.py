@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import queue
+import secrets
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+from kvrelay.control import nats_storage
 from kvrelay.control.scratch import ScratchDirectory
 from kvrelay.errors import AddressInUseError, ConfigError, ControlUnavailableError
 
@@ -32,6 +34,8 @@ STDERR_NAME = "nats-server.stderr"
 """Mistakes in the configuration and crashes of the server's runtime are told here, not in its log."""
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 """NATS's default of 1 MiB is too small for a queued prefill of about 200,000 tokens."""
+MONITORING_PATH_BYTES = 16
+"""The monitoring port has no login, so other users of this machine must not know its path."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -62,6 +66,7 @@ class NatsServerProcess:
         self._port = port
         self._user, self._password, self._token = user, password, token
         self._binary = binary
+        self._monitoring_path = secrets.token_hex(MONITORING_PATH_BYTES)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __repr__(self) -> str:
@@ -124,7 +129,14 @@ class NatsServerProcess:
         return self.url
 
     def stop(self) -> None:
-        """End the server (SIGTERM, then SIGKILL), and remove the temporary directory. Idempotent."""
+        """End the server, and remove the temporary directory. Idempotent."""
+        self.end()
+        if self._scratch is not None:
+            self._scratch.remove()
+            self._scratch = self._dir = None
+
+    def end(self) -> None:
+        """End the server (SIGTERM, then SIGKILL); its data stays. ``start`` brings it back on the same port."""
         process = self._process
         if process is not None:
             process.terminate()
@@ -134,9 +146,6 @@ class NatsServerProcess:
                 process.kill()
                 process.wait()
             self._process = None
-        if self._scratch is not None:
-            self._scratch.remove()
-            self._scratch = self._dir = None
 
     def kill(self) -> None:
         """End the server by SIGKILL; its data stays. ``start`` brings it back on the same port."""
@@ -156,6 +165,17 @@ class NatsServerProcess:
         if self._process is not None:
             self._process.send_signal(signum)
 
+    def storage_problem(self) -> str | None:
+        """Why the server can no longer store, in its own words; None if it can, or does not answer."""
+        if self._dir is None or self._process is None:
+            return None
+        url = _first_url(_ports_file(self._dir, self._process.pid), "monitoring")
+        return None if url is None else nats_storage.storage_problem(f"{url}/{self._monitoring_path}")
+
+    def room_problem(self) -> str | None:
+        """Why this process cannot write where the server's data is; None if it can."""
+        return None if self._dir is None else nats_storage.room_problem(self._dir)
+
     def _prepare_directory(self) -> Path:
         if self._dir is None:
             self._scratch = ScratchDirectory(SCRATCH_PREFIX)
@@ -173,6 +193,8 @@ class NatsServerProcess:
         lines = [
             f"host: {json.dumps(self._host)}",
             f"port: {self._port or -1}",
+            'http: "127.0.0.1:-1"',
+            f"http_base_path: {json.dumps('/' + self._monitoring_path)}",
             f"max_payload: {MAX_PAYLOAD_BYTES}",
             f"jetstream {{ store_dir: {json.dumps(str(directory))}{sync} }}",
             f"log_file: {json.dumps(str(directory / 'nats-server.log'))}",
@@ -206,7 +228,7 @@ class NatsServerProcess:
     def _wait_until_ready(self, directory: Path) -> None:
         assert self._process is not None
         deadline = time.monotonic() + READY_TIMEOUT_S
-        ports = directory / f"{BINARY}_{self._process.pid}.ports"
+        ports = _ports_file(directory, self._process.pid)
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ControlUnavailableError(
@@ -269,11 +291,22 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _ports_file(directory: Path, pid: int) -> Path:
+    """The file in which the server writes its URLs."""
+    return directory / f"{BINARY}_{pid}.ports"
+
+
 def _read_port(ports_file: Path) -> int:
-    """The port in the file that the server writes, or 0 while the file does not exist."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return urlsplit(json.loads(ports_file.read_text(encoding="utf-8"))["nats"][0]).port or 0
+    """The port for clients, or 0 while the server has not written it."""
+    with contextlib.suppress(ValueError):
+        return urlsplit(_first_url(ports_file, "nats") or "").port or 0
     return 0
+
+
+def _first_url(ports_file: Path, kind: str) -> str | None:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return str(json.loads(ports_file.read_text(encoding="utf-8"))[kind][0])
+    return None
 
 
 def _answers(host: str, port: int) -> bool:

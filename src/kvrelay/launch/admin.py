@@ -166,6 +166,11 @@ def status_table(report: dict[str, Any]) -> None:
             str(status["decode"]["num_remote_done"] + status["prefill"]["num_prefills"]),
         )
     Console(width=TABLE_WIDTH).print(table)
+    for status in report["workers"]:
+        if status.get("prefill_queue_error"):
+            print(
+                f"{status['worker_id']} cannot queue prefills and computes them itself: {status['prefill_queue_error']}"
+            )
 
 
 async def print_reply(config: ControlConfig, worker_id: str, command: str, argument: str = "") -> None:

@@ -160,6 +160,11 @@ class DecodeSide:
         return len(self._peer_of)
 
     @property
+    def push_error(self) -> str | None:
+        """Why the last push to the prefill queue failed; None if it succeeded."""
+        return self._queued.push_error
+
+    @property
     def num_open_grants(self) -> int:
         return self.handoffs.ledger.num_grants
 

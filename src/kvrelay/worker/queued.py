@@ -56,6 +56,8 @@ class QueuedPrefills:
         self._num_prefill_workers = num_prefill_workers
         self._handle = handle
         self._clock = clock or MonotonicClock()
+        self.push_error: str | None = None
+        """Why the last push failed; None if it succeeded."""
         self._is_stalled = False
         self._resting_until_s = -math.inf
         self._size = 0
@@ -98,11 +100,13 @@ class QueuedPrefills:
             await self._queue.push(request)
         except KvrelayError as exc:
             _log.warning("cannot queue prefill %s, computing it here: %s", prefill.handoff_id, exc)
+            self.push_error = str(exc)
             now_s = self._clock.now()
             if now_s - begun_s >= STALL_S:
                 self._is_stalled, self._resting_until_s = True, now_s + REST_S
             self._handle(de.PushFailed(prefill.handoff_id))
         else:
+            self.push_error = None
             self._is_stalled, self._resting_until_s = False, -math.inf
 
     def watch(self) -> None:

@@ -361,6 +361,7 @@ class Worker:
             "handoffs_out": self._prefill.num_handoffs,
             "refusals": self._refusals.counts,
             "decode": asdict(self._decode.stats),
+            "prefill_queue_error": self._decode.push_error,
             "prefill": asdict(self._prefill.stats),
             "transfer": msgspec.to_builtins(self._transfer.stats()),
             "disagg": asdict(self._policy.config),

@@ -142,7 +142,7 @@ class Bucket:
     async def refresh_lease(self, lease_id: str, expected_seq: int) -> int:
         """Send a keepalive and return its sequence number. Raises WrongSequenceError unless ``expected_seq`` is that of
         the last one."""
-        return await self._store(self._keepalives + lease_id, b"", {EXPECTED_SEQUENCE: str(expected_seq)})
+        return await self._store_keepalive(lease_id, {EXPECTED_SEQUENCE: str(expected_seq)})
 
     async def end_lease(self, lease_id: str) -> None:
         """End a lease on behalf of its holder."""
@@ -151,7 +151,7 @@ class Bucket:
     async def expire_lease(self, lease_id: str, expected_seq: int) -> None:
         """Expire an overdue lease. Raises WrongSequenceError if it was refreshed or ended since ``expected_seq``."""
         headers = {EXPECTED_SEQUENCE: str(expected_seq), EXPIRED_HEADER: "true"}
-        await self._store(self._keepalives + lease_id, b"", headers)
+        await self._store_keepalive(lease_id, headers)
         await self.finish_expiry(lease_id)
 
     async def finish_expiry(self, lease_id: str) -> None:
@@ -184,10 +184,12 @@ class Bucket:
         await self._publish(key, b"", {OPERATION_HEADER: "PURGE", ROLLUP: "sub", MESSAGE_TTL: MARKER_TTL, **headers})
 
     async def _publish(self, key: str, value: bytes, headers: dict[str, str]) -> int:
-        return await self._store(self._subjects + encode_key(key), value, headers)
+        subject = self._subjects + encode_key(key)
+        return await self._jetstream.publish_again(self.stream, self.ensure, subject, value, headers)
 
-    async def _store(self, subject: str, value: bytes, headers: dict[str, str]) -> int:
-        return await self._jetstream.publish_again(self.ensure, subject, value, headers)
+    async def _store_keepalive(self, lease_id: str, headers: dict[str, str]) -> int:
+        subject = self._keepalives + lease_id
+        return await self._jetstream.publish_again(self.keepalive_stream, self.ensure, subject, b"", headers)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvrelay.control.nats.connection import NatsConnection, NoRespondersError
+from kvrelay.control.nats.connection import NatsConnection, NoRespondersError, RequestTimeoutError
 from kvrelay.errors import ControlUnavailableError
 
 EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"
@@ -33,6 +33,7 @@ WRONG_SEQUENCES = (10071, 10164)
 AUTO_REPLICAS = 3
 STREAM_TIMEOUT_S = 5.0
 STREAM_RETRY_S = 0.05
+DIAGNOSIS_TIMEOUT_S = 0.2
 
 
 class JetStreamError(ControlUnavailableError):
@@ -45,6 +46,11 @@ class JetStreamError(ControlUnavailableError):
 
 class WrongSequenceError(JetStreamError):
     """A compare-and-swap found another last message on the subject."""
+
+
+class NotStoredError(RequestTimeoutError):
+    """The server answers, but does not confirm what is to be stored. Until it is restarted, it stores nothing more in a
+    stream in which one write has failed."""
 
 
 class _ApiError(msgspec.Struct):
@@ -197,10 +203,17 @@ class JetStream:
         await self._api(f"CONSUMER.DELETE.{stream}.{name}", None, msgspec.Raw)
 
     async def publish_again(
-        self, ensure: Callable[[], Awaitable[None]], subject: str, data: bytes, headers: Mapping[str, str] | None = None
+        self,
+        stream: str,
+        ensure: Callable[[], Awaitable[None]],
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str] | None = None,
     ) -> int:
-        """Store a message as ``publish`` does. If nobody takes it, ``ensure`` the stream and try again for
-        STREAM_TIMEOUT_S: the server has lost the stream, or the servers of a cluster do not all know yet who has it."""
+        """Store a message as ``publish`` does. If no one takes it, ``ensure`` the stream and try again for
+        STREAM_TIMEOUT_S: the server has lost the stream, or the servers of a cluster do not all know yet who has it.
+
+        Raises NotStoredError if only the storage of ``stream`` fails to answer."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + STREAM_TIMEOUT_S
         while True:
@@ -209,8 +222,22 @@ class JetStream:
             except NoRespondersError:
                 if loop.time() >= deadline_s:
                     raise
+            except RequestTimeoutError as exc:
+                if not await self._answers(stream):
+                    raise
+                raise NotStoredError(
+                    f"the control server {self._connection.url} answers, but stores nothing in stream {stream}: its "
+                    "disk may be full or broken; free space there, then restart that NATS server"
+                ) from exc
             await ensure()
             await asyncio.sleep(STREAM_RETRY_S)
+
+    async def _answers(self, stream: str) -> bool:
+        try:
+            await self._connection.request(f"$JS.API.STREAM.INFO.{stream}", b"", timeout_s=DIAGNOSIS_TIMEOUT_S)
+        except ControlUnavailableError:
+            return False
+        return True
 
     async def publish(self, subject: str, data: bytes, headers: Mapping[str, str] | None = None) -> int:
         """Store a message and return its sequence number. Raises WrongSequenceError, or NoRespondersError (no such
@@ -234,7 +261,10 @@ class JetStream:
         try:
             reply = await self._connection.request(f"$JS.API.{path}", data)
         except NoRespondersError as exc:
-            raise ControlUnavailableError(f"JetStream is not available at {self._connection.url}") from exc
+            raise ControlUnavailableError(
+                f"JetStream is not available at {self._connection.url}: the server runs without it, or has stopped it "
+                "because its disk is full; see its log; after freeing space, restart it"
+            ) from exc
         return _decode(path, reply.data, reply_type)
 
 

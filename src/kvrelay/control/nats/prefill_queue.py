@@ -171,7 +171,7 @@ class NatsPrefillQueue:
             queue_class = QueueClass.NORMAL
         try:
             await self._jetstream.publish_again(
-                lambda: self._create(partition), partition.tracks[queue_class].subject, data
+                self._stream, lambda: self._create(partition), partition.tracks[queue_class].subject, data
             )
         except PayloadTooLargeError as exc:
             # Not the client's fault: this prefill is for the decode worker itself.
