@@ -22,6 +22,7 @@ from kvrelay.core.layout import KVLayout
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
+from kvrelay.executors.openai.address import shown_url
 from kvrelay.executors.openai.backend import ServerBackend
 from kvrelay.executors.openai.kv_transfer import kv_transfer_for
 from kvrelay.executors.openai.server import Description, UpstreamServer
@@ -76,17 +77,15 @@ def _with_staging(
     settings: ExecutorSettings, server: Description, facts: EngineFacts, build: Callable[..., StreamedHost]
 ) -> StreamedHost:
     """In front of a ``vllm serve`` with kvrelay's connector. Raises ConfigError."""
-    upstream = settings.upstream
+    upstream, url = settings.upstream, shown_url(settings.upstream.upstream)
     if not server.tells_token_ids:
-        raise ConfigError(
-            f"--upstream-kv-transfer kvrelay is for vLLM; {upstream.upstream} tells no token ids", param="upstream"
-        )
-    staging = ServerStaging(upstream.upstream_staging, f"the server {upstream.upstream}")
+        raise ConfigError(f"--upstream-kv-transfer kvrelay is for vLLM; {url} tells no token ids", param="upstream")
+    staging = ServerStaging(upstream.upstream_staging, f"the server {url}")
     try:
         engine = staging.engine
         if engine.layout.block_size != settings.engine.block_size:
             raise ConfigError(
-                f"the blocks of {upstream.upstream} have {engine.layout.block_size} tokens: set --block-size "
+                f"the blocks of {url} have {engine.layout.block_size} tokens: set --block-size "
                 f"{engine.layout.block_size}, or the server's to {settings.engine.block_size}",
                 param="block_size",
             )

@@ -9,6 +9,7 @@ from kvrelay.config import UpstreamConfig
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
 from kvrelay.errors import InvalidInputError
+from kvrelay.executors.openai.address import shown_url
 from kvrelay.executors.openai.kv_transfer import KvTransfer
 from kvrelay.executors.openai.server import Description, UpstreamServer
 from kvrelay.executors.openai.text_tokens import TextTokenizer, TextTokens
@@ -37,7 +38,7 @@ class ServerBackend:
 
     @property
     def name(self) -> str:
-        return f"the server {self._upstream.upstream}"
+        return f"the server {shown_url(self._upstream.upstream)}"
 
     @property
     def samples_ids(self) -> bool:

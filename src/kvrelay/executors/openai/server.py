@@ -7,21 +7,22 @@ cluster, which knows the tokens so far, decides about retries.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
-from yarl import URL
 
 from kvrelay.config import UpstreamConfig
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError
+from kvrelay.executors.openai.address import address_of
+from kvrelay.executors.openai.events import EventParser
 from kvrelay.executors.openai.wire import TextPiece, parse_event
 from kvrelay.executors.streamed.backend import AnswerError, RefusedError
 
@@ -31,7 +32,11 @@ START_INTERVAL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
 KEPT_S = 4.0
 """Idle connections are closed after it: before the server does, which takes 5 s with uvicorn's default."""
+END_TIMEOUT_S = 1.0
+"""A connection is kept only if its answer is over so soon after the last event."""
+DONE = b"[DONE]"
 JSON = {"Content-Type": "application/json"}
+MAX_BODY_PART_BYTES = 1 << 16
 MAX_EVENT_BYTES = 8 << 20
 MAX_ANSWER_BYTES = 8 << 20
 """Size limit of an answer that is not streamed: a list of models, a refusal."""
@@ -62,21 +67,26 @@ class UpstreamServer:
     """One server. Make, use and close it in one event loop."""
 
     def __init__(self, config: UpstreamConfig) -> None:
-        if not _is_url(config.upstream):
-            raise ConfigError(f"{config.upstream!r} is no URL of a server: expected http://HOST:PORT", param="upstream")
+        address = address_of(config)
         self._config = config
-        self.url = config.upstream.rstrip("/").removesuffix("/v1")
+        self.url = address.url
+        # Compressed events would be held back until a block is full.
+        headers = {"Accept-Encoding": "identity"}
+        if address.authorization:
+            headers["Authorization"] = address.authorization
         self._client = aiohttp.ClientSession(
-            headers=_headers(config),
+            headers=headers,
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=HEALTH_TIMEOUT_S, sock_read=config.upstream_timeout_s or None
             ),
             connector=aiohttp.TCPConnector(limit=0, ssl=_trusted(config), keepalive_timeout=KEPT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=True,
+            # Not trust_env: that reads ~/.netrc before each request, for a password in the place of our key.
+            proxy=address.proxy,
         )
 
     async def close(self) -> None:
+        """End its streams before: no error reaches one that still waits."""
         await self._client.close()
 
     async def describe(self, probe_token_id: int, probe_fields: dict[str, Any] | None = None) -> Description:
@@ -105,7 +115,7 @@ class UpstreamServer:
     async def is_healthy(self) -> bool:
         """Whether it answers ``/health`` with less than 500; a server without that path is healthy as well."""
         try:
-            async with self._client.get(f"{self.url}/health", timeout=SHORT) as response:
+            async with self._get("/health") as response:
                 return response.status < 500
         except FAILURES:
             return False
@@ -120,12 +130,11 @@ class UpstreamServer:
             async with self._post(body) as response:
                 if response.status != 200:
                     raise await _refusal(response)
-                async for data in _events(response):
-                    if data == b"[DONE]":
-                        break
-                    piece = parse_event(data)
-                    is_finished = is_finished or piece.finish is not None
-                    yield piece
+                async with aclosing(_events(response)) as events:
+                    async for data in events:
+                        piece = parse_event(data)
+                        is_finished = is_finished or piece.finish is not None
+                        yield piece
         except FAILURES as exc:
             raise AnswerError(f"the connection to {self.url} failed: {_reason(exc)}") from exc
         if not is_finished:
@@ -148,11 +157,16 @@ class UpstreamServer:
         return answer
 
     def _post(self, body: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        url, text = f"{self.url}/v1/completions", msgspec.json.encode(body)
-        return self._client.post(url, data=text, headers=JSON, allow_redirects=False)
+        text = msgspec.json.encode(body)
+        # From a file a large body is sent in parts, so that other answers go on meanwhile.
+        data = text if len(text) <= MAX_BODY_PART_BYTES else io.BytesIO(text)
+        return self._client.post(f"{self.url}/v1/completions", data=data, headers=JSON, allow_redirects=False)
+
+    def _get(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._client.get(f"{self.url}{path}", timeout=SHORT, allow_redirects=False)
 
     async def _get_models(self) -> list[_Model]:
-        async with self._client.get(f"{self.url}/v1/models", timeout=SHORT) as response:
+        async with self._get("/v1/models") as response:
             if response.status != 200:
                 raise await _refusal(response)
             text, _ = await _read(response)
@@ -189,26 +203,6 @@ class UpstreamServer:
         return any([bool(piece.token_ids) async for piece in self.stream(body)])
 
 
-def _is_url(text: str) -> bool:
-    try:
-        url = URL(text)
-    except ValueError:
-        return False
-    return url.scheme in ("http", "https") and bool(url.host)
-
-
-def _headers(config: UpstreamConfig) -> dict[str, str]:
-    # Compressed events would be held back until a block is full.
-    plain = {"Accept-Encoding": "identity"}
-    if not config.upstream_api_key_file:
-        return plain
-    try:
-        key = Path(config.upstream_api_key_file).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"cannot read the key of the server: {exc}", param="upstream_api_key_file") from exc
-    return {**plain, "Authorization": f"Bearer {key}"}
-
-
 def _trusted(config: UpstreamConfig) -> ssl.SSLContext | bool:
     if not config.upstream_ca:
         return True
@@ -218,16 +212,26 @@ def _trusted(config: UpstreamConfig) -> ssl.SSLContext | bool:
         raise ConfigError(f"cannot read {config.upstream_ca}: {exc}", param="upstream_ca") from exc
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each server-sent event. Raises AnswerError for a line that does not end."""
-    rest = b""
+async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
+    """The data of each server-sent event before ``[DONE]``. Raises AnswerError for an event that does not end."""
+    parser = EventParser(MAX_EVENT_BYTES)
     async for received in response.content.iter_any():
-        *lines, rest = (rest + received).split(b"\n")
-        if len(rest) > MAX_EVENT_BYTES:
-            raise AnswerError(f"an event of the server has more than {MAX_EVENT_BYTES} bytes")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+        for data in parser.feed(received):
+            if data == DONE:
+                await _read_end(response)
+                return
+            yield data
+    for data in parser.end():
+        if data != DONE:
+            yield data
+
+
+async def _read_end(response: aiohttp.ClientResponse) -> None:
+    """Wait for the end of the answer, which most servers send by itself: before it the connection cannot be kept."""
+    with suppress(*FAILURES):
+        async with asyncio.timeout(END_TIMEOUT_S):
+            while await response.content.readany():
+                pass
 
 
 async def _read(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
@@ -243,6 +247,8 @@ async def _read(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
 async def _refusal(response: aiohttp.ClientResponse) -> RefusedError:
     text, _ = await _read(response)
     said = " ".join(text[:500].decode(errors="replace").split())
+    if "location" in response.headers:
+        said = f"redirects are not followed; this one is to {response.headers['location'][:200]!r}"
     try:
         retry_after_s = min(max(float(response.headers.get("retry-after", "1")), 0.1), 600.0)
     except ValueError:
