@@ -3,7 +3,7 @@
 It owns the requests of an engine from arrival to end. It neither computes nor communicates: work and reports for the
 worker (tokens, remote prefills, KV loads, hand-off chunks) are collected in ``output``.
 
-A step:  grow      blocks for decodes that fill their last one; preempt the least urgent when the pool is empty
+A step:  grow      blocks for decodes that fill their last one; if the pool is empty, preempt (``growth.py``)
          admit     waiting requests get all blocks of their known tokens; where they go depends on their mode:
                        LOCAL    slot, prefilled chunk by chunk
                        REMOTE   no slot yet; RemotePrefillRequest, joins with its first token (``remote_done``)
@@ -26,9 +26,10 @@ from kvrelay.engine.away import PrefillsAway
 from kvrelay.engine.base import KvLoad, ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.growth import Growth
 from kvrelay.engine.pace import Pace
 from kvrelay.engine.reports import report_blocks, report_last_blocks, report_token
-from kvrelay.engine.request import PrefillMode, Request, service_order
+from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.request_blocks import cache_full_blocks, free_blocks, transfer_may_run
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch
 from kvrelay.engine.stopping import finish_reason
@@ -57,7 +58,6 @@ class Scheduler:
         self.pool = pool
         self.output = StepOutput()
         self.requests: dict[str, Request] = {}
-        self.num_preemptions = 0
         self.num_ended_requests = 0
         self.num_ended_blocks = 0
         """Blocks for the tokens of these requests."""
@@ -73,7 +73,7 @@ class Scheduler:
         self._batch = Batch(self.max_num_running)
         self._num_outside = 0
         """Requests admitted without a slot (REMOTE_PREFILLING, LOADING_KV); a slot is reserved for each."""
-        self._needs_block: list[Request] = []
+        self._growth = Growth(pool, self._batch, clock, self.admission.push)
         self.pace = Pace()
         self._max_num_batched_tokens = max_num_batched_tokens
         self._away = PrefillsAway(clock)
@@ -93,6 +93,10 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.admission)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._growth.num_preemptions
 
     @property
     def num_demanded_blocks(self) -> int:
@@ -217,7 +221,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step's work; None if there is nothing to compute. Must be followed by ``update``."""
-        preempted = self._grow_decodes()
+        preempted = self._growth.grow()
         if not preempted:
             self._admit()
         scheduled = self._scheduled = self._planner.plan()
@@ -225,41 +229,6 @@ class Scheduler:
             return None
         self.output.num_scheduled_tokens = scheduled.num_tokens
         return self._batch.build(scheduled.decodes, scheduled.chunks)
-
-    def _grow_decodes(self) -> bool:
-        """Give a block to each decode whose last block is full. Returns whether a sequence was preempted."""
-        if not self._needs_block:
-            return False
-        num_before = self.num_preemptions
-        needing, self._needs_block = self._needs_block, []
-        for request in sorted(needing, key=service_order):
-            while request.slot >= 0:
-                block_ids = self.pool.allocate(1, after=request.block_ids[-1])
-                if block_ids is not None:
-                    self._batch.add_block(request, block_ids[0])
-                    break
-                self._preempt(self._choose_victim(request))
-        return self.num_preemptions > num_before
-
-    def _choose_victim(self, request: Request) -> Request:
-        """The least urgent sequence with a slot. Hand-offs are exempt: a transfer may read their blocks."""
-        return max(
-            (other for other in self._batch if other.mode is not PrefillMode.HANDOFF),
-            key=service_order,
-            default=request,
-        )
-
-    def _preempt(self, request: Request) -> None:
-        """Preempt ``request``: take its blocks. Its KV will be computed again."""
-        self.num_preemptions += 1
-        self._batch.leave(request)
-        request.move(RequestStatus.PREEMPTED, self._clock.now())
-        request.mode = PrefillMode.LOCAL
-        request.placement = None
-        free_blocks(self.pool, request)
-        if request.wants_prompt_logprobs:
-            request.prompt_logprobs.clear()
-        self.admission.push(request)
 
     def _admit(self) -> None:
         while self._may_try_to_admit:
@@ -346,7 +315,7 @@ class Scheduler:
             if computed % size == 0:
                 cache_full_blocks(self.pool, request)
                 if computed == size * len(request.block_ids):
-                    self._needs_block.append(request)
+                    self._growth.needing.append(request)
             if token_id in request.stop_ids or len(known) >= request.length_limit:
                 reason = finish_reason(request, token_id)
                 if reason is not None:
@@ -404,4 +373,4 @@ class Scheduler:
         if reason is not None:
             self.finish(request, FINISH_STATUS[reason])
         elif request.num_computed_tokens == self.pool.block_size * len(request.block_ids):
-            self._needs_block.append(request)
+            self._growth.needing.append(request)

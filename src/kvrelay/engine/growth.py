@@ -1,0 +1,63 @@
+"""Blocks for sequences that have filled their last one; if the pool is empty, the least urgent sequence is preempted.
+
+It owns the list of decodes that need a block, and the choice of the victim. A preempted sequence loses its slot and all
+its blocks, waits again, and is prefilled again. What else happens in a step it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvrelay.core.clock import Clock
+from kvrelay.core.status import RequestStatus
+from kvrelay.engine.batch import Batch
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.request import PrefillMode, Request, service_order
+from kvrelay.engine.request_blocks import free_blocks
+
+
+class Growth:
+    """``wait_again`` gets each preempted request, without blocks and in state PREEMPTED."""
+
+    def __init__(self, pool: BlockPool, batch: Batch, clock: Clock, wait_again: Callable[[Request], None]) -> None:
+        self.needing: list[Request] = []
+        """Decodes whose last block is full. Some may have ended before the next call of ``grow``."""
+        self.num_preemptions = 0
+        self._pool = pool
+        self._batch = batch
+        self._clock = clock
+        self._wait_again = wait_again
+
+    def grow(self) -> bool:
+        """Give a block to each decode that needs one, in order of service. Returns whether a sequence was preempted."""
+        if not self.needing:
+            return False
+        num_before = self.num_preemptions
+        needing, self.needing = self.needing, []
+        for request in sorted(needing, key=service_order):
+            while request.slot >= 0:
+                block_ids = self._pool.allocate(1, after=request.block_ids[-1])
+                if block_ids is not None:
+                    self._batch.add_block(request, block_ids[0])
+                    break
+                self._preempt(self._choose_victim(request))
+        return self.num_preemptions > num_before
+
+    def _choose_victim(self, request: Request) -> Request:
+        """The least urgent sequence with a slot. Hand-offs are exempt: a transfer may read their blocks."""
+        return max(
+            (other for other in self._batch if other.mode is not PrefillMode.HANDOFF),
+            key=service_order,
+            default=request,
+        )
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        self._batch.leave(request)
+        request.move(RequestStatus.PREEMPTED, self._clock.now())
+        request.mode = PrefillMode.LOCAL
+        request.placement = None
+        free_blocks(self._pool, request)
+        if request.wants_prompt_logprobs:
+            request.prompt_logprobs.clear()
+        self._wait_again(request)
