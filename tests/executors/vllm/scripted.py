@@ -39,6 +39,7 @@ TERMS = Terms(
     sampling=lambda values, structured: SimpleNamespace(**values, structured=structured),
     refusals=(RefusedByVllmError, ValueError),
     overload=(FullVllmError,),
+    dead=(DeadVllmError,),
 )
 
 

@@ -174,7 +174,7 @@ async def test_a_schema_reaches_vllm() -> None:
         assert library.begun[0][1].structured == {"json": {"type": "object"}}
 
 
-async def test_an_engine_process_that_ends_ends_the_worker() -> None:
+async def test_an_engine_process_that_ends_ends_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     async with _engine(is_paused_between_tokens=True) as (engine, library):
         await engine.add("a")
         await engine.until(lambda: engine.outputs.get("a"))
@@ -184,6 +184,7 @@ async def test_an_engine_process_that_ends_ends_the_worker() -> None:
         assert (last.finish_reason, last.is_final) == (FinishReason.ERROR, False)
         with pytest.raises(EngineDeadError):
             await engine.add("b")
+    assert not any(record.exc_info for record in caplog.records), "a line for each request, not a traceback"
 
 
 async def test_an_engine_process_that_does_not_answer_counts_as_hung(monkeypatch: pytest.MonkeyPatch) -> None:

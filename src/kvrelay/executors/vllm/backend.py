@@ -74,6 +74,8 @@ class Terms:
     """What ``generate`` raises for a request that is at fault."""
     overload: tuple[type[Exception], ...] = ()
     """What ``generate`` raises for a request above vLLM's own limits."""
+    dead: tuple[type[Exception], ...] = ()
+    """What it raises when the engine process has ended."""
 
 
 class VllmBackend:
@@ -160,6 +162,8 @@ class VllmBackend:
                 yield output
         except self._terms.overload as exc:
             raise RefusedError(f"vLLM is full: {_one_line(exc)}", 503) from exc
+        except self._terms.dead as exc:
+            raise AnswerError("vLLM's engine process has ended") from exc
         except self._terms.refusals as exc:
             raise RefusedError(f"vLLM refuses the request: {_one_line(exc)}", 400) from exc
         finally:

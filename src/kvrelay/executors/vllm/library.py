@@ -152,6 +152,7 @@ def _terms() -> Terms:
     from vllm.exceptions import GracefulHTTPError, VLLMClientError
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+    from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
     def sampling(values: Mapping[str, Any], structured: Mapping[str, Any] | None) -> object:
         return SamplingParams(
@@ -165,6 +166,7 @@ def _terms() -> Terms:
         sampling=sampling,
         refusals=(VLLMClientError, ValueError),
         overload=(GracefulHTTPError,),
+        dead=(VllmDeadError,),
     )
 
 
