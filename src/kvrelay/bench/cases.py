@@ -21,6 +21,7 @@ from kvrelay.bench.client.connection import ConnectionPool, Target, parse_target
 from kvrelay.bench.client.service import wait_until_healthy
 from kvrelay.bench.errors import BenchError, ServerDownError
 from kvrelay.errors import InvalidInputError
+from kvrelay.launch.children import prepare_server
 
 PORT_PLACE = "{port}"
 _POLL_S = 0.05
@@ -108,7 +109,12 @@ def _start(case: Case, command: str, log_path: Path) -> subprocess.Popen[bytes]:
             log.write(f"$ {command}\n".encode())
             log.flush()
             return subprocess.Popen(
-                shlex.split(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
+                shlex.split(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+                preexec_fn=prepare_server,  # noqa: PLW1509 - two system calls
             )
     except OSError as exc:
         raise InvalidInputError(f"case {case.name} cannot be started: {exc}", param="case") from exc

@@ -27,6 +27,7 @@ from kvrelay.bench.report.files import describe_machine, write_result, write_tex
 from kvrelay.bench.report.table import table
 from kvrelay.cli.processes import run_async
 from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.launch.children import prepare_server
 
 SUITE_KIND = "kvrelay-bench-all/1"
 SAMPLE = "sample-conversations.txt"
@@ -150,7 +151,12 @@ def _finish(step: Step, command: list[str], folder: Path) -> tuple[tuple[str, fl
     with (
         (folder / "logs" / f"{step.name}.stderr").open("wb") as errors,
         subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, process_group=0
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            process_group=0,
+            preexec_fn=prepare_server,  # noqa: PLW1509 - two system calls
         ) as process,
     ):
         try:

@@ -161,12 +161,19 @@ def _server(model: str | None, url: str | None, api_key: str) -> Iterator[ChatSe
     if url:
         yield ChatServer(url, api_key)
         return
-    from kvrelay.launch.children import kvrelay_command
+    from kvrelay.launch.children import kvrelay_command, prepare_server
     from kvrelay.launch.models import resolve_model
 
     command = kvrelay_command("serve", str(resolve_model(model)), "--prefill", "1", "--decode", "1", "--port", "0")
     # In a process group of its own: Ctrl-C stops an answer, not the server.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        preexec_fn=prepare_server,  # noqa: PLW1509 - two system calls
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -285,10 +285,10 @@ def _spawn(command: list[str], stderr_path: Path) -> subprocess.Popen[bytes]:
     return started
 
 
-def die_with_parent() -> None:
-    """For ``preexec_fn``: on Linux the kernel kills the child when the thread that forked it ends."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """For ``preexec_fn``: on Linux the kernel sends the signal to the child when the thread that forked it ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _ports_file(directory: Path, pid: int) -> Path:

@@ -87,9 +87,14 @@ def start_child(
     return Child(name, command, process, environment, errors)
 
 
-def _prepare() -> None:
+def prepare_server() -> None:
+    """For ``preexec_fn`` of a ``serve`` in a process group of its own: it ends in order when its parent has died."""
+    _prepare(signal.SIGTERM)
+
+
+def _prepare(death_signal: int = signal.SIGKILL) -> None:
     """In the child, before its program begins."""
-    die_with_parent()
+    die_with_parent(death_signal)
     # It may write to the terminal though it is not in the foreground: under `stty tostop` that would stop it.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 

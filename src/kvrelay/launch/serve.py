@@ -40,7 +40,7 @@ from kvrelay.launch.children import Child, kvrelay_command, restart, restart_del
 from kvrelay.launch.http_call import http_call
 from kvrelay.launch.nats_supervisor import NatsSupervisor
 from kvrelay.launch.security import require_api_key, require_metrics_key
-from kvrelay.launch.signals import on_terminate
+from kvrelay.launch.signals import leave_closed_terminals, on_terminate, terminal_outputs
 from kvrelay.launch.takers import LOOK_INTERVAL_S, is_child, no_worker_takes_requests
 
 _log = logging.getLogger(__name__)
@@ -228,7 +228,10 @@ class Cluster:
 
     async def _supervise(self) -> None:
         supervisor = NatsSupervisor(self._nats, MonotonicClock()) if self._nats is not None else None
+        terminals = terminal_outputs()
         while not self._stop.is_set():
+            # Without a hangup, as after ``disown``, what we print would fail later.
+            leave_closed_terminals(terminals)
             for child in self._workers + self._frontends:
                 if child.exit_code is not None:
                     self._revive(child, time.monotonic())

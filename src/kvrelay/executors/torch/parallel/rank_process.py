@@ -223,9 +223,9 @@ def _failed(exc: BaseException) -> Failed:
 def run(parent_pid: int, commands_fd: int, side_fd: int, step_fd: int, pool_fd: int) -> int:
     """Returns the exit code: 0 if the driver has sent Stop or is gone."""
     end_with_parent(parent_pid)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # Ctrl-C and an orderly stop reach the whole process group, but the driver still needs its ranks for running
-        # requests.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Ctrl-C, a closed terminal and an orderly stop reach the whole process group, but the driver still needs its
+        # ranks for running requests.
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     commands: Channel[Command] = Channel(socket.socket(fileno=commands_fd), Command)

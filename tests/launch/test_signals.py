@@ -1,0 +1,109 @@
+"""A clean end for each signal that asks for one, in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="terminals and the death signal are tested on Linux")
+
+PROGRAM = """
+import asyncio, fcntl, os, signal, sys, termios
+from kvrelay.launch.signals import on_terminate
+
+async def main():
+    stop = asyncio.Event()
+    on_terminate(stop.set)
+    os.write(int(sys.argv[1]), b"ready ")
+    await stop.wait()
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), signal.SIGHUP)  # a shell repeats it to its jobs
+    await asyncio.sleep(0)
+    print("the last word", flush=True)
+    print("and another", file=sys.stderr, flush=True)
+    os.write(int(sys.argv[1]), b"ended")
+
+if os.isatty(0):
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if "ignored" in sys.argv else signal.SIG_DFL)
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def started(program: str, stdin: int, said: int, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """In a session of its own. ``said``: where the program writes; closed here."""
+    command = [sys.executable, "-c", program, str(said), *arguments]
+    process = subprocess.Popen(
+        command, stdin=stdin, stdout=stdin, stderr=stdin, pass_fds=(said,), start_new_session=True
+    )
+    os.close(said)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def said() -> Iterator[tuple[int, int]]:
+    reading, writing = os.pipe()
+    yield reading, writing
+    os.close(reading)
+
+
+def test_a_closed_terminal_asks_for_a_clean_end(said: tuple[int, int]) -> None:
+    """Also what is printed meanwhile must not fail, though the terminal is gone."""
+    ours, theirs = os.openpty()
+    with started(PROGRAM, theirs, said[1]) as process:
+        os.close(theirs)
+        assert os.read(said[0], 100) == b"ready "
+        os.close(ours)
+        assert process.wait(60) == 0
+        assert os.read(said[0], 100) == b"ended"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_ignored_hangup_stays_ignored(number: signal.Signals, said: tuple[int, int]) -> None:
+    """As ``nohup`` has it."""
+    with open(os.devnull, "r+b") as nothing, started(PROGRAM, nothing.fileno(), said[1], "ignored") as process:
+        assert os.read(said[0], 100) == b"ready "
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(number)
+        assert process.wait(60) == 0
+        assert os.read(said[0], 100) == b"ended"
+
+
+SERVER = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (os.write(int(sys.argv[1]), b"ended"), sys.exit()))
+os.write(int(sys.argv[1]), f"{os.getpid() == os.getpgid(0)} {signal.getsignal(signal.SIGTTOU).name} ".encode())
+while True:
+    signal.pause()
+"""
+PARENT = """
+import signal, subprocess, sys
+from kvrelay.launch.children import prepare_server
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+said, server = sys.argv[1:]
+subprocess.Popen(
+    [sys.executable, "-c", server, said], pass_fds=(int(said),), process_group=0, preexec_fn=prepare_server
+).wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
+def test_a_server_ends_in_order_when_its_parent_is_gone(number: signal.Signals, said: tuple[int, int]) -> None:
+    """``chat`` and ``bench`` start servers; a killed one, or one whose terminal is closed, must not leave them."""
+    with open(os.devnull, "r+b") as nothing, started(PARENT, nothing.fileno(), said[1], SERVER) as process:
+        assert os.read(said[0], 100) == b"True SIG_IGN "
+        process.send_signal(number)
+        assert process.wait(60) == -number
+        assert os.read(said[0], 100) == b"ended"
+        assert os.read(said[0], 100) == b"", "it is gone"
