@@ -9,15 +9,21 @@ paired with whom.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
-from kvrelay.core.handoff import HandoffOrder
+import msgspec
+
+from kvrelay.core.handoff import HandoffOrder, Pair
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
+from kvrelay.core.pair_id import new_pair_id
 from kvrelay.core.status import FinishReason
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.worker_link import WorkerLink
 
 ORDER_HEADER = "x-kvrelay-order"
+SEED_BITS = 63
 
 
 def read_order(value: str | None, default: HandoffOrder) -> HandoffOrder:
@@ -29,6 +35,22 @@ def read_order(value: str | None, default: HandoffOrder) -> HandoffOrder:
     except ValueError as exc:
         orders = " or ".join(HandoffOrder)
         raise InvalidInputError(f"{ORDER_HEADER} must be {orders}", param=ORDER_HEADER) from exc
+
+
+def paired_request(request: GenerateRequest, prefill: WorkerInfo, decode: WorkerInfo) -> GenerateRequest:
+    """``request`` as the decode worker of a pair gets it; the prefill worker gets the same under its own ``worker_id``.
+
+    Its new id carries both addresses. Raises ProtocolError for an address that no id can carry.
+    """
+    prefix = "chatcmpl" if request.request_id.startswith("chatcmpl") else "cmpl"
+    pair_id = new_pair_id(prefix, prefill.address, decode.address)
+    sampling = request.sampling
+    if sampling.seed is None and not sampling.is_greedy:
+        # Should the decode worker have to compute the first token again, it is to be the same one.
+        sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(SEED_BITS))
+    return msgspec.structs.replace(
+        request, request_id=str(pair_id), sampling=sampling, pair=Pair(prefill.worker_id, decode.worker_id)
+    )
 
 
 class PrefillHalf:
@@ -52,13 +74,9 @@ class PrefillHalf:
         self._on_broken = on_broken
         self._is_ended = False
 
-    @property
-    def is_ended(self) -> bool:
-        return self._is_ended
-
-    def submit(self, request: GenerateRequest) -> None:
-        """Raises WorkerUnavailableError."""
-        self.link.submit(request, self)
+    def submit(self, paired: GenerateRequest) -> None:
+        """Send the prefill worker its half of a paired request. Raises WorkerUnavailableError."""
+        self.link.submit(msgspec.structs.replace(paired, worker_id=self.link.info.worker_id), self)
 
     def drop(self, *, abort: bool) -> None:
         """The sequence needs no first token from here any more. ``abort``: nor does the decode worker need the KV."""

@@ -18,17 +18,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
 import time
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import Protocol
 
-import msgspec
-
-from kvrelay.core.handoff import HandoffOrder, Pair, PositionLogprobs
+from kvrelay.core.handoff import HandoffOrder, PositionLogprobs
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
-from kvrelay.core.pair_id import new_pair_id
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.errors import (
@@ -44,7 +40,7 @@ from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import Finish, PromptLogprobs
 from kvrelay.frontend.openai.errors import RefusedError, refusal_error
 from kvrelay.frontend.openai.plan import GenerationPlan
-from kvrelay.frontend.pairs import PrefillHalf
+from kvrelay.frontend.pairs import PrefillHalf, paired_request
 from kvrelay.frontend.positions import contradicts, unseen_part
 from kvrelay.frontend.prompts import Prompt
 from kvrelay.frontend.worker_link import WorkerLink
@@ -52,7 +48,6 @@ from kvrelay.router import RoutingRequest
 
 _log = logging.getLogger(__name__)
 
-SEED_BITS = 63
 REPLACEMENT_WAIT_S = 10.0
 """How long a request without a worker waits for another one to appear."""
 
@@ -127,10 +122,6 @@ class Sequence:
         self._retry_after_s = math.inf
         self._waiting: asyncio.Task[None] | None = None
 
-    @property
-    def is_ended(self) -> bool:
-        return self._is_ended
-
     # -- where it runs ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -154,32 +145,22 @@ class Sequence:
     def _submit_prefill(self, prefill: WorkerLink, decode: WorkerLink, request: GenerateRequest) -> GenerateRequest:
         """Send the prefill worker its half, and return the decode worker's: the request as it was if there is no way
         to send the other half."""
-        prefix = "chatcmpl" if self._request_id.startswith("chatcmpl") else "cmpl"
         try:
-            pair_id = new_pair_id(prefix, prefill.info.address, decode.info.address)
+            paired = paired_request(request, prefill.info, decode.info)
             half = PrefillHalf(
                 prefill,
                 decode,
-                str(pair_id),
+                paired.request_id,
                 on_first=self._deliver_first,
                 on_end=partial(self._model.pairs.prefilled, self._placement_id),
                 on_broken=self.broken,
             )
-            if request.sampling.seed is None and not request.sampling.is_greedy:
-                # Should the decode worker have to compute the first token again, it is to be the same one.
-                sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(SEED_BITS))
-                request = msgspec.structs.replace(request, sampling=sampling)
-            paired = msgspec.structs.replace(
-                request,
-                request_id=str(pair_id),
-                pair=Pair(prefill.info.worker_id, decode.info.worker_id),
-            )
-            half.submit(msgspec.structs.replace(paired, worker_id=prefill.info.worker_id))
+            half.submit(paired)
         except (ProtocolError, WorkerUnavailableError) as exc:
             _log.warning("%s: no pair with %s: %s", self._placement_id, prefill.info.worker_id, exc)
             self._model.pairs.prefilled(self._placement_id)
             return request
-        _log.debug("%s is %s", self._placement_id, pair_id)
+        _log.debug("%s is %s", self._placement_id, paired.request_id)
         self._attempt_id = paired.request_id
         self._prefill = half
         return paired
@@ -217,9 +198,13 @@ class Sequence:
     def _migrate(self, reason: str, may_wait: bool) -> None:
         if self._is_ended:
             return
+        self._failed_workers.add(self.worker_id)
+        self._continue(reason, may_wait)
+
+    def _continue(self, reason: str, may_wait: bool) -> None:
+        """Begin the next attempt, within the migration limit."""
         self._link = None
         self._leave_router()
-        self._failed_workers.add(self.worker_id)
         error = WorkerUnavailableError(f"the request could not be continued: {reason}")
         if self.num_migrations >= self._migration_limit:
             self._fail(error)
@@ -367,16 +352,7 @@ class Sequence:
         self._must_be_local = True
         if self._link is not None:
             self._link.abort(self._attempt_id)
-            self._link = None
-        self._leave_router()
-        error = WorkerUnavailableError("the request could not be continued: its workers disagree on a token")
-        if self.num_migrations >= self._migration_limit:
-            self._fail(error)
-            return
-        self.num_migrations += 1
-        self._metrics.migrated(self._model.name)
-        _log.info("%s: its workers disagree on a token; continuing from the delivered one", self._attempt_id)
-        self._place_again(error, may_wait=True)
+        self._continue("its workers disagree on a token", may_wait=True)
 
     def _gave_up(self, output: TokenOutput) -> None:
         """The worker ended the sequence on its own: another worker may succeed."""
