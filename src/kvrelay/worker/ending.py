@@ -6,7 +6,13 @@ import asyncio
 from collections.abc import Coroutine
 
 from kvrelay.core.tasks import end_tasks
-from kvrelay.errors import FatalError
+from kvrelay.errors import EngineHungError, FatalError
+
+HUNG_JOIN_S = 0.1
+"""How long to wait for an engine thread that hangs."""
+FAILED_JOIN_S = 4.0
+"""The same after another failure: other ranks of a data-parallel group, which keep working, must not keep this rank
+from ending."""
 
 
 class Ending:
@@ -39,6 +45,13 @@ class Ending:
             self._begun.set()
 
         self._loop.call_soon_threadsafe(leave)
+
+    @property
+    def engine_join_s(self) -> float | None:
+        """How long to wait for the engine's thread; None: until it has ended."""
+        if self.failure is None:
+            return None
+        return HUNG_JOIN_S if isinstance(self.failure, EngineHungError) else FAILED_JOIN_S
 
     def transfer_failed(self, error: Exception) -> None:
         """The same for an unexpected error of the transfer thread."""

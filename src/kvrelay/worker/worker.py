@@ -20,16 +20,12 @@ import msgspec
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.messages import (
-    AdminReply,
-    AdminRequest,
-)
+from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.base import StepOutput
 from kvrelay.engine.contract import EngineHost
-from kvrelay.errors import EngineHungError
 from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.disagg import DisaggPolicy
 from kvrelay.rpc.base import RpcServer
@@ -58,12 +54,6 @@ from kvrelay.worker.settings import WorkerSettings
 from kvrelay.worker.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
-
-HUNG_JOIN_S = 0.1
-"""How long ``close`` waits for an engine thread that hangs."""
-FAILED_JOIN_S = 4.0
-"""The same after another failure: other ranks of a data-parallel group, which keep working, must not keep this rank
-from ending."""
 
 GIVE_UP_LEASES = 3.0
 """A drain waits for peers this many times the lease's time to live: long enough to fence a dead peer."""
@@ -294,10 +284,8 @@ class Worker:
         await self._decode.close()
         await self._peers.close()
         await self._server.close()
-        is_hung = isinstance(self._ending.failure, EngineHungError)
         await asyncio.to_thread(self._checksums.close)
-        join_s = HUNG_JOIN_S if is_hung else FAILED_JOIN_S if self._ending.failure is not None else None
-        if await asyncio.to_thread(self._engine.close, join_s):
+        if await asyncio.to_thread(self._engine.close, self._ending.engine_join_s):
             self._watchdog.stop()
 
     # -- role ---------------------------------------------------------------------------------------------------------
