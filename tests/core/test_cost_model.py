@@ -6,10 +6,13 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrelay.core.cost_model import (
     MANY_STEPS,
     MAX_COST_S,
+    MAX_SPREAD,
     MIN_CHUNK_TOKENS,
     PRIOR_SPREAD,
     SAMPLED_STEPS,
@@ -259,3 +262,53 @@ def test_a_spread_begins_cautious_and_a_pause_counts_little() -> None:
     for seconds, estimate_s in ((math.nan, 0.01), (0.0, 0.01), (-1.0, 0.01), (0.01, 0.0)):
         spread.add(seconds, estimate_s)
     assert spread.value == before
+
+
+@given(st.lists(st.tuples(st.floats(), st.floats()), max_size=300))
+def test_no_sample_makes_a_spread_impossible(samples: list[tuple[float, float]]) -> None:
+    spread = Spread()
+    for seconds, estimate_s in samples:
+        spread.add(seconds, estimate_s)
+        assert 0.0 <= spread.value <= MAX_SPREAD
+
+
+def test_absurd_times_keep_a_spread_bounded() -> None:
+    spread = Spread()
+    for number in range(1000):
+        spread.add(*((600.0, 5e-324) if number % 2 else (5e-324, 600.0)))
+    assert spread.value == pytest.approx(MAX_SPREAD)
+
+
+@given(st.lists(st.floats(0.001, 1000.0), max_size=50))
+def test_ageing_goes_to_the_prior_and_not_beyond(seconds: list[float]) -> None:
+    spread = Spread()
+    for each in seconds:
+        spread.add(each, 1.0)
+    distance = spread.value - PRIOR_SPREAD
+    for _ in range(50):
+        spread.age()
+        nearer = spread.value - PRIOR_SPREAD
+        assert min(distance, 0.0) - 1e-12 <= nearer <= max(distance, 0.0) + 1e-12
+        distance = nearer
+
+
+SECONDS = st.floats(0.0, MAX_COST_S) | st.sampled_from([5e-324, 1e-300, 1e-9])
+
+
+@given(SECONDS, SECONDS, st.floats(0.0, MAX_SPREAD), st.floats(-1e6, 1e6) | SECONDS)
+def test_expected_lateness_is_finite_and_monotone(one_s: float, other_s: float, spread: float, limit_s: float) -> None:
+    less, more = (expected_lateness(seconds, spread, limit_s) for seconds in sorted((one_s, other_s)))
+    assert 0.0 <= less <= more * (1 + 1e-9) + 1e-12
+    assert math.isfinite(more)
+
+
+def test_a_remote_model_that_begins_anew_has_no_scatter_yet() -> None:
+    """The first times after it are far from the prior: that is not how they scatter."""
+    model = RemoteCostModel()
+    for number in range(60):
+        model.add(1000, 0.0, 0.3 + 0.1 * (number % 2), 0.1)
+    model.begin_anew()
+    assert model.spread == PRIOR_SPREAD
+    for _ in range(20):
+        model.add(1000, 0.0, 5.0, 2.0)
+    assert model.spread < PRIOR_SPREAD

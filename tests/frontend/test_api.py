@@ -217,7 +217,7 @@ async def test_objectives_and_the_decision_travel_in_headers(model_dir: Path) ->
             silent = await send(port, "POST", "/v1/completions", body, {"x-kvrelay-decision": "0"})
             assert "x-kvrelay-decision" not in silent.headers
         for name in ("x-kvrelay-slo-ttft-ms", "x-kvrelay-slo-itl-ms"):
-            for nonsense in ("0", "-1", "nan", "inf", "1e9", "soon", ""):
+            for nonsense in ("0", "-1", "nan", "inf", "1e9", "1e-4", "5e-324", "soon", ""):
                 wrong = await send(port, "POST", "/v1/completions", body, {name: nonsense})
                 assert wrong.status == 400
                 assert name in wrong.body.decode()

@@ -6,11 +6,13 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.cost_model import RemoteCost, StepCost
+from kvrelay.core.cost_model import MAX_SPREAD, RemoteCost, StepCost
 from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.handoff.placement import MIN_WINDOW, CostPlacement, Objectives, Situation, decide, objectives_of, stay_here
 
@@ -210,3 +212,49 @@ def test_always_sends_everything_away_while_there_is_a_prefill_worker() -> None:
     for workers, expected in ((1, PrefillPlace.REMOTE), (0, PrefillPlace.LOCAL_NO_PREFILL_WORKER)):
         fleet = PrefillFleet(workers, 1000)
         assert policy.decide(prompt_length=1, num_cached_tokens=0, prefill_fleet=fleet) is expected
+
+
+SECONDS = st.floats(0.0, 500.0) | st.sampled_from([5e-324, 1e-300, 1e-9])
+COUNT = st.integers(0, 10**6) | st.just(10**9)
+OBJECTIVE_MS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(
+    ttft_ms=OBJECTIVE_MS,
+    itl_ms=OBJECTIVE_MS,
+    waited_s=SECONDS,
+    counts=st.tuples(COUNT, COUNT, COUNT, COUNT, COUNT, COUNT),
+    cost=st.builds(StepCost, *[SECONDS] * 6),
+    remote=st.builds(RemoteCost, *[SECONDS] * 5),
+    fleet=st.builds(PrefillFleet, st.integers(1, 20), st.integers(0, 100)),
+    spread=st.floats(0.0, MAX_SPREAD),
+)
+def test_no_objective_and_no_cost_breaks_a_decision(
+    ttft_ms: float,
+    itl_ms: float,
+    waited_s: float,
+    counts: tuple[int, ...],
+    cost: StepCost,
+    remote: RemoteCost,
+    fleet: PrefillFleet,
+    spread: float,
+) -> None:
+    """A request's objectives come from a client: an exception here would end the engine."""
+    tokens, here, away, chunk, decodes, context = counts
+    situation = replace(
+        IDLE,
+        num_tokens=tokens + 1,
+        waited_s=waited_s,
+        num_here=here,
+        num_away=away,
+        chunk=chunk,
+        num_decodes=decodes,
+        num_context=context,
+        cost=cost,
+        objectives=objectives_of(DisaggConfig(), ttft_ms, itl_ms),
+        spread=spread,
+    )
+    decision = decide(situation, remote, fleet, 1000.0, spread)
+    assert decision.place is not None, "both ways are open"
+    estimates = (decision.local_s, decision.remote_s, decision.local_cost, decision.remote_cost)
+    assert all(math.isfinite(each) and each >= 0.0 for each in estimates)

@@ -39,6 +39,8 @@ LEARNING_SAMPLES = 8
 MAX_ERROR = 2.0
 """A larger error counts as this many spreads: a pause of the process, which no choice of ours would have avoided, says
 nothing of the times without one."""
+MAX_SPREAD = 1.0
+"""Times that scatter by more than a factor e say nothing, and the formulas must stay finite."""
 MANY_STEPS, SAMPLED_STEPS = 200, 4
 """After so many steps of a kind, every so-manieth is a sample: decode steps, and prefills of less than SHORT_STEP_S."""
 SHORT_STEP_S = 0.001
@@ -59,8 +61,8 @@ class Spread:
     def add(self, seconds: float, estimate_s: float) -> None:
         if not (seconds > 0.0 and estimate_s > 0.0):
             return
-        limit = MAX_ERROR * max(self.value, MIN_SPREAD)
-        error = min(max(math.log(seconds / estimate_s), -limit), limit)
+        limit = min(MAX_ERROR * max(self.value, MIN_SPREAD), MAX_SPREAD)
+        error = min(max(math.log(seconds) - math.log(estimate_s), -limit), limit)
         self._num_samples += 1
         self._square += max(SPREAD_SHARE, 1.0 / self._num_samples) * (error * error - self._square)
 
@@ -79,7 +81,7 @@ def expected_lateness(estimate_s: float, spread: float, limit_s: float) -> float
         return max(-limit_s, 0.0)
     if limit_s <= 0.0 or spread < MIN_SPREAD:
         return max(estimate_s - limit_s, 0.0)
-    above = math.log(estimate_s / limit_s) / spread
+    above = (math.log(estimate_s) - math.log(limit_s)) / spread
     return max(estimate_s * math.exp(spread * spread / 2) * _normal(above + spread) - limit_s * _normal(above), 0.0)
 
 
@@ -261,6 +263,8 @@ class RemoteCostModel:
         self._way = RecursiveLeastSquares((prior.overhead_s, prior.wait_token_s, prior.transfer_token_s))
         self._prefill = RecursiveLeastSquares((prior.prefill_s, prior.prefill_token_s))
         self._spread = Spread()
+        self._num_learned = 0
+        """Samples since the model began."""
 
     @property
     def spread(self) -> float:
@@ -290,6 +294,8 @@ class RemoteCostModel:
         """Forget all samples: the next one replaces what was known."""
         self._way.begin_anew()
         self._prefill.begin_anew()
+        self._spread = Spread()
+        self._num_learned = 0
         self._cost = None
 
     def add(self, num_tokens: int, num_ahead_tokens: float, seconds: float, prefill_s: float) -> None:
@@ -303,8 +309,8 @@ class RemoteCostModel:
             prefill_s = 0.0
         elif not self._prefill.add((1.0, num_tokens), prefill_s):
             prefill_s = 0.0
-        is_new = self._way.add((1.0, num_ahead_tokens, num_tokens), seconds - prefill_s)
-        if is_new and self._way.num_samples > LEARNING_SAMPLES:
+        self._num_learned += self._way.add((1.0, num_ahead_tokens, num_tokens), seconds - prefill_s)
+        if self._num_learned > LEARNING_SAMPLES:
             self._spread.add(seconds, estimate_s)
         self._cost = None
 

@@ -39,6 +39,7 @@ from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
 from kvrelay.frontend.openai.plan import (
     DECISION_HEADER,
     MAX_OBJECTIVE_MS,
+    MIN_OBJECTIVE_MS,
     SLO_ITL_HEADER,
     SLO_TTFT_HEADER,
     TIMEOUT_HEADER,
@@ -265,8 +266,10 @@ def _milliseconds(request: HttpRequest, header: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0.0 < value <= MAX_OBJECTIVE_MS:
-        raise InvalidInputError(f"{header} must be milliseconds above 0, at most {MAX_OBJECTIVE_MS:g}", param=header)
+    if not MIN_OBJECTIVE_MS <= value <= MAX_OBJECTIVE_MS:
+        raise InvalidInputError(
+            f"{header} must be milliseconds, {MIN_OBJECTIVE_MS:g} to {MAX_OBJECTIVE_MS:g}", param=header
+        )
     return value
 
 

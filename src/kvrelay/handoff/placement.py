@@ -32,6 +32,8 @@ HARM = 0.1
 """The cost, in seconds, of delaying a running answer by a second within its objective."""
 MIN_WINDOW = 4
 """Prefills per prefill worker that may always be in flight: one computing, one waiting, two to arrive."""
+MIN_OBJECTIVE_S, MAX_OBJECTIVE_S = 1e-6, 1e6
+"""Others count as these: a client may ask for anything, and the costs must stay finite."""
 WINDOW_S = 0.25
 """More are sent while the wait before them is below this and the way's own latency."""
 
@@ -290,9 +292,9 @@ class CostPlacement:
 
 def objectives_of(config: DisaggConfig, ttft_ms: float = 0.0, itl_ms: float = 0.0) -> Objectives:
     """The configured objectives with a request's own, where these are possible times."""
-    found = Objectives(config.slo_ttft_ms / 1e3, config.slo_itl_ms / 1e3)
-    if 0.0 < ttft_ms < math.inf:
-        found = msgspec.structs.replace(found, ttft_s=ttft_ms / 1e3)
-    if 0.0 < itl_ms < math.inf:
-        found = msgspec.structs.replace(found, itl_s=itl_ms / 1e3)
-    return found
+    return Objectives(_objective_s(ttft_ms, config.slo_ttft_ms), _objective_s(itl_ms, config.slo_itl_ms))
+
+
+def _objective_s(own_ms: float, configured_ms: float) -> float:
+    objective_ms = own_ms if 0.0 < own_ms < math.inf else configured_ms
+    return min(max(objective_ms / 1e3, MIN_OBJECTIVE_S), MAX_OBJECTIVE_S)

@@ -19,7 +19,7 @@ from kvrelay.frontend.tokenizer import DefaultSampling
 TIMEOUT_HEADER = "x-request-timeout-s"
 SLO_TTFT_HEADER = "x-kvrelay-slo-ttft-ms"
 SLO_ITL_HEADER = "x-kvrelay-slo-itl-ms"
-MAX_OBJECTIVE_MS = 1e7
+MIN_OBJECTIVE_MS, MAX_OBJECTIVE_MS = 1e-3, 1e7
 DECISION_HEADER = "x-kvrelay-decision"
 DEFAULT_MAX_TOKENS = 16
 MAX_PRIORITY = 2**31
