@@ -1,4 +1,5 @@
-"""Real vLLM in the workers (``make test-vllm``): answers are those of vLLM by itself, also if a worker is killed."""
+"""Real vLLM in the workers (``make test-vllm``): answers are those of vLLM by itself, also if a process
+is killed."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from tests.patience import until
 from tests.system.real_vllm import NUM_PROMPTS, NUM_TOKENS, Asked, Asking
@@ -18,22 +20,29 @@ VLLM = (
     *("--engine-args", '{"block_size": 32}'),
 )
 SPLIT = (*VLLM, "--prefill", "1", "--decode", "1", "--disagg-policy", "always")
+STAGED = ("--vllm-connector", "kvrelay", "--block-size", "32", "--kv-checksums")
+NUM_P2P = 20
 CONNECTORS = {
     "nixl": (),
-    "kvrelay": ("--vllm-connector", "kvrelay", "--block-size", "32", "--transport", "shm", "--kv-checksums"),
+    "kvrelay": (*STAGED, "--transport", "shm"),
 }
 
 
-def test_a_killed_worker_loses_no_token(asked: list[Asked]) -> None:
+@pytest.mark.parametrize("victim", ["worker", "engine process"])
+def test_a_killed_process_loses_no_token(asked: list[Asked], victim: str) -> None:
     prompts, expected = asked[0].prompts, asked[0].answers
     with Serve((*VLLM, "--prefill", "0", "--decode", "2")) as server, Asking(server) as asking:
         first, second = (int(worker["pid"]) for worker in server.workers("both"))
+        (engine,) = (child for child in psutil.Process(first).children() if "EngineCore" in " ".join(child.cmdline()))
         answers = asking.begin(prompts)
         until(lambda: asking.num_tokens > NUM_TOKENS)
-        os.kill(first, signal.SIGKILL)
+        os.kill(first if victim == "worker" else engine.pid, signal.SIGKILL)
         assert [answer.result() for answer in answers] == expected
-        (left,) = server.workers("both")
-        assert left["pid"] == second
+        until(lambda: not psutil.pid_exists(first) and not psutil.pid_exists(engine.pid))
+        left = {int(worker["pid"]) for worker in server.workers("both")}
+        # ``serve`` may have replaced it by now.
+        assert second in left
+        assert first not in left
 
 
 @pytest.fixture(scope="module", params=CONNECTORS.values(), ids=CONNECTORS)
@@ -57,6 +66,16 @@ def test_prefill_and_decode_apart(split: Serve, asked: list[Asked], order: str) 
     # vLLM's own connector moves KV that kvrelay does not see.
     assert is_nixl or decode["decode"]["num_received_bytes"] > 0
     until(split.is_idle)
+
+
+def test_kvrelays_connector_moves_kv_from_peer_to_peer(asked: list[Asked]) -> None:
+    prompts, expected = asked[0].prompts[:NUM_P2P], asked[0].answers[:NUM_P2P]
+    with Serve((*SPLIT, *STAGED, "--transport", "p2p")) as server, Asking(server) as asking:
+        assert asking.ask(prompts) == expected
+        (decode,) = server.workers("decode")
+        assert decode["decode"]["num_remote_done"] >= NUM_P2P // 2
+        assert decode["decode"]["num_received_bytes"] > 0
+        until(server.is_idle)
 
 
 def _num_remote(server: Serve) -> int:

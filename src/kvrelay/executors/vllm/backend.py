@@ -27,6 +27,7 @@ from kvrelay.executors.vllm.translation import (
 )
 
 NAME = "vLLM"
+ENDED = "vLLM's engine process has ended"
 _kv_transfer = VllmTransfer()
 SHUTDOWN_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 60.0
@@ -163,7 +164,7 @@ class VllmBackend:
         except self._terms.overload as exc:
             raise RefusedError(f"vLLM is full: {_one_line(exc)}", 503) from exc
         except self._terms.dead as exc:
-            raise AnswerError("vLLM's engine process has ended") from exc
+            raise AnswerError(ENDED) from exc
         except self._terms.refusals as exc:
             raise RefusedError(f"vLLM refuses the request: {_one_line(exc)}", 400) from exc
         finally:
@@ -180,6 +181,8 @@ class VllmBackend:
             # Again: vLLM cannot abort a request that was cancelled while it was being added.
             await self._engine.abort(request_id)
             await self._engine.collective_rpc("kvrelay_at_rest", CONFIRM_TIMEOUT_S)
+        except self._terms.dead as exc:
+            raise UnconfirmedError(ENDED) from exc
         except Exception as exc:  # whatever it is, the engine does not answer
             raise UnconfirmedError(f"vLLM does not confirm the end of an aborted request: {_one_line(exc)}") from exc
 
@@ -193,8 +196,10 @@ class VllmBackend:
     async def failure(self) -> str | None:
         try:
             await self._engine.check_health()
+        except self._terms.dead:
+            return f"{ENDED}; its own messages are above, unless it was killed"
         except Exception as exc:  # noqa: BLE001 - whatever it is, the engine is gone
-            return f"vLLM's engine process has ended: {_one_line(exc)}"
+            return f"{ENDED}: {_one_line(exc)}"
         return self._silence()
 
     def _silence(self) -> str | None:
