@@ -14,8 +14,7 @@ from tests.frontend.raw_http import RawClient, send
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.frontend import chat_template, prompts, side_threads, tokenizer
-from kvrelay.frontend.answers import START_COST
-from kvrelay.frontend.loop_turns import TURN_COST
+from kvrelay.frontend.loop_turns import START_COST, TURN_COST
 from kvrelay.frontend.openai import requests
 from kvrelay.frontend.sequence import Sequence
 from kvrelay.frontend.side_threads import INLINE_SIZE, NUM_THREADS, Pieces, SideThreads

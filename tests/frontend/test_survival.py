@@ -13,6 +13,7 @@ from tests.frontend.raw_http import Answer, RawClient, events, request_bytes, se
 from kvrelay.core.messages import RequestRefused
 from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import WorkerUnavailableError
+from kvrelay.frontend.loop_turns import START_COST, TURN_COST
 
 TOKENIZER = byte_level_tokenizer()
 ANSWER = "Once upon a time 你好 🙂 by the sea."
@@ -121,6 +122,23 @@ async def test_a_replacement_is_waited_for(model_dir: Path) -> None:
         await cluster.add_worker("w9", Script(TOKENS))
         assert streamed(await client.read_answer()) == (ANSWER, list(TOKENS))
         await client.close()
+
+
+async def test_sequences_that_waited_for_the_same_worker_are_placed_in_turns(model_dir: Path) -> None:
+    num_sequences = 4 * TURN_COST // START_COST
+    async with running(model_dir, Script(TOKENS, hang=True)) as cluster:
+        asking = asyncio.create_task(ask(cluster, n=num_sequences, stream=False, stream_options=None))
+        await cluster.until(lambda: len(cluster.workers["w0"].requests) == num_sequences)
+        turns = cluster.frontend.cluster.model(None).turns
+        await cluster.workers["w0"].die()
+        await cluster.until(lambda: cluster.frontend.metrics.migrations["tiny"] == num_sequences)
+        assert turns.num_turns == 0
+        await cluster.deregister("w0")
+        heir = await cluster.add_worker("w9", Script(TOKENS))
+        answer = await asking
+        assert [choice["text"] for choice in answer.json["choices"]] == [ANSWER] * num_sequences
+        assert len(heir.requests) == num_sequences
+        assert turns.num_turns >= 4
 
 
 async def test_migration_is_bounded_and_ends_with_an_error(model_dir: Path) -> None:

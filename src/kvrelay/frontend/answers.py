@@ -13,15 +13,13 @@ from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.errors import KvrelayError
 from kvrelay.frontend.access_log import Generated
 from kvrelay.frontend.http import Exchange
-from kvrelay.frontend.loop_turns import LoopTurns
+from kvrelay.frontend.loop_turns import START_COST, LoopTurns
 from kvrelay.frontend.openai.answer import AnswerFormat, Choice, Finish, PromptTokensDetails, Usage
 from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.sequence import Sequence
 
 NUM_ALTERNATIVES = 20
-START_COST = 1024
-"""Starting a sequence costs as much as hashing, routing and sending so many tokens."""
 SHORT_COST = 2 * START_COST
 """A request of one sequence up to this cost waits for no turn of the loop."""
 EVENT_STREAM = b"text/event-stream; charset=utf-8"

@@ -18,6 +18,8 @@ from kvrelay.core.shortest_first import ShortestFirst
 
 TURN_COST = 2**14
 """The cost that a turn has room for, about 1 ms. Work of any cost is done in a turn that has done none yet."""
+START_COST = 1024
+"""Starting a sequence costs as much as hashing, routing and sending so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from kvrelay.core.events import KvEventBatch, LoadMetrics
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
+from kvrelay.frontend.loop_turns import LoopTurns
 from kvrelay.frontend.tokenizer import Tokenizer
 from kvrelay.frontend.worker_link import WorkerLink
 from kvrelay.router import IndexState, PairRouter, Router, RoutingRequest, RuntimeSettings
@@ -59,6 +60,8 @@ class Model:
         self._prefill_links: dict[str, WorkerLink] = {}
         """Workers that take no requests, only halves of pairs."""
         self._changed = asyncio.Event()
+        self.turns = LoopTurns()
+        """In which sequences are placed that have waited for a worker: thousands may have waited for the same one."""
 
     def __repr__(self) -> str:
         return f"Model({self.name}, workers={sorted(self._links)}, router={self.router!r})"

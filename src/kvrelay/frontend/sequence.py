@@ -35,6 +35,7 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.frontend.answer_text import AnswerText
+from kvrelay.frontend.loop_turns import START_COST
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import Finish, PromptLogprobs
@@ -231,6 +232,7 @@ class Sequence:
             async with asyncio.timeout(REPLACEMENT_WAIT_S):
                 while True:
                     await change.wait()
+                    await self._model.turns.take(START_COST + len(self.prompt_token_ids) + len(self.output_token_ids))
                     self._failed_workers.clear()
                     change = self._model.next_change()
                     try:

@@ -1,14 +1,18 @@
 """The frontend's end of the connection to one worker: requests out, outputs in.
 
-It owns the set of requests that run there. A connection ends once; its requests are told and go to other workers. A
-connection that has lost a message is closed: outputs after a gap are of no use, and other requests may have lost some.
+It owns the set of requests that run there. A connection ends once; its requests are told, in order and some per turn of
+the event loop, and go to other workers. A connection that has lost a message is closed: outputs after a gap are of no
+use, and other requests may have lost some.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +34,10 @@ from kvrelay.frontend.positions import MissingTokensError
 from kvrelay.rpc.base import RpcClient
 
 _log = logging.getLogger(__name__)
+
+LOSS_TURN_S = 0.001
+"""When a worker is lost, so much of a turn of the event loop is spent on moving its requests. Then the loop rests as
+long, and serves everything else."""
 
 
 class OutputReceiver(Protocol):
@@ -64,13 +72,17 @@ class Tally:
 class WorkerLink:
     """An established connection."""
 
-    def __init__(self, info: WorkerInfo, client: RpcClient) -> None:
+    def __init__(self, info: WorkerInfo, client: RpcClient, now: Callable[[], float] = time.perf_counter) -> None:
         self.info = info
         self.load: LoadMetrics | None = None
         """What the worker said last of its load."""
         self.tally = Tally()
         self._client = client
+        self._now = now
         self._requests: dict[str, OutputReceiver] = {}
+        self._untold: deque[str] | None = None
+        """Once the connection has ended: the requests that are not told yet. Some may have been released since."""
+        self._all_told = asyncio.Event()
         self._is_retiring = False
         self._ended = asyncio.Event()
         self._introduced = asyncio.Event()
@@ -148,10 +160,15 @@ class WorkerLink:
         await self._ended.wait()
 
     async def close(self) -> None:
-        """Close the connection. Remaining requests are told that the worker is lost."""
+        """Close the connection, and return once the remaining requests are told that the worker is lost."""
         self._ended.set()
-        await self._client.close()
-        self._lose_requests()
+        try:
+            await self._client.close()
+            self._lose_requests()
+            await self._all_told.wait()
+        finally:
+            self._lose_requests()
+            self._tell_lost(math.inf)
 
     def _on_message(self, message: Message) -> None:
         if self._ended.is_set():
@@ -159,10 +176,12 @@ class WorkerLink:
         if isinstance(message, OutputBatch):
             now_s = time.monotonic()
             for output in message.outputs:
-                # Looked up each time: a gap in the output before this one has moved all requests elsewhere.
+                # Looked up each time: the output before this one may have ended other requests.
                 receiver = self._requests.get(output.request_id)
                 if receiver is not None:
                     self._deliver(receiver, output, now_s)
+                    if self._ended.is_set():
+                        return  # outputs were lost before this one; all requests go elsewhere
         elif isinstance(message, Pong):
             self.publish_secret = message.publish_secret
             self._introduced.set()
@@ -193,9 +212,30 @@ class WorkerLink:
         self._lose_requests()
 
     def _lose_requests(self) -> None:
-        requests, self._requests = self._requests, {}
-        for receiver in requests.values():
-            receiver.worker_lost(self.info.worker_id)
+        if self._untold is None:
+            self._untold = deque(self._requests)
+            self._tell_lost(LOSS_TURN_S)
+
+    def _tell_lost(self, for_s: float) -> None:
+        """Tell requests in order, for so many seconds, that the worker is lost; the others in later turns of the loop.
+
+        Until then a request runs here, as far as it knows: it may still be released or aborted.
+        """
+        begun_s = self._now()
+        while self._untold:
+            receiver = self._requests.pop(self._untold.popleft(), None)
+            if receiver is None:
+                continue
+            try:
+                receiver.worker_lost(self.info.worker_id)
+            except Exception:  # noqa: BLE001 - one request's defect must not end the others
+                _log.exception("a request could not be moved from %s", self.info.worker_id)
+                receiver.broken()
+            spent_s = self._now() - begun_s
+            if spent_s >= for_s:
+                asyncio.get_running_loop().call_later(spent_s, self._tell_lost, LOSS_TURN_S)
+                return
+        self._all_told.set()
 
     def _end_if_retired(self) -> None:
         if self._is_retiring and not self._requests:
