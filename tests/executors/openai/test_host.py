@@ -138,6 +138,23 @@ async def test_an_abort_closes_the_connection() -> None:
         assert engine.host.stats().num_running == 0
 
 
+async def test_what_no_request_waits_for_may_fail(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("it is busy")
+
+    async with _engine() as (engine, _):
+        backend = engine.host._backend  # type: ignore[attr-defined]
+        for name in ("clear_cache", "discard"):
+            monkeypatch.setattr(backend, name, fail)
+        await engine.host.call(lambda inner: (inner.clear_cache(), inner.discard_kv(b"{}")))
+        await engine.until(lambda: caplog.text.count("it is busy") == 2)
+        await engine.add("a")
+        assert (await engine.end("a")).finish_reason is FinishReason.LENGTH
+    assert "asyncio" not in {record.name for record in caplog.records}, "an exception was not retrieved"
+
+
 def _cut(number: int, event: Event) -> Event | None:
     return event if number < 2 else None
 

@@ -16,7 +16,7 @@ from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
-from kvrelay.engine.admission.limits import PendingArrivals
+from kvrelay.engine.admission.limits import NONE_PENDING, PendingArrivals
 from kvrelay.engine.base import HandoffChunk, StepOutput
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engine.reports import handed_off_token, report_token
@@ -118,7 +118,7 @@ class StreamedEngine:
         self._validate(request)
         if not self._running:
             self._ended.restart()
-        self.check_room(len(request.token_ids), is_new=not request.is_resumed, ahead=PendingArrivals())
+        self.check_room(len(request.token_ids), is_new=not request.is_resumed, ahead=NONE_PENDING)
         self._num_arrived += 1
         request.arrival = self._num_arrived
         request.stop_ids = stop_token_ids(request.sampling, self._eos_token_ids)

@@ -269,15 +269,24 @@ class StreamedHost:
         self._run_for(request.request_id, self._prefill(request, kv_transfer_params), on_rest)
 
     def _begin_discard(self, kv_transfer_params: bytes) -> None:
-        task = self._loop.create_task(self._discard(kv_transfer_params))
+        # If that fails, the KV is kept for a while longer, then its engine frees it by itself.
+        self._ask_aside(partial(self._backend.discard, kv_transfer_params), "discard KV that no request needs")
+
+    def _clear_cache(self) -> None:
+        self._ask_aside(self._backend.clear_cache, "clear its cache")
+
+    def _ask_aside(self, ask: Callable[[], Coroutine[Any, Any, None]], purpose: str) -> None:
+        """Ask the backend for what no request waits for."""
+
+        async def asking() -> None:
+            try:
+                await ask()
+            except Exception as exc:  # noqa: BLE001 - whatever it is, requests go on
+                _log.warning("%s did not %s: %r", self._backend.name, purpose, exc)
+
+        task = self._loop.create_task(asking())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-    async def _discard(self, kv_transfer_params: bytes) -> None:
-        try:
-            await self._backend.discard(kv_transfer_params)
-        except Exception as exc:  # noqa: BLE001 - it is kept for a while longer, then its engine frees it by itself
-            _log.warning("KV that no request needs could not be freed by %s: %r", self._backend.name, exc)
 
     def _run_for(self, request_id: str, asking: Coroutine[Any, Any, None], on_rest: Callable[[], None]) -> None:
         task = self._loop.create_task(asking)
@@ -290,11 +299,6 @@ class StreamedHost:
         if task is not None and task is not asyncio.current_task(self._loop):
             self._ending.add(task)
             task.cancel()
-
-    def _clear_cache(self) -> None:
-        task = self._loop.create_task(self._backend.clear_cache())
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
 
     def _at_rest(self, request_id: str, task: asyncio.Task[None], on_rest: Callable[[], None]) -> None:
         self._ending.discard(task)
