@@ -249,10 +249,6 @@ class RemoteCost(msgspec.Struct, frozen=True):
         own = self.prefill_s + (self.prefill_token_s + self.transfer_token_s) * num_tokens
         return _bounded(self.overhead_s + self.wait_token_s * max(num_ahead_tokens, 0.0) + own)
 
-    def transfer_seconds(self, num_tokens: int) -> float:
-        """The part of it in which only KV moves."""
-        return _bounded(self.transfer_token_s * num_tokens)
-
 
 class RemoteCostModel:
     """Fits RemoteCost to the remote prefills of one decode worker."""

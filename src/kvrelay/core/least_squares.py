@@ -73,10 +73,6 @@ class RecursiveLeastSquares:
         """Seconds per unit of each feature, zero or above."""
         return tuple(map(operator.mul, self._shares, self._prior))
 
-    def predict(self, features: Sequence[float]) -> float:
-        """Seconds, zero or above."""
-        return _dot(self._shares, self._scaled(features))
-
     def add(self, features: Sequence[float], seconds: float) -> bool:
         """Take in one sample. False, and nothing changes, unless it is a possible time."""
         scaled = self._scaled(features)

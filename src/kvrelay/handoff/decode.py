@@ -137,10 +137,9 @@ class DecodeHandoff(DecodeClaims):
         """Pull: our read has ended, so P may free its blocks."""
         grant = self.find(generation)
         self.is_touched = False
-        by_engine = isinstance(self.arrived, HandoffReady) and self.arrived.kv_transfer_params is not None
         if grant is not None:
             # P's engine frees what ours has not read; if this message is lost, P says Ready again and is told again.
-            kind = HandoffAbandon if by_engine and not ok else HandoffFetched
+            kind = HandoffAbandon if _is_by_engine(self.arrived) and not ok else HandoffFetched
             turn.out.append(Send(grant.connection, kind(self.handoff_id, generation)))
             self._end_grant(grant)
         if self.state is not DecodeState.READING or self.arrived is None:
@@ -158,8 +157,7 @@ class DecodeHandoff(DecodeClaims):
             refuse(self.waiting, RefusalReason.BUSY, turn)
             self.waiting = None
         self._move(DecodeState.VERIFYING)
-        by_engine = isinstance(message, HandoffReady) and message.kv_transfer_params is not None
-        if by_engine or (message.checksums is None and not turn.rules.checksums):
+        if _is_by_engine(message) or (message.checksums is None and not turn.rules.checksums):
             self._resume(turn)
             return
         self.is_touched = True
@@ -184,3 +182,8 @@ class DecodeHandoff(DecodeClaims):
         turn.counters.num_done += 1
         self._move(DecodeState.CLOSED)
         turn.out.append(Resume(self.handoff_id, self.request_id, self.loan, self.arrived))
+
+
+def _is_by_engine(message: HandoffDone | HandoffReady | None) -> bool:
+    """Whether D's engine gets the KV by itself."""
+    return isinstance(message, HandoffReady) and message.kv_transfer_params is not None

@@ -130,7 +130,7 @@ class PrefillEnds:
         elif self.state is PrefillState.SENDING:
             self.is_heard = self.is_sent
 
-    def release_heard(self, turn: Turn) -> None:
+    def release_heard(self) -> None:
         """D has acknowledged that we have stopped."""
         if self.state is PrefillState.RELEASING:
             self._move(PrefillState.ENDED)

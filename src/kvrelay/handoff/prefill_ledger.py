@@ -167,7 +167,7 @@ class PrefillLedger:
         self._one(event.message.handoff_id, lambda handoff: handoff.fetched(event.message.generation, turn))
 
     def _release_heard(self, event: ReleaseHeard, turn: Turn) -> None:
-        self._one(event.handoff_id, lambda handoff: handoff.release_heard(turn))
+        self._one(event.handoff_id, PrefillHandoff.release_heard)
 
     def _abandoned(self, event: Abandoned, turn: Turn) -> None:
         if event.message.handoff_id in self.handoffs:
