@@ -125,6 +125,7 @@ def test_bodies() -> None:
     plain = json.loads(encode_body(request, BodyOptions("m", plain=True)))
     assert set(plain) == {"model", "prompt", "max_tokens", "temperature", "stream", "stream_options"}
     assert plain["stream_options"] == {"include_usage": True}
+    assert json.loads(encode_body(LoadRequest("x", 1, priority=-1), BodyOptions("m")))["priority"] == -1
     chat = BodyOptions("m", Endpoint.CHAT)
     assert json.loads(encode_body(LoadRequest("hi", 1), chat))["messages"] == [{"role": "user", "content": "hi"}]
     asked = json.loads(encode_body(LoadRequest("x", 1, messages=(Turn("system", "s"),)), chat))

@@ -149,6 +149,9 @@ def test_mix() -> None:
     assert 900 <= (next(timed.requests).prompt_len or 0) <= 1100
     shared = parse_mix("a=10/2:closed=1:groups=2:per-group=3:system=30", Dataset())[0]
     assert len(list(build_class(shared, 0).requests)) == 6
+    better = parse_mix("a=10/2:closed=1:priority=-1", Dataset())[0]
+    assert next(build_class(better, 0).requests).priority == -1
+    assert next(load.requests).priority == 0
 
 
 @pytest.mark.parametrize(

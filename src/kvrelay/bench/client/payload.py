@@ -95,6 +95,8 @@ def encode_body(request: LoadRequest, options: BodyOptions) -> bytes:
     if not options.plain:
         usage["continuous_usage_stats"] = True
         body |= {"ignore_eos": options.ignore_eos, "return_token_ids": True}
+        if request.priority:
+            body["priority"] = request.priority
     body |= msgspec.json.decode(options.extra, type=dict[str, object])
     return msgspec.json.encode(body)
 

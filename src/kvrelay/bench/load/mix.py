@@ -77,7 +77,8 @@ class Dataset:
 @dataclass(frozen=True, slots=True)
 class ClassSpec:
     """A class of requests. With ``max_concurrency`` and without ``rate`` it is a closed loop. With neither, it uses the
-    trace's times if there are any, or else sends everything at once."""
+    trace's times if there are any, or else sends everything at once. ``priority`` is the requests' field of that name;
+    0 is not sent, because not every server knows it."""
 
     name: str = "requests"
     dataset: Dataset = Dataset()
@@ -86,6 +87,7 @@ class ClassSpec:
     max_concurrency: int | None = None
     num_requests: int | None = None
     time_scale: float = 1.0
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if self.rate is not None:
@@ -119,6 +121,8 @@ def build_class(spec: ClassSpec, seed: int) -> LoadClass:
         offsets = trace_arrivals((request.arrival_s or 0.0 for request in timed), spec.time_scale)
     elif spec.max_concurrency is None:
         offsets = itertools.repeat(0.0)
+    if spec.priority:
+        requests = (replace(request, priority=spec.priority) for request in requests)
     return LoadClass(spec.name, requests, offsets, spec.max_concurrency, spec.num_requests)
 
 
@@ -195,6 +199,8 @@ def _with_option(spec: ClassSpec, option: str) -> ClassSpec:
                 return replace(spec, rate=float(value))
             case "n":
                 return replace(spec, num_requests=int(value))
+            case "priority":
+                return replace(spec, priority=int(value))
             case "burstiness":
                 return replace(spec, burstiness=float(value))
             case "groups":
@@ -206,5 +212,5 @@ def _with_option(spec: ClassSpec, option: str) -> ClassSpec:
                 return replace(spec, dataset=replace(spec.dataset, system=parse_length(value, "system length")))
     except ValueError as exc:
         raise InvalidInputError(f"class {spec.name} of the mix: {option!r} has no number", param="mix") from exc
-    known = "closed, max, rate, n, burstiness, groups, per-group, system"
+    known = "closed, max, rate, n, priority, burstiness, groups, per-group, system"
     raise InvalidInputError(f"class {spec.name} of the mix: {key!r} is none of {known}", param="mix")

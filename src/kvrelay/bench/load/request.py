@@ -21,7 +21,7 @@ class LoadRequest:
 
     ``prompt`` is text or token ids; if ``messages`` is not empty, the request is a conversation and ``prompt`` its
     text. ``output_len`` is in tokens. ``prompt_len`` is the number of prompt tokens, if known beforehand.
-    ``arrival_s`` is the time since the trace's start, for data sets that have one.
+    ``arrival_s`` is the time since the trace's start, for data sets that have one. ``priority``: lower is served first.
     """
 
     prompt: Prompt
@@ -29,6 +29,7 @@ class LoadRequest:
     prompt_len: int | None = None
     messages: tuple[Turn, ...] = ()
     arrival_s: float | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
