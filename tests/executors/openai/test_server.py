@@ -81,7 +81,10 @@ async def whole(raw: Raw, writer: asyncio.StreamWriter) -> None:
     writer.write(HEAD + b"".join(map(chunk, EVENTS)) + END)
 
 
-async def test_a_connection_is_kept_although_the_end_comes_by_itself() -> None:
+async def test_a_connection_is_kept_although_the_end_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "END_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(server_module, "KEPT_S", PATIENCE_S)
+
     async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + b"".join(map(chunk, EVENTS)))
         await writer.drain()
