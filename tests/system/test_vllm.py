@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -60,7 +61,7 @@ def test_prefill_and_decode_apart(split: Serve, asked: list[Asked], order: str) 
     with Asking(split, order) as asking:
         assert asking.ask(chosen.prompts) == chosen.answers
     # On a busy machine a prefill may come too late.
-    assert _num_remote(split) - before >= NUM_PROMPTS // 2
+    assert _num_remote(split) - before >= NUM_PROMPTS // 2, _whereabouts(split)
     (decode,) = split.workers("decode")
     is_nixl = "--vllm-connector" not in split.arguments
     # vLLM's own connector moves KV that kvrelay does not see.
@@ -73,7 +74,7 @@ def test_kvrelays_connector_moves_kv_from_peer_to_peer(asked: list[Asked]) -> No
     with Serve((*SPLIT, *STAGED, "--transport", "p2p")) as server, Asking(server) as asking:
         assert asking.ask(prompts) == expected
         (decode,) = server.workers("decode")
-        assert decode["decode"]["num_remote_done"] >= NUM_P2P // 2
+        assert decode["decode"]["num_remote_done"] >= NUM_P2P // 2, _whereabouts(server)
         assert decode["decode"]["num_received_bytes"] > 0
         until(server.is_idle)
 
@@ -81,3 +82,11 @@ def test_kvrelays_connector_moves_kv_from_peer_to_peer(asked: list[Asked]) -> No
 def _num_remote(server: Serve) -> int:
     (worker,) = server.workers("decode")
     return int(worker["decode"]["num_remote_done"])
+
+
+def _whereabouts(server: Serve) -> list[dict[str, Any]]:
+    """Where prompts were computed, and why: for the message of a test that fails."""
+    workers = server.workers("decode") + server.workers("prefill")
+    return [
+        {name: worker[name] for name in ("decode", "recomputed", "prefill", "prefills_ended")} for worker in workers
+    ]

@@ -70,6 +70,8 @@ async def test_kv_that_finds_no_room_at_all_is_computed_again_by_the_decode_work
         assert decode.worker._decode.stats.num_recomputed == 3
         await shared.until(lambda: prefill.worker._prefill.stats.num_failed == 3)
         assert prefill.worker._prefill.stats.num_prefills == 0
+        assert sum((await decode.status())["recomputed"].values()) == 3
+        assert (await prefill.status())["prefills_ended"] == {"transfer_failed": 3}
         assert counters(decode).num_failed == 0, "the communicator is good: only the KV was lost"
 
 

@@ -24,7 +24,7 @@ from kvrelay.handoff.decode_state import DecodeCounters
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.p2p.counters import P2pCounters
 from kvrelay.transfer.stats import TransferStats
-from kvrelay.worker.stats import DecodeStats, PrefillStats, RemoteCostStats
+from kvrelay.worker.stats import DecodeStats, PrefillStats, RemoteCostStats, by_reason
 
 PREFIX = "kvrelay_worker_"
 
@@ -194,8 +194,7 @@ def _counts(group: str, title: str, counts: DecodeStats | PrefillStats | DecodeC
 
 
 def _by_reason(name: str, text: str, counts: Mapping[EndReason, int] | Mapping[RefusalReason, int]) -> Metric:
-    """The reasons' names are the labels: their values are sentences."""
-    return _by_label(name, text, "reason", {reason.name.lower(): count for reason, count in dict(counts).items()})
+    return _by_label(name, text, "reason", by_reason(counts))
 
 
 def _by_label(name: str, text: str, label: str, counts: Mapping[str, int] | Mapping[RefusalKind, int]) -> Metric:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvrelay.core.cost_model import RemoteCost
+from kvrelay.handoff.base import EndReason, RefusalReason
+
+
+def by_reason(counts: Mapping[EndReason, int] | Mapping[RefusalReason, int]) -> dict[str, int]:
+    """For metrics and status: the reasons' names, since their values are sentences."""
+    return {reason.name.lower(): count for reason, count in dict(counts).items()}
 
 
 @dataclass(slots=True)

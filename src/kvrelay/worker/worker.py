@@ -51,6 +51,7 @@ from kvrelay.worker.refusals import Refusals
 from kvrelay.worker.roles import FIRST_EPOCH, Roles
 from kvrelay.worker.runtime import follow_thresholds
 from kvrelay.worker.settings import WorkerSettings
+from kvrelay.worker.stats import by_reason
 from kvrelay.worker.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
@@ -348,6 +349,8 @@ class Worker:
             "handoffs_in": self._decode.num_open_grants,
             "handoffs_out": self._prefill.num_handoffs,
             "refusals": self._refusals.counts,
+            "recomputed": by_reason(self._decode.handoffs.ledger.counters.ends),
+            "prefills_ended": by_reason(self._prefill.handoffs.ledger.counters.ends),
             "decode": asdict(self._decode.stats),
             "prefill_queue_error": self._decode.push_error,
             "prefill": asdict(self._prefill.stats),
