@@ -88,13 +88,12 @@ while True:
     signal.pause()
 """
 PARENT = """
-import signal, subprocess, sys
-from kvrelay.launch.children import prepare_server
+import signal, sys
+from kvrelay.core.child_process import start_child_process
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 said, server = sys.argv[1:]
-subprocess.Popen(
-    [sys.executable, "-c", server, said], pass_fds=(int(said),), process_group=0, preexec_fn=prepare_server
-).wait()
+command = [sys.executable, "-c", server, said]
+start_child_process(command, pass_fds=(int(said),), death_signal=signal.SIGTERM).wait()
 """
 
 

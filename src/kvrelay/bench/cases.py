@@ -20,8 +20,8 @@ from pathlib import Path
 from kvrelay.bench.client.connection import ConnectionPool, Target, parse_target
 from kvrelay.bench.client.service import wait_until_healthy
 from kvrelay.bench.errors import BenchError, ServerDownError
+from kvrelay.core.child_process import start_child_process
 from kvrelay.errors import InvalidInputError
-from kvrelay.launch.children import prepare_server
 
 PORT_PLACE = "{port}"
 _POLL_S = 0.05
@@ -108,14 +108,7 @@ def _start(case: Case, command: str, log_path: Path) -> subprocess.Popen[bytes]:
         with log_path.open("ab") as log:
             log.write(f"$ {command}\n".encode())
             log.flush()
-            return subprocess.Popen(
-                shlex.split(command),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                process_group=0,
-                preexec_fn=prepare_server,  # noqa: PLW1509 - two system calls
-            )
+            return start_child_process(shlex.split(command), stdout=log, stderr=log, death_signal=signal.SIGTERM)
     except OSError as exc:
         raise InvalidInputError(f"case {case.name} cannot be started: {exc}", param="case") from exc
 

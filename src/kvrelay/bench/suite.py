@@ -26,8 +26,8 @@ from kvrelay.bench.errors import BenchError
 from kvrelay.bench.report.files import describe_machine, write_result, write_text
 from kvrelay.bench.report.table import table
 from kvrelay.cli.processes import run_async
+from kvrelay.core.child_process import start_child_process
 from kvrelay.errors import InvalidInputError, KvrelayError
-from kvrelay.launch.children import prepare_server
 
 SUITE_KIND = "kvrelay-bench-all/1"
 SAMPLE = "sample-conversations.txt"
@@ -150,14 +150,7 @@ def _finish(step: Step, command: list[str], folder: Path) -> tuple[tuple[str, fl
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     with (
         (folder / "logs" / f"{step.name}.stderr").open("wb") as errors,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            process_group=0,
-            preexec_fn=prepare_server,  # noqa: PLW1509 - two system calls
-        ) as process,
+        start_child_process(command, stdout=subprocess.PIPE, stderr=errors, death_signal=signal.SIGTERM) as process,
     ):
         try:
             printed, _ = process.communicate(timeout=step.timeout_s)

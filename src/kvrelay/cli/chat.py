@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -161,22 +162,16 @@ def _server(model: str | None, url: str | None, api_key: str) -> Iterator[ChatSe
     if url:
         yield ChatServer(url, api_key)
         return
-    from kvrelay.launch.children import kvrelay_command, prepare_server
+    from kvrelay.core.child_process import start_child_process
+    from kvrelay.launch.children import kvrelay_command
     from kvrelay.launch.models import resolve_model
 
     command = kvrelay_command("serve", str(resolve_model(model)), "--prefill", "1", "--decode", "1", "--port", "0")
     # In a process group of its own: Ctrl-C stops an answer, not the server.
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        process_group=0,
-        preexec_fn=prepare_server,  # noqa: PLW1509 - two system calls
-    )
+    process = start_child_process(command, stdout=subprocess.PIPE, death_signal=signal.SIGTERM)
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()
+        line = process.stdout.readline().decode()
         if " at http" not in line:
             raise FatalError(f"the server did not start (exit code {process.wait()})")
         yield ChatServer(line.split(" at ", 1)[1].split()[0])

@@ -6,7 +6,6 @@ This module owns the child process and its files (configuration, log, stream dat
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import queue
 import secrets
@@ -23,6 +22,7 @@ from urllib.parse import quote, urlsplit
 
 from kvrelay.control import nats_storage
 from kvrelay.control.scratch import ScratchDirectory
+from kvrelay.core.child_process import start_child_process
 from kvrelay.errors import AddressInUseError, ConfigError, ControlUnavailableError
 
 BINARY = "nats-server"
@@ -36,7 +36,6 @@ MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 """NATS's default of 1 MiB is too small for a queued prefill of about 200,000 tokens."""
 MONITORING_PATH_BYTES = 16
 """The monitoring port has no login, so other users of this machine must not know its path."""
-PR_SET_PDEATHSIG = 1
 
 
 class NatsServerProcess:
@@ -256,22 +255,14 @@ def find_binary() -> Path:
 def _spawn(command: list[str], stderr_path: Path) -> subprocess.Popen[bytes]:
     """Start ``command`` from a thread that lives as long as the command does.
 
-    The kernel sends the signal of PR_SET_PDEATHSIG when the *thread* that forked ends, and our caller may run on a
-    thread of a pool.
+    The kernel ends the child when the *thread* that forked it ends, and our caller may run on a thread of a pool.
     """
     outcome: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             with stderr_path.open("wb") as stderr:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=stderr,
-                    process_group=0,
-                    preexec_fn=die_with_parent,  # noqa: PLW1509 (one system call; nothing else sets the signal)
-                )
+                process = start_child_process(command, stdout=subprocess.DEVNULL, stderr=stderr)
         except OSError as exc:
             outcome.put(exc)
             return
@@ -283,12 +274,6 @@ def _spawn(command: list[str], stderr_path: Path) -> subprocess.Popen[bytes]:
     if isinstance(started, OSError):
         raise started
     return started
-
-
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """For ``preexec_fn``: on Linux the kernel sends the signal to the child when the thread that forked it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _ports_file(directory: Path, pid: int) -> Path:

@@ -48,11 +48,12 @@ SHORT_STEP_S = 0.001
 
 
 class Spread:
-    """How far times scatter about their estimates: the root of the mean squared logarithm of measured / estimated."""
+    """How far times scatter about their estimates: the root of the mean squared logarithm of measured / estimated. The
+    first LEARNING_SAMPLES do not count."""
 
     def __init__(self) -> None:
         self._square = PRIOR_SPREAD**2
-        self._num_samples = PRIOR_SAMPLES
+        self._num_samples = PRIOR_SAMPLES - LEARNING_SAMPLES
 
     @property
     def value(self) -> float:
@@ -61,9 +62,11 @@ class Spread:
     def add(self, seconds: float, estimate_s: float) -> None:
         if not (seconds > 0.0 and estimate_s > 0.0):
             return
+        self._num_samples += 1
+        if self._num_samples <= PRIOR_SAMPLES:
+            return
         limit = min(MAX_ERROR * max(self.value, MIN_SPREAD), MAX_SPREAD)
         error = min(max(math.log(seconds) - math.log(estimate_s), -limit), limit)
-        self._num_samples += 1
         self._square += max(SPREAD_SHARE, 1.0 / self._num_samples) * (error * error - self._square)
 
     def age(self) -> None:
@@ -213,7 +216,7 @@ class StepCostModel:
             own_s = max(seconds - beside_s, seconds / 2)
             estimate_s = self.cost.step_seconds(work)
             is_new = self._prefill.add((1.0, work.num_prefill_tokens, work.num_prefill_pairs), own_s)
-            if is_new and self._prefill.num_samples > LEARNING_SAMPLES:
+            if is_new:
                 self._spread.add(seconds, estimate_s)
         else:
             # Steady decoding says the same again and again: after a while a part of it is enough.
@@ -259,8 +262,6 @@ class RemoteCostModel:
         self._way = RecursiveLeastSquares((prior.overhead_s, prior.wait_token_s, prior.transfer_token_s))
         self._prefill = RecursiveLeastSquares((prior.prefill_s, prior.prefill_token_s))
         self._spread = Spread()
-        self._num_learned = 0
-        """Samples since the model began."""
 
     @property
     def spread(self) -> float:
@@ -291,7 +292,6 @@ class RemoteCostModel:
         self._way.begin_anew()
         self._prefill.begin_anew()
         self._spread = Spread()
-        self._num_learned = 0
         self._cost = None
 
     def add(self, num_tokens: int, num_ahead_tokens: float, seconds: float, prefill_s: float) -> None:
@@ -305,8 +305,7 @@ class RemoteCostModel:
             prefill_s = 0.0
         elif not self._prefill.add((1.0, num_tokens), prefill_s):
             prefill_s = 0.0
-        self._num_learned += self._way.add((1.0, num_ahead_tokens, num_tokens), seconds - prefill_s)
-        if self._num_learned > LEARNING_SAMPLES:
+        if self._way.add((1.0, num_ahead_tokens, num_tokens), seconds - prefill_s):
             self._spread.add(seconds, estimate_s)
         self._cost = None
 

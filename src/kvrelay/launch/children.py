@@ -1,16 +1,14 @@
 """Child processes: started with the command line that a cluster would use, ended with their parent, restarted when they
 crash.
 
-A child leads a process group, so that Ctrl-C reaches only ``serve``, which then ends its children in order. It stays in
-our session: where Linux shares the CPUs between sessions (autogroup), a frontend in a session of its own has waited for
-a CPU as long as a prefill in another session took. On Linux the kernel ends a child whose parent has died.
+Ctrl-C reaches only ``serve``, which then ends its children in order. On Linux the kernel ends a child whose parent has
+died. ``core/child_process.py`` says why children share our session.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO
 
-from kvrelay.control.nats_process import die_with_parent
+from kvrelay.core.child_process import start_child_process
 from kvrelay.errors import ControlUnavailableError
 from kvrelay.launch.child_errors import ChildErrors
 
@@ -73,30 +71,11 @@ def start_child(
 
     ``environment`` None: ours. ``errors``, if given, filters the child's stderr.
     """
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.PIPE if errors is not None else output,
-        env=environment,
-        process_group=0,
-        preexec_fn=_prepare,  # noqa: PLW1509 - two system calls
-    )
+    stderr = subprocess.PIPE if errors is not None else output
+    process = start_child_process(command, stdout=output, stderr=stderr, environment=environment)
     if errors is not None and process.stderr is not None:
         errors.follow(name, process.stderr)
     return Child(name, command, process, environment, errors)
-
-
-def prepare_server() -> None:
-    """For ``preexec_fn`` of a ``serve`` in a process group of its own: it ends in order when its parent has died."""
-    _prepare(signal.SIGTERM)
-
-
-def _prepare(death_signal: int = signal.SIGKILL) -> None:
-    """In the child, before its program begins."""
-    die_with_parent(death_signal)
-    # It may write to the terminal though it is not in the foreground: under `stty tostop` that would stop it.
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 
 
 def restart_delay_s(child: Child, now_s: float) -> float | None:

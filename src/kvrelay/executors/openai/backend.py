@@ -30,15 +30,12 @@ class ServerBackend:
         tokenizer: TextTokenizer | None,
         kv_transfer: KvTransfer | None = None,
     ) -> None:
+        self.name = f"the server {shown_url(upstream.upstream)}"
         self._upstream = upstream
         self._description = server
         self._tokenizer = tokenizer
         self._kv_transfer = kv_transfer
         self._num_health_failures = 0
-
-    @property
-    def name(self) -> str:
-        return f"the server {shown_url(self._upstream.upstream)}"
 
     @property
     def samples_ids(self) -> bool:
