@@ -34,7 +34,7 @@ from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.frontend import Frontend
-from kvrelay.frontend.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener
+from kvrelay.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener
 from kvrelay.launch.request_plane import client_of
 from kvrelay.router import Router
 

@@ -27,7 +27,7 @@ import aiohttp
 import psutil
 from aiohttp import web
 
-from kvrelay.executors.vllm.library import preloaded_libraries
+from kvrelay.engines.vllm.library import preloaded_libraries
 
 TRANSFER = {
     "kv_connector": "NixlConnector",
@@ -44,7 +44,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "UCX_TLS": "posix,sysv,cma,self,tcp",
 }
-QUIET = "kvrelay.executors.vllm.nixl_child.EndsWithParent"
+QUIET = "kvrelay.engines.vllm.nixl_child.EndsWithParent"
 """Without it NIXL's progress thread spins and takes most of the two cores."""
 POLL_S = 0.2
 

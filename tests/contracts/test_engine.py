@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.executors.openai.scripted import Script, scripted_server
-from tests.executors.vllm.scripted import ScriptedVllm, scripted_start
-from tests.executors.vllm.staged import STAGED_BLOCK_BYTES, StagedVllm, staged_start
+from tests.engines.openai.scripted import Script, scripted_server
+from tests.engines.vllm.scripted import ScriptedVllm, scripted_start
+from tests.engines.vllm.staged import STAGED_BLOCK_BYTES, StagedVllm, staged_start
 from tests.patience import PATIENCE_S
 
 from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig, VllmConfig
@@ -27,14 +27,15 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.admission.limits import PendingArrivals
-from kvrelay.engine.base import HandoffChunk, StepOutput
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.step import HandoffChunk, StepOutput
+from kvrelay.engine.thread import EngineThread
+from kvrelay.engines import vllm
+from kvrelay.engines.vllm.library import Started
 from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
-from kvrelay.executors import ExecutorSettings, build_executor, build_host, vllm
-from kvrelay.executors.vllm.library import Started
-from kvrelay.worker.engine_thread import EngineThread
+from kvrelay.executors import ExecutorSettings, build_executor, build_host
 
 CONFIG = EngineConfig(num_blocks=64, max_model_len=256, max_num_seqs=4, max_num_waiting=2, kv_watermark=0)
 PROMPT = list(range(20, 60))

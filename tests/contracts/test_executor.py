@@ -15,7 +15,7 @@ from kvrelay.config import EngineConfig, MockConfig, RunnerConfig
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.engine.base import Executor, SchedulerOutput
+from kvrelay.engine.step import Executor, SchedulerOutput
 from kvrelay.errors import InvalidInputError
 from kvrelay.executors import ExecutorSettings, build_executor
 from kvrelay.frontend.tokenizer import load_tokenizer

@@ -28,8 +28,8 @@ from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.transfer.stats import TransferStats
-from kvrelay.worker.metrics import WorkerMetrics, WorkerStats
-from kvrelay.worker.stats import DecodeStats, PrefillStats
+from kvrelay.worker.reporting.metrics import WorkerMetrics, WorkerStats
+from kvrelay.worker.reporting.stats import DecodeStats, PrefillStats
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -14,12 +14,12 @@ from kvrelay.config import DisaggConfig, EngineConfig, MockConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import StepOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
+from kvrelay.engine.step import StepOutput
 from kvrelay.executors.mock import MockExecutor
-from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
-from kvrelay.handoff.placement import CostPlacement
+from kvrelay.placement.cost import CostPlacement
+from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
 
 TIMES = MockConfig(speedup_ratio=2)
 BLOCK_SIZE, CHUNK = 16, 2048

@@ -17,15 +17,15 @@ import numpy as np
 
 from kvrelay.config import DisaggConfig, EngineConfig, MockConfig
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.cost_model import StepCost, StepWork
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.step import ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.executors.mock import MockExecutor
-from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
-from kvrelay.handoff.placement import CostPlacement
+from kvrelay.placement.cost import CostPlacement
+from kvrelay.placement.cost_model import StepCost, StepWork
+from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
 
 Policy = Literal["cost", "threshold", "always", "aggregated"]
 

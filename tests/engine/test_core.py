@@ -13,9 +13,9 @@ from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus
-from kvrelay.engine.base import SchedulerOutput, StepOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.step import SchedulerOutput, StepOutput
 from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
 from kvrelay.executors.mock import MockExecutor, mock_generate
 

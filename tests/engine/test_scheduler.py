@@ -9,9 +9,9 @@ import pytest
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
-from kvrelay.engine.base import ModelOutput, SchedulerOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.executors.mock import mock_generate
 
 MakeEngine = Callable[..., EngineCore]

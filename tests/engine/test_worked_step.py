@@ -7,9 +7,9 @@ from collections.abc import Callable
 from kvrelay.core.events import BlockStored
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
-from kvrelay.engine.base import ModelOutput, SchedulerOutput
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
+from kvrelay.engine.step import ModelOutput, SchedulerOutput
 
 SAMPLING = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 

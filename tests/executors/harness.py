@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import Executor, ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.engine.step import Executor, ModelOutput, NewSequence, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvrelay.frontend.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener
+from kvrelay.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener
 
 
 class EchoApp:

@@ -15,7 +15,7 @@ from tests.frontend.raw_http import RawClient, send
 from kvrelay.config import FrontendConfig, KeyLimits
 from kvrelay.errors import ConfigError
 from kvrelay.frontend.api_keys import ApiKeys, new_api_key, read_keys_file
-from kvrelay.frontend.http import server_tls
+from kvrelay.http import server_tls
 
 BODY: dict[str, object] = {"prompt": [5, 6], "max_tokens": 2}
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from kvrelay.config.settings import EngineConfig, RunnerConfig  # noqa: E402
 from kvrelay.core.layout import KVLayout  # noqa: E402
 from kvrelay.core.sampling import SamplingParams  # noqa: E402
-from kvrelay.engine.base import Executor, NewSequence, SchedulerOutput  # noqa: E402
+from kvrelay.engine.step import Executor, NewSequence, SchedulerOutput  # noqa: E402
 from kvrelay.executors.torch import build_executor  # noqa: E402
 from kvrelay.executors.torch.kv_pool import KvPool  # noqa: E402
 

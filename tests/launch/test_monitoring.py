@@ -17,12 +17,12 @@ from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import AddressInUseError, ConfigError
 from kvrelay.frontend import keys_file
 from kvrelay.frontend.api_keys import new_api_key
-from kvrelay.frontend.http import HttpServer, open_listener
+from kvrelay.http import HttpServer, open_listener
 from kvrelay.launch import monitoring as monitoring_module
 from kvrelay.launch.monitoring import LIMITS, MonitoringApp, monitoring
 from kvrelay.transfer.stats import TransferStats
-from kvrelay.worker.metrics import WorkerStats
-from kvrelay.worker.stats import DecodeStats, PrefillStats
+from kvrelay.worker.reporting.metrics import WorkerStats
+from kvrelay.worker.reporting.stats import DecodeStats, PrefillStats
 
 
 class IdleWorker:

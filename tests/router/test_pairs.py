@@ -8,13 +8,13 @@ import pytest
 
 from kvrelay.config import DisaggConfig, RouterConfig
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.cost_model import StepCost
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics, TransferCost
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import WorkerUnavailableError
-from kvrelay.handoff.disagg import DisaggPolicy, PrefillPlace
+from kvrelay.placement.cost_model import StepCost
+from kvrelay.placement.threshold import DisaggPolicy, PrefillPlace
 from kvrelay.router import PairRouter, Router, RouterStage, RoutingRequest
 from kvrelay.router.load import LoadColumns
 from kvrelay.router.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_costs

@@ -16,8 +16,8 @@ import pytest
 import zmq
 from tests.contracts.waiting import eventually
 
+from kvrelay.cli.log_limit import LogLimit
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.log_limit import LogLimit
 from kvrelay.core.messages import AbortRequest, AdminReply, Message, Ping, Pong
 from kvrelay.errors import ConfigError, WorkerUnavailableError
 from kvrelay.rpc import CurveKeys, Heartbeat, Peer, ZmqRpcClient, ZmqRpcServer, new_curve_keys, zmq_socket

@@ -28,7 +28,7 @@ from tests.system.serving import Serve
 from tools.vllm_servers import ENVIRONMENT, TRANSFER
 
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.executors.vllm.library import preloaded_libraries
+from kvrelay.engines.vllm.library import preloaded_libraries
 
 NUM_PROMPTS, NUM_TOKENS = 60, 24
 LENGTHS = (1, 2, 17, 31, 32, 33, 64, 300, 1000, 1500)

@@ -26,9 +26,9 @@ from tests.system.real_vllm import (
 )
 from tests.system.serving import Serve
 
-from kvrelay.connectors.directory import CONFIG_KEY, POOL, StagingDirectory
-from kvrelay.connectors.terms import StagedKv, StagingPlace, encode_request
 from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engines.connector.directory import CONFIG_KEY, POOL, StagingDirectory
+from kvrelay.engines.connector.terms import StagedKv, StagingPlace, encode_request
 
 pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200)]
 
@@ -49,7 +49,7 @@ def staging(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(staging: Path) -> Iterator[StockServer]:
     transfer = {
         "kv_connector": "KvrelayConnector",
-        "kv_connector_module_path": "kvrelay.connectors.vllm",
+        "kv_connector_module_path": "kvrelay.engines.connector.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {CONFIG_KEY: str(staging)},

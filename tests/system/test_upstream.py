@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.executors.openai.exchange import VllmExchange
-from tests.executors.openai.scripted import Script, scripted_server
+from tests.engines.openai.exchange import VllmExchange
+from tests.engines.openai.scripted import Script, scripted_server
 from tests.patience import until
 from tests.system.serving import Serve, kvrelay_here
 from tests.system.streams import CONFIG, EOS_IDS, Streams

@@ -13,7 +13,8 @@ from tests.contracts import test_engine as contract
 
 from kvrelay.config import MockConfig, RunnerConfig, VllmConfig
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.executors import ExecutorSettings, vllm
+from kvrelay.engines import vllm
+from kvrelay.executors import ExecutorSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
 

@@ -27,11 +27,12 @@ from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, Output
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import CallerInfo, WorkerRole
-from kvrelay.engine.base import Executor
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.step import Executor
+from kvrelay.engine.thread import EngineThread
+from kvrelay.engines.hosted.host import StreamedHost
 from kvrelay.executors.mock import MockExecutor, mock_generate
-from kvrelay.executors.streamed.host import StreamedHost
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.rpc.base import RpcClient
@@ -39,7 +40,6 @@ from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient, LoopbackRpc
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
-from kvrelay.worker.engine_thread import EngineThread
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
 from kvrelay.worker.worker import Worker
 

@@ -39,8 +39,8 @@ from kvrelay.core.messages import (
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerRole
 from kvrelay.errors import WorkerUnavailableError
-from kvrelay.worker import callers as callers_module
-from kvrelay.worker.callers import MAY_SAY, Caller, CallerKind, Callers
+from kvrelay.worker.cluster import callers as callers_module
+from kvrelay.worker.cluster.callers import MAY_SAY, Caller, CallerKind, Callers
 
 KEYS = Keys("default")
 GENERATE = GenerateRequest("r", "w", (1, 2, 3), SamplingParams())

@@ -12,7 +12,7 @@ from tests.contracts.waiting import eventually
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
-from kvrelay.worker.fleet import Fleet
+from kvrelay.worker.cluster.fleet import Fleet
 
 KEYS = Keys("test")
 

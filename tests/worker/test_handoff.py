@@ -17,14 +17,14 @@ from kvrelay.core.handoff import HandoffDone, HandoffGrant, HandoffId
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.messages import encode_message
 from kvrelay.core.workers import WorkerRole
-from kvrelay.engine.base import ModelOutput, SchedulerOutput
+from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import ConfigError, InvalidInputError
 from kvrelay.executors.grammars import GrammarMasks
 from kvrelay.executors.mock import MockExecutor
 from kvrelay.handoff.base import EndReason
-from kvrelay.handoff.disagg import PrefillPlace
+from kvrelay.placement.threshold import PrefillPlace
 
-OUTGOING_LOG = "kvrelay.worker.outgoing"
+OUTGOING_LOG = "kvrelay.worker.prefill.handoffs"
 
 
 def ends_logged(caplog: pytest.LogCaptureFixture) -> list[tuple[int, EndReason]]:

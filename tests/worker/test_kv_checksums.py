@@ -19,7 +19,7 @@ from kvrelay.core.workers import WorkerRole
 from kvrelay.handoff.decode_state import DecodeState
 from kvrelay.handoff.prefill_state import PrefillState
 from kvrelay.transfer.base import TransferOp
-from kvrelay.worker import prefill_side
+from kvrelay.worker.prefill import pulling as prefill_side
 
 CHECKED = replace(LOOPBACK, kv_checksums=True)
 BASE = prompt(64)

@@ -14,7 +14,7 @@ from kvrelay.core.status import RefusalKind
 from kvrelay.core.workers import WorkerRole
 from kvrelay.handoff.base import EndReason, RefusalReason, count_end
 from kvrelay.handoff.decode_state import DecodeCounters
-from kvrelay.worker.metrics import PREFIX, WorkerMetrics
+from kvrelay.worker.reporting.metrics import PREFIX, WorkerMetrics
 from kvrelay.worker.worker import Worker
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"

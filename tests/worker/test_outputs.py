@@ -10,7 +10,7 @@ from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import PayloadTooLargeError
 from kvrelay.rpc import loopback
 from kvrelay.rpc.base import Peer
-from kvrelay.worker.outputs import send_outputs
+from kvrelay.worker.decode.outputs import send_outputs
 
 PEER = Peer(b"frontend")
 

@@ -12,7 +12,7 @@ from kvrelay.core.status import RefusalKind
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import InvalidInputError
 from kvrelay.rpc.base import Peer
-from kvrelay.worker.preparation import Preparation
+from kvrelay.worker.decode.preparation import Preparation
 
 ONE, OTHER = Peer(b"one"), Peer(b"other")
 

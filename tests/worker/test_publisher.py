@@ -15,7 +15,7 @@ from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, KvEvent, LoadMetrics
 from kvrelay.errors import KvrelayError, PayloadTooLargeError
 from kvrelay.router.load import STALE_AFTER_S
-from kvrelay.worker.publisher import (
+from kvrelay.worker.reporting.publisher import (
     IDLE_INTERVAL_S,
     MAX_BATCH_BLOCKS,
     MAX_INTERVAL_S,

@@ -11,8 +11,8 @@ from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import ControlUnavailableError
 from kvrelay.handoff import decode_events as de
-from kvrelay.handoff.disagg import DisaggPolicy
-from kvrelay.worker.queued import REST_S, STALL_S, QueuedPrefills
+from kvrelay.placement.threshold import DisaggPolicy
+from kvrelay.worker.decode.queue import REST_S, STALL_S, QueuedPrefills
 
 
 class SlowQueue:

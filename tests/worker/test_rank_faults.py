@@ -15,7 +15,7 @@ from kvrelay import LLM, SamplingParams
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.workers import WorkerRole
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.engine.base import Executor
+from kvrelay.engine.step import Executor
 from kvrelay.errors import EngineDeadError
 from kvrelay.executors.torch import build_executor
 from kvrelay.transfer.base import TransferPlan

@@ -20,7 +20,7 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.rpc.base import Peer
-from kvrelay.worker.refusals import Refusals, refusal_of
+from kvrelay.worker.decode.refusals import Refusals, refusal_of
 
 PEER = Peer(b"f")
 

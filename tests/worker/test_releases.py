@@ -14,7 +14,7 @@ from kvrelay.core.handoff import HandoffGrant
 from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, TransferError, WorkerUnavailableError
 from kvrelay.handoff.base import RefusalReason
-from kvrelay.worker import prefill_side
+from kvrelay.worker.prefill import pulling as prefill_side
 
 STUCK = 1_000_000_000
 

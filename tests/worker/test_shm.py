@@ -12,7 +12,7 @@ from kvrelay.config import TransferConfig
 from kvrelay.control.base import WatchEvent, WatchKind
 from kvrelay.errors import TransferError
 from kvrelay.transfer.shm.transport import ShmTransport
-from kvrelay.worker.barring import LeaseEnds
+from kvrelay.worker.cluster.fencing import LeaseEnds
 
 SHM = TransferConfig(transport="shm", transfer_timeout_s=3.0)
 

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 from tests.contracts.waiting import eventually
-from tests.engine.step_sync.groups import CARRIERS, formed
+from tests.dp.groups import CARRIERS, formed
 from tests.patience import PATIENCE_S
 
 from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import ModelOutput, SchedulerOutput, StepOutput
+from kvrelay.dp.group import StepGroup
+from kvrelay.dp.member import GroupMember
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
-from kvrelay.engine.step_sync.group import StepGroup
-from kvrelay.engine.step_sync.member import GroupMember
+from kvrelay.engine.step import ModelOutput, SchedulerOutput, StepOutput
+from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import EngineDeadError, PeerLostError
 from kvrelay.executors.mock import MockExecutor, mock_generate
-from kvrelay.worker.engine_thread import EngineThread
 
 VOCAB_SIZE = 100
 LOOKAHEAD = 4

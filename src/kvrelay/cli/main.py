@@ -14,9 +14,9 @@ import sys
 import click
 from click.shell_completion import CompletionItem
 
+from kvrelay.cli.log_limit import LineFormatter, LogLimit
 from kvrelay.cli.other_servers import counterpart_of
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.log_limit import LineFormatter, LogLimit
 from kvrelay.errors import KvrelayError
 from kvrelay.version import __version__
 

@@ -245,7 +245,7 @@ def _split_servers(upstreams: list[UpstreamConfig], num_prefill: int, num_decode
 
 def _vllms(settings: VllmConfig, num_workers: int) -> list[VllmConfig]:
     """One for each worker, with cores of its own. Raises ConfigError."""
-    from kvrelay.executors.vllm.cores import compute_cores, format_cores, share_of
+    from kvrelay.engines.vllm.cores import compute_cores, format_cores, share_of
     from kvrelay.launch.serve import allowed_cores
 
     cores = compute_cores(settings.engine_cores, allowed_cores(), 0)

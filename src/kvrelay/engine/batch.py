@@ -12,8 +12,8 @@ from collections.abc import Iterator, KeysView
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.engine.base import NewSequence, SchedulerOutput
 from kvrelay.engine.request import Request
+from kvrelay.engine.step import NewSequence, SchedulerOutput
 
 _EMPTY = np.empty(0, dtype=np.int32)
 

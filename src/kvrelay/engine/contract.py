@@ -49,10 +49,10 @@ from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.admission.limits import PendingArrivals
-from kvrelay.engine.base import StepOutput
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.engine.stats import EngineStats
+from kvrelay.engine.step import StepOutput
 from kvrelay.errors import EngineDeadError
 
 T = TypeVar("T")

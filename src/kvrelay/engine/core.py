@@ -22,16 +22,16 @@ from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
+from kvrelay.dp.group import Alone, Group
+from kvrelay.dp.protocol import Round
 from kvrelay.engine.admission.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
-from kvrelay.engine.base import Executor, StepOutput
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.integrity import check_integrity
 from kvrelay.engine.loans import Loans
 from kvrelay.engine.opening import HandoffIds, remote_prefill
 from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
 from kvrelay.engine.scheduler import Scheduler
-from kvrelay.engine.step_sync.group import Alone, Group
-from kvrelay.engine.step_sync.protocol import Round
+from kvrelay.engine.step import Executor, StepOutput
 from kvrelay.engine.stopping import stop_token_ids
 from kvrelay.engine.validation import check_tokens
 from kvrelay.errors import EngineDeadError, InvalidInputError, KvrelayError

@@ -8,8 +8,8 @@ from __future__ import annotations
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
-from kvrelay.engine.base import HandoffChunk, StepOutput
 from kvrelay.engine.request import Request
+from kvrelay.engine.step import HandoffChunk, StepOutput
 from kvrelay.engine.stopping import finish_reason, reported_stop_token
 
 

@@ -10,22 +10,22 @@ import enum
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvrelay.core.cost_model import StepCost
 from kvrelay.core.handoff import HandoffId, PositionLogprobs
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus, check_transition
-from kvrelay.handoff.placement import Decision, Objectives, Situation
+from kvrelay.placement.cost import Decision, Objectives, Situation
+from kvrelay.placement.cost_model import StepCost
 
 UINT64_MASK = 2**64 - 1
 
 
 class Placement(Protocol):
-    """Decides on an engine's thread where the prefills of its requests run: ``handoff.placement.CostPlacement``."""
+    """Decides on an engine's thread where the prefills of its requests run: ``placement.cost.CostPlacement``."""
 
     @property
     def has_choice(self) -> bool:
-        """Whether a prefill worker exists. Without one ``handoff.placement.stay_here`` is the decision."""
+        """Whether a prefill worker exists. Without one ``placement.cost.stay_here`` is the decision."""
 
     def decide(self, situation: Situation) -> Decision: ...
 

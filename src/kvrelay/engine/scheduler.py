@@ -17,22 +17,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.cost_model import StepWork
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
 from kvrelay.engine.admission.queue import AdmissionQueue, Backlog, EngineLoad
-from kvrelay.engine.away import PrefillsAway
-from kvrelay.engine.base import KvLoad, ModelOutput, SchedulerOutput, StepOutput
+from kvrelay.engine.allocation import Growth
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.growth import Growth
-from kvrelay.engine.pace import Pace
+from kvrelay.engine.in_flight import PrefillsAway
+from kvrelay.engine.prefill_budget import Pace
 from kvrelay.engine.reports import report_blocks, report_last_blocks, report_token
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.request_blocks import cache_full_blocks, free_blocks, transfer_may_run
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch
+from kvrelay.engine.step import KvLoad, ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.stopping import finish_reason
+from kvrelay.placement.cost_model import StepWork
 
 StartRemote = Callable[[Request], None]
 """Called with a REMOTE request whose blocks are allocated. Opens the hand-off."""

@@ -1,4 +1,4 @@
-"""Executors: each runs a step on a device behind ``engine.base.Executor``. The door is ``build_executor``.
+"""Executors: each runs a step on a device behind ``engine.step.Executor``. The door is ``build_executor``.
 
 ``torch`` computes real models. ``mock`` replaces the model by a timing model, with a KV pool that detects damage.
 ``openai`` and ``vllm`` are whole engines instead of executors: a running server computes, or vLLM in a process of the

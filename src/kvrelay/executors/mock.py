@@ -28,7 +28,7 @@ from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.engine.step import ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks

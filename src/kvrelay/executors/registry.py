@@ -1,6 +1,6 @@
 """Maps an engine's name to its executor. Installed packages add names by the entry point group ``kvrelay.engines``.
 
-An entry point loads to a builder: a function from ExecutorSettings to an ``engine.base.Executor``. Nothing heavy is
+An entry point loads to a builder: a function from ExecutorSettings to an ``engine.step.Executor``. Nothing heavy is
 imported before the chosen builder runs.
 """
 
@@ -14,8 +14,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from kvrelay.config import EngineConfig, GroupConfig, MockConfig, RunnerConfig, UpstreamConfig, VllmConfig
-from kvrelay.engine.base import Executor
 from kvrelay.engine.contract import EngineHost
+from kvrelay.engine.step import Executor
 from kvrelay.errors import ConfigError
 
 ENTRY_POINT_GROUP = "kvrelay.engines"

@@ -12,12 +12,12 @@ from collections.abc import Sequence as Items
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.errors import KvrelayError
 from kvrelay.frontend.access_log import Generated
-from kvrelay.frontend.http import Exchange
 from kvrelay.frontend.loop_turns import START_COST, LoopTurns
 from kvrelay.frontend.openai.answer import AnswerFormat, Choice, Finish, PromptTokensDetails, Usage
 from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.sequence import Sequence
+from kvrelay.http import Exchange
 
 NUM_ALTERNATIVES = 20
 SHORT_COST = 2 * START_COST

@@ -29,7 +29,6 @@ from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.content_coding import gunzipped, is_coded
 from kvrelay.frontend.cors import AllowedOrigins
 from kvrelay.frontend.fields import RequestFields
-from kvrelay.frontend.http import Exchange, HttpRequest, Response
 from kvrelay.frontend.keys_file import following
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
@@ -42,6 +41,7 @@ from kvrelay.frontend.prompts import detokenized, tokenized
 from kvrelay.frontend.responses import RESPONSES
 from kvrelay.frontend.routing import RoutingEndpoints
 from kvrelay.frontend.side_threads import SideThreads
+from kvrelay.http import Exchange, HttpRequest, Response
 from kvrelay.version import __version__
 
 _log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from kvrelay.frontend.models import Model
 from kvrelay.frontend.published import Published, Served
 from kvrelay.frontend.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.frontend.worker_link import WorkerLink
-from kvrelay.handoff.disagg import DisaggPolicy
+from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.router import PairRouter, Router, RouterStage, RuntimeSettings
 from kvrelay.router.base import ReplayRequester
 from kvrelay.rpc.base import RpcClient

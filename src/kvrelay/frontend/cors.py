@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from kvrelay.errors import ConfigError
-from kvrelay.frontend.http import HttpRequest, Response
+from kvrelay.http import HttpRequest, Response
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -9,8 +9,8 @@ import msgspec
 
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.cluster import Cluster
-from kvrelay.frontend.http import Exchange, Response
 from kvrelay.frontend.models import Model
+from kvrelay.http import Exchange, Response
 
 REFUSED = {
     "/v1/embeddings": "embeddings",

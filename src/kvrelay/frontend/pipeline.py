@@ -29,7 +29,6 @@ from kvrelay.frontend.chat_api import AnswerContext, ChatApi, ChatTask
 from kvrelay.frontend.choices import sequences_of
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.fields import RequestFields
-from kvrelay.frontend.http import Exchange, HttpRequest, Response
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.openai.answer import AnswerFormat, encode_json
@@ -55,6 +54,7 @@ from kvrelay.frontend.sequence import Sequence
 from kvrelay.frontend.side_threads import INLINE_SIZE, Pieces, SideThreads
 from kvrelay.frontend.tools.plan import ChatForm, chat_form
 from kvrelay.frontend.tools.reading import Reading
+from kvrelay.http import Exchange, HttpRequest, Response
 
 
 class Pipeline:

@@ -15,12 +15,12 @@ from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import InvalidInputError
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.fields import RequestFields
-from kvrelay.frontend.http import Exchange, Response
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model, WorkerState
 from kvrelay.frontend.pairs import ORDER_HEADER, read_order
 from kvrelay.frontend.prompts import completion_prompts, read_completion
 from kvrelay.frontend.side_threads import SideThreads
+from kvrelay.http import Exchange, Response
 from kvrelay.router import PairDecision, RoutingExplanation, RoutingRequest
 from kvrelay.router.runtime import SETTABLE
 

@@ -14,8 +14,8 @@ from kvrelay.config import DisaggConfig, FrontendConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.frontend.app import FrontendApp
 from kvrelay.frontend.cluster import Cluster, RouterFactory, RpcClientFactory
-from kvrelay.frontend.http import HttpLimits, HttpServer, open_listener, server_tls
 from kvrelay.frontend.metrics import FrontendMetrics
+from kvrelay.http import HttpLimits, HttpServer, open_listener, server_tls
 
 _log = logging.getLogger(__name__)
 

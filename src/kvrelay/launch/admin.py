@@ -22,8 +22,8 @@ from kvrelay.core.control_codec import decode_setting, decode_worker
 from kvrelay.core.messages import AdminReply, AdminRequest, Message
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError, ProtocolError, WorkerUnavailableError
-from kvrelay.handoff import disagg
 from kvrelay.launch.request_plane import client_of, operator_keys
+from kvrelay.placement import threshold as disagg
 from kvrelay.router import runtime as router_settings
 from kvrelay.rpc import CurveKeys
 

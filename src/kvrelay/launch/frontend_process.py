@@ -15,7 +15,7 @@ from kvrelay.control.base import Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import ConfigError
 from kvrelay.frontend import Frontend, run_frontend
-from kvrelay.frontend.http import raise_descriptor_limit
+from kvrelay.http import raise_descriptor_limit
 from kvrelay.launch.cycle_collector import spare_what_stays
 from kvrelay.launch.request_plane import client_of, frontend_keys
 from kvrelay.launch.security import require_api_key

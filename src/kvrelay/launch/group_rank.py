@@ -9,11 +9,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from kvrelay.core.addresses import is_loopback
-from kvrelay.engine.base import Executor
-from kvrelay.engine.step_sync.addresses import GroupAddress
-from kvrelay.engine.step_sync.group import StepGroup, StepsTogether
-from kvrelay.engine.step_sync.member import GroupMember
-from kvrelay.engine.step_sync.messages import RankInfo
+from kvrelay.dp.addresses import GroupAddress
+from kvrelay.dp.group import StepGroup, StepsTogether
+from kvrelay.dp.member import GroupMember
+from kvrelay.dp.messages import RankInfo
+from kvrelay.engine.step import Executor
 from kvrelay.errors import ConfigError, EngineDeadError
 from kvrelay.executors.registry import HOSTS
 from kvrelay.version import __version__

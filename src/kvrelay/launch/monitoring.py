@@ -12,10 +12,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from kvrelay.config import MetricsConfig
 from kvrelay.core.addresses import is_loopback
 from kvrelay.frontend.api_keys import ApiKeys
-from kvrelay.frontend.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener
 from kvrelay.frontend.keys_file import following
 from kvrelay.frontend.openai.errors import error_body
-from kvrelay.worker.metrics import WorkerMetrics
+from kvrelay.http import Exchange, HttpLimits, HttpRequest, HttpServer, Response, open_listener
+from kvrelay.worker.reporting.metrics import WorkerMetrics
 from kvrelay.worker.worker import Worker
 
 METRICS_PATH = "/metrics"

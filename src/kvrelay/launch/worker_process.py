@@ -29,10 +29,11 @@ from kvrelay.control.base import ControlPlane
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerRole
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
-from kvrelay.engine.base import Executor
+from kvrelay.dp.group import StepGroup
 from kvrelay.engine.contract import EngineFacts, EngineHost
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.step_sync.group import StepGroup
+from kvrelay.engine.step import Executor
+from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import CheckpointError, ConfigError, EngineHungError, KvrelayError
 from kvrelay.executors import ExecutorSettings, build_executor, build_host
 from kvrelay.launch.cycle_collector import spare_what_stays
@@ -49,8 +50,7 @@ from kvrelay.transfer.base import Transport
 from kvrelay.transfer.p2p.control import ControlKeys
 from kvrelay.transfer.p2p.transport import P2pAddress
 from kvrelay.transfer.shm.memory import SharedPoolMemory
-from kvrelay.worker.engine_thread import EngineThread
-from kvrelay.worker.peers import Connect
+from kvrelay.worker.prefill.connections import Connect
 from kvrelay.worker.roles import require_possible_role
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
 from kvrelay.worker.worker import Worker

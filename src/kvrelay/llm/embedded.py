@@ -26,7 +26,7 @@ from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerInfo, WorkerRole
-from kvrelay.engine.base import Executor
+from kvrelay.engine.step import Executor
 from kvrelay.errors import EngineDeadError, WorkerUnavailableError
 from kvrelay.executors import ExecutorSettings, build_executor
 from kvrelay.frontend.cluster import Cluster

@@ -1,6 +1,6 @@
 """Prefill-first: where a request's prefill and its decode run, by one decision over both halves.
 
-    the decode worker that would serve it alone ──> disaggregated router (``handoff/disagg.py``) ──local──> it, alone
+    the decode worker that would serve it alone ──> disaggregated router (``placement/threshold.py``) ──local──> it, alone
                                                         └──remote──> the pair with the lowest cost (``pair_cost.py``)
 
 Under a policy that knows no costs (round-robin, random, ...) each half is chosen by that policy. It owns no load: two
@@ -19,7 +19,7 @@ import numpy as np
 
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
-from kvrelay.handoff.disagg import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
 from kvrelay.router.base import RoutingDecision, RoutingRequest
 from kvrelay.router.load import FloatColumn
 from kvrelay.router.pair_cost import FloatMatrix, PairCosts, pair_costs, pair_seconds

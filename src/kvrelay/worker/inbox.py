@@ -30,10 +30,10 @@ from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import PayloadTooLargeError
 from kvrelay.handoff import decode_events as de
 from kvrelay.rpc.base import Peer, RpcServer
-from kvrelay.worker.callers import Callers
-from kvrelay.worker.decode_side import DecodeSide
-from kvrelay.worker.paired import PairedPrefills
-from kvrelay.worker.preparation import Preparation
+from kvrelay.worker.cluster.callers import Callers
+from kvrelay.worker.decode.preparation import Preparation
+from kvrelay.worker.decode.serving import DecodeSide
+from kvrelay.worker.prefill.paired import PairedPrefills
 
 _log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.contract import EngineFacts, EngineHost
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError, WorkerUnavailableError
-from kvrelay.worker.decode_side import DecodeSide
-from kvrelay.worker.membership import RETRY_INTERVAL_S, Membership
-from kvrelay.worker.paired import PairedPrefills
-from kvrelay.worker.prefill_side import PrefillSide
+from kvrelay.worker.cluster.membership import RETRY_INTERVAL_S, Membership
+from kvrelay.worker.decode.serving import DecodeSide
+from kvrelay.worker.prefill.paired import PairedPrefills
+from kvrelay.worker.prefill.pulling import PrefillSide
 
 _log = logging.getLogger(__name__)
 

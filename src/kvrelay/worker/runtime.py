@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_setting
-from kvrelay.handoff.disagg import DisaggPolicy
+from kvrelay.placement.threshold import DisaggPolicy
 
 SECTION = "disagg."
 

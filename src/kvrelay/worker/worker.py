@@ -24,34 +24,34 @@ from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import WorkerRole
-from kvrelay.engine.base import StepOutput
 from kvrelay.engine.contract import EngineHost
+from kvrelay.engine.step import StepOutput
 from kvrelay.handoff.decode_state import DecodeRules
-from kvrelay.handoff.disagg import DisaggPolicy
+from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.rpc.base import RpcServer
 from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.rates import TransferRates
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.admin import run_admin_command
-from kvrelay.worker.callers import Callers
 from kvrelay.worker.checksums import BlockChecksums
-from kvrelay.worker.decode_side import DecodeSide
-from kvrelay.worker.ending import Ending
-from kvrelay.worker.fleet import Fleet
+from kvrelay.worker.cluster.callers import Callers
+from kvrelay.worker.cluster.fleet import Fleet
+from kvrelay.worker.cluster.membership import Membership
+from kvrelay.worker.cluster.peer_events import PeerEvents
+from kvrelay.worker.decode.refusals import Refusals
+from kvrelay.worker.decode.serving import DecodeSide
 from kvrelay.worker.inbox import Inbox
-from kvrelay.worker.membership import Membership
-from kvrelay.worker.metrics import WorkerStats
-from kvrelay.worker.paired import PairedPrefills
-from kvrelay.worker.peer_events import PeerEvents
-from kvrelay.worker.peers import Connect, DecodePeers
-from kvrelay.worker.prefill_side import PrefillSide
-from kvrelay.worker.publisher import Publisher
-from kvrelay.worker.refusals import Refusals
+from kvrelay.worker.prefill.connections import Connect, DecodePeers
+from kvrelay.worker.prefill.paired import PairedPrefills
+from kvrelay.worker.prefill.pulling import PrefillSide
+from kvrelay.worker.reporting.metrics import WorkerStats
+from kvrelay.worker.reporting.publisher import Publisher
+from kvrelay.worker.reporting.stats import by_reason
 from kvrelay.worker.roles import FIRST_EPOCH, Roles
 from kvrelay.worker.runtime import follow_thresholds
 from kvrelay.worker.settings import WorkerSettings
-from kvrelay.worker.stats import by_reason
+from kvrelay.worker.shutdown import Ending
 from kvrelay.worker.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.engine.burst_simulation import BurstSimulation
 
-from kvrelay.core.cost_model import StepCost
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
 from kvrelay.errors import ObjectiveMissedError
+from kvrelay.placement.cost_model import StepCost
 
 
 def arrive(

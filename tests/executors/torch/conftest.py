@@ -9,7 +9,7 @@ import pytest
 from tests.executors.harness import Harness, random_prompts
 
 from kvrelay.config.settings import EngineConfig, RunnerConfig
-from kvrelay.engine.base import Executor
+from kvrelay.engine.step import Executor
 from kvrelay.executors.torch import build_executor
 
 

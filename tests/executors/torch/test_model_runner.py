@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import Executor, SchedulerOutput
+from kvrelay.engine.step import Executor, SchedulerOutput
 from kvrelay.executors.torch.kernels.numba_kernels import multiplies_bfloat16
 from kvrelay.executors.torch.slots import SlotStates
 

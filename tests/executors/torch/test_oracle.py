@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.engine.base import Executor
+from kvrelay.engine.step import Executor
 from kvrelay.executors.torch.config import ARCHITECTURES
 
 ARCHS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import NewSequence, SchedulerOutput
+from kvrelay.engine.step import NewSequence, SchedulerOutput
 from kvrelay.executors.torch.sampling.logprobs import logprobs_of
 from kvrelay.executors.torch.sampling.sampler import Sampler
 from kvrelay.executors.torch.sampling.uniform import uniform

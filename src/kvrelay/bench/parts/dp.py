@@ -20,10 +20,10 @@ from typing import Any
 
 from kvrelay.bench.parts.dp_simulation import Load, Outcome, SteppedGroup, run_waves
 from kvrelay.bench.report.table import table
-from kvrelay.engine.step_sync.addresses import GroupAddress
-from kvrelay.engine.step_sync.member import GroupMember, Notice
-from kvrelay.engine.step_sync.messages import AllLeft, Ended, RankInfo
-from kvrelay.engine.step_sync.protocol import StartStep, StepsUntil
+from kvrelay.dp.addresses import GroupAddress
+from kvrelay.dp.member import GroupMember, Notice
+from kvrelay.dp.messages import AllLeft, Ended, RankInfo
+from kvrelay.dp.protocol import StartStep, StepsUntil
 from kvrelay.errors import FatalError
 
 LOOKAHEADS = (0, 8, 24)

@@ -1,4 +1,4 @@
-"""A data-parallel group in simulated time, stepped by the protocol of ``engine/step_sync`` or in waves.
+"""A data-parallel group in simulated time, stepped by the protocol of ``dp`` or in waves.
 
     requests ──Poisson──> ranks ── begin_round ──> step: it ends ``step_s`` after the last rank has entered it
                             ^  └─ StartStep ──delay_s──> Coordinator ──delay_s──> StepsUntil to every rank
@@ -15,7 +15,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from kvrelay.engine.step_sync.protocol import Coordinator, Participant, Round
+from kvrelay.dp.protocol import Coordinator, Participant, Round
 
 
 @dataclass(frozen=True, slots=True)

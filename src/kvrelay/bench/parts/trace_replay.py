@@ -23,12 +23,12 @@ from kvrelay.bench.formats import TraceRecord, read_mooncake
 from kvrelay.bench.prefixes.blocks import hit_ratios, leading_hits
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.cost_model import StepCost
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics
 from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import InvalidInputError
+from kvrelay.placement.cost_model import StepCost
 from kvrelay.router.base import RoutingRequest
 from kvrelay.router.router import Router
 

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from kvrelay.core.hidden_module import hidden_module
+from kvrelay.control.nats.hidden_module import hidden_module
 
 # The library imports aiohttp, where it is installed, for websockets, which we do not offer. It would cost each process
 # 0.2 s of its start.

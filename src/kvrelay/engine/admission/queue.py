@@ -23,10 +23,10 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.status import RequestStatus
 from kvrelay.engine.admission.fair import Candidate, FairQueue
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.pace import Pace
+from kvrelay.engine.prefill_budget import Pace
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.handoff.disagg import PrefillPlace
-from kvrelay.handoff.placement import Decision, Situation, stay_here
+from kvrelay.placement.cost import Decision, Situation, stay_here
+from kvrelay.placement.threshold import PrefillPlace
 
 MAX_CANDIDATES = 8
 """The number of requests that are tried in turn; later ones are longer, so they would not fit either."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
-from kvrelay.engine.base import Executor
+from kvrelay.engine.step import Executor
 from kvrelay.executors.registry import ExecutorSettings
 
 __all__ = ["build_executor", "from_settings"]

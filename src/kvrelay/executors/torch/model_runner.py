@@ -19,7 +19,7 @@ import torch
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import Int32Array, ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.engine.step import Int32Array, ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.executors.grammars import GrammarMasks, StepMasks
 from kvrelay.executors.torch.attention.base import Attention
 from kvrelay.executors.torch.kv_pool import KvPool
@@ -44,7 +44,7 @@ class ModelFacts:
 
 
 class ModelRunner:
-    """Implements ``kvrelay.engine.base.Executor``. Used from one thread at a time, except for ``prepare`` and
+    """Implements ``kvrelay.engine.step.Executor``. Used from one thread at a time, except for ``prepare`` and
     ``checksum_blocks``."""
 
     def __init__(

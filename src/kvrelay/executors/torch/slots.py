@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.engine.base import BoolArray, Int32Array, NewSequence, SchedulerOutput
+from kvrelay.engine.step import BoolArray, Int32Array, NewSequence, SchedulerOutput
 from kvrelay.executors.torch.sampling.table import SamplingTable
 
 Int64Array = npt.NDArray[np.int64]

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.step_sync.groups import FACTS, address_for, join_all
+from tests.dp.groups import FACTS, address_for, join_all
 from tests.patience import PATIENCE_S, until
 
 from kvrelay.config import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import StepOutput
+from kvrelay.dp.group import StepGroup
+from kvrelay.dp.member import GroupMember
+from kvrelay.dp.messages import RankInfo
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
-from kvrelay.engine.step_sync.group import StepGroup
-from kvrelay.engine.step_sync.member import GroupMember
-from kvrelay.engine.step_sync.messages import RankInfo
+from kvrelay.engine.step import StepOutput
+from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import AddressInUseError, ConfigError, EngineDeadError
 from kvrelay.executors.torch import build_executor
 from kvrelay.executors.torch.config import load_model_config
@@ -32,7 +33,6 @@ from kvrelay.executors.torch.parallel.executor import ParallelExecutor
 from kvrelay.executors.torch.parallel.experts import ExpertSeat
 from kvrelay.executors.torch.parallel.groups import tcp_store
 from kvrelay.executors.torch.parallel.rank import ParallelRank, check_sizes
-from kvrelay.worker.engine_thread import EngineThread
 
 ENGINE = EngineConfig(num_blocks=256, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64)
 NUM_OUTPUTS = 10

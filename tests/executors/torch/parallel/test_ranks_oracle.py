@@ -8,7 +8,7 @@ import pytest
 from tests.executors.harness import Harness
 
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import Executor
+from kvrelay.engine.step import Executor
 
 LENGTHS, NUM_OUTPUTS = (1, 5, 33, 90, 200), 6
 NEAR_TIE = 1e-4

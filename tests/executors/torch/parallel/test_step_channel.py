@@ -12,7 +12,7 @@ import pytest
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.engine.step import ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.executors.torch.parallel.channel import FIRST_CAPACITY, Channel, ChannelClosedError, StepMemory
 from kvrelay.executors.torch.parallel.messages import Answer, Failed, StepDone, decode_step, drawn, encode_step
 from kvrelay.executors.torch.parallel.micro_batches import merge, split

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.engine.base import Int32Array
+from kvrelay.engine.step import Int32Array
 from kvrelay.executors.torch.attention import cpu_decode, cpu_prefill
 from kvrelay.executors.torch.attention.base import AttentionSpec
 from kvrelay.executors.torch.attention.cpu_shared import KEYS

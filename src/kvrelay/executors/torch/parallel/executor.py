@@ -37,7 +37,7 @@ from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import ModelOutput, SchedulerOutput
+from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, KvrelayError, PeerLostError
 from kvrelay.executors.torch.config import load_model_config
 from kvrelay.executors.torch.parallel.causes import error_of, first_cause
@@ -86,7 +86,7 @@ class RankMemory:
 
 
 class ParallelExecutor:
-    """Implements ``kvrelay.engine.base.Executor`` with ``runner.tp * runner.pp`` rank processes."""
+    """Implements ``kvrelay.engine.step.Executor`` with ``runner.tp * runner.pp`` rank processes."""
 
     def __init__(
         self,

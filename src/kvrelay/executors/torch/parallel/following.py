@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import Int32Array, ModelOutput, SchedulerOutput
+from kvrelay.engine.step import Int32Array, ModelOutput, SchedulerOutput
 from kvrelay.executors.torch.model_runner import ModelRunner
 
 

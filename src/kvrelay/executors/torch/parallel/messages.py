@@ -20,7 +20,7 @@ from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.base import Int32Array, ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.engine.step import Int32Array, ModelOutput, NewSequence, SchedulerOutput
 
 # -- commands ---------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.engine.base import ModelOutput, SchedulerOutput
+from kvrelay.engine.step import ModelOutput, SchedulerOutput
 
 MIN_TOKENS = 64
 """A smaller micro-batch would take as long, because reading the weights dominates its time."""

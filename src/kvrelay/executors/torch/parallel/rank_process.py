@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 import kvrelay.executors.torch  # noqa: F401  settings of OpenMP, before its library is loaded
-from kvrelay.core.byte_sizes import parse_bytes
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.step_sync.addresses import GroupAddress
+from kvrelay.dp.addresses import GroupAddress
 from kvrelay.errors import ConfigError, KvrelayError, PeerLostError
+from kvrelay.executors.byte_sizes import parse_bytes
 from kvrelay.executors.torch.build import build_model_runner
 from kvrelay.executors.torch.kv_pool import KvPool, auto_pool_bytes, decide_num_blocks
 from kvrelay.executors.torch.model_runner import ModelFacts, ModelRunner

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.engine.base import Int32Array
+from kvrelay.engine.step import Int32Array
 from kvrelay.executors.grammars import StepMasks
 from kvrelay.executors.torch.sampling.adjust import adjust_row
 from kvrelay.executors.torch.sampling.uniform import uniform

@@ -1,0 +1,255 @@
+"""One rank's connection to its group: joined once, read by a separate thread, closed at the end.
+
+``start_step`` and the delivered ``StepsUntil`` use one of two carriers of the step protocol: messages over the
+connection (groups that span hosts), or shared memory (``shared_steps``). Registration, leaving and loss always go over
+the connection: if a process ends, the kernel closes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from kvrelay.dp.addresses import GroupAddress
+from kvrelay.dp.beats import BEAT_S, DEFAULT_SILENCE_S, SilenceDetector, silent
+from kvrelay.dp.messages import (
+    AllLeft,
+    AllReady,
+    Beat,
+    Ended,
+    Failed,
+    Formed,
+    FrameReader,
+    FromCoordinator,
+    FromRank,
+    Hello,
+    Leave,
+    RankInfo,
+    Ready,
+    Refused,
+    RegPart,
+    encode,
+)
+from kvrelay.dp.protocol import DEFAULT_LOOKAHEAD, StartStep, StepsUntil
+from kvrelay.dp.server import READ_BYTES, SEND_TIMEOUT_S, GroupServer
+from kvrelay.dp.shared_steps import SharedSteps
+from kvrelay.errors import ConfigError, FatalError, ProtocolError
+
+_log = logging.getLogger(__name__)
+
+GATHER_TIMEOUT_S = 60.0
+HELLO_TIMEOUT_S = 5.0
+MAX_FDS = 128
+COORDINATOR = "rank 0 of the data-parallel group, its coordinator"
+
+Notice = AllReady | StepsUntil | AllLeft | Ended
+"""The messages to a rank once the group is formed."""
+
+
+class GroupMember:
+    """See ``join``. All methods except ``close`` are called by one thread at a time; it sends heartbeats itself."""
+
+    def __init__(self, connection: socket.socket, server: GroupServer | None, silence_s: float) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+        self._silence_s = silence_s
+        self._next_beat_s = math.inf
+        self._silence = SilenceDetector(silence_s)
+        self._server = server
+        self._reader = FrameReader(FromCoordinator)
+        self._fds: list[int] = []
+        self._waiting: list[FromCoordinator] = []
+        """Messages that came with the one that was awaited."""
+        self._shared: SharedSteps | None = None
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread: threading.Thread | None = None
+        self.group_id = ""
+        self.num_sent = 0
+        """Messages to the coordinator; with shared memory, bells rung."""
+
+    @classmethod
+    def join(
+        cls,
+        address: GroupAddress,
+        info: RankInfo,
+        lookahead: int = DEFAULT_LOOKAHEAD,
+        timeout_s: float = GATHER_TIMEOUT_S,
+        silence_s: float = DEFAULT_SILENCE_S,
+    ) -> GroupMember:
+        """Register, and wait until all ranks have. Rank 0 runs the coordinator. ``silence_s``: how long a rank or the
+        coordinator may send nothing after all are loaded, before it counts as hung.
+
+        Raises AddressInUseError (rank 0), ConfigError if the group is refused, FatalError if it is not formed.
+        """
+        server = GroupServer(address, info.size, lookahead, timeout_s, silence_s) if info.rank == 0 else None
+        try:
+            member = cls(address.connect(timeout_s), server, silence_s)
+        except FatalError:
+            if server is not None:
+                server.close()
+            raise
+        try:
+            member._register(address, info, lookahead, timeout_s)
+        except BaseException:
+            member.close()
+            raise
+        return member
+
+    @property
+    def carrier(self) -> str:
+        return "rpc" if self._shared is None else "shm"
+
+    def listen(self, deliver: Callable[[Notice], None]) -> None:
+        """Call ``deliver`` with each message, on a separate thread, until ``close`` or the end of the group."""
+        self._thread = threading.Thread(target=self._listen, args=(deliver,), name="dp-group", daemon=True)
+        self._thread.start()
+
+    def ready(self) -> None:
+        """This rank is loaded. Steps begin after ``AllReady``."""
+        self._send(Ready())
+
+    def start_step(self, message: StartStep) -> None:
+        """Does not wait. If the group is gone, ``deliver`` reports it."""
+        if self._shared is not None:
+            self.num_sent += self._shared.start_step(message)
+        else:
+            self.num_sent += 1
+            self._send(message)
+
+    def fail(self, reason: str) -> None:
+        """This rank's engine has failed: the group ends, and every rank gets the reason."""
+        self._send(Failed(reason))
+
+    def leave(self) -> None:
+        """This rank has no requests left. It runs the group's steps until ``AllLeft`` arrives."""
+        self._send(Leave())
+
+    def close(self) -> None:
+        """Idempotent. Not from the thread that delivers."""
+        if self._stop < 0:
+            return
+        os.eventfd_write(self._stop, 1)
+        if self._thread is not None:
+            self._thread.join()
+        self._socket.close()
+        if self._shared is not None:
+            self._shared.close()
+        for fd in (*self._fds, self._stop):
+            os.close(fd)
+        self._fds, self._stop = [], -1
+        if self._server is not None:
+            self._server.close()
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def _register(self, address: GroupAddress, info: RankInfo, lookahead: int, timeout_s: float) -> None:
+        hello = self._await(HELLO_TIMEOUT_S)
+        if not isinstance(hello, Hello):
+            raise FatalError(f"what listens at {address} is not the coordinator of a data-parallel group")
+        self._send(RegPart(info))
+        # The coordinator times out first and gives the reason.
+        answer = self._await(timeout_s + HELLO_TIMEOUT_S)
+        match answer:
+            case Formed(group_id, num_fds):
+                self.group_id = group_id
+                if num_fds:
+                    if len(self._fds) != num_fds:
+                        raise FatalError(f"{len(self._fds)} of {num_fds} descriptors of the group's memory have come")
+                    descriptors, self._fds = self._fds, []
+                    self._shared = SharedSteps(descriptors, info.rank, lookahead)
+                self._socket.settimeout(SEND_TIMEOUT_S)
+            case Refused(reason):
+                raise ConfigError(f"rank {info.rank} cannot join its data-parallel group: {reason}", param="dp")
+            case Ended(reason):
+                raise FatalError(f"rank {info.rank} cannot join its data-parallel group: {reason}")
+            case _:
+                raise FatalError(f"the coordinator at {address} has ended, or does not answer")
+
+    def _await(self, timeout_s: float) -> FromCoordinator | None:
+        """The next message; None if none comes."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._waiting:
+            self._socket.settimeout(max(deadline_s - time.monotonic(), 0.001))
+            try:
+                if not self._receive():
+                    return None
+            except (OSError, ProtocolError) as exc:
+                _log.debug("no message from the coordinator: %s", exc)
+                return None
+        return self._waiting.pop(0)
+
+    def _receive(self) -> bool:
+        """Read what is there. False: the other end is gone. Raises OSError, ProtocolError."""
+        if self._socket.family == socket.AF_UNIX:
+            data, fds, _, _ = socket.recv_fds(self._socket, READ_BYTES, MAX_FDS)
+            self._fds += fds
+        else:
+            data = self._socket.recv(READ_BYTES)
+        self._waiting += self._reader.feed(data)
+        return bool(data)
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    def _send(self, message: FromRank) -> None:
+        try:
+            with self._sending:
+                self._socket.sendall(encode(message))
+        except OSError as exc:
+            # The listener notices the end of the connection and reports it.
+            _log.debug("the coordinator does not take %s: %s", message, exc)
+
+    def _listen(self, deliver: Callable[[Notice], None]) -> None:
+        poller = select.poll()
+        for fd in (self._socket.fileno(), self._stop, *([self._shared.bell] if self._shared else [])):
+            poller.register(fd, select.POLLIN)
+        while True:
+            if self._hand_on(deliver):
+                return
+            events = {fd for fd, _ in poller.poll(self._wait_ms())}
+            if self._stop in events:
+                return
+            if self._shared is not None and self._shared.bell in events:
+                deliver(self._shared.heard())
+            if self._socket.fileno() in events:
+                try:
+                    is_there = self._receive()
+                except (OSError, ProtocolError) as exc:
+                    is_there = False
+                    _log.error("the connection to the coordinator has failed: %s", exc)
+                self._silence.heard()
+                if not is_there:
+                    self._waiting.append(Ended(f"{COORDINATOR}, has ended"))
+            # After reading: what has arrived while this process was stopped counts.
+            if time.monotonic() >= self._next_beat_s:
+                self._beat()
+
+    def _wait_ms(self) -> float | None:
+        """Until the next heartbeat; None: they have not begun."""
+        wait_s = self._next_beat_s - time.monotonic()
+        return None if wait_s == math.inf else max(0.0, wait_s) * 1000
+
+    def _beat(self) -> None:
+        self._next_beat_s = time.monotonic() + BEAT_S
+        self._send(Beat())
+        if self._silence.tick():
+            self._waiting.append(Ended(f"{COORDINATOR}, {silent(self._silence_s)}"))
+
+    def _hand_on(self, deliver: Callable[[Notice], None]) -> bool:
+        """Deliver the received messages. True after the last one."""
+        while self._waiting:
+            message = self._waiting.pop(0)
+            if isinstance(message, AllReady):
+                self._next_beat_s = time.monotonic()
+            if isinstance(message, AllLeft) and self._shared is not None:
+                deliver(StepsUntil(self._shared.step))
+            if isinstance(message, Notice):
+                deliver(message)
+            if isinstance(message, AllLeft | Ended):
+                return True
+        return False

@@ -1,0 +1,216 @@
+"""The coordinator's server: a background thread in rank 0 of a group, over sockets.
+
+It owns the listening socket and a connection to every rank, rank 0 included, and carries messages between them and two
+state machines: ``Roster`` (the members) and ``Coordinator`` (the steps; unused if the ranks share memory). If it fails,
+it closes all connections, and every rank ends with that reason. It never leaves a rank waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import uuid
+
+from kvrelay.dp.addresses import GroupAddress
+from kvrelay.dp.beats import BEAT_S, SilenceDetector, silent
+from kvrelay.dp.messages import (
+    Beat,
+    Ended,
+    Failed,
+    Formed,
+    FrameReader,
+    FromCoordinator,
+    FromRank,
+    Hello,
+    Leave,
+    Ready,
+    Refused,
+    RegPart,
+    encode,
+)
+from kvrelay.dp.protocol import Coordinator, StartStep
+from kvrelay.dp.roster import Part, Roster
+from kvrelay.dp.shared_steps import create_descriptors
+from kvrelay.errors import ProtocolError
+
+_log = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 5.0
+READ_BYTES = 1 << 16
+BACKLOG = 256
+
+
+class _Connection:
+    def __init__(self, connection: socket.socket, silence_s: float) -> None:
+        connection.settimeout(SEND_TIMEOUT_S)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.reader = FrameReader(FromRank)
+        self.silence = SilenceDetector(silence_s)
+
+
+class GroupServer:
+    """Runs from construction to ``close``. Raises AddressInUseError."""
+
+    def __init__(
+        self, address: GroupAddress, size: int, lookahead: int, gather_timeout_s: float, silence_s: float
+    ) -> None:
+        self._roster = Roster(size, f"dp-{uuid.uuid4().hex[:8]}")
+        self._coordinator = Coordinator(lookahead)
+        self._size = size
+        self._shares_memory = address.is_shared_memory
+        self._gather_timeout_s = gather_timeout_s
+        self._deadline_s = time.monotonic() + gather_timeout_s
+        self._silence_s = silence_s
+        self._next_beat_s = 0.0
+        self._listener = address.listen(BACKLOG)
+        self._connections: dict[Part, _Connection] = {}
+        self._lost: list[tuple[Part, str]] = []
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="dp-coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Idempotent. Ranks that are still connected end."""
+        if self._stop >= 0:
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
+            os.close(self._stop)
+            self._stop = -1
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as exc:  # noqa: BLE001 - the thread's outermost loop
+            _log.exception("the coordinator of the data-parallel group failed")
+            self._tell_all(Ended(f"the coordinator of the data-parallel group failed: {exc!r}"))
+        finally:
+            self._listener.close()
+            for connection in self._connections.values():
+                connection.socket.close()
+
+    def _serve(self) -> None:
+        poller = select.poll()
+        poller.register(self._listener, select.POLLIN)
+        poller.register(self._stop, select.POLLIN)
+        while True:
+            wait_s = self._wait_s()
+            if wait_s is not None and wait_s <= 0:
+                self._time_is_up()
+            for fd, _ in poller.poll(None if wait_s is None else max(0.0, wait_s) * 1000 + 1):
+                if fd == self._stop:
+                    return
+                if fd == self._listener.fileno():
+                    accepted = _Connection(self._listener.accept()[0], self._silence_s)
+                    self._connections[accepted.socket.fileno()] = accepted
+                    poller.register(accepted.socket, select.POLLIN)
+                    self._send(accepted.socket.fileno(), Hello())
+                    # The descriptor may belong to a connection that was closed since the poll.
+                    break
+                if fd in self._connections:
+                    self._read(fd)
+            self._bury(poller)
+
+    def _wait_s(self) -> float | None:
+        """Seconds until something is due; None: nothing is."""
+        if self._roster.is_gathering:
+            return self._deadline_s - time.monotonic()
+        return self._next_beat_s - time.monotonic() if self._roster.is_running else None
+
+    def _time_is_up(self) -> None:
+        if self._roster.is_gathering:
+            self._tell_all(self._roster.overdue(self._gather_timeout_s))
+            return
+        self._next_beat_s = time.monotonic() + BEAT_S
+        self._tell_all(Beat())
+        hung = [part for part, each in self._connections.items() if self._roster.has(part) and each.silence.tick()]
+        for part in hung:
+            # Its connection stays, so that it hears the reason if it continues.
+            self._tell_all(self._end(part, silent(self._silence_s)))
+
+    def _read(self, part: Part) -> None:
+        connection = self._connections[part]
+        try:
+            data = connection.socket.recv(READ_BYTES)
+            if not data:
+                self._lost.append((part, "has ended"))
+                return
+            connection.silence.heard()
+            for message in connection.reader.feed(data):
+                self._take(part, message)
+        except (OSError, ProtocolError) as exc:
+            self._lost.append((part, _how(exc)))
+
+    def _take(self, part: Part, message: FromRank) -> None:
+        match message:
+            case RegPart() if not self._roster.is_gathering:
+                self._send(part, Refused(self._roster.closed))
+            case RegPart(info):
+                self._tell_all(self._roster.registered(part, info))
+            case Ready() if self._roster.has(part):
+                self._tell_all(self._roster.ready(part))
+            case StartStep(step) if self._roster.has(part):
+                self._tell_all(self._coordinator.start_step(step))
+            case Failed(reason) if self._roster.has(part):
+                self._tell_all(self._roster.lost(part, f"has failed: {reason}"))
+            case Leave() if self._roster.has(part):
+                self._tell_all(self._roster.left(part))
+            case Beat():
+                pass
+            case _:
+                raise ProtocolError(f"{type(message).__name__} comes before RegPart")
+
+    def _bury(self, poller: select.poll) -> None:
+        """Tell the others of connections that have ended."""
+        while self._lost:
+            part, how = self._lost.pop(0)
+            connection = self._connections.pop(part, None)
+            if connection is None:
+                continue
+            poller.unregister(connection.socket)
+            connection.socket.close()
+            self._tell_all(self._end(part, how))
+
+    def _end(self, part: Part, how: str) -> Ended | None:
+        """The group ends because of this rank, unless it is over already."""
+        ended = self._roster.lost(part, how)
+        if ended is not None:
+            _log.error("the data-parallel group ends: %s", ended.reason)
+        return ended
+
+    def _tell_all(self, message: FromCoordinator | None) -> None:
+        if isinstance(message, Formed) and self._shares_memory:
+            return self._form(message)
+        for part in list(self._connections) if message is not None else ():
+            if self._roster.has(part):
+                self._send(part, message)  # type: ignore[arg-type]
+
+    def _form(self, message: Formed) -> None:
+        descriptors = create_descriptors(self._size)
+        try:
+            frame = encode(Formed(message.group_id, len(descriptors)))
+            for part, connection in self._connections.items():
+                if self._roster.has(part):
+                    try:
+                        socket.send_fds(connection.socket, [frame], descriptors)
+                    except OSError as exc:
+                        self._lost.append((part, _how(exc)))
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+
+    def _send(self, part: Part, message: FromCoordinator) -> None:
+        try:
+            self._connections[part].socket.sendall(encode(message))
+        except OSError as exc:
+            self._lost.append((part, _how(exc)))
+
+
+def _how(error: Exception) -> str:
+    """A process that ends with messages unread resets its connection."""
+    return "has ended" if isinstance(error, ConnectionError) else f"is lost: {error}"

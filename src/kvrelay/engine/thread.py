@@ -1,0 +1,241 @@
+"""The thread on which an engine runs.
+
+It owns the loop "drain the inbox, step, deliver". It does not know what the callbacks in the inbox do. They run between
+two steps, so nothing else ever touches the engine, which therefore needs no locks. With nothing to step the thread
+sleeps on its inbox. When it ends, every caller that waits for a result gets an error. A closed engine of a
+data-parallel group keeps taking part in the group's steps until the other ranks are closed too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.layout import MemoryRegion
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.contract import Engine, EngineFacts
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.load_sampler import LoadSampler
+from kvrelay.engine.progress import Progress
+from kvrelay.engine.stats import EngineStats, engine_stats
+from kvrelay.engine.step import StepOutput
+from kvrelay.errors import EngineDeadError
+
+T = TypeVar("T")
+EngineCallback = Callable[[Engine], object]
+
+_log = logging.getLogger(__name__)
+
+
+INBOX_S = 0.003
+"""Time between two steps for the inbox: a burst of long prompts takes long to take in, and answers go on meanwhile."""
+LOAD_INTERVAL_S = 0.05
+"""Shortest interval of load samples while the engine works."""
+
+
+def _ignore(_: object) -> None:
+    """No caller waits for the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A callback in the inbox; ``fail`` is called instead if the thread ends before it runs."""
+
+    callback: EngineCallback
+    fail: Callable[[EngineDeadError], None] = _ignore
+
+
+class EngineThread:
+    """The EngineHost of an EngineCore: steps ``core`` on a separate thread until closed."""
+
+    def __init__(self, core: EngineCore, idle_wait_s: float = 0.5, clock: Clock | None = None) -> None:
+        clock = clock or MonotonicClock()
+        self._clock = clock
+        self._progress = Progress(clock)
+        self._core = core
+        self._load = LoadSampler(core, LOAD_INTERVAL_S, clock)
+        self._on_step: Callable[[StepOutput], None] = _ignore
+        self._on_dead: Callable[[EngineDeadError], None] = _ignore
+        self._idle_wait_s = idle_wait_s
+        self._inbox: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._dead: EngineDeadError | None = None
+        self._is_shut_down = False
+
+    @cached_property
+    def facts(self) -> EngineFacts:
+        executor = self._core.executor
+        return EngineFacts(
+            kv_layout=executor.kv_layout,
+            num_blocks=executor.num_blocks,
+            max_model_len=executor.max_model_len,
+            vocab_size=executor.vocab_size,
+            weights_fingerprint=executor.weights_fingerprint,
+            hands_over_kv=executor.kv_region.is_pool,
+        )
+
+    @property
+    def kv_region(self) -> MemoryRegion:
+        return self._core.executor.kv_region
+
+    @property
+    def progress(self) -> Progress:
+        return self._progress
+
+    def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
+        self._on_step, self._on_dead = on_step, on_dead
+        self._core.group.listen(lambda change: self.post(lambda _: change()))
+        self._thread.start()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        has_ended = not self._thread.is_alive()
+        if has_ended and not self._is_shut_down:
+            self._is_shut_down = True
+            self._core.executor.shutdown()
+            self._core.group.close()
+        return has_ended
+
+    def stats(self) -> EngineStats:
+        return engine_stats(self._core)
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        self._core.executor.prepare(sampling)
+
+    def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        return self._core.executor.checksum_blocks(block_ids)
+
+    def peek(self, read: Callable[[Engine], T]) -> T:
+        return read(self._core)
+
+    def post(self, callback: EngineCallback) -> None:
+        """Run ``callback`` before the next step; from any thread. Its exceptions are logged."""
+        self._inbox.put(_Entry(callback))
+
+    async def call(self, callback: Callable[[Engine], T]) -> T:
+        """Run ``callback`` before the next step and return its result, or raise what it raised; EngineDeadError if the
+        thread ends first."""
+        dead = self._dead
+        if dead is not None:
+            raise dead
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def run(core: Engine) -> None:
+            try:
+                result = callback(core)
+            except Exception as exc:  # noqa: BLE001 - handed to the caller, whatever it is
+                loop.call_soon_threadsafe(_fail, future, exc)
+            else:
+                loop.call_soon_threadsafe(_resolve, future, result)
+
+        def fail(error: EngineDeadError) -> None:
+            loop.call_soon_threadsafe(_fail, future, error)
+
+        self._inbox.put(_Entry(run, fail))
+        if self._dead is not None:
+            self._fail_waiting(self._dead)
+        return await future
+
+    def _run(self) -> None:
+        try:
+            while self._drain_inbox():
+                # A step may end with outputs even when no forward pass ran: aborts, remote prefills, events.
+                self._deliver(self._core.step(announce=self._deliver))
+            self._see_group_off()
+        except EngineDeadError as exc:
+            self._die(exc)
+        except Exception as exc:  # noqa: BLE001 - the thread's outermost loop
+            _log.exception("the engine failed")
+            error = EngineDeadError(f"the engine failed: {exc}")
+            error.__cause__ = exc
+            self._die(error)
+        else:
+            self._dead = EngineDeadError("the engine is closed")
+            self._fail_waiting(self._dead)
+        finally:
+            self._progress.rest()
+
+    def _deliver(self, step: StepOutput) -> None:
+        step.load = self._load.sample()
+        self._on_step(step)
+
+    def _die(self, error: EngineDeadError) -> None:
+        self._dead = error
+        self._fail_waiting(error)
+        self._on_dead(error)
+
+    def _fail_waiting(self, error: EngineDeadError) -> None:
+        """The thread has ended: fail the callbacks that are left in the inbox."""
+        while True:
+            try:
+                entry = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if entry is not None:
+                entry.fail(error)
+
+    def _drain_inbox(self) -> bool:
+        """Run what is in the inbox; wait for a callback only if the engine has nothing to step. False: closed."""
+        self._progress.begin()
+        return self._run_inbox(wait=not self._core.has_work())
+
+    def _see_group_off(self) -> None:
+        """Closed: this rank has no work left, but its group's steps need it until all ranks are closed."""
+        group = self._core.group
+        group.leave()
+        while not group.is_over:
+            self._progress.begin()
+            self._run_inbox(wait=not group.owes_step)
+            self._core.step_for_group()
+
+    def _run_inbox(self, *, wait: bool) -> bool:
+        """Until it is empty, or for INBOX_S while there is something to step. False: closed."""
+        until_s = math.inf
+        while self._clock.now() < until_s or not self._core.has_work():
+            try:
+                entry = self._wait_for_entry() if wait else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if entry is None:
+                return False
+            until_s = min(until_s, self._clock.now() + INBOX_S)
+            self._run_callback(entry.callback)
+            wait = False
+        return True
+
+    def _wait_for_entry(self) -> _Entry | None:
+        """Raises queue.Empty if none arrives for a while."""
+        self._progress.rest()
+        try:
+            return self._inbox.get(timeout=self._idle_wait_s)
+        finally:
+            self._progress.begin()
+
+    def _run_callback(self, callback: EngineCallback) -> None:
+        try:
+            callback(self._core)
+        except EngineDeadError:
+            raise
+        except Exception:  # noqa: BLE001 - one bad callback must not end the engine
+            _log.exception("a callback on the engine thread failed")
+
+
+def _resolve(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

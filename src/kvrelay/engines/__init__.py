@@ -1,0 +1,1 @@
+"""Whole engines: each schedules by itself and implements ``engine.contract``."""

@@ -1,0 +1,133 @@
+"""The scheduler half: which KV a step copies. Pure; vLLM's requests are known by attribute.
+
+    load    num_to_load ──> allocated ──> plan().loads         once; a request that is preempted later computes its KV
+    save    allocated ──> plan().saves, step by step           as far as the step computes the prompt
+
+Staging blocks are of the size of vLLM's, and a block is copied whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvrelay.engines.connector.terms import Pools, StagedKv, decode_request
+from kvrelay.errors import InvalidInputError
+
+_log = logging.getLogger(__name__)
+
+
+class VllmRequest(Protocol):
+    """The part of vLLM's Request that is read."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """``staged[i]`` and ``paged[i]``, in the staging pool and in vLLM, are the same block of a request. ``pool`` and
+    ``ticket`` are those of its StagedKv."""
+
+    request_id: str
+    staged: tuple[int, ...]
+    paged: tuple[int, ...]
+    pool: str = ""
+    ticket: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Of one step."""
+
+    loads: tuple[Copy, ...] = ()
+    saves: tuple[Copy, ...] = ()
+
+
+@dataclass(slots=True)
+class _Saving:
+    request: VllmRequest
+    staged: StagedKv
+    num_blocks: int = 0
+    """Saved ones, from the first."""
+
+
+class SchedulerHalf:
+    """One per vLLM engine. ``block_size``: of vLLM and of the staging pools."""
+
+    def __init__(self, pools: Pools, block_size: int) -> None:
+        self._pools = pools
+        self._block_size = block_size
+        self._loads: list[Copy] = []
+        self._loaded: set[str] = set()
+        """Requests whose load was planned. Its staging blocks may have another use by the time of a preemption."""
+        self._saving: dict[str, _Saving] = {}
+
+    def __repr__(self) -> str:
+        return f"SchedulerHalf({len(self._saving)} requests being saved, {len(self._loaded)} loaded)"
+
+    def num_to_load(self, request: VllmRequest, num_computed: int) -> int:
+        """Tokens to load after the first ``num_computed``, which vLLM has in its own cache: whole blocks."""
+        staged = self._staged(request)
+        if staged is None or staged.op != "load" or request.request_id in self._loaded:
+            return 0
+        return max(0, min(staged.num_tokens, request.num_tokens) - num_computed)
+
+    def allocated(self, request: VllmRequest, block_ids: Sequence[int], num_external: int) -> None:
+        """The request has vLLM's blocks ``block_ids``. ``num_external``: what ``num_to_load`` said, if it is to be
+        loaded now."""
+        staged = self._staged(request)
+        if staged is None:
+            return
+        if staged.op == "save":
+            self._saving.setdefault(request.request_id, _Saving(request, staged))
+        elif num_external > 0:
+            self._loaded.add(request.request_id)
+            first = (min(staged.num_tokens, request.num_tokens) - num_external) // self._block_size
+            end = len(staged.block_ids)
+            self._loads.append(_copy(request.request_id, staged, staged.block_ids[first:], tuple(block_ids[first:end])))
+
+    def plan(self, num_scheduled: Mapping[str, int], block_table: Callable[[str], Sequence[int]]) -> Copies:
+        """The copies of a step that computes ``num_scheduled[request_id]`` tokens of each of its requests."""
+        saves = []
+        for request_id in self._saving.keys() & num_scheduled.keys():
+            saving = self._saving[request_id]
+            num_tokens = saving.request.num_computed_tokens + num_scheduled[request_id]
+            end = num_tokens // self._block_size
+            if num_tokens >= saving.staged.num_tokens:
+                end = len(saving.staged.block_ids)
+            if end > saving.num_blocks:
+                copied = slice(saving.num_blocks, end)
+                paged = tuple(block_table(request_id)[copied])
+                saves.append(_copy(request_id, saving.staged, saving.staged.block_ids[copied], paged))
+                saving.num_blocks = end
+        loads, self._loads = self._loads, []
+        return Copies(tuple(loads), tuple(saves))
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended, in whatever way. Copies of steps that are over by now are done."""
+        self._loaded.discard(request_id)
+        self._saving.pop(request_id, None)
+
+    def _staged(self, request: VllmRequest) -> StagedKv | None:
+        try:
+            return decode_request(request.kv_transfer_params, self._pools)
+        except InvalidInputError as exc:
+            # Its KV is computed here, and not saved.
+            _log.warning("request %s: %s", request.request_id, exc.message)
+            return None
+
+
+def _copy(request_id: str, kv: StagedKv, staged: tuple[int, ...], paged: tuple[int, ...]) -> Copy:
+    return Copy(request_id, staged, paged, kv.pool, kv.ticket)

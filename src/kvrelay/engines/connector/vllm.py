@@ -1,0 +1,147 @@
+"""vLLM's KV connector that gives a kvrelay worker the KV of its requests: ``--vllm-connector kvrelay``, and in a plain
+``vllm serve`` with a worker in front of it (``--upstream-kv-transfer kvrelay``).
+
+vLLM loads this module by ``kv_connector_module_path`` in its engine process and in its workers. The class here only
+translates between vLLM's calls and the two halves.
+
+Loads are asynchronous for vLLM's scheduler: the request waits in WAITING_FOR_REMOTE_KVS until the worker half reports
+it, and other requests go on. Saves are part of the step that computes the KV, so an answer's first token says that the
+KV is in the staging pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from kvrelay.engines.connector.directory import ENGINE, ENGINE_LOCK, DirectoryPools, EngineEntry, StagingDirectory
+from kvrelay.engines.connector.scheduler_half import Copies, SchedulerHalf, VllmRequest
+from kvrelay.engines.connector.terms import CONFIG_KEY, OnePool, decode_place
+from kvrelay.engines.connector.vllm_facts import VERSIONS, block_kind, fingerprint, kv_layout, vllm_version
+from kvrelay.engines.connector.worker_half import WorkerHalf
+from kvrelay.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class KvrelayMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """What the scheduler half tells the worker half, each step."""
+
+    copies: Copies
+
+
+class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
+    """One instance is the scheduler half, one per vLLM worker a worker half."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if CONFIG_KEY in extra_config:
+            self._join_own_worker(extra_config, role)
+        else:
+            self._join_directory(extra_config, role, vllm_config, kv_cache_config)
+
+    def _join_own_worker(self, extra_config: Mapping[str, Any], role: KVConnectorRole) -> None:
+        """The kvrelay worker has started this vLLM."""
+        place = decode_place(extra_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(OnePool(place), place.layout.block_size)
+        else:
+            self._worker = WorkerHalf(OnePool(place), place.layout)
+            self._worker.open(place.pool)
+
+    def _join_directory(
+        self, extra_config: Mapping[str, Any], role: KVConnectorRole, vllm_config: Any, kv_cache_config: Any
+    ) -> None:
+        """A plain ``vllm serve``. Its worker may come and go. Raises ConfigError."""
+        directory = StagingDirectory.configured(extra_config)
+        entry = _entry(vllm_config, kv_cache_config)
+        pools = DirectoryPools(directory, entry)
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(pools, entry.layout.block_size)
+            self._lock = directory.hold(ENGINE_LOCK, "vLLM")
+            directory.write(ENGINE, entry)
+        else:
+            self._worker = WorkerHalf(pools, entry.layout)
+
+    # -- scheduler half -----------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: VllmRequest, num_computed_tokens: int) -> tuple[int, bool]:
+        assert self._scheduler is not None
+        num_tokens = self._scheduler.num_to_load(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(self, request: VllmRequest, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvrelayMetadata:
+        assert self._scheduler is not None
+        state = scheduler_output.kv_connector_block_state
+        return KvrelayMetadata(
+            self._scheduler.plan(
+                scheduler_output.num_scheduled_tokens, lambda request_id: state.get_block_ids(request_id)[0]
+            )
+        )
+
+    def request_finished(self, request: VllmRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        self._scheduler.finished(request.request_id)
+        return False, None
+
+    # -- worker half --------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        self._worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Everything is copied at the step's end: asynchronous loads may start after the forward pass."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request whose load is under way is in no forward pass."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Saved at the step's end."""
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KvrelayMetadata)
+        self._worker.copy(metadata.copies)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker is not None
+        return None, self._worker.take_loaded() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.take_missing()
+
+
+def _entry(vllm_config: Any, kv_cache_config: Any) -> EngineEntry:
+    """Raises ConfigError for a vLLM or a model with which the connector does not work."""
+    found = vllm_version() or "an unknown version"
+    if not found.startswith(VERSIONS):
+        raise ConfigError(f"kvrelay's connector works with vLLM {VERSIONS}x, not with {found}")
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise ConfigError('kvrelay\'s connector needs "kv_load_failure_policy": "recompute" in --kv-transfer-config')
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        raise ConfigError("kvrelay's connector copies the KV of one kind of layer only, no hybrid models: use nixl")
+    return EngineEntry(
+        fingerprint(vllm_config.model_config.model, block_kind(vllm_config)),
+        kv_layout(vllm_config),
+        kv_cache_config.num_blocks,
+        vllm_config.model_config.max_model_len,
+    )

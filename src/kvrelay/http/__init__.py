@@ -1,0 +1,24 @@
+"""A small HTTP/1.1 server: connections, limits and streamed answers. It knows nothing of models or tokens.
+
+``HttpServer`` listens; each request becomes an ``Exchange`` that the application answers.
+"""
+
+from kvrelay.http.accepting import raise_descriptor_limit
+from kvrelay.http.exchange import Exchange
+from kvrelay.http.limits import HttpLimits
+from kvrelay.http.listening import open_listener
+from kvrelay.http.messages import HttpRequest, Response
+from kvrelay.http.server import HttpApplication, HttpServer
+from kvrelay.http.tls import server_tls
+
+__all__ = [
+    "Exchange",
+    "HttpApplication",
+    "HttpLimits",
+    "HttpRequest",
+    "HttpServer",
+    "Response",
+    "open_listener",
+    "raise_descriptor_limit",
+    "server_tls",
+]

@@ -1,0 +1,1 @@
+"""Where a prefill runs, in seconds: thresholds, costs and their fit. Pure."""

@@ -1,0 +1,300 @@
+"""Remote or local, by cost: both ways are estimated in seconds each time a step is scheduled, until one is taken.
+
+    cost(way) = first token + LATE * its lateness + HARM * delay of running answers + LATE * lateness of their tokens
+
+A waiting request is not bound to a way: the decode worker sends a prefill away only while its window is open, a few
+prefills ahead of the prefill workers. So the queue stays short, little must be taken back from it, and a request holds
+blocks only from then on.
+
+While the cheaper way is closed, the request waits for it, unless the line of waiting requests is so long that the other
+way would serve the line's end sooner. With two unequal servers the slower one is used from some length of the line on
+(Lin and Kumar, IEEE Trans. Automatic Control 1984). Otherwise a way with a long latency would stay idle under any load.
+
+Pure: numbers in, a decision out. ``docs/cost-model.md`` has the formulas with their sources.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from kvrelay.config import DisaggConfig
+from kvrelay.core.clock import Clock
+from kvrelay.placement.cost_model import MAX_COST_S, RemoteCost, RemoteCostModel, StepCost, StepWork, expected_lateness
+from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.placement.trials import Trials
+
+LATE = 4.0
+"""The cost, in seconds, of a second beyond an objective."""
+HARM = 0.1
+"""The cost, in seconds, of delaying a running answer by a second within its objective."""
+MIN_WINDOW = 4
+"""Prefills per prefill worker that may always be in flight: one computing, one waiting, two to arrive."""
+MIN_OBJECTIVE_S, MAX_OBJECTIVE_S = 1e-6, 1e6
+"""Others count as these: a client may ask for anything, and the costs must stay finite."""
+WINDOW_S = 0.25
+"""More are sent while the wait before them is below this and the way's own latency."""
+
+
+class Objectives(msgspec.Struct, frozen=True):
+    """Seconds to the first token, and between tokens."""
+
+    ttft_s: float
+    itl_s: float
+
+
+class Situation(msgspec.Struct, frozen=True):
+    """The engine's state when a prefill is placed. Token counts are of tokens still to compute.
+
+    ``num_tokens`` of this request; ``num_here`` will be computed here before it; ``num_away`` were sent away by this
+    worker and have not come back, in ``num_prefills_away`` prefills. ``num_line`` of the other waiting requests.
+    ``chunk``: prefill tokens of a step beside ``num_decodes`` answers with ``num_context`` tokens. ``is_here_open``:
+    the step's budget has room.
+    """
+
+    num_tokens: int
+    waited_s: float
+    num_here: int
+    num_away: int
+    num_prefills_away: int
+    chunk: int
+    num_decodes: int
+    num_context: int
+    is_here_open: bool
+    cost: StepCost
+    objectives: Objectives
+    num_line: int = 0
+    spread: float = 0.0
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Estimates in seconds, from now to the first token. ``place`` None: the request continues to wait."""
+
+    place: PrefillPlace | None
+    local_s: float = 0.0
+    remote_s: float = 0.0
+    local_cost: float = 0.0
+    remote_cost: float = 0.0
+    is_trial: bool = False
+    """Against the costs, so that they are measured."""
+
+    def __str__(self) -> str:
+        place = "waiting" if self.place is None else self.place.value
+        if not (self.local_s or self.remote_s):
+            return place
+        return f"{place};local={self.local_s:.4f}s;remote={self.remote_s:.4f}s"
+
+
+def decide(
+    situation: Situation, remote: RemoteCost, fleet: PrefillFleet, mean_tokens: float, spread: float = 0.0
+) -> Decision:
+    """Place one prefill. ``mean_tokens``: of a prefill that another decode worker has queued."""
+    if fleet.num_workers <= 0:
+        return stay_here(situation.is_here_open)
+    others = max(0, fleet.queue_size - situation.num_prefills_away) * mean_tokens
+    ahead = (situation.num_away + others) / fleet.num_workers
+    local_s, local_cost = _local(situation, situation.num_here)
+    remote_s, remote_cost = _remote(situation, remote, ahead, spread)
+    is_window_open = (
+        situation.num_prefills_away < MIN_WINDOW * fleet.num_workers
+        or ahead * remote.wait_token_s < WINDOW_S + remote.overhead_s
+    )
+    if local_cost <= remote_cost:
+        end_cost = _local(situation, situation.num_here + situation.num_line)[1]
+        is_local = situation.is_here_open or not is_window_open or end_cost <= remote_cost
+    else:
+        end_cost = _remote(situation, remote, ahead + situation.num_line / fleet.num_workers, spread)[1]
+        is_local = not is_window_open and situation.is_here_open and local_cost < end_cost
+    place: PrefillPlace | None = None
+    if is_local:
+        place = PrefillPlace.LOCAL_CHEAPER if situation.is_here_open else None
+    elif is_window_open:
+        place = PrefillPlace.REMOTE
+    return Decision(place, local_s, remote_s, local_cost, remote_cost)
+
+
+def stay_here(is_here_open: bool) -> Decision:
+    """The decision without a prefill worker: the prefill runs here, once the step's budget has room."""
+    return Decision(PrefillPlace.LOCAL_NO_PREFILL_WORKER if is_here_open else None)
+
+
+def _remote(situation: Situation, remote: RemoteCost, ahead: float, spread: float) -> tuple[float, float]:
+    """Seconds to the first token, and the cost, of a prefill at a prefill worker with ``ahead`` tokens before it."""
+    seconds = remote.seconds(situation.num_tokens, ahead)
+    return seconds, seconds + LATE * _late(situation, seconds, spread)
+
+
+def _local(situation: Situation, num_before: int) -> tuple[float, float]:
+    """Seconds to the first token, and the cost, of a prefill here with ``num_before`` tokens before it."""
+    cost, chunk = situation.cost, max(situation.chunk, 1)
+    decodes, context = situation.num_decodes, situation.num_context
+    seconds = cost.prefill_seconds(
+        situation.num_tokens, num_ahead=num_before, chunk=chunk, num_decodes=decodes, num_context=context
+    )
+    delay_s = cost.added_seconds(situation.num_tokens, chunk=chunk)
+    # An objective of the 99th percentile bears one late token in a hundred: a lone step may be late by chance.
+    num_more = math.ceil(situation.num_tokens / chunk) - 1
+    stall_s = _added_lateness(situation, chunk, 0.0) + num_more * _added_lateness(situation, chunk, situation.spread)
+    # An idle worker is not free: chats that arrive meanwhile wait for its steps.
+    harm_s = HARM * delay_s * max(decodes, 1) + LATE * stall_s * decodes
+    total = seconds + LATE * _late(situation, seconds, situation.spread) + harm_s
+    return seconds, min(total, MAX_COST_S * MAX_COST_S)
+
+
+def _added_lateness(situation: Situation, chunk: int, spread: float) -> float:
+    """What a chunk in the middle of the prompt adds to the lateness of each running answer's token.
+
+    In seconds of lateness of a first token: one that is late by its whole objective is as bad as a token that is.
+    """
+    cost, objectives = situation.cost, situation.objectives
+    tokens = min(situation.num_tokens, chunk)
+    pairs = tokens * (situation.num_tokens - tokens) // 2
+    late_s, late_anyway_s = (
+        expected_lateness(cost.step_seconds(work), spread, objectives.itl_s)
+        for work in (
+            StepWork(tokens, pairs, situation.num_decodes, situation.num_context),
+            StepWork(0, 0, situation.num_decodes, situation.num_context),
+        )
+    )
+    return max(late_s - late_anyway_s, 0.0) * max(objectives.ttft_s / objectives.itl_s, 1.0)
+
+
+def _late(situation: Situation, seconds: float, spread: float) -> float:
+    return expected_lateness(seconds, spread, situation.objectives.ttft_s - situation.waited_s)
+
+
+class CostPlacement:
+    """Places the prefills of one decode worker, and learns what they cost. All methods run on the engine's thread.
+
+    ``fleet`` returns the worker's knowledge of the prefill side; ``count`` is called with each decision that was
+    carried out.
+    """
+
+    def __init__(
+        self,
+        policy: DisaggPolicy,
+        fleet: Callable[[], PrefillFleet],
+        count: Callable[[PrefillPlace], None],
+        clock: Clock,
+    ) -> None:
+        self.model = RemoteCostModel()
+        self.num_fallbacks = 0
+        """Decisions by threshold, because the costs were not reliable."""
+        self._policy = policy
+        self._fleet = fleet
+        self._count = count
+        self._mean_tokens = 1000.0
+        self._arriving = ("", 0.0)
+        self._local_trials, self._remote_trials = Trials(clock), Trials(clock)
+        self._is_remote_in_doubt = False
+        """A trial is under way: its time replaces what is known."""
+
+    def objectives(self, ttft_ms: float = 0.0, itl_ms: float = 0.0) -> Objectives:
+        """Those of a request, in milliseconds; 0: the configured one."""
+        return objectives_of(self._policy.config, ttft_ms, itl_ms)
+
+    @property
+    def has_choice(self) -> bool:
+        return self._fleet().num_workers > 0
+
+    def decide(self, situation: Situation) -> Decision:
+        """Where the prefill should go now."""
+        remote, fleet = self.model.cost, self._fleet()
+        if situation.cost.is_sound and remote.is_sound:
+            decision = decide(situation, remote, fleet, self._mean_tokens, self.model.spread)
+            return self._try_other(decision, situation, fleet)
+        self.num_fallbacks += 1
+        place: PrefillPlace | None = self._policy.decide(
+            prompt_length=situation.num_tokens, num_cached_tokens=0, prefill_fleet=fleet
+        )
+        if place is not PrefillPlace.REMOTE and not situation.is_here_open:
+            place = None
+        return Decision(place)
+
+    def _try_other(self, decision: Decision, situation: Situation, fleet: PrefillFleet) -> Decision:
+        """Try the other way if its cost is doubtful, and if it would pay on a worker that prefills as fast as the other
+        side does. Whatever is under way will be measured anyway."""
+        cost, remote = situation.cost, self.model.cost
+        if decision.place is PrefillPlace.LOCAL_CHEAPER:
+            if situation.num_prefills_away or not self._remote_trials.is_due:
+                return decision
+            token_s = cost.prefill_token_s + cost.pair_s * situation.num_tokens / 2
+            remote = msgspec.structs.replace(
+                remote,
+                overhead_s=min(remote.overhead_s, RemoteCost().overhead_s),
+                transfer_token_s=min(remote.transfer_token_s, RemoteCost().transfer_token_s),
+                prefill_s=min(remote.prefill_s, cost.prefill_s),
+                prefill_token_s=min(remote.prefill_token_s, token_s),
+            )
+        elif decision.place is PrefillPlace.REMOTE:
+            if situation.num_here or not situation.is_here_open or not self._local_trials.is_due:
+                return decision
+            situation = msgspec.structs.replace(
+                situation,
+                cost=msgspec.structs.replace(
+                    cost,
+                    prefill_s=min(cost.prefill_s, remote.prefill_s),
+                    prefill_token_s=min(cost.prefill_token_s, remote.prefill_token_s),
+                    pair_s=0.0,
+                ),
+            )
+        else:
+            return decision
+        doubtful = decide(situation, remote, fleet, self._mean_tokens)
+        if doubtful.place in (None, decision.place):
+            return decision
+        return msgspec.structs.replace(decision, place=doubtful.place, is_trial=True)
+
+    @property
+    def num_trials(self) -> int:
+        """Prefills that went a way against the costs."""
+        return self._local_trials.num_trials + self._remote_trials.num_trials
+
+    def soonest_s(self, num_tokens: int, num_before: int, cost: StepCost) -> float:
+        """Seconds to the first token of ``num_tokens`` at best: all workers compute the ``num_before`` tokens before
+        it, then the faster way is open at once. 0 if the costs are not reliable."""
+        remote, fleet = self.model.cost, self._fleet()
+        if not (cost.is_sound and remote.is_sound):
+            return 0.0
+        own_s = cost.prefill_seconds(num_tokens)
+        before_s = cost.prefill_token_s * num_before
+        if fleet.num_workers > 0:
+            own_s = min(own_s, remote.seconds(num_tokens, 0.0))
+            share = cost.prefill_token_s * fleet.num_workers
+            before_s *= remote.wait_token_s / (remote.wait_token_s + share) if share else 1.0
+        return min(before_s + own_s, MAX_COST_S)
+
+    def placed(self, decision: Decision) -> None:
+        """The engine has acted on ``decision``."""
+        if decision.place is None:
+            return
+        is_remote = decision.place is PrefillPlace.REMOTE
+        self._is_remote_in_doubt |= is_remote and decision.is_trial
+        (self._remote_trials if is_remote else self._local_trials).taken(is_trial=decision.is_trial)
+        self._count(decision.place)
+
+    def prefill_took(self, request_id: str, prefill_s: float) -> None:
+        """The prefill worker's report of a request whose KV has arrived; ``came_back`` follows at once, if at all."""
+        self._arriving = (request_id, prefill_s)
+
+    def came_back(self, request_id: str, num_tokens: int, num_ahead: int, seconds: float) -> None:
+        """A remote prefill of ``num_tokens`` took ``seconds``; this worker had ``num_ahead`` tokens away before it."""
+        self._mean_tokens += 0.1 * (num_tokens - self._mean_tokens)
+        num_workers = max(self._fleet().num_workers, 1)
+        if self._is_remote_in_doubt:
+            self.model.begin_anew()
+            self._is_remote_in_doubt = False
+        arrived, prefill_s = self._arriving
+        self.model.add(num_tokens, num_ahead / num_workers, seconds, prefill_s if arrived == request_id else 0.0)
+
+
+def objectives_of(config: DisaggConfig, ttft_ms: float = 0.0, itl_ms: float = 0.0) -> Objectives:
+    """The configured objectives with a request's own, where these are possible times."""
+    return Objectives(_objective_s(ttft_ms, config.slo_ttft_ms), _objective_s(itl_ms, config.slo_itl_ms))
+
+
+def _objective_s(own_ms: float, configured_ms: float) -> float:
+    objective_ms = own_ms if 0.0 < own_ms < math.inf else configured_ms
+    return min(max(objective_ms / 1e3, MIN_OBJECTIVE_S), MAX_OBJECTIVE_S)

@@ -1,0 +1,320 @@
+"""The cost of engine work in seconds: the step, the prefill, and the way through a prefill worker. Pure.
+
+It owns the formulas and their fit. It measures nothing itself: the engine reports its steps, the decode side its remote
+prefills. ``docs/cost-model.md`` has the formulas with their sources.
+
+A step has ``p`` prefill tokens, and ``d`` decodes over ``c`` tokens of context. ``q`` counts its pairs of a prefill
+token and a token that an earlier step has computed for the same prompt:
+
+    step_s = step + decode * d + context * c                                        without a prefill
+    step_s = prefill + prefill_token * p + pair * q + decode * d + context * c      with one
+
+Each kind of step is fitted by itself, so that what a worker never does cannot disturb what it does.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from kvrelay.placement.least_squares import RecursiveLeastSquares
+
+MAX_COST_S = 3600.0
+"""No estimate is longer: it stands for never."""
+MIN_CHUNK_TOKENS = 16
+"""A prefill always gets on, whatever the running answers' objective: by a block."""
+MAX_CHUNK_TOKENS = 1 << 30
+MIN_SPREAD = 1e-3
+"""Below it times count as exact."""
+SPREAD_SHARE = 0.05
+"""Weight of the latest sample in a spread."""
+PRIOR_SPREAD, PRIOR_SAMPLES = 0.25, 4
+"""Before the first sample, and how many samples that counts as: a busy machine, until it has shown that it is not."""
+AGEING_SHARE = 1e-3
+"""Of the prior in a spread, for each sample of another kind. A spread that closes its own way would never be measured
+again otherwise."""
+LEARNING_SAMPLES = 8
+"""The errors of the first samples are those of the prior, and say nothing of how times scatter."""
+MAX_ERROR = 2.0
+"""A larger error counts as this many spreads: a pause of the process, which no choice of ours would have avoided, says
+nothing of the times without one."""
+MAX_SPREAD = 1.0
+"""Times that scatter by more than a factor e say nothing, and the formulas must stay finite."""
+MANY_STEPS, SAMPLED_STEPS = 200, 4
+"""After so many steps of a kind, every so-manieth is a sample: decode steps, and prefills of less than SHORT_STEP_S."""
+SHORT_STEP_S = 0.001
+"""A fit takes a hundredth of this."""
+
+
+class Spread:
+    """How far times scatter about their estimates: the root of the mean squared logarithm of measured / estimated. The
+    first LEARNING_SAMPLES do not count."""
+
+    def __init__(self) -> None:
+        self._square = PRIOR_SPREAD**2
+        self._num_samples = PRIOR_SAMPLES - LEARNING_SAMPLES
+
+    @property
+    def value(self) -> float:
+        return math.sqrt(self._square)
+
+    def add(self, seconds: float, estimate_s: float) -> None:
+        if not (seconds > 0.0 and estimate_s > 0.0):
+            return
+        self._num_samples += 1
+        if self._num_samples <= PRIOR_SAMPLES:
+            return
+        limit = min(MAX_ERROR * max(self.value, MIN_SPREAD), MAX_SPREAD)
+        error = min(max(math.log(seconds) - math.log(estimate_s), -limit), limit)
+        self._square += max(SPREAD_SHARE, 1.0 / self._num_samples) * (error * error - self._square)
+
+    def age(self) -> None:
+        """Nothing was measured: what is known counts a little less, and the prior a little more."""
+        self._square += AGEING_SHARE * (PRIOR_SPREAD**2 - self._square)
+
+
+def expected_lateness(estimate_s: float, spread: float, limit_s: float) -> float:
+    """Seconds beyond ``limit_s``, in the mean, of a time that scatters about ``estimate_s``.
+
+    The time is taken as lognormal with median ``estimate_s``: E max(0, X - limit), the formula of a call option (Black
+    and Scholes 1973). Finite and monotone in ``estimate_s``.
+    """
+    if estimate_s <= 0.0:
+        return max(-limit_s, 0.0)
+    if limit_s <= 0.0 or spread < MIN_SPREAD:
+        return max(estimate_s - limit_s, 0.0)
+    above = (math.log(estimate_s) - math.log(limit_s)) / spread
+    return max(estimate_s * math.exp(spread * spread / 2) * _normal(above + spread) - limit_s * _normal(above), 0.0)
+
+
+def _normal(value: float) -> float:
+    """The standard normal distribution's cumulative function."""
+    return 0.5 * math.erfc(-value / math.sqrt(2.0))
+
+
+class StepWork(msgspec.Struct, frozen=True):
+    """What one step computes; counts as in the module's formula."""
+
+    num_prefill_tokens: int = 0
+    num_prefill_pairs: int = 0
+    num_decodes: int = 0
+    num_context_tokens: int = 0
+
+
+class StepCost(msgspec.Struct, frozen=True):
+    """Coefficients of the step's time, in seconds: per step without and with a prefill, per prefill token, pair, decode
+    and context token. The defaults are the prior: a GPU of the middle class with a model of some billion parameters."""
+
+    step_s: float = 0.004
+    prefill_s: float = 0.006
+    prefill_token_s: float = 5e-5
+    pair_s: float = 5e-9
+    decode_s: float = 5e-5
+    context_s: float = 1e-9
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether these can be coefficients at all: a worker may publish anything."""
+        return _are_times(msgspec.structs.astuple(self)) and max(self.step_s, self.decode_s, self.context_s) > 0.0
+
+    def step_seconds(self, work: StepWork) -> float:
+        """The time of one step."""
+        return _bounded(self._own_seconds(work) + self._decode_seconds(work.num_decodes, work.num_context_tokens))
+
+    def prefill_seconds(
+        self,
+        num_tokens: int,
+        *,
+        num_before: int = 0,
+        num_ahead: int = 0,
+        chunk: int = 2048,
+        num_decodes: int = 0,
+        num_context: int = 0,
+    ) -> float:
+        """The time of the steps that prefill ``num_tokens`` after ``num_before`` others of the same prompt, ``chunk``
+        in each. They also prefill ``num_ahead`` tokens of other prompts, none of which is longer."""
+        if num_tokens <= 0:
+            return 0.0
+        num_steps = math.ceil((num_ahead + num_tokens) / max(chunk, 1))
+        pairs = num_tokens * (num_before + num_tokens / 2) + num_ahead * min(num_ahead, num_tokens) / 2
+        base = self.prefill_s + self._decode_seconds(num_decodes, num_context)
+        tokens_s = self.prefill_token_s * (num_ahead + num_tokens)
+        return _bounded(num_steps * base + tokens_s + self.pair_s * pairs)
+
+    def added_seconds(self, num_tokens: int, *, num_before: int = 0, chunk: int = 2048) -> float:
+        """What the same prefill adds to steps that run anyway: each running answer is this much later."""
+        num_steps = math.ceil(max(num_tokens, 0) / max(chunk, 1))
+        alone = self.prefill_seconds(num_tokens, num_before=num_before, chunk=chunk)
+        return max(alone - num_steps * min(self.step_s, self.prefill_s), 0.0)
+
+    def chunk_within(self, step_s: float, *, num_before: int = 0, num_decodes: int = 0, num_context: int = 0) -> int:
+        """The most prefill tokens with which a step takes at most ``step_s``; at least MIN_CHUNK_TOKENS."""
+        base = self.prefill_s + self._decode_seconds(num_decodes, num_context)
+        per_token = self.prefill_token_s + self.pair_s * num_before
+        if per_token <= 0.0:
+            return MAX_CHUNK_TOKENS
+        return max(MIN_CHUNK_TOKENS, int(min((step_s - base) / per_token, MAX_CHUNK_TOKENS)))
+
+    def _own_seconds(self, work: StepWork) -> float:
+        if work.num_prefill_tokens <= 0:
+            return self.step_s
+        tokens_s = self.prefill_token_s * work.num_prefill_tokens
+        return self.prefill_s + tokens_s + self.pair_s * work.num_prefill_pairs
+
+    def _decode_seconds(self, num_decodes: int, num_context: int) -> float:
+        return self.decode_s * num_decodes + self.context_s * num_context
+
+
+class StepCostModel:
+    """Fits StepCost to the steps of one engine."""
+
+    def __init__(self, prior: StepCost | None = None) -> None:
+        prior = prior or StepCost()
+        self._decode = RecursiveLeastSquares((prior.step_s, prior.decode_s, prior.context_s))
+        self._prefill = RecursiveLeastSquares((prior.prefill_s, prior.prefill_token_s, prior.pair_s))
+        self._cost: StepCost | None = None
+        self._num_decode_steps = self._num_short_prefills = 0
+        self._spread = Spread()
+
+    @property
+    def cost(self) -> StepCost:
+        """The coefficients of now; the prior before the first sample."""
+        if self._cost is None:
+            step_s, decode_s, context_s = self._decode.coefficients
+            prefill_s, prefill_token_s, pair_s = self._prefill.coefficients
+            self._cost = StepCost(step_s, prefill_s, prefill_token_s, pair_s, decode_s, context_s)
+        return self._cost
+
+    @property
+    def num_samples(self) -> int:
+        return self._decode.num_samples + self._prefill.num_samples
+
+    @property
+    def num_rejected(self) -> int:
+        return self._decode.num_rejected + self._prefill.num_rejected
+
+    @property
+    def relative_error(self) -> float:
+        """Mean of the last steps' |measured - predicted| / measured, of the worse kind of step."""
+        return max(self._decode.relative_error, self._prefill.relative_error)
+
+    @property
+    def spread(self) -> float:
+        """How far the times of steps with a prefill scatter about their estimates."""
+        return self._spread.value
+
+    def add(self, work: StepWork, seconds: float) -> None:
+        """A step has taken ``seconds``. Impossible times are counted and ignored."""
+        if work.num_prefill_tokens > 0:
+            if seconds < SHORT_STEP_S:
+                self._num_short_prefills += 1
+                if self._num_short_prefills > MANY_STEPS and self._num_short_prefills % SAMPLED_STEPS:
+                    return
+            beside_s = self.cost._decode_seconds(work.num_decodes, work.num_context_tokens)
+            # A wrong share for the decodes must not leave a prefill without any time of its own.
+            own_s = max(seconds - beside_s, seconds / 2)
+            estimate_s = self.cost.step_seconds(work)
+            is_new = self._prefill.add((1.0, work.num_prefill_tokens, work.num_prefill_pairs), own_s)
+            if is_new:
+                self._spread.add(seconds, estimate_s)
+        else:
+            # Steady decoding says the same again and again: after a while a part of it is enough.
+            self._num_decode_steps += 1
+            if self._num_decode_steps > MANY_STEPS and self._num_decode_steps % SAMPLED_STEPS:
+                return
+            is_new = self._decode.add((1.0, work.num_decodes, work.num_context_tokens), seconds)
+            self._spread.age()
+        if is_new:
+            self._cost = None
+
+
+class RemoteCost(msgspec.Struct, frozen=True):
+    """Coefficients of a remote prefill, as its decode worker sees it, in seconds.
+
+    From its push to its first token: ``overhead_s``, plus ``wait_token_s`` for each token ahead of it at a prefill
+    worker, plus its own prefill (``prefill_s``, ``prefill_token_s``), plus ``transfer_token_s`` per token for the KV
+    that arrives after the prefill. The queue drains 1 / ``wait_token_s`` tokens per second and worker.
+    """
+
+    overhead_s: float = 0.01
+    wait_token_s: float = 5e-5
+    transfer_token_s: float = 1e-6
+    prefill_s: float = 0.006
+    prefill_token_s: float = 5e-5
+
+    @property
+    def is_sound(self) -> bool:
+        return _are_times(msgspec.structs.astuple(self))
+
+    def seconds(self, num_tokens: int, num_ahead_tokens: float) -> float:
+        """The time to the first token of ``num_tokens``, with ``num_ahead_tokens`` ahead of it at each worker."""
+        own = self.prefill_s + (self.prefill_token_s + self.transfer_token_s) * num_tokens
+        return _bounded(self.overhead_s + self.wait_token_s * max(num_ahead_tokens, 0.0) + own)
+
+
+class RemoteCostModel:
+    """Fits RemoteCost to the remote prefills of one decode worker."""
+
+    def __init__(self, prior: RemoteCost | None = None) -> None:
+        prior = prior or RemoteCost()
+        self._cost: RemoteCost | None = None
+        self._way = RecursiveLeastSquares((prior.overhead_s, prior.wait_token_s, prior.transfer_token_s))
+        self._prefill = RecursiveLeastSquares((prior.prefill_s, prior.prefill_token_s))
+        self._spread = Spread()
+
+    @property
+    def spread(self) -> float:
+        """How far remote prefills scatter about their estimates."""
+        return self._spread.value
+
+    @property
+    def cost(self) -> RemoteCost:
+        if self._cost is None:
+            self._cost = RemoteCost(*self._way.coefficients, *self._prefill.coefficients)
+        return self._cost
+
+    @property
+    def num_samples(self) -> int:
+        return self._way.num_samples
+
+    @property
+    def relative_error(self) -> float:
+        """Of the way without the prefill itself."""
+        return self._way.relative_error
+
+    @property
+    def num_rejected(self) -> int:
+        return self._way.num_rejected + self._prefill.num_rejected
+
+    def begin_anew(self) -> None:
+        """Forget all samples: the next one replaces what was known."""
+        self._way.begin_anew()
+        self._prefill.begin_anew()
+        self._spread = Spread()
+        self._cost = None
+
+    def add(self, num_tokens: int, num_ahead_tokens: float, seconds: float, prefill_s: float) -> None:
+        """A prefill of ``num_tokens`` took ``seconds`` from push to first token; its worker computed for ``prefill_s``.
+
+        Impossible times are counted and ignored.
+        """
+        estimate_s = self.cost.seconds(num_tokens, num_ahead_tokens)
+        if not 0.0 < prefill_s <= seconds:
+            # Durations of two machines: they may differ, but the part cannot be longer than the whole.
+            prefill_s = 0.0
+        elif not self._prefill.add((1.0, num_tokens), prefill_s):
+            prefill_s = 0.0
+        if self._way.add((1.0, num_ahead_tokens, num_tokens), seconds - prefill_s):
+            self._spread.add(seconds, estimate_s)
+        self._cost = None
+
+
+def _are_times(coefficients: tuple[float, ...]) -> bool:
+    """Whether they are zero or above, and at most MAX_COST_S together. A sum with a NaN compares false."""
+    return sum(coefficients) <= MAX_COST_S and min(coefficients) >= 0.0
+
+
+def _bounded(seconds: float) -> float:
+    """A finite time, zero or above; NaN counts as never."""
+    return min(max(seconds, 0.0), MAX_COST_S) if seconds == seconds else MAX_COST_S  # noqa: PLR0124

@@ -1,0 +1,1 @@
+"""The decode side of a worker: requests in, tokens out, hand-offs received."""

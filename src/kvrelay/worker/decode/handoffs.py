@@ -1,0 +1,274 @@
+"""The decode side's driver of hand-offs, over a ``DecodeLedger``.
+
+    engine thread     remote prefills, closed hand-offs ──> Opened, Closed          Allocate, EndLoan, Resume,
+                                                            Allocated          <──  ComputeHere
+                      fetches of an engine that moves KV ──> ReadEnded         <──  Read
+    event loop        claims, releases, connections, leases ──> Claimed, ...   <──  Push, SendGrant, Send
+    transfer thread   notification after the last write ──> Done
+    checksum thread                                 HitsChecksummed, Verified  <──  ChecksumHits, Verify
+
+The rules of the protocol are in ``kvrelay/handoff``. This module does not know frontends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from kvrelay.core.clock import Clock
+from kvrelay.core.handoff import HandoffDone, HandoffId, HandoffOrder, KvDirection, RemotePrefillRequest
+from kvrelay.core.latest import Latest
+from kvrelay.core.messages import decode_message
+from kvrelay.engine.contract import Engine, EngineHost
+from kvrelay.engine.step import StepOutput
+from kvrelay.errors import PayloadTooLargeError, ProtocolError
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.decode_state import DecodeRules
+from kvrelay.rpc.base import RpcServer
+from kvrelay.transfer.base import GrantRef, Int64Array
+from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.checksums import BlockChecksums
+from kvrelay.worker.driver import LedgerDriver
+from kvrelay.worker.reporting.stats import DecodeStats
+
+_log = logging.getLogger(__name__)
+
+MAX_FETCHED = 1024
+
+
+def _ignore(request_id: str, prefill_s: float) -> None:
+    """No one learns from it."""
+
+
+class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
+    """``push(prefill)`` runs on the event loop for each prefill to be queued; if it fails, ``PushFailed`` follows.
+    ``term`` returns this worker's own; peers whose engines move the KV check it.
+
+    ``on_arrived(request_id, prefill_s)`` runs on the engine's thread when KV has arrived, before the request continues.
+    """
+
+    def __init__(
+        self,
+        rules: DecodeRules,
+        *,
+        clock: Clock,
+        engine: EngineHost,
+        transfer: TransferThread,
+        checksums: BlockChecksums,
+        server: RpcServer,
+        stats: DecodeStats,
+        push: Callable[[RemotePrefillRequest], None],
+        term: Callable[[], int] = lambda: 0,
+        on_arrived: Callable[[str, float], None] = _ignore,
+    ) -> None:
+        self.ledger = DecodeLedger(rules)
+        self._engine = engine
+        self._transfer = transfer
+        self._checksums = checksums
+        self._server = server
+        self._stats = stats
+        self._push = push
+        self._term = term
+        self._direction = KvDirection.PULL if engine.facts.moves_kv else KvDirection.PUSH
+        self._on_arrived = on_arrived
+        self._block_bytes = engine.facts.kv_layout.block_bytes
+        self._prefills: dict[HandoffId, RemotePrefillRequest] = {}
+        self._fetching: dict[HandoffId, int] = {}
+        """Hand-offs whose KV the engine gets by itself, with the generation of their grants."""
+        self._fetched_ids: Latest[HandoffId, None] = Latest(MAX_FETCHED)
+        """Hand-offs whose KV was fetched or discarded, the latest of them: a release may be repeated. Of the engine
+        thread."""
+        self._num_polled_for = 0
+        self._num_stale = 0
+        super().__init__(
+            self.ledger,
+            de.Tick(),
+            clock,
+            {
+                de.Push: self._queue,
+                de.Allocate: self._allocate,
+                de.ChecksumHits: self._checksum_hits,
+                de.SendGrant: self._grant,
+                de.Send: lambda action: self.on_loop(self._send, action),
+                de.Read: self._fetch,
+                de.Verify: self._verify,
+                de.EndLoan: self._end_loan,
+                de.Resume: lambda action: self._engine.post(partial(self._resume, action)),
+                de.Discard: self._discard,
+                de.ComputeHere: self._compute_here,
+            },
+        )
+
+    def handled(self, event: de.DecodeEvent) -> None:
+        """Keep the transfer thread polling while grants are out and peers move KV: they depend on it."""
+        num_grants = self.ledger.num_grants if self._direction is KvDirection.PUSH else 0
+        for _ in range(self._num_polled_for, num_grants):
+            self._transfer.open_handoff()
+        for _ in range(num_grants, self._num_polled_for):
+            self._transfer.close_handoff()
+        self._num_polled_for = num_grants
+        num_stale = self.ledger.counters.num_stale
+        if isinstance(event, de.Done | de.Verified):
+            self._stats.num_stale += num_stale - self._num_stale
+        if isinstance(event, de.Verified) and num_stale == self._num_stale:
+            self._stats.num_verified_blocks += event.num_blocks if event.ok else 0
+            self._stats.num_kv_checksum_mismatches += not event.ok
+        self._num_stale = num_stale
+
+    # -- engine thread ------------------------------------------------------------------------------------------------
+
+    def on_step(self, step: StepOutput) -> None:
+        """Report the hand-offs that a step has opened and closed."""
+        for prefill in step.remote_prefills:
+            handoff_id = prefill.handoff_id
+            num_hit_blocks = prefill.num_cached_tokens // self.ledger.rules.block_size
+            claimant = self.ledger.expected.get(handoff_id)
+            order = HandoffOrder.DECODE_FIRST if claimant is None else HandoffOrder.PREFILL_FIRST
+            if order is HandoffOrder.DECODE_FIRST:
+                self._prefills[handoff_id] = prefill
+            opened = de.Opened(
+                handoff_id,
+                prefill.request_id,
+                prefill.block_ids,
+                num_hit_blocks,
+                order=order,
+                direction=self._direction,
+                claimant=claimant,
+                term=self._term(),
+                num_tokens=len(prefill.token_ids),
+            )
+            self.handle(opened)
+        for handoff_id in step.closed_handoffs:
+            self.handle(de.Closed(handoff_id))
+        for handoff_id, ok in step.fetched_handoffs:
+            self._fetched(handoff_id, ok)
+
+    def _fetched(self, handoff_id: HandoffId, ok: bool) -> None:
+        if ok:
+            self._is_fetched(handoff_id)
+        self.handle(de.ReadEnded(handoff_id, self._fetching.pop(handoff_id), ok))
+
+    def _is_fetched(self, handoff_id: HandoffId) -> bool:
+        """Whether this was known; from now on it is."""
+        is_known = handoff_id in self._fetched_ids
+        self._fetched_ids[handoff_id] = None
+        return is_known
+
+    def _resume(self, action: de.Resume, core: Engine) -> None:
+        message = action.message
+        self._on_arrived(action.request_id, message.prefill_s)
+        if message.token_id is None:
+            self._stats.num_remote_done += 1  # the engine got the KV, and has continued
+        elif core.resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs):
+            self._stats.num_remote_done += 1
+            if isinstance(message, HandoffDone):
+                self._stats.num_received_bytes += message.num_transferred_bytes
+        else:
+            self._stats.num_stale += 1
+
+    # -- transfer thread ----------------------------------------------------------------------------------------------
+
+    def notified(self, payload: bytes) -> None:
+        """The last write's notification has arrived. Any other ``payload`` is refused."""
+        try:
+            message = decode_message(payload)
+        except ProtocolError as exc:
+            _log.warning("notification refused: %s", exc)
+            return
+        if not isinstance(message, HandoffDone):
+            _log.warning("notification refused: %s is not HandoffDone", type(message).__name__)
+            return
+        self.handle(de.Done(message))
+
+    # -- actions ------------------------------------------------------------------------------------------------------
+
+    def _queue(self, action: de.Push) -> None:
+        self.on_loop(self._push, self._prefills.pop(action.handoff_id))
+
+    def _allocate(self, action: de.Allocate) -> None:
+        def allocate(core: Engine) -> None:
+            block_ids = core.lend_fresh(action.handoff_id, action.loan)
+            self.handle(de.Allocated(action.handoff_id, action.loan, block_ids))
+
+        self._engine.post(allocate)
+
+    def _fetch(self, action: de.Read) -> None:
+        """The drivers pull only with engines that move the KV themselves."""
+        params = action.kv_transfer_params
+
+        def fetch(core: Engine) -> None:
+            if params is None or not core.fetch_handoff(action.handoff_id, params):
+                self._fetched(action.handoff_id, False)
+
+        self._fetching[action.handoff_id] = action.generation
+        self._engine.post(fetch)
+
+    def _discard(self, action: de.Discard) -> None:
+        def discard(core: Engine) -> None:
+            if not self._is_fetched(action.handoff_id):
+                core.discard_kv(action.kv_transfer_params)
+
+        self._engine.post(discard)
+
+    def _checksum_hits(self, action: de.ChecksumHits) -> None:
+        def checksummed(checksums: tuple[int, ...] | None) -> None:
+            self.handle(de.HitsChecksummed(action.handoff_id, action.generation, checksums))
+
+        self._checksums.compute(action.block_ids, checksummed)
+
+    def _verify(self, action: de.Verify) -> None:
+        def verified(damage: str | None) -> None:
+            if damage is not None:
+                _log.warning("KV of hand-off %s from %s is refused: %s", action.handoff_id, action.worker_id, damage)
+            self.handle(de.Verified(action.handoff_id, action.generation, damage is None, len(action.block_ids)))
+
+        self._checksums.verify(action.block_ids, action.checksums, verified, action.num_units)
+
+    def _grant(self, action: de.SendGrant) -> None:
+        grants, message = self._transfer.grants, action.message
+        handoff = self.ledger.handoffs.get(message.handoff_id)
+        grant = None if handoff is None else handoff.find(message.generation)
+        if grants is not None and grant is not None and message.direction is KvDirection.PUSH:
+            # Before the claimant gets the grant. It reads D's hits and writes the other blocks.
+            num_hit_blocks = message.num_cached_tokens // self.ledger.rules.block_size
+            hits, others = message.block_ids[:num_hit_blocks], message.block_ids[num_hit_blocks:]
+            ref = GrantRef(str(message.handoff_id), message.generation)
+            grants.open(ref, grant.loan, action.worker_id, self._bytes_of(hits), self._bytes_of(others))
+        self.on_loop(self._send_grant, action)
+
+    def _bytes_of(self, block_ids: tuple[int, ...]) -> Int64Array:
+        """Rows of offset and length."""
+        offsets = np.asarray(block_ids, dtype=np.int64) * self._block_bytes
+        return np.stack((offsets, np.full_like(offsets, self._block_bytes)), axis=1)
+
+    def _end_loan(self, action: de.EndLoan) -> None:
+        if self._transfer.grants is not None:
+            # Before the engine may use the blocks, so that later writes of the peer are refused.
+            self._transfer.grants.close(str(action.handoff_id), action.loan)
+        self._engine.post(lambda core: core.end_loan(action.handoff_id, action.loan))
+
+    def _compute_here(self, action: de.ComputeHere) -> None:
+        _log.info("hand-off %s of request %s ended: %s", action.handoff_id, action.request_id, action.reason)
+
+        def compute_here(core: Engine) -> None:
+            self._stats.num_recomputed += 1
+            core.compute_handoff_here(action.handoff_id)
+
+        self._engine.post(compute_here)
+
+    def _send_grant(self, action: de.SendGrant) -> None:
+        message = action.message
+        try:
+            is_sent = self._server.send(action.connection, message)  # type: ignore[arg-type]
+        except PayloadTooLargeError as exc:
+            _log.error("hand-off %s cannot be granted: %s", message.handoff_id, exc)
+            is_sent = False
+        if not is_sent:
+            self.soon(de.GrantNotSent(message.handoff_id, message.generation))
+
+    def _send(self, action: de.Send) -> None:
+        self._server.send(action.connection, action.message)  # type: ignore[arg-type]

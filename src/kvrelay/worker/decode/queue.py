@@ -1,0 +1,125 @@
+"""The decode side's end of the prefill queue: pushes entries, and knows how many wait while requests arrive.
+
+It owns the last known size, and stops asking a queue that does not answer. ``prefill_side.py`` is the other end; the
+hand-off ledger decides what is pushed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from kvrelay.control.base import PrefillQueue
+from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.tasks import TaskSet
+from kvrelay.errors import ControlUnavailableError, KvrelayError
+from kvrelay.handoff import decode_events as de
+from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet
+
+_log = logging.getLogger(__name__)
+
+SIZE_INTERVAL_S = 0.02
+WATCH_FOR_S = 1.0
+STALL_S = 1.0
+"""A push that fails after so long has kept its request waiting."""
+REST_S = 5.0
+"""After such a failure, how long no other push is tried. One request in this time may wait, not all."""
+
+
+class QueuedPrefills:
+    """Prefills of this worker that wait for a prefill worker. ``handle`` takes the events of failed pushes. Everything
+    runs on the event loop, except for ``fleet``."""
+
+    def __init__(
+        self,
+        queue: PrefillQueue,
+        policy: DisaggPolicy,
+        *,
+        model: str,
+        kv_compatibility: str,
+        address: Callable[[], str],
+        num_prefill_workers: Callable[[], int],
+        handle: Callable[[de.DecodeEvent], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self._queue = queue
+        self._policy = policy
+        self._model = model
+        self._kv_compatibility = kv_compatibility
+        self._address = address
+        self._num_prefill_workers = num_prefill_workers
+        self._handle = handle
+        self._clock = clock or MonotonicClock()
+        self.push_error: str | None = None
+        """Why the last push failed; None if it succeeded."""
+        self._is_stalled = False
+        self._resting_until_s = -math.inf
+        self._size = 0
+        self._last_request_s = 0.0
+        self._watching: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def fleet(self) -> PrefillFleet:
+        """The prefill workers and their queue, as far as known. From any thread."""
+        return PrefillFleet(self._num_prefill_workers(), self._size)
+
+    def push(self, prefill: RemotePrefillRequest) -> None:
+        """Begin to push an entry; NoPrefillWorker or PushFailed follows if that is impossible."""
+        self._tasks.spawn(self._push(prefill))
+
+    async def _push(self, prefill: RemotePrefillRequest) -> None:
+        if not self._num_prefill_workers():
+            # The last one left after the engine's thread had decided, and before this hand-off was open to be taken
+            # back. Nobody would pull its entry.
+            self._handle(de.NoPrefillWorker())
+            return
+        begun_s = self._clock.now()
+        if begun_s < self._resting_until_s:
+            _log.debug("prefill %s is computed here: the queue does not answer", prefill.handoff_id)
+            self._handle(de.PushFailed(prefill.handoff_id))
+            return
+        if self._is_stalled:
+            self._resting_until_s = begun_s + REST_S  # this push is the one that is tried
+        request = msgspec.structs.replace(
+            prefill,
+            decode_address=self._address(),
+            model=self._model,
+            kv_compatibility=self._kv_compatibility,
+            timeout_s=self._policy.config.remote_prefill_timeout_s,
+        )
+        try:
+            await self._queue.push(request)
+        except KvrelayError as exc:
+            _log.warning("cannot queue prefill %s, computing it here: %s", prefill.handoff_id, exc)
+            self.push_error = str(exc)
+            now_s = self._clock.now()
+            if now_s - begun_s >= STALL_S:
+                self._is_stalled, self._resting_until_s = True, now_s + REST_S
+            self._handle(de.PushFailed(prefill.handoff_id))
+        else:
+            self.push_error = None
+            self._is_stalled, self._resting_until_s = False, -math.inf
+
+    def watch(self) -> None:
+        """A request has arrived: poll the queue's size, until a second after the last one."""
+        self._last_request_s = time.monotonic()
+        if self._num_prefill_workers() and (self._watching is None or self._watching.done()):
+            self._watching = self._tasks.spawn(self._refresh_size())
+
+    async def _refresh_size(self) -> None:
+        while time.monotonic() - self._last_request_s < WATCH_FOR_S:
+            try:
+                self._size = await self._queue.size(self._kv_compatibility)
+            except ControlUnavailableError:
+                self._size = self._policy.config.max_prefill_queue_size
+            await asyncio.sleep(SIZE_INTERVAL_S)
+        self._size = 0

@@ -1,0 +1,400 @@
+"""A worker's decode side: requests of frontends, the placement of their prefills, and their tokens.
+
+    GenerateRequest ──> admit (engine thread): prefix hit, remote or local? ──> engine
+    RemotePrefillRequest ──> the hand-off ledger ──> push to the prefill queue
+    TokenOutput ──> the frontend that asked
+
+It owns the peer of each request. ``incoming.py`` owns the hand-offs that bring KV from other workers, ``queued.py`` the
+entries in the prefill queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvrelay.control.base import PrefillQueue
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.handoff import HandoffId, HandoffOrder
+from kvrelay.core.messages import (
+    AbortRequest,
+    GenerateRequest,
+    PrefillLost,
+    RequestRefused,
+    TokenOutput,
+)
+from kvrelay.core.pair_id import parse_pair_id
+from kvrelay.core.return_times import ReturnTimes
+from kvrelay.core.shortest_first import ShortestFirst
+from kvrelay.core.status import RefusalKind
+from kvrelay.core.tasks import TaskSet
+from kvrelay.engine.admission.control import AdmissionControl
+from kvrelay.engine.contract import Engine, EngineHost
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.errors import (
+    InvalidInputError,
+    KvrelayError,
+    ObjectiveMissedError,
+    OverloadedError,
+    PayloadTooLargeError,
+    ProtocolError,
+    WorkerUnavailableError,
+)
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.decode_state import DecodeRules
+from kvrelay.placement.cost import CostPlacement, Decision
+from kvrelay.placement.threshold import DisaggPolicy, PrefillPlace
+from kvrelay.rpc.base import Peer, RpcServer
+from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.checksums import BlockChecksums
+from kvrelay.worker.decode.handoffs import IncomingHandoffs
+from kvrelay.worker.decode.outputs import send_outputs
+from kvrelay.worker.decode.queue import QueuedPrefills
+from kvrelay.worker.decode.refusals import Refusals, refusal_of
+from kvrelay.worker.reporting.stats import DecodeStats, RemoteCostStats
+
+_log = logging.getLogger(__name__)
+
+DRAIN_INTERVAL_S = 0.02
+TOO_LARGE = "the logprobs of one output are too large"
+
+
+class _Arrival(NamedTuple):
+    """A request on its way to the engine. ``handoff_id``: of one that came as half of a pair."""
+
+    peer: Peer
+    message: GenerateRequest
+    handoff_id: HandoffId | None
+
+
+class DecodeSide:
+    """Serves frontends, and grants hand-offs to prefill workers."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        model: str,
+        address: Callable[[], str],
+        rules: DecodeRules,
+        engine: EngineHost,
+        transfer: TransferThread,
+        checksums: BlockChecksums,
+        queue: PrefillQueue,
+        server: RpcServer,
+        refusals: Refusals,
+        policy: DisaggPolicy,
+        num_prefill_workers: Callable[[], int],
+        num_takers: Callable[[], int],
+        term: Callable[[], int],
+        give_up_after_s: float,
+    ) -> None:
+        self.stats = DecodeStats()
+        self.accepting = True
+        self._worker_id = worker_id
+        self._address = address
+        self._engine = engine
+        self._admission = AdmissionControl(engine)
+        self._server = server
+        self._refusals = refusals
+        self._policy = policy
+        self._num_prefill_workers = num_prefill_workers
+        self._num_takers = num_takers
+        self._returns = ReturnTimes(MonotonicClock())
+        self._give_up_after_s = give_up_after_s
+        self._queued = QueuedPrefills(
+            queue,
+            policy,
+            model=model,
+            kv_compatibility=rules.kv_compatibility,
+            address=address,
+            num_prefill_workers=num_prefill_workers,
+            handle=self._handle,
+        )
+        self.placement = CostPlacement(policy, self._queued.fleet, self._count_place, MonotonicClock())
+        self._loop = asyncio.get_running_loop()
+        self.handoffs = IncomingHandoffs(
+            rules,
+            clock=MonotonicClock(),
+            engine=engine,
+            transfer=transfer,
+            checksums=checksums,
+            server=server,
+            stats=self.stats,
+            push=self._queued.push,
+            term=term,
+            on_arrived=self.placement.prefill_took,
+        )
+        self._arrivals: ShortestFirst[_Arrival] = ShortestFirst()
+        self._arrival_of: dict[str, int] = {}
+        self._numbers = itertools.count(1)
+        self._peer_of: dict[str, Peer] = {}
+        self._handoff_of: dict[str, HandoffId] = {}
+        """Of requests that are half of a pair."""
+        self._requests_of: defaultdict[Peer, set[str]] = defaultdict(set)
+        self._tasks = TaskSet()
+        self._tasks.spawn(self.handoffs.tick_forever())
+
+    def _handle(self, event: de.DecodeEvent) -> None:
+        self.handoffs.handle(event)
+
+    def cost_stats(self) -> RemoteCostStats:
+        """What remote prefills cost, as far as it is known. From any thread."""
+        placement, model = self.placement, self.placement.model
+        return RemoteCostStats(
+            model.cost,
+            model.relative_error,
+            model.num_samples,
+            model.num_rejected,
+            placement.num_fallbacks,
+            placement.num_trials,
+        )
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._peer_of)
+
+    @property
+    def push_error(self) -> str | None:
+        """Why the last push to the prefill queue failed; None if it succeeded."""
+        return self._queued.push_error
+
+    @property
+    def num_open_grants(self) -> int:
+        return self.handoffs.ledger.num_grants
+
+    # -- frontends ----------------------------------------------------------------------------------------------------
+
+    def generate(self, peer: Peer, message: GenerateRequest) -> None:
+        """Admit a request, or refuse it at once."""
+        if message.worker_id != self._worker_id:
+            error: KvrelayError = WorkerUnavailableError(f"worker {message.worker_id} is gone")
+            self._refuse(peer, refusal_of(message.request_id, error, kind=RefusalKind.GONE))
+            return
+        if not self.accepting:
+            error = WorkerUnavailableError("the worker is draining")
+            self._refuse(peer, refusal_of(message.request_id, error, kind=RefusalKind.DRAINING))
+            return
+        if message.request_id in self._peer_of:
+            self._refuse(peer, refusal_of(message.request_id, InvalidInputError("a request of this id is running")))
+            return
+        self.stats.num_requests += 1
+        if not self._peer_of:
+            self._returns.restart()
+        try:
+            handoff_id = self._paired_handoff(message)
+            self._admission.admit(message)
+        except (InvalidInputError, OverloadedError) as exc:
+            self._refuse_error(peer, message.request_id, exc)
+            return
+        self._peer_of[message.request_id] = peer
+        self._requests_of[peer].add(message.request_id)
+        if handoff_id is not None and message.pair is not None:
+            self._handoff_of[message.request_id] = handoff_id
+            self.handoffs.handle(de.Expected(handoff_id, message.pair.prefill_worker_id))
+        self._queued.watch()
+        num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
+        # Known before it is there: the engine may take it at once.
+        number = self._arrival_of[message.request_id] = next(self._numbers)
+        self._arrivals.add(number, num_tokens, _Arrival(peer, message, handoff_id))
+        self._engine.post(self._admit_next)
+
+    def _paired_handoff(self, message: GenerateRequest) -> HandoffId | None:
+        """The hand-off of a request whose prefill worker is already chosen. Raises InvalidInputError."""
+        if message.pair is None:
+            return None
+        try:
+            pair_id = parse_pair_id(message.request_id)
+        except ProtocolError as exc:
+            raise InvalidInputError(exc.message, param="request_id") from exc
+        if (pair_id.decode_address, message.pair.decode_worker_id) != (self._address(), self._worker_id):
+            raise InvalidInputError(f"request {message.request_id} is for another decode worker", param="request_id")
+        handoff_id = pair_id.handoff_id(self._worker_id)
+        ledger = self.handoffs.ledger
+        if handoff_id in ledger.expected or handoff_id in ledger.handoffs:
+            raise InvalidInputError("the hand-off of this id is not over", param="request_id")
+        return handoff_id
+
+    def prefill_lost(self, peer: Peer, message: PrefillLost) -> None:
+        """The frontend of a paired request reports that the prefill worker will not claim."""
+        handoff_id = self._handoff_of.get(message.request_id)
+        if handoff_id is not None and self._peer_of.get(message.request_id) == peer:
+            self.handoffs.handle(de.ClaimantGone(handoff_id))
+
+    def abort(self, peer: Peer, message: AbortRequest) -> None:
+        """The frontend has aborted the request."""
+        if self._peer_of.get(message.request_id) == peer:
+            self._forget(message.request_id)
+            self._abort(message.request_id)
+
+    def peer_gone(self, peer: Peer) -> None:
+        """A connection ended: cancel a frontend's requests; a prefill worker's hand-offs continue without the
+        connection."""
+        for request_id in list(self._requests_of.get(peer, ())):
+            self._forget(request_id)
+            self._abort(request_id)
+        self.handoffs.handle(de.ConnectionLost(peer))
+
+    def _abort(self, request_id: str) -> None:
+        self.stats.num_aborted += 1
+        number = self._arrival_of.pop(request_id, 0)
+        self._engine.post(lambda core: self._abort_now(core, request_id, number))
+
+    def _abort_now(self, core: Engine, request_id: str, number: int) -> None:
+        """On the engine thread; the engine may not have seen the request yet."""
+        arrival = self._arrivals.remove(number)
+        if arrival is None:
+            core.abort(request_id)
+            return
+        self._admission.received(arrival.message)
+        self._not_enqueued(arrival.handoff_id)
+
+    def _admit_next(self, core: Engine) -> None:
+        """On the engine thread: take in the next request, not necessarily the one that was posted."""
+        arrival = self._arrivals.take()
+        if arrival is not None:
+            self._arrival_of.pop(arrival.message.request_id, None)
+            self._admit(core, arrival.peer, arrival.message, arrival.handoff_id)
+
+    def _admit(self, core: Engine, peer: Peer, message: GenerateRequest, handoff_id: HandoffId | None) -> None:
+        """On the engine thread: decide where the prefill runs and add the request."""
+        self._admission.received(message)
+        try:
+            place = self._enqueue(core, message, handoff_id)
+        except KvrelayError as exc:
+            self._not_enqueued(handoff_id)
+            self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, exc)
+            return
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the client waits for an answer
+            _log.exception("request %s could not be admitted", message.request_id)
+            self._not_enqueued(handoff_id)
+            error = KvrelayError(f"the worker failed to admit the request: {exc!r}")
+            self._loop.call_soon_threadsafe(self._refuse_error, peer, message.request_id, error)
+            return
+        if place is not None:
+            self._count_place(place)
+
+    def _not_enqueued(self, handoff_id: HandoffId | None) -> None:
+        """A paired request was not admitted to the engine."""
+        if handoff_id is not None:
+            self.handoffs.handle(de.Closed(handoff_id))
+
+    def _enqueue(self, core: Engine, message: GenerateRequest, handoff_id: HandoffId | None) -> PrefillPlace | None:
+        """Where the prefill runs; None: that is decided when the request is admitted."""
+        request = Request(
+            message.request_id,
+            message.prompt_token_ids,
+            message.sampling,
+            output_token_ids=message.output_token_ids,
+            priority=message.priority,
+            tenant=message.tenant,
+            handoff_number=0 if handoff_id is None else handoff_id.number,
+        )
+        request.explain = message.explain
+        facts = self._engine.facts
+        if self._policy.is_by_cost and facts.places_prefills and not facts.moves_kv:
+            request.objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
+            request.refuses_late = self._policy.config.early_reject
+            if message.order is HandoffOrder.DECODE_FIRST and not request.must_prefill_here:
+                request.placement = self.placement
+                core.add_request(request)
+                return None
+        place = self._place_of(core, request, message)
+        request.decision = Decision(place)
+        if place is PrefillPlace.REMOTE:
+            request.mode = PrefillMode.REMOTE
+        else:
+            self._not_enqueued(handoff_id)
+        core.add_request(request)
+        return place
+
+    def _place_of(self, core: Engine, request: Request, message: GenerateRequest) -> PrefillPlace:
+        """Where the prefill runs: decided here (decode-first) or by the frontend (prefill-first)."""
+        if not self._engine.facts.prefills_here and self._num_prefill_workers():
+            return PrefillPlace.REMOTE
+        if message.order is HandoffOrder.PREFILL_FIRST and not request.must_prefill_here:
+            return PrefillPlace.LOCAL_UNPAIRED if message.pair is None else PrefillPlace.REMOTE
+        return self._policy.decide(
+            prompt_length=len(request.token_ids),
+            num_cached_tokens=core.num_cached_tokens(request),
+            prefill_fleet=self._queued.fleet(),
+            must_be_local=request.must_prefill_here,
+        )
+
+    def _count_place(self, place: PrefillPlace) -> None:
+        self.stats.places[place] = self.stats.places.get(place, 0) + 1
+
+    def _refuse_error(self, peer: Peer, request_id: str, error: KvrelayError) -> None:
+        self._forget(request_id)
+        wait_s = None
+        if isinstance(error, OverloadedError):
+            self.stats.num_early_rejected += isinstance(error, ObjectiveMissedError)
+            # A client is refused by all workers before it hears of it, and comes back to one of them.
+            wait_s = self._returns.next_s(error.retry_after_s, error.spacing_s / max(self._num_takers(), 1))
+        self._refuse(peer, refusal_of(request_id, error, retry_after_s=wait_s))
+
+    def _refuse(self, peer: Peer, refusal: RequestRefused) -> None:
+        self.stats.num_refused += 1
+        self._refusals.send(peer, refusal)
+
+    def _forget(self, request_id: str) -> None:
+        self._handoff_of.pop(request_id, None)
+        peer = self._peer_of.pop(request_id, None)
+        if peer is not None:
+            requests = self._requests_of[peer]
+            requests.discard(request_id)
+            if not requests:
+                del self._requests_of[peer]
+
+    # -- what a step produced -----------------------------------------------------------------------------------------
+
+    def deliver(self, outputs: list[TokenOutput]) -> None:
+        """On the event loop, once per step: tokens to frontends."""
+        by_peer: defaultdict[Peer, list[TokenOutput]] = defaultdict(list)
+        for output in outputs:
+            peer = self._peer_of.get(output.request_id)
+            if peer is None:
+                continue
+            by_peer[peer].append(output)
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+        for peer, batch in by_peer.items():
+            for output in send_outputs(self._server, peer, batch):
+                self._forget(output.request_id)
+                self._abort(output.request_id)
+                self._refuse(peer, refusal_of(output.request_id, PayloadTooLargeError(TOO_LARGE)))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Accept no new requests; return when every request and every hand-off has ended. Wait ``give_up_after_s`` for
+        a claimant that lives and does not answer ``HandoffAbandon``; then return, and its blocks stay quarantined."""
+        self.accepting = False
+        while self._peer_of:
+            await asyncio.sleep(DRAIN_INTERVAL_S)
+        deadline_s = time.monotonic() + self._give_up_after_s
+        ledger = self.handoffs.ledger
+        while ledger.handoffs:
+            if time.monotonic() > deadline_s:
+                _log.error(
+                    "gave up waiting for hand-offs whose claimants have not released them for %g s: %s; their blocks "
+                    "stay quarantined until the claimants release them or lose their leases",
+                    self._give_up_after_s,
+                    ", ".join(
+                        f"{handoff.handoff_id} ({grant.worker_id})"
+                        for handoff in list(ledger.handoffs.values())
+                        for grant in handoff.grants
+                    )
+                    or "none",
+                )
+                return
+            await asyncio.sleep(DRAIN_INTERVAL_S)
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        await self._queued.close()

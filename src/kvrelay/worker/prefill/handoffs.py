@@ -1,0 +1,396 @@
+"""The prefill side's driver of hand-offs, over a ``PrefillLedger``.
+
+    event loop        entries, answers, connections, leases ──> Pulled, Granted, ...  <──  SendClaim, SayReleased,
+                                                                                           Computed, Settle
+    engine thread     loads and chunks of a step ──> LoadWanted, ChunkComputed        <──  Compute, TellLoaded,
+                                                                                           StopComputing, FreeBlocks
+    transfer thread                                  ReadEnded, Written               <──  Read, Write
+    checksum thread                                  HitsVerified, ChunkChecksummed   <──  VerifyHits, ChecksumChunk
+
+The rules of the protocol are in ``kvrelay/handoff``. The transfer thread keeps a peer's transfers in order. It sends
+HandoffDone only after the writes before it, and never if one of them has failed (they share a group).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from kvrelay.core.clock import Clock
+from kvrelay.core.handoff import (
+    HandoffAbandon,
+    HandoffFetched,
+    HandoffGrant,
+    HandoffId,
+    HandoffOrder,
+    HandoffRefused,
+    RemotePrefillRequest,
+)
+from kvrelay.core.layout import BlockRun, KVLayout
+from kvrelay.core.messages import Message, TokenOutput, encode_message
+from kvrelay.core.status import FinishReason
+from kvrelay.core.tasks import TaskSet
+from kvrelay.engine.contract import Engine, EngineHost
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.step import HandoffChunk, KvLoad, StepOutput
+from kvrelay.errors import KvrelayError, WorkerUnavailableError
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import EndReason, RefusalReason
+from kvrelay.handoff.prefill_ledger import PrefillLedger
+from kvrelay.handoff.prefill_state import PrefillRules
+from kvrelay.transfer.base import GrantRef, TransferOp, TransferPlan
+from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.checksums import BlockChecksums
+from kvrelay.worker.driver import LedgerDriver
+from kvrelay.worker.prefill.connections import DecodePeer, DecodePeers
+from kvrelay.worker.prefill.memory import PeerMemory
+from kvrelay.worker.prefill.releases import Releases
+from kvrelay.worker.reporting.stats import PrefillStats
+
+_log = logging.getLogger(__name__)
+
+_CANCELLED = (EndReason.REQUEST_ENDED, EndReason.ABANDONED, EndReason.REFUSED)
+"""How hand-offs end when a client cancels its request: not a fault of either worker. A refusal with another cause is
+logged when it arrives."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(slots=True)
+class Job:
+    """A prefill that this worker computes. ``on_computed`` and ``on_settled`` run on the event loop, once each.
+
+    ``on_returned``: its queue entry may go back; runs on the event loop instead of ``on_settled``.
+
+    Prefill-first: ``on_received`` runs on the engine's thread when the engine receives it, ``on_first`` on the event
+    loop with the first token, before ``on_settled``.
+    """
+
+    request: RemotePrefillRequest
+    on_computed: Callable[[], None]
+    on_settled: Callable[[], None]
+    on_returned: Callable[[], None] | None = None
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    on_received: Callable[[], None] = _nothing
+    on_first: Callable[[TokenOutput], None] | None = None
+    num_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its request id in the engine."""
+        return str(self.request.handoff_id)
+
+
+class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
+    """All prefills that this worker computes for decode workers."""
+
+    def __init__(
+        self,
+        rules: PrefillRules,
+        *,
+        clock: Clock,
+        layout: KVLayout,
+        engine: EngineHost,
+        transfer: TransferThread,
+        checksums: BlockChecksums,
+        peers: DecodePeers,
+        stats: PrefillStats,
+    ) -> None:
+        self.ledger = PrefillLedger(rules)
+        self.jobs: dict[HandoffId, Job] = {}
+        self._by_name: dict[str, HandoffId] = {}
+        self._layout = layout
+        self.memory = PeerMemory(layout, rules.kv_compatibility, transfer, peers)
+        self._engine = engine
+        self._transfer = transfer
+        self._checksums = checksums
+        self._peers = peers
+        self._stats = stats
+        self._tasks = TaskSet()
+        self._telling: set[HandoffId] = set()
+        self._releases = Releases(peers, lambda handoff_id: self.handle(pe.ReleaseHeard(handoff_id)))
+        super().__init__(
+            self.ledger,
+            pe.Tick(),
+            clock,
+            {
+                pe.Compute: self._compute,
+                pe.SendClaim: lambda action: self.on_loop(self._begin_claim, action),
+                pe.Read: self._read,
+                pe.VerifyHits: self._verify_hits,
+                pe.TellLoaded: self._tell_loaded,
+                pe.ChecksumChunk: self._checksum_chunk,
+                pe.Write: self._write,
+                pe.StopComputing: self._stop_computing,
+                pe.FreeBlocks: self._free_blocks,
+                pe.Computed: lambda action: self.on_loop(self.jobs[action.handoff_id].on_computed),
+                pe.Settle: lambda action: self.on_loop(self._settle, action),
+                pe.Return: lambda action: self.on_loop(self._return, action),
+                pe.SendProgress: lambda action: self.on_loop(self._tell, action),
+                pe.SendDone: lambda action: self.on_loop(self._tell, action),
+                pe.SendReady: lambda action: self.on_loop(self._tell, action),
+                pe.SayReleased: lambda action: self.on_loop(self._releases.say, action.worker_id, action.message),
+            },
+        )
+
+    def handled(self, event: pe.PrefillEvent) -> None:
+        """The public counts."""
+        counters, stats = self.ledger.counters, self._stats
+        stats.num_prefills, stats.num_refused = counters.num_prefills, counters.num_refused
+        stats.num_failed, stats.num_abandoned = counters.num_failed, counters.num_abandoned
+        stats.num_returned = counters.num_returned
+        stats.num_verified_blocks = counters.num_verified_blocks
+        stats.num_kv_checksum_mismatches = counters.num_damaged
+
+    async def close(self) -> None:
+        """Claim and release nothing more: the end of our lease has the same effect."""
+        await self._tasks.close()
+        await self._releases.close()
+
+    # -- event loop ---------------------------------------------------------------------------------------------------
+
+    def take(self, job: Job, term: int) -> None:
+        """Compute it, and claim it meanwhile."""
+        request = job.request
+        self._peers.remember(request.decode_worker_id, request.decode_address)
+        self.jobs[request.handoff_id] = job
+        self._by_name[job.name] = request.handoff_id
+        num_blocks = -(-len(request.token_ids) // self._layout.block_size)
+        num_cached_tokens = request.num_cached_tokens
+        self.handle(
+            pe.Pulled(
+                request.handoff_id,
+                request.decode_worker_id,
+                num_blocks,
+                num_cached_tokens,
+                term,
+                job.order,
+                num_tokens=len(request.token_ids),
+                may_return=job.on_returned is not None,
+            )
+        )
+
+    def decline(self, job: Job, reason: EndReason) -> None:
+        """Do not compute it, and tell its owner."""
+        request = job.request
+        self._peers.remember(request.decode_worker_id, request.decode_address)
+        self.jobs[request.handoff_id] = job
+        self.handle(pe.Declined(request.handoff_id, request.decode_worker_id, reason))
+
+    def on_message(self, peer: DecodePeer, message: Message) -> None:
+        """A message of a decode worker. A hand-off's id is valid only from the worker that it names."""
+        worker_id = peer.worker_id
+        if not isinstance(message, HandoffGrant | HandoffRefused | HandoffAbandon | HandoffFetched):
+            _log.warning("%s sent an unexpected %s", worker_id, type(message).__name__)
+        elif message.handoff_id.decode_worker_id != worker_id:
+            _log.warning(
+                "%s sent a message about hand-off %s of another worker; dropped it", worker_id, message.handoff_id
+            )
+        elif isinstance(message, HandoffGrant):
+            self.handle(pe.Granted(worker_id, message))
+        elif isinstance(message, HandoffRefused):
+            if message.reason != RefusalReason.UNKNOWN:
+                _log.warning("hand-off %s: %s refused the claim: %.100r", message.handoff_id, worker_id, message.reason)
+            self.handle(pe.Refused(message))
+        elif isinstance(message, HandoffAbandon):
+            self.handle(pe.Abandoned(worker_id, message))
+        else:
+            self.handle(pe.Fetched(message))
+
+    def _begin_claim(self, action: pe.SendClaim) -> None:
+        self._tasks.spawn(self._claim(action))
+
+    async def _claim(self, action: pe.SendClaim) -> None:
+        handoff_id = action.message.handoff_id
+        is_sent = False
+        try:
+            peer = await self._peers.get(action.worker_id)
+            if not self._engine.facts.moves_kv:
+                await self.memory.connect(action.worker_id)
+            is_sent = True  # even if sending fails it may have arrived
+            peer.client.send(action.message)
+        except KvrelayError as exc:
+            _log.warning("hand-off %s cannot be claimed: %s", handoff_id, exc)
+            may_try_elsewhere = isinstance(exc, WorkerUnavailableError) and not is_sent
+            self.handle(pe.Unreachable(handoff_id) if may_try_elsewhere else pe.ClaimFailed(handoff_id))
+        except Exception:  # noqa: BLE001 - the outermost frame of a claim: somebody waits for its end
+            _log.exception("claiming hand-off %s failed", handoff_id)
+            self.handle(pe.ClaimFailed(handoff_id))
+
+    def _tell(self, action: pe.SendProgress | pe.SendDone | pe.SendReady) -> None:
+        """Unless the last attempt still waits for a connection: the ledger says it again."""
+        handoff_id = action.message.handoff_id
+        if handoff_id not in self._telling:
+            self._telling.add(handoff_id)
+            self._tasks.spawn(self._send(action))
+
+    async def _send(self, action: pe.SendProgress | pe.SendDone | pe.SendReady) -> None:
+        try:
+            peer = await self._peers.get(action.worker_id)
+            peer.client.send(action.message)
+        except KvrelayError as exc:
+            _log.debug("%s does not hear of hand-off %s: %s", action.worker_id, action.message.handoff_id, exc)
+        finally:
+            self._telling.discard(action.message.handoff_id)
+
+    def _settle(self, action: pe.Settle) -> None:
+        job = self.jobs.pop(action.handoff_id)
+        self._by_name.pop(job.name, None)
+        if action.reason is not None:
+            level = logging.INFO if action.reason in _CANCELLED else logging.WARNING
+            _log.log(level, "hand-off %s: %s", action.handoff_id, action.reason)
+        job.on_settled()
+
+    def _return(self, action: pe.Return) -> None:
+        job = self.jobs.pop(action.handoff_id)
+        self._by_name.pop(job.name, None)
+        assert job.on_returned is not None, "only an entry that may return does"
+        job.on_returned()
+
+    # -- engine thread ------------------------------------------------------------------------------------------------
+
+    def on_step(self, step: StepOutput) -> None:
+        """Report a step's computed blocks and requested reads."""
+        for load in step.kv_loads:
+            self._load(load)
+        for chunk in step.handoff_chunks:
+            self._chunk(chunk)
+        for output in step.outputs:
+            if output.finish_reason is FinishReason.ERROR and output.request_id in self._by_name:
+                _log.warning("hand-off %s is not computed: %s", output.request_id, output.error)
+                self.handle(pe.EngineRefused(self._by_name[output.request_id]))
+
+    def _load(self, load: KvLoad) -> None:
+        handoff_id = self._by_name.get(load.request_id)
+        if handoff_id is not None:
+            self.handle(pe.LoadWanted(handoff_id, pe.Blocks(load.first_block, load.block_ids)))
+
+    def _chunk(self, chunk: HandoffChunk) -> None:
+        handoff_id = self._by_name.get(chunk.request_id)
+        if handoff_id is None:
+            return
+        job = self.jobs.get(handoff_id)
+        if chunk.first_output is not None and job is not None and job.on_first is not None:
+            # Before the ledger handles it, because a hand-off may settle at once.
+            self.on_loop(job.on_first, chunk.first_output)
+        token, params = None, chunk.kv_transfer_params
+        if chunk.token_id is not None and params is None:
+            # An engine that gets the KV by itself also samples the first token.
+            token = pe.FirstToken(chunk.token_id, chunk.logprobs)
+        self.handle(pe.ChunkComputed(handoff_id, pe.Blocks(chunk.first_block, chunk.block_ids), token, params))
+
+    def _compute(self, action: pe.Compute) -> None:
+        job = self.jobs[action.handoff_id]
+        if not self._engine.facts.moves_kv:
+            self._transfer.open_handoff()
+        self._engine.post(partial(self._add_request, job))
+
+    def _add_request(self, job: Job, core: Engine) -> None:
+        request = job.request
+        job.on_received()
+        num_prompt, size = len(request.token_ids) - request.num_output_tokens, self._layout.block_size
+        try:
+            core.add_request(
+                Request(
+                    request_id=job.name,
+                    prompt_token_ids=request.token_ids[:num_prompt],
+                    output_token_ids=request.token_ids[num_prompt:],
+                    sampling=request.sampling,
+                    mode=PrefillMode.HANDOFF,
+                    # A block of ours that D holds only in part is computed.
+                    num_load_tokens=request.num_cached_tokens // size * size,
+                    priority=request.priority,
+                )
+            )
+        except KvrelayError as exc:
+            _log.warning("hand-off %s is not computed: %s", request.handoff_id, exc)
+            self.handle(pe.EngineRefused(request.handoff_id))
+
+    def _tell_loaded(self, action: pe.TellLoaded) -> None:
+        name = str(action.handoff_id)
+        self._engine.post(lambda core: core.kv_loaded(name, action.ok))
+
+    def _stop_computing(self, action: pe.StopComputing) -> None:
+        name = str(action.handoff_id)
+        self._engine.post(lambda core: core.abort(name))
+
+    def _free_blocks(self, action: pe.FreeBlocks) -> None:
+        name = str(action.handoff_id)
+        self._engine.post(lambda core: core.sending_finished(name))
+        if not self._engine.facts.moves_kv:
+            self._transfer.close_handoff()
+
+    # -- transfers and checksums --------------------------------------------------------------------------------------
+
+    def _read(self, action: pe.Read) -> None:
+        job = self.jobs[action.handoff_id]
+
+        def ended(error: str | None) -> None:
+            self.handle(pe.ReadEnded(action.handoff_id, error is None))
+
+        plan = self._plan(TransferOp.READ, job, action)
+        if plan is None:
+            self._loop.call_soon_threadsafe(ended, "no plan")
+            return
+        self._count(job, plan.num_bytes)
+        worker_id, grant = job.request.decode_worker_id, self._grant_of(action.handoff_id)
+        self._transfer.submit(TransferOp.READ, worker_id, plan, on_done=ended, grant=grant)
+
+    def _grant_of(self, handoff_id: HandoffId) -> GrantRef | None:
+        """The grant that we name; under the ledger's lock."""
+        handoff = self.ledger.handoffs.get(handoff_id)
+        return None if handoff is None or handoff.grant is None else GrantRef(str(handoff_id), handoff.grant.generation)
+
+    def _write(self, action: pe.Write) -> None:
+        job = self.jobs[action.handoff_id]
+
+        def ended(error: str | None) -> None:
+            if error is not None:
+                _log.warning("a write of hand-off %s failed: %s", action.handoff_id, error)
+            self.handle(pe.Written(action.handoff_id, error is None))
+
+        plan = self._plan(TransferOp.WRITE, job, action)
+        if plan is None:
+            self._loop.call_soon_threadsafe(ended, "no plan")
+            return
+        self._count(job, plan.num_bytes)
+        notify = None
+        if action.done is not None:
+            notify = encode_message(msgspec.structs.replace(action.done, num_transferred_bytes=job.num_bytes))
+        worker_id, group = job.request.decode_worker_id, job.name
+        grant = GrantRef(group, action.generation)
+        self._transfer.submit(TransferOp.WRITE, worker_id, plan, notify, on_done=ended, group=group, grant=grant)
+
+    def _plan(self, op: TransferOp, job: Job, action: pe.Read | pe.Write) -> TransferPlan | None:
+        here = BlockRun(action.blocks.first_block, action.blocks.block_ids)
+        there = BlockRun(action.remote_first_block, action.remote_block_ids)
+        theirs = self.ledger.handoffs[action.handoff_id].decode_block_size(self.ledger.rules)
+        return self.memory.plan(op, job.request.decode_worker_id, here, there, theirs)
+
+    def _count(self, job: Job, num_bytes: int) -> None:
+        job.num_bytes += num_bytes
+        self._stats.num_sent_bytes += num_bytes
+
+    def _verify_hits(self, action: pe.VerifyHits) -> None:
+        worker_id = self.jobs[action.handoff_id].request.decode_worker_id
+
+        def verified(damage: str | None) -> None:
+            if damage is not None:
+                _log.warning(
+                    "KV that hand-off %s read from %s is computed instead: %s", action.handoff_id, worker_id, damage
+                )
+            self.handle(pe.HitsVerified(action.handoff_id, damage is None))
+
+        self._checksums.verify(action.blocks.block_ids, action.checksums, verified)
+
+    def _checksum_chunk(self, action: pe.ChecksumChunk) -> None:
+        def checksummed(checksums: tuple[int, ...] | None) -> None:
+            self.handle(pe.ChunkChecksummed(action.handoff_id, checksums))
+
+        self._checksums.compute(action.block_ids, checksummed)

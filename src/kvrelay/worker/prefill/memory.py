@@ -1,0 +1,61 @@
+"""The memory of decode workers, as a prefill worker's transfers see it: connected at the first claim, then planned for.
+
+It owns the mapping between each decode worker's blocks and ours. It does not know hand-offs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvrelay.core.layout import BlockRun, KVLayout
+from kvrelay.errors import TransferError
+from kvrelay.transfer.base import TransferOp, TransferPlan
+from kvrelay.transfer.compat import planner_for
+from kvrelay.transfer.planner import TransferPlanner
+from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.locks import KeyedLocks
+from kvrelay.worker.prefill.connections import DecodePeers
+
+_log = logging.getLogger(__name__)
+
+
+class PeerMemory:
+    """Of all decode workers. ``connect`` and ``forget`` run on the event loop, ``plan`` on any thread."""
+
+    def __init__(self, layout: KVLayout, kv_compatibility: str, transfer: TransferThread, peers: DecodePeers) -> None:
+        self._layout = layout
+        self._kv_compatibility = kv_compatibility
+        self._transfer = transfer
+        self._peers = peers
+        self._planners: dict[str, TransferPlanner] = {}
+        self._connecting = KeyedLocks()
+
+    async def connect(self, worker_id: str) -> None:
+        """Load and cache the peer's memory metadata, at first use. Raises KvrelayError."""
+        async with self._connecting.hold(worker_id):
+            if not self._transfer.has_peer(worker_id):
+                metadata = await self._peers.kv_metadata(worker_id, 0, self._kv_compatibility)
+                self._planners[worker_id] = planner_for(self._layout, metadata)
+                await asyncio.wrap_future(self._transfer.add_peer(metadata))
+
+    def forget(self, worker_id: str) -> None:
+        """The connection to a decode worker's memory is closed; the next claim loads it again."""
+        self._planners.pop(worker_id, None)
+
+    def plan(
+        self, op: TransferOp, worker_id: str, here: BlockRun, there: BlockRun, block_size: int
+    ) -> TransferPlan | None:
+        """None if ``there``, in blocks of ``block_size`` tokens, does not fit the memory that the decode worker has
+        registered, or if that is gone."""
+        planner = self._planners.get(worker_id)
+        if planner is None:
+            return None  # its connection is gone
+        if block_size != planner.remote.block_size:
+            _log.error("%s granted blocks of %d tokens, and %r has others", worker_id, block_size, planner)
+            return None
+        try:
+            return planner.plan(op, here, there)
+        except TransferError as exc:
+            _log.error("a %s of %s's memory cannot be planned: %s", op.value, worker_id, exc)
+            return None

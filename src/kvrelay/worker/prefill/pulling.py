@@ -1,0 +1,265 @@
+"""A worker's prefill side: pull from the global queue, and compute for decode workers.
+
+It owns the pull loop, and each queue entry until it is acknowledged. The ledger (``kvrelay/handoff``), driven by
+``outgoing.py``, owns each hand-off; the engine schedules the prefills.
+
+One prefill computes while the next one is pulled and the last writes of the previous one are in flight, so the engine
+never waits for the queue. Claims are in flight while their prefills compute, so it does not wait for claims either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+
+from kvrelay.control.base import PrefillDelivery, PrefillQueue
+from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S, return_delay_s
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.layout import KVLayout
+from kvrelay.core.tasks import TaskSet, end_tasks
+from kvrelay.engine.contract import EngineHost
+from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.prefill_state import PrefillRules
+from kvrelay.transfer.thread import TransferThread
+from kvrelay.worker.checksums import BlockChecksums
+from kvrelay.worker.prefill.connections import DecodePeers
+from kvrelay.worker.prefill.handoffs import Job, OutgoingHandoffs
+from kvrelay.worker.reporting.stats import PrefillStats
+
+_log = logging.getLogger(__name__)
+
+PULL_TIMEOUT_S = 60.0
+PULL_RETRY_S = 1.0
+CLAIM_TIMEOUT_S = 10.0
+"""From the pull to the answer, including the connection if it is the first."""
+CLOSE_TIMEOUT_S = 2.0
+DRAIN_INTERVAL_S = 0.02
+DRAIN_TIMEOUT_S = 150.0
+"""Longer than any decode worker waits for a hand-off that was claimed (``DecodeRules.grant_timeout_s``)."""
+MAX_COMPUTING = 2
+"""Hand-offs pulled and not yet computed: one in the engine, one waiting."""
+MIN_GONE_FOR_S = 30.0
+GONE_FOR_DETECTIONS = 3.0
+"""Longer than a connection outlives a silent peer: after that its requests have also migrated. Several times as long,
+because frontends use the decode worker's lease, which may be longer than ours."""
+
+
+class PrefillSide:
+    """Serves the prefill queue between ``start`` and ``stop``. ``term`` returns this worker's current term;
+    ``detection_s`` is how long a connection outlives a silent peer."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        model: str,
+        layout: KVLayout,
+        kv_compatibility: str,
+        engine: EngineHost,
+        transfer: TransferThread,
+        checksums: BlockChecksums,
+        queue: PrefillQueue,
+        peers: DecodePeers,
+        term: Callable[[], int],
+        detection_s: float,
+    ) -> None:
+        self.stats = PrefillStats()
+        rules = PrefillRules(
+            worker_id=worker_id,
+            block_size=layout.block_size,
+            kv_compatibility=kv_compatibility,
+            claim_timeout_s=CLAIM_TIMEOUT_S,
+            gone_for_s=max(GONE_FOR_DETECTIONS * detection_s, MIN_GONE_FOR_S),
+            checksums=checksums.required,
+        )
+        self.handoffs = OutgoingHandoffs(
+            rules,
+            clock=MonotonicClock(),
+            layout=layout,
+            engine=engine,
+            transfer=transfer,
+            checksums=checksums,
+            peers=peers,
+            stats=self.stats,
+        )
+        self._model = model
+        self._kv_compatibility = kv_compatibility
+        self._queue = queue
+        self._term = term
+        self._slots = asyncio.Semaphore(MAX_COMPUTING)
+        self._pulling: asyncio.Task[None] | None = None
+        self._engine = engine
+        self._preparing = TaskSet()
+        """Entries whose grammars are being compiled; nothing is claimed for them yet."""
+        self._settling = TaskSet()
+        self._tasks = TaskSet()
+        self._tasks.spawn(self.handoffs.tick_forever())
+
+    @property
+    def num_handoffs(self) -> int:
+        """Hand-offs that hold blocks, or whose entries are not acknowledged."""
+        return len(self.handoffs.jobs) + len(self._preparing)
+
+    def start(self) -> None:
+        """Begin to pull."""
+        if self._pulling is None:
+            self._pulling = self._tasks.spawn(self._pull_forever())
+
+    def stop(self) -> None:
+        """Pull nothing more."""
+        if self._pulling is not None:
+            self._pulling.cancel()
+            self._pulling = None
+
+    async def drain(self) -> None:
+        """Stop pulling; return when every hand-off, including its reads and writes, has ended, or when no decode worker
+        waits for it any more."""
+        pulling = self._pulling
+        self.stop()
+        if pulling is not None:
+            await end_tasks([pulling])
+        await self._preparing.wait()
+        await self._idle(DRAIN_TIMEOUT_S)
+        if self.handoffs.jobs:
+            _log.error("gave up %d hand-offs that did not end in %g s", self.num_handoffs, DRAIN_TIMEOUT_S)
+            self.give_up_all(EndReason.LEAVING)
+            await self._idle(CLOSE_TIMEOUT_S)
+        await self._settling.wait()
+
+    async def close(self) -> None:
+        """Stop at once. Begins no more transfers; the transfer thread ends those in flight."""
+        self.stop()
+        await self._preparing.close()
+        self.give_up_all(EndReason.LEAVING)
+        await self._idle(CLOSE_TIMEOUT_S)
+        await self._settling.close()
+        await self._tasks.close()
+        await self.handoffs.close()
+
+    def give_up_all(self, reason: EndReason) -> None:
+        """Others may count us as dead and reuse their blocks, so nothing more may be written.
+
+        Submits nothing from now on, including hand-offs that are being claimed. The caller withdraws submitted
+        transfers.
+        """
+        self.handoffs.handle(pe.LeaseLost(reason))
+
+    async def _idle(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while self.handoffs.jobs and time.monotonic() < deadline_s:
+            await asyncio.sleep(DRAIN_INTERVAL_S)
+
+    async def _pull_forever(self) -> None:
+        # Cancellation alone is not enough: asyncio.wait_for, in 3.11, swallows one that arrives with the result.
+        while asyncio.current_task() is self._pulling:
+            await self._slots.acquire()
+            delivery = None
+            try:
+                delivery = await self._queue.pull(self._kv_compatibility, PULL_TIMEOUT_S)
+            except KvrelayError as exc:
+                _log.warning("cannot pull prefills: %s", exc)
+                await asyncio.sleep(PULL_RETRY_S)
+            finally:
+                if delivery is None:
+                    self._slots.release()
+            if delivery is not None:
+                self._take(delivery)
+
+    def _take(self, delivery: PrefillDelivery) -> None:
+        """One queue entry, from here to its acknowledgement."""
+        request, slot = delivery.request, _Slot(self._slots)
+        keepalives = self._tasks.spawn(_extend_ack_deadline(delivery))
+
+        delay_s = return_delay_s(delivery.num_deliveries)
+
+        def end(ending: Coroutine[None, None, None]) -> None:
+            slot.release()
+            keepalives.cancel()
+            self._settling.spawn(ending)
+
+        def settled() -> None:
+            end(_settle(delivery))
+
+        def returned() -> None:
+            assert delay_s is not None, "this entry may return"
+            end(_give_back(delivery, delay_s))
+
+        job = Job(request, slot.release, settled, None if delay_s is None else returned)
+        if request.handoff_id.decode_worker_id != request.decode_worker_id:
+            _log.warning("an entry of %s for hand-off %s was dropped", request.decode_worker_id, request.handoff_id)
+            settled()
+        elif request.handoff_id in self.handoffs.ledger.seen:
+            _log.warning("hand-off %s was delivered again; it was handled here before", request.handoff_id)
+            settled()
+        elif delivery.is_expired:
+            self.handoffs.decline(job, EndReason.EXPIRED)
+        elif request.model != self._model:
+            self.handoffs.decline(job, EndReason.WRONG_MODEL)
+        elif request.sampling.grammar is not None:
+            self._preparing.spawn(self._prepare_and_take(job, self._term()))
+        else:
+            self.handoffs.take(job, self._term())
+
+    async def _prepare_and_take(self, job: Job, term: int) -> None:
+        """Compile the grammar on a thread of its own, so that neither the loop nor the engine waits for it."""
+        try:
+            await asyncio.to_thread(self._engine.prepare, job.request.sampling)
+        except InvalidInputError as exc:
+            _log.warning("hand-off %s is not computed: %s", job.request.handoff_id, exc)
+            self.handoffs.decline(job, EndReason.ENGINE_REFUSED)
+            return
+        if job.request.handoff_id in self.handoffs.ledger.seen:
+            _log.warning("hand-off %s was delivered again while its grammar was compiled", job.request.handoff_id)
+            job.on_settled()
+        elif self._term() != term:
+            self.handoffs.decline(job, EndReason.LEASE_LOST)
+        else:
+            self.handoffs.take(job, term)
+
+
+class _Slot:
+    """One permit of the pull loop's semaphore, released only once."""
+
+    def __init__(self, semaphore: asyncio.Semaphore) -> None:
+        self._semaphore = semaphore
+        self._held = True
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self._semaphore.release()
+
+
+async def _extend_ack_deadline(delivery: PrefillDelivery) -> None:
+    while True:
+        await asyncio.sleep(KEEPALIVE_INTERVAL_S)
+        try:
+            await delivery.in_progress()
+        except KvrelayError as exc:
+            _log.warning(
+                "extending the ack deadline of prefill %s failed (%s); it may be redelivered",
+                delivery.request.handoff_id,
+                exc,
+            )
+
+
+async def _settle(delivery: PrefillDelivery) -> None:
+    """Acknowledge. If that fails the entry is delivered again, and the decode worker refuses its claim as stale."""
+    try:
+        await delivery.ack()
+    except KvrelayError as exc:
+        _log.warning("cannot acknowledge %s: %s", delivery.request.handoff_id, exc)
+
+
+async def _give_back(delivery: PrefillDelivery, delay_s: float) -> None:
+    """To another prefill worker. If that fails the entry is delivered again after its ack deadline."""
+    handoff_id = delivery.request.handoff_id
+    _log.warning("hand-off %s goes back to the queue; it is delivered again in %g s", handoff_id, delay_s)
+    try:
+        await delivery.nak(delay_s)
+    except KvrelayError as exc:
+        _log.warning("cannot give %s back: %s", handoff_id, exc)

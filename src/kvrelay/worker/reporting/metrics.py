@@ -1,0 +1,212 @@
+"""A worker's numbers as Prometheus metrics. Nothing is counted here: a scrape reads the worker's own counts.
+
+Counts that the worker keeps in a dataclass become metrics by their fields' names, so that a new one appears by itself:
+``num_granted`` of the hand-off ledger is ``kvrelay_worker_handoffs_granted_total``. This module does not know how they
+are fetched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvrelay.core.status import RefusalKind
+from kvrelay.core.workers import WorkerRole
+from kvrelay.engine.stats import EngineStats
+from kvrelay.handoff.base import EndReason, RefusalReason
+from kvrelay.handoff.decode_state import DecodeCounters
+from kvrelay.placement.cost_model import StepCost
+from kvrelay.transfer.base import TransferOp
+from kvrelay.transfer.p2p.counters import P2pCounters
+from kvrelay.transfer.stats import TransferStats
+from kvrelay.worker.reporting.stats import DecodeStats, PrefillStats, RemoteCostStats, by_reason
+
+PREFIX = "kvrelay_worker_"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """A snapshot of a worker. ``is_ready``: in discovery, by local knowledge, and not leaving."""
+
+    worker_id: str
+    model: str
+    engine_kind: str
+    role: WorkerRole
+    epoch: int
+    is_ready: bool
+    engine: EngineStats
+    decode: DecodeStats
+    prefill: PrefillStats
+    transfer: TransferStats
+    num_open_handoffs: int = 0
+    num_grants: int = 0
+    handoffs: DecodeCounters = dataclasses.field(default_factory=DecodeCounters)
+    remote: RemoteCostStats = dataclasses.field(default_factory=RemoteCostStats)
+    refusals: Mapping[RefusalKind, int] = dataclasses.field(default_factory=dict)
+    """Refused requests by reason."""
+    prefill_ends: Mapping[EndReason, int] = dataclasses.field(default_factory=dict)
+    """Hand-offs to decode workers that ended without success, by reason."""
+    num_unleased_entries: int = 0
+    transfer_cost_error: float = 0.0
+    """Mean relative error of the published transfer costs."""
+
+
+class WorkerMetrics(Collector):
+    """Renders the current result of ``stats``, and Prometheus's standard metrics of the process."""
+
+    def __init__(self, stats: Callable[[], WorkerStats]) -> None:
+        self._stats = stats
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def render(self) -> bytes:
+        """Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        yield _info(stats)
+        yield _gauge("ready", "1 while the worker is in discovery and not leaving.", stats.is_ready)
+        yield from _engine_gauges(stats.engine)
+        yield _gauge("handoffs_waiting", "Requests that wait for a remote prefill.", stats.num_open_handoffs)
+        yield _gauge("grants_open", "Permissions to touch our blocks that peers hold.", stats.num_grants)
+        yield _counter(
+            "discovery_entries_without_lease", "Entries ignored since no lease ends them.", stats.num_unleased_entries
+        )
+        yield from _engine_counters(stats.engine)
+        yield from _transfers(stats.transfer)
+        if stats.transfer.p2p is not None:
+            yield from _p2p(stats.transfer.p2p)
+        yield _by_label("placements", "Where prefills ran, and why.", "place", stats.decode.places)
+        yield _by_label("refusals", "Requests of frontends that were refused.", "reason", stats.refusals)
+        yield _by_reason("claims_refused", "Claims of prefill workers that were refused.", stats.handoffs.refusals)
+        yield _by_reason("recomputed", "Remote prefills that were computed here instead.", stats.handoffs.ends)
+        yield _by_reason("prefills_ended", "Prefills for decode workers without success.", stats.prefill_ends)
+        yield from _counts("handoffs", "Hand-offs of this decode worker", stats.handoffs)
+        yield from _counts("decode", "Decode side", stats.decode)
+        yield from _costs(stats.engine, stats.remote, stats.transfer_cost_error)
+        yield from _counts("prefill", "Prefill side", stats.prefill)
+
+
+def _info(stats: WorkerStats) -> Metric:
+    value = {
+        "worker_id": stats.worker_id,
+        "model": stats.model,
+        "engine": stats.engine_kind,
+        "role": stats.role.value,
+        "epoch": str(stats.epoch),
+    }
+    return InfoMetricFamily(PREFIX.rstrip("_"), "Who this worker is, and what it does now.", value=value)
+
+
+def _engine_gauges(engine: EngineStats) -> Iterator[Metric]:
+    yield _gauge("requests_running", "Requests let in, those that wait for a transfer included.", engine.num_running)
+    yield _gauge("requests_waiting", "Requests that wait to be let in.", engine.num_waiting)
+    yield _gauge("kv_blocks", "Blocks of the KV pool.", engine.num_blocks)
+    yield _gauge("kv_blocks_in_use", "Blocks held or quarantined, not only cached.", engine.num_blocks_in_use)
+    yield _gauge(
+        "kv_blocks_quarantined", "Blocks lent to hand-offs: a peer may write to them.", engine.num_blocks_quarantined
+    )
+    yield _gauge("kv_usage_ratio", "Share of the KV pool in use.", engine.num_blocks_in_use / engine.num_blocks)
+    yield _gauge(
+        "kv_demand_ratio",
+        "What requests hold or wait for, over the pool.",
+        engine.num_blocks_demanded / engine.num_blocks,
+    )
+
+
+def _engine_counters(engine: EngineStats) -> Iterator[Metric]:
+    yield _counter(
+        "prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache.", engine.num_queried_tokens
+    )
+    yield _counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", engine.num_hit_tokens)
+    yield _counter("prefill_tokens", "Prompt tokens computed here.", engine.num_prefill_tokens)
+    yield _counter("generation_tokens", "Tokens sampled here.", engine.num_generated_tokens)
+    yield _counter("steps", "Forward passes.", engine.num_steps)
+    yield _counter("preemptions", "Requests whose blocks were taken.", engine.num_preemptions)
+
+
+def _costs(engine: EngineStats, remote: RemoteCostStats, transfer_error: float) -> Iterator[Metric]:
+    """What the fitted models hold, and how wrong they were lately."""
+    coefficients = GaugeMetricFamily(PREFIX + "cost_seconds", "Fitted cost.", labels=("model", "coefficient"))
+    errors = GaugeMetricFamily(
+        PREFIX + "cost_error_ratio", "Mean of |measured - predicted| / measured.", labels=("model",)
+    )
+    samples = CounterMetricFamily(PREFIX + "cost_samples", "Measured times.", labels=("model",))
+    rejected = CounterMetricFamily(PREFIX + "cost_samples_rejected", "Impossible times.", labels=("model",))
+    step = StepCost() if engine.step_cost is None else engine.step_cost
+    for model, cost in (("step", step), ("remote", remote.cost)):
+        for name, value in msgspec.structs.asdict(cost).items():
+            coefficients.add_metric((model, name.removesuffix("_s")), value)
+    errors.add_metric(("step",), engine.step_cost_error)
+    errors.add_metric(("remote",), remote.error)
+    errors.add_metric(("transfer",), transfer_error)
+    samples.add_metric(("step",), engine.num_step_samples)
+    samples.add_metric(("remote",), remote.num_samples)
+    rejected.add_metric(("step",), engine.num_step_samples_rejected)
+    rejected.add_metric(("remote",), remote.num_rejected)
+    yield from (coefficients, errors, samples, rejected)
+    yield _counter("cost_fallbacks", "Decisions by threshold, since costs were not sound.", remote.num_fallbacks)
+    yield _counter("cost_trials", "Prefills that went the dearer way, so that it is measured.", remote.num_trials)
+
+
+def _transfers(transfer: TransferStats) -> Iterator[Metric]:
+    """Summed over peers: workers join and leave, and each would be a time series."""
+    yield _gauge("transfers_unfinished", "Reads and writes under way.", transfer.num_unfinished)
+    fields = {
+        "transfers": ("num_transfers", "Ended reads and writes of peers' KV."),
+        "transfer_errors": ("num_errors", "Reads and writes that failed."),
+        "transfer_bytes": ("num_bytes", "KV that arrived."),
+        "transfer_pieces": ("num_pieces", "Runs of adjacent bytes (descriptors) that arrived."),
+        "transfer_seconds": ("seconds", "From submission to end, waiting included."),
+    }
+    for name, (field, text) in fields.items():
+        family = CounterMetricFamily(PREFIX + name, text, labels=("op",))
+        for op in TransferOp:
+            family.add_metric((op.value,), sum(getattr(peer, field) for peer in transfer.peers if peer.op is op))
+        yield family
+
+
+def _p2p(counters: P2pCounters) -> Iterator[Metric]:
+    """Metrics of the peer-to-peer transport only."""
+    yield _gauge("p2p_communicators", "Communicators that exist.", counters.pairs)
+    yield _gauge("p2p_buffer_used_bytes", "Buffer taken by KV under way.", counters.buffer_used_bytes)
+    yield _gauge("p2p_pool_used_bytes", "Memory pool taken by KV under way.", counters.pool_used_bytes)
+    for field in dataclasses.fields(counters):
+        if field.name.startswith("num_"):
+            name = field.name.removeprefix("num_")
+            yield _counter(f"p2p_{name}", f"Transport p2p: {name.replace('_', ' ')}.", getattr(counters, field.name))
+
+
+def _counts(group: str, title: str, counts: DecodeStats | PrefillStats | DecodeCounters) -> Iterator[Metric]:
+    """A counter for each field of a dataclass of counts."""
+    for field in dataclasses.fields(counts):
+        value = getattr(counts, field.name)
+        if isinstance(value, int):
+            name = field.name.removeprefix("num_")
+            yield _counter(f"{group}_{name}", f"{title}: {name.replace('_', ' ')}.", value)
+
+
+def _by_reason(name: str, text: str, counts: Mapping[EndReason, int] | Mapping[RefusalReason, int]) -> Metric:
+    return _by_label(name, text, "reason", by_reason(counts))
+
+
+def _by_label(name: str, text: str, label: str, counts: Mapping[str, int] | Mapping[RefusalKind, int]) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, text, labels=(label,))
+    for value, count in dict(counts).items():
+        family.add_metric((value,), count)
+    return family
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, text, value=value)

@@ -1,0 +1,62 @@
+"""A worker's counts of its two sides, since start, for metrics and status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvrelay.handoff.base import EndReason, RefusalReason
+from kvrelay.placement.cost_model import RemoteCost
+
+
+def by_reason(counts: Mapping[EndReason, int] | Mapping[RefusalReason, int]) -> dict[str, int]:
+    """For metrics and status: the reasons' names, since their values are sentences."""
+    return {reason.name.lower(): count for reason, count in dict(counts).items()}
+
+
+@dataclass(slots=True)
+class DecodeStats:
+    """Counters of the decode side. ``num_early_rejected`` counts the refusals because of an objective,
+    ``num_recomputed`` remote prefills whose KV did not arrive, so that
+    they were computed here; ``places`` prefills by where they ran and why; ``num_verified_blocks`` blocks with correct
+    checksums, ``num_kv_checksum_mismatches`` hand-offs with a wrong block."""
+
+    num_requests: int = 0
+    num_refused: int = 0
+    num_early_rejected: int = 0
+    num_aborted: int = 0
+    num_remote_done: int = 0
+    num_recomputed: int = 0
+    num_stale: int = 0
+    num_received_bytes: int = 0
+    num_verified_blocks: int = 0
+    num_kv_checksum_mismatches: int = 0
+    places: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCostStats:
+    """The fitted cost of remote prefills, how wrong it was lately (relative), decisions that had to do
+    without, and decisions against it, so that it is measured."""
+
+    cost: RemoteCost = RemoteCost()  # noqa: RUF009 - immutable
+    error: float = 0.0
+    num_samples: int = 0
+    num_rejected: int = 0
+    num_fallbacks: int = 0
+    num_trials: int = 0
+
+
+@dataclass(slots=True)
+class PrefillStats:
+    """Counters of the prefill side. ``num_returned`` counts queue entries that were given back because their decode
+    worker could not be reached; the two counts of checksums concern the hit blocks that it reads."""
+
+    num_prefills: int = 0
+    num_refused: int = 0
+    num_failed: int = 0
+    num_abandoned: int = 0
+    num_returned: int = 0
+    num_sent_bytes: int = 0
+    num_verified_blocks: int = 0
+    num_kv_checksum_mismatches: int = 0

@@ -1,0 +1,286 @@
+"""The contract of both carriers: what one rank begins, all ranks hear; who leaves or is lost, all ranks hear."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.dp.groups import CARRIERS, FACTS, Heard, address_for, formed, join_all
+from tests.patience import until
+
+from kvrelay.dp import member as member_module
+from kvrelay.dp import server as server_module
+from kvrelay.dp.addresses import GroupAddress
+from kvrelay.dp.beats import SilenceDetector
+from kvrelay.dp.member import GroupMember
+from kvrelay.dp.messages import AllLeft, Ended, FrameReader, FromRank, RankInfo, RegPart, encode
+from kvrelay.dp.protocol import StartStep, StepsUntil
+from kvrelay.errors import AddressInUseError, ConfigError, FatalError, ProtocolError
+
+each_carrier = pytest.mark.parametrize("carrier", CARRIERS)
+
+
+@each_carrier
+def test_what_one_rank_begins_all_ranks_hear(carrier: str, tmp_path: Path):
+    with formed(carrier, tmp_path, num_ranks=3, lookahead=24) as members:
+        assert {member.carrier for member in members} == {carrier}
+        assert len({member.group_id for member in members}) == 1
+        heard = [Heard(member) for member in members]
+        members[2].start_step(StartStep(1))
+        for each in heard:
+            each.wait_for(StepsUntil(25))
+        members[0].start_step(StartStep(25))
+        members[1].start_step(StartStep(26))
+        for each in heard:
+            each.wait_for(StepsUntil(50))
+
+
+@each_carrier
+def test_ranks_that_begin_steps_at_once_agree(carrier: str, tmp_path: Path):
+    """Every rank hears of every step that any rank has begun, whatever the order; the last word is the same."""
+    with formed(carrier, tmp_path, num_ranks=4, lookahead=3) as members:
+        heard = [Heard(member) for member in members]
+        highest = [0] * len(members)
+
+        def run(number: int) -> None:
+            draw = random.Random(number)
+            step = 0
+            for _ in range(100):
+                step += draw.randrange(1, 4)
+                highest[number] = step
+                members[number].start_step(StartStep(step))
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(len(members))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # One more, so that the end is known.
+        last = max(highest) + 100
+        members[1].start_step(StartStep(last))
+        for each in heard:
+            each.wait_for(StepsUntil(last + 3))
+            assert each.step == last + 3
+
+
+@each_carrier
+def test_all_have_left_when_the_last_has(carrier: str, tmp_path: Path):
+    with formed(carrier, tmp_path) as members:
+        heard = [Heard(member) for member in members]
+        members[1].leave()
+        members[0].start_step(StartStep(1))
+        for each in heard:
+            each.wait_for(StepsUntil(25))
+        members[0].leave()
+        for each in heard:
+            each.wait_for(AllLeft())
+            # Nothing that was begun before is told after.
+            assert each.step == 25
+            assert each.notices[-1] == AllLeft()
+
+
+@each_carrier
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_rank_ends_the_group(carrier: str, lost: int, tmp_path: Path):
+    with formed(carrier, tmp_path, num_ranks=3) as members:
+        heard = {rank: Heard(member) for rank, member in enumerate(members) if rank != lost}
+        members[lost].close()
+        for each in heard.values():
+            ended = each.wait_for_kind(Ended)
+            assert f"rank {lost} of the data-parallel group" in ended.reason
+
+
+@each_carrier
+def test_a_failed_coordinator_ends_the_group(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    with formed(carrier, tmp_path) as members:
+        heard = [Heard(member) for member in members]
+        monkeypatch.setattr(server_module.Roster, "left", fail)
+        members[1].leave()
+        for each in heard:
+            assert "the coordinator of the data-parallel group failed" in each.wait_for_kind(Ended).reason
+
+
+@each_carrier
+def test_a_rank_that_hangs_ends_the_group(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with formed(carrier, tmp_path, num_ranks=3) as members:
+        server = members[0]._server
+        assert server is not None
+        (hung,) = [server._connections[part] for part, info in server._roster._parts.items() if info.rank == 2]
+        monkeypatch.setattr(SilenceDetector, "tick", lambda detector: detector is hung.silence)
+        heard = [Heard(member) for member in members]
+        for member in members:
+            member.ready()
+        # The rank that hangs hears it as well, if it continues.
+        for each in heard:
+            reason = each.wait_for_kind(Ended).reason
+            assert "rank 2 of the data-parallel group (place 2) has sent nothing for 60 s (--rank-timeout-s)" in reason
+
+
+@each_carrier
+def test_a_coordinator_that_hangs_ends_the_group(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with formed(carrier, tmp_path) as members:
+        monkeypatch.setattr(SilenceDetector, "tick", lambda detector: detector is members[1]._silence)
+        heard = [Heard(member) for member in members]
+        for member in members:
+            member.ready()
+        reason = heard[1].wait_for_kind(Ended).reason
+        assert "rank 0 of the data-parallel group, its coordinator, has sent nothing for 60 s" in reason
+
+
+@each_carrier
+def test_an_idle_group_beats(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every rank hears the coordinator again and again, and the coordinator every rank."""
+    for module in (server_module, member_module):
+        monkeypatch.setattr(module, "BEAT_S", 0.01)
+    beats: Counter[SilenceDetector] = Counter()
+    monkeypatch.setattr(SilenceDetector, "heard", lambda detector: beats.update([detector]))
+    monkeypatch.setattr(SilenceDetector, "tick", lambda _: False)
+    with formed(carrier, tmp_path, num_ranks=3) as members:
+        for member in members:
+            Heard(member)
+        for member in members:
+            member.ready()
+        until(lambda: len(beats) == 6 and min(beats.values()) > 20)
+
+
+def test_silence_is_counted_in_ticks():
+    detector = SilenceDetector(2.0)
+    assert [detector.tick() for _ in range(5)] == [False] * 4 + [True]
+    detector.heard()
+    assert not detector.tick()
+
+
+# -- groups that do not come about ------------------------------------------------------------------------------------
+
+
+@each_carrier
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        (RankInfo(1, 2, "b", {**FACTS, "version": "2"}), r"must agree: version is 2 on rank 1 \(b\) and 1 on rank 0"),
+        (RankInfo(1, 2, "b", {**FACTS, "ep": "true"}), r"must agree: ep is true on rank 1 \(b\) and None on rank 0"),
+        (RankInfo(1, 3, "b", FACTS), r"rank 1 \(b\) has --dp 3, rank 0 has --dp 2"),
+        (RankInfo(2, 2, "b", FACTS), r"must be 0 to 1, each once"),
+    ],
+)
+def test_ranks_that_differ_are_refused_on_every_rank(carrier: str, second: RankInfo, reason: str, tmp_path: Path):
+    results = join_all(address_for(carrier, tmp_path), [RankInfo(0, 2, "a", FACTS), second])
+    for result in results:
+        assert isinstance(result, ConfigError)
+        with pytest.raises(ConfigError, match=reason):
+            raise result
+
+
+@each_carrier
+def test_a_rank_that_does_not_come_is_named(carrier: str, tmp_path: Path):
+    infos = [RankInfo(rank, 3, "a", FACTS) for rank in (0, 1)]
+    for result in join_all(address_for(carrier, tmp_path), infos, timeout_s=0.5):
+        assert isinstance(result, ConfigError)
+        assert "rank 2 of the data-parallel group did not register within 0.5 s" in result.message
+
+
+@each_carrier
+def test_a_rank_too_many_is_refused(carrier: str, tmp_path: Path):
+    address = address_for(carrier, tmp_path)
+    infos = [RankInfo(rank, 2, "a", FACTS) for rank in (0, 1)]
+    members = join_all(address, infos)
+    try:
+        with pytest.raises(ConfigError, match="is complete already"):
+            GroupMember.join(address, RankInfo(1, 2, "late", FACTS))
+    finally:
+        for member in members:
+            assert isinstance(member, GroupMember)
+            member.close()
+
+
+@each_carrier
+def test_a_place_that_is_taken_is_refused_on_every_rank(carrier: str, tmp_path: Path):
+    address = address_for(carrier, tmp_path)
+    with address.listen(5) as other:
+        other.settimeout(30.0)
+        accepted: list[socket.socket] = []
+
+        def foreign_service() -> None:
+            connection, _ = other.accept()
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            accepted.append(connection)
+
+        thread = threading.Thread(target=foreign_service)
+        thread.start()
+        first, second = join_all(address, [RankInfo(rank, 2, "a", FACTS) for rank in (0, 1)])
+        thread.join()
+        for connection in accepted:
+            connection.close()
+    assert isinstance(first, AddressInUseError)
+    assert isinstance(second, FatalError)
+    assert "is not the coordinator of a data-parallel group" in second.message
+
+
+def test_where_no_one_listens(tmp_path: Path):
+    with pytest.raises(FatalError, match="rank 0 of the data-parallel group does not listen at"):
+        GroupMember.join(GroupAddress(directory=tmp_path), RankInfo(1, 2, "a", FACTS), timeout_s=0.1)
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", "host:port", "host:65535", "host:0", "relative/path"])
+def test_addresses_that_are_none(text: str):
+    with pytest.raises(ConfigError, match="--dp-address"):
+        GroupAddress.parse(text)
+
+
+def test_addresses():
+    assert GroupAddress.parse("/tmp/x").is_shared_memory
+    assert GroupAddress.parse("[::1]:80") == GroupAddress(host="::1", port=80)
+    assert str(GroupAddress.parse("10.0.0.1:29500")) == "10.0.0.1:29500"
+
+
+def test_noise_at_the_coordinators_port_harms_no_one(tmp_path: Path):
+    address = address_for("rpc", tmp_path)
+    draw = random.Random(5)
+
+    def make_noise() -> None:
+        for number in range(20):
+            with address.connect(30.0) as noise:
+                noise.sendall(draw.randbytes(200) if number % 2 else encode(StartStep(number)))
+
+    thread = threading.Thread(target=make_noise)
+    thread.start()
+    infos = [RankInfo(rank, 2, "a", FACTS) for rank in (0, 1)]
+    members = join_all(address, infos)
+    thread.join()
+    try:
+        heard = [Heard(member) for member in members if isinstance(member, GroupMember)]
+        heard[0].member.start_step(StartStep(7))
+        for each in heard:
+            each.wait_for(StepsUntil(31))
+    finally:
+        for member in members:
+            assert isinstance(member, GroupMember)
+            member.close()
+
+
+# -- frames -----------------------------------------------------------------------------------------------------------
+
+
+def test_frames_arrive_in_any_pieces():
+    messages = [RegPart(RankInfo(1, 2, "here", FACTS)), StartStep(2**40), StartStep(1)]
+    data = b"".join(encode(message) for message in messages)
+    reader = FrameReader(FromRank)
+    assert [message for byte in data for message in reader.feed(bytes((byte,)))] == messages
+
+
+def test_other_versions_and_lengths_are_refused():
+    frame = encode(StartStep(1))
+    with pytest.raises(ProtocolError, match="has version 9"):
+        list(FrameReader(FromRank).feed(frame[:4] + b"\x09" + frame[5:]))
+    with pytest.raises(ProtocolError, match="is no message"):
+        list(FrameReader(FromRank).feed(os.urandom(3) + b"\xff" + frame))
+    with pytest.raises(ProtocolError, match="malformed"):
+        list(FrameReader(FromRank).feed(frame[:-1] + b"\xc1"))

@@ -1,0 +1,147 @@
+"""The pace of prefills beside answers, what a step costs, and prefills that are placed when they are admitted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from kvrelay.config import DisaggConfig
+from kvrelay.core.clock import ManualClock
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.status import RequestStatus
+from kvrelay.engine.core import EngineCore
+from kvrelay.engine.prefill_budget import MARGIN, STEP_SHARE, Pace
+from kvrelay.engine.request import Request
+from kvrelay.placement.cost import MIN_WINDOW, CostPlacement, Objectives
+from kvrelay.placement.cost_model import MIN_CHUNK_TOKENS, StepCost, StepCostModel, StepWork
+from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
+
+COST = StepCost(0.002, 0.003, 1e-5, 0.0, 2.5e-5, 0.0)
+
+
+def request(name: str, length: int, objectives: Objectives | None = None, max_tokens: int = 8) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    made = Request(name, [number % 500 for number in range(length)], sampling)
+    made.objectives = objectives
+    return made
+
+
+def paced(cost: StepCost = COST) -> Pace:
+    pace = Pace()
+    pace.costs = StepCostModel(StepCost(*(max(value, 1e-15) for value in msgspec.structs.astuple(cost))))
+    return pace
+
+
+def test_without_objectives_the_token_budget_alone_counts() -> None:
+    pace = paced()
+    pace.look_at([request("a", 10)])
+    assert pace.prefill_budget([request("b", 5000)], 2048) == 2048
+
+
+def test_a_step_beside_answers_takes_a_share_of_their_objective() -> None:
+    pace, objectives = paced(), Objectives(0.5, 0.02)
+    decodes = [request("a", 10, objectives), request("b", 10, Objectives(0.5, 0.05))]
+    pace.look_at(decodes)
+    budget = pace.prefill_budget([request("c", 5000, objectives)], 2048)
+    work = StepWork(budget, 0, 2, 20)
+    share = min(STEP_SHARE, math.exp(-MARGIN * pace.costs.spread))
+    assert COST.step_seconds(work) == pytest.approx(share * 0.02, rel=0.01)
+
+
+def test_the_more_steps_scatter_the_more_room_is_left() -> None:
+    def budget(errors: tuple[float, ...]) -> int:
+        pace, objectives = paced(), Objectives(0.5, 0.02)
+        work = StepWork(500, 0, 0, 0)
+        for number in range(100):
+            pace.costs.add(work, COST.step_seconds(work) * errors[number % 2])
+        pace.look_at([request("a", 10, objectives)])
+        return pace.prefill_budget([request("c", 5000, objectives)], 2048)
+
+    steady, scattered = budget((1.0, 1.0)), budget((0.6, 1.5))
+    assert scattered < 0.6 * steady
+    cost = COST.step_seconds(StepWork(steady, 0, 1, 10))
+    assert cost == pytest.approx(STEP_SHARE * 0.02, rel=0.1), (
+        "an exact model leaves room for the way to the client only"
+    )
+
+
+def test_an_objective_that_decoding_alone_misses_does_not_stop_prefills() -> None:
+    slow = StepCost(0.1, 0.11, 1e-4, 0.0, 0.0, 0.0)
+    pace = paced(slow)
+    pace.look_at([request("a", 10, Objectives(0.5, 0.02))])
+    assert pace.prefill_budget([request("b", 5000, Objectives(0.5, 0.02))], 2048) == pytest.approx(900, abs=2)
+    hopeless = paced(StepCost(0.001, 5.0, 1.0, 0.0, 0.0, 0.0))
+    hopeless.look_at([request("a", 10, Objectives(0.5, 0.02))])
+    assert hopeless.prefill_budget([request("b", 5000)], 2048) == MIN_CHUNK_TOKENS
+
+
+def test_a_lone_prefill_leaves_room_for_who_arrives() -> None:
+    pace = paced(StepCost(0.01, 0.01, 1e-3, 0.0, 0.0, 0.0))
+    pace.look_at([])
+    assert pace.prefill_budget([request("b", 5000, Objectives(0.4, 0.02))], 2048) == pytest.approx(90, abs=1)
+
+
+def test_steps_are_samples_of_their_cost(make_engine: Callable[..., EngineCore]) -> None:
+    engine = make_engine(block_size=4, max_num_batched_tokens=16, num_blocks=32)
+    engine.add_request(request("a", 40))
+    for _ in range(3):
+        engine.step()
+    costs = engine.scheduler.pace.costs
+    assert costs.num_samples + costs.num_rejected == 3, "a clock that stands still gives no samples"
+
+
+class Fleet:
+    """A placement with prefill workers that can be changed."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.counted: list[PrefillPlace] = []
+        policy = DisaggPolicy(DisaggConfig())
+        fleet = lambda: PrefillFleet(self.num_workers, 0)  # noqa: E731
+        self.placement = CostPlacement(policy, fleet, self.counted.append, ManualClock())
+
+    def request(self, name: str, length: int) -> Request:
+        made = request(name, length, Objectives(0.5, 0.025))
+        made.placement = self.placement
+        return made
+
+
+def test_a_burst_is_bound_to_no_way_before_its_time(make_engine: Callable[..., EngineCore]) -> None:
+    engine, fleet = make_engine(block_size=16, num_blocks=2000, max_num_batched_tokens=256), Fleet(1)
+    burst = [fleet.request(f"r{number}", 2000) for number in range(12)]
+    for one in burst:
+        engine.add_request(one)
+    output = engine.step()
+    assert len(output.remote_prefills) <= MIN_WINDOW
+    assert len(output.remote_prefills) >= 1
+    held = sum(bool(one.block_ids) for one in burst)
+    assert held <= MIN_WINDOW + 1, "those that wait hold no blocks"
+    assert sum(one.status is RequestStatus.WAITING for one in burst) == 12 - held
+    assert len(fleet.counted) == held
+    chat = fleet.request("chat", 20)
+    engine.add_request(chat)
+    engine.step()
+    assert len(chat.token_ids) > 20, "a chat does not wait for them"
+    engine.check_integrity()
+
+
+def test_who_waits_for_a_prefill_worker_is_computed_here_when_none_is_left(
+    make_engine: Callable[..., EngineCore],
+) -> None:
+    engine, fleet = make_engine(block_size=16, num_blocks=4000, max_num_batched_tokens=256), Fleet(1)
+    burst = [fleet.request(f"r{number}", 600) for number in range(12)]
+    for one in burst:
+        engine.add_request(one)
+    away = engine.step().remote_prefills
+    fleet.num_workers = 0
+    engine.keep_prefills_here()
+    for prefill in away:
+        engine.compute_handoff_here(prefill.handoff_id)
+        engine.end_loan(prefill.handoff_id, 1)
+    for _ in range(200):
+        engine.step()
+    assert not engine.has_unfinished()
+    engine.check_integrity()

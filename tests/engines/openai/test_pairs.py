@@ -1,0 +1,180 @@
+"""Prefill and decode workers in front of running servers: the servers exchange KV, the hand-off says from where."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import pytest
+from tests.engines.openai.exchange import SglangExchange, VllmExchange
+from tests.engines.openai.scripted import Exchange, Script, ScriptedServer, scripted_server
+from tests.patience import PATIENCE_S
+from tests.worker.cluster import VOCAB_SIZE, Client, Cluster, Node, cluster, expected, prompt
+
+from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig
+from kvrelay.core.handoff import HandoffId, HandoffReleased
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.workers import WorkerRole
+from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engine.contract import EngineHost
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.step import HandoffChunk
+from kvrelay.executors import ExecutorSettings, build_host
+from kvrelay.handoff import decode_events as de
+
+CONFIG = EngineConfig(num_blocks=512, max_num_seqs=16)
+
+
+VLLM = {"upstream_kv_transfer": "vllm"}
+SGLANG = {"upstream_kv_transfer": "sglang", "upstream_bootstrap": "127.0.0.1:9001"}
+
+
+def _host(url: str, upstream: dict[str, str], worker_id: str) -> EngineHost:
+    config = UpstreamConfig(upstream=url, upstream_start_timeout_s=PATIENCE_S, **upstream)
+    settings = ExecutorSettings(bundled_checkpoint_path(), CONFIG, RunnerConfig(), MockConfig(), upstream=config)
+    host = build_host("openai", settings, worker_id)
+    assert host is not None
+    return host
+
+
+@dataclass
+class Pair:
+    cluster: Cluster
+    prefill: Node
+    decode: Node
+    client: Client
+    servers: tuple[ScriptedServer, ScriptedServer]
+
+    async def settled(self) -> None:
+        """No request and no hand-off is left on either side."""
+
+        def is_idle() -> bool:
+            running = [node.worker._engine.stats().num_running for node in (self.prefill, self.decode)]
+            return not (any(running) or self.decode.ledger.handoffs or self.prefill.worker._prefill.num_handoffs)
+
+        await self.cluster.until(is_idle)
+
+
+@asynccontextmanager
+async def _pair(exchange: Exchange, upstream: dict[str, str], **disagg: object) -> AsyncIterator[Pair]:
+    def script() -> Script:
+        return Script(vocab_size=VOCAB_SIZE, max_model_len=1024, exchange=exchange)
+
+    with ExitStack() as stack:
+        servers = stack.enter_context(scripted_server(script())), stack.enter_context(scripted_server(script()))
+        async with cluster(**disagg) as running:
+            prefill = await running.join(WorkerRole.PREFILL, host=partial(_host, servers[0].url, upstream))
+            decode = await running.join(WorkerRole.DECODE, host=partial(_host, servers[1].url, upstream))
+            await running.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+            for server in servers:
+                server.script.bodies.clear()
+            pair = Pair(running, prefill, decode, await running.client(decode), servers)
+            yield pair
+            await pair.settled()
+
+
+async def test_the_prefill_server_computes_and_the_decode_server_fetches() -> None:
+    exchange = VllmExchange()
+    async with _pair(exchange, VLLM) as pair:
+        prompts = {f"r{number}": prompt(100 + number, start=number) for number in range(6)}
+        for name, tokens in prompts.items():
+            pair.client.send(name, tokens, 8)
+        for name, tokens in prompts.items():
+            assert await pair.client.answer(name) == expected(tokens, 8)
+        await pair.settled()
+        assert (exchange.num_prefilled, exchange.num_fetched, exchange.num_local) == (6, 6, 0)
+        assert exchange.kept == {}
+        assert exchange.errors == []
+        assert pair.decode.worker._decode.stats.num_remote_done == 6
+        assert pair.prefill.worker._prefill.stats.num_prefills == 6
+        first, second = (server.script.bodies[0] for server in pair.servers)
+        assert first["prompt"] == second["prompt"]
+        assert second["stream"]
+
+
+async def test_short_prompts_are_computed_where_they_are_answered() -> None:
+    exchange = VllmExchange()
+    async with _pair(exchange, VLLM) as pair:
+        pair.client.send("r", prompt(40), 8)
+        assert await pair.client.answer("r") == expected(prompt(40), 8)
+        assert (exchange.num_prefilled, exchange.num_local) == (0, 1)
+
+
+@pytest.mark.parametrize("fault", ["loses_kv", "keeps_nothing"])
+async def test_kv_that_does_not_come_is_computed_where_it_is_needed(fault: str) -> None:
+    exchange = VllmExchange(**{fault: True})
+    async with _pair(exchange, VLLM) as pair:
+        pair.client.send("r", prompt(100), 8)
+        assert await pair.client.answer("r") == expected(prompt(100), 8)
+        await pair.settled()
+        assert (exchange.num_fetched, exchange.num_local) == (0, 1)
+
+
+async def test_a_prefill_server_that_is_gone_costs_no_request() -> None:
+    async with _pair(VllmExchange(), VLLM) as pair:
+        pair.servers[0].close()
+        pair.client.send("r", prompt(100), 8)
+        assert await pair.client.answer("r") == expected(prompt(100), 8)
+
+
+async def test_a_cancelled_request_stops_its_prefill() -> None:
+    exchange = VllmExchange(is_held=True)
+    async with _pair(exchange, VLLM) as pair:
+        pair.client.send("r", prompt(100), 8)
+        await pair.cluster.until(lambda: pair.servers[0].script.bodies)
+        pair.client.abort("r")
+        await pair.cluster.until(lambda: pair.servers[0].script.num_cut == 1)
+        await pair.settled()
+        assert exchange.kept == {}
+        assert pair.servers[1].script.bodies == []
+
+
+async def test_kv_that_no_request_needs_any_more_is_freed_through_the_decode_server() -> None:
+    """The prefill server has computed it; then the request ended, or its claim was refused."""
+    exchange = VllmExchange()
+    async with _pair(exchange, VLLM) as pair:
+        chunks: list[HandoffChunk] = []
+        request = Request("r", prompt(100), SamplingParams(max_tokens=8), mode=PrefillMode.HANDOFF)
+        with mock.patch.object(pair.prefill.worker._prefill.handoffs, "_chunk", chunks.append):
+            await pair.prefill.worker._engine.call(lambda engine: engine.add_request(request))
+            await pair.cluster.until(lambda: chunks)
+        assert exchange.kept == {"cmpl-1": list(prompt(100))}
+        params = chunks[0].kv_transfer_params
+        released = HandoffReleased(HandoffId(pair.decode.id, 77), pair.prefill.id, None, params)
+        for _ in range(3):
+            pair.decode.worker._decode.handoffs.handle(de.Released(released))
+        await pair.cluster.until(lambda: not exchange.kept)
+        await pair.decode.worker._engine.call(lambda engine: engine.discard_kv(b"nonsense"))
+        await pair.prefill.worker._engine.call(lambda engine: engine.sending_finished("r"))
+        pair.client.send("next", prompt(100), 8)
+        assert await pair.client.answer("next") == expected(prompt(100), 8)
+        assert (exchange.num_discarded, exchange.errors) == (1, [])
+
+
+async def test_sglang_servers_are_asked_at_once_for_one_room() -> None:
+    exchange = SglangExchange()
+    async with _pair(exchange, SGLANG, disagg_policy="always") as pair:
+        prompts = {f"r{number}": prompt(40 + number, start=number) for number in range(4)}
+        for name, tokens in prompts.items():
+            pair.client.send(name, tokens, 8)
+        for name, tokens in prompts.items():
+            assert await pair.client.answer(name) == expected(tokens, 8)
+        await pair.settled()
+        assert exchange.errors == []
+        assert len(exchange.rooms) == 4
+        assert exchange.num_without_peer == 2, "each server was asked once for the form of its answers"
+
+
+async def test_a_decode_server_without_prefill_server_takes_no_request() -> None:
+    async with _pair(SglangExchange(), SGLANG) as pair:
+        pair.prefill.worker.request_drain()
+        await pair.cluster.until(lambda: pair.decode.worker._fleet.num_prefill_workers == 0)
+        pair.client.send("r", prompt(40), 8)
+        await pair.client.until(lambda: "r" in pair.client.refused)
+        assert pair.client.refused["r"].retryable
+        assert "computes no prompts" in pair.client.refused["r"].reason
+        # Its engine has ended with it, so there is nothing to check at the end.
+        assert await pair.cluster.gone(pair.prefill) is None

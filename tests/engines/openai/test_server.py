@@ -1,0 +1,200 @@
+"""The HTTP side against a server that writes its bytes as it likes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.patience import PATIENCE_S
+
+from kvrelay.config import UpstreamConfig
+from kvrelay.engines.hosted.backend import AnswerError, RefusedError
+from kvrelay.engines.openai import server as server_module
+from kvrelay.engines.openai.server import UpstreamServer
+
+EVENTS = (
+    b'data: {"choices":[{"text":"a","token_ids":[1]}]}\n\n',
+    b'data: {"choices":[{"text":"b","token_ids":[2],"finish_reason":"length"}]}\n\n',
+    b"data: [DONE]\n\n",
+)
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+
+
+class Raw:
+    """What the server has seen. ``answer`` writes the answer to one request."""
+
+    def __init__(self, answer: Callable[[Raw, asyncio.StreamWriter], Awaitable[None]]) -> None:
+        self.answer = answer
+        self.heads: list[bytes] = []
+        self.num_connections = self.num_closed = self.num_bytes = 0
+        self.port = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = [line[15:] for line in head.split(b"\r\n") if line.startswith(b"Content-Length:")]
+                self.num_bytes += len(await reader.readexactly(int(length[0]) if length else 0))
+                self.heads.append(head)
+                await self.answer(self, writer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.num_closed += 1
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def raw_server(
+    answer: Callable[[Raw, asyncio.StreamWriter], Awaitable[None]], path: str = "", **settings: object
+) -> AsyncIterator[tuple[Raw, UpstreamServer]]:
+    raw = Raw(answer)
+    listening = await asyncio.start_server(raw.serve, "127.0.0.1", 0)
+    raw.port = listening.sockets[0].getsockname()[1]
+    upstream = UpstreamServer(UpstreamConfig(upstream=f"http://127.0.0.1:{raw.port}{path}", **settings))
+    try:
+        yield raw, upstream
+    finally:
+        await upstream.close()
+        async with asyncio.timeout(PATIENCE_S):
+            while raw.num_closed < raw.num_connections:
+                await asyncio.sleep(0.002)
+        listening.close()
+        await listening.wait_closed()
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x;name=value\r\n%s\r\n" % (len(data), data)
+
+
+async def tokens_of(upstream: UpstreamServer, body: dict[str, object] | None = None) -> list[int]:
+    async with asyncio.timeout(PATIENCE_S):
+        return [token async for piece in upstream.stream(body or {}) for token in piece.token_ids or ()]
+
+
+async def whole(raw: Raw, writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD + b"".join(map(chunk, EVENTS)) + END)
+
+
+async def test_a_connection_is_kept_although_the_end_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "END_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(server_module, "KEPT_S", PATIENCE_S)
+
+    async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"".join(map(chunk, EVENTS)))
+        await writer.drain()
+        # The client reads the last event before the end is written.
+        await asyncio.sleep(0.01)
+        writer.write(END)
+
+    async with raw_server(answer) as (raw, upstream):
+        for _ in range(3):
+            assert await tokens_of(upstream) == [1, 2]
+        assert raw.num_connections == 1
+
+
+async def test_a_server_that_does_not_end_its_answer_loses_only_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "END_TIMEOUT_S", 0.01)
+
+    async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"".join(map(chunk, EVENTS)))
+
+    async with raw_server(answer) as (raw, upstream):
+        assert await tokens_of(upstream) == [1, 2]
+        assert await tokens_of(upstream) == [1, 2]
+        assert raw.num_connections == 2
+
+
+async def test_every_byte_by_itself_and_informational_answers_before() -> None:
+    async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        answered = HEAD + b"".join(map(chunk, EVENTS)) + END
+        for byte in b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + answered:
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    async with raw_server(answer) as (_, upstream):
+        assert await tokens_of(upstream) == [1, 2]
+
+
+async def test_no_redirect_is_followed() -> None:
+    async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 307 Moved\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n")
+
+    async with raw_server(answer) as (raw, upstream):
+        with pytest.raises(RefusedError, match=r"this one is to 'http://127\.0\.0\.1:1/'"):
+            await tokens_of(upstream)
+        assert await upstream.is_healthy(), "it answers"
+        assert len(raw.heads) == 2
+
+
+async def test_the_users_netrc_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    netrc, key = tmp_path / "netrc", tmp_path / "key"
+    netrc.write_text("default login user password secret\n")
+    key.write_text("ours\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    for settings in ({}, {"upstream_api_key_file": str(key)}):
+        async with raw_server(whole, **settings) as (raw, upstream):
+            assert await tokens_of(upstream) == [1, 2]
+            sent = [line for line in raw.heads[0].split(b"\r\n") if line.startswith(b"Authorization")]
+            assert sent == ([b"Authorization: Bearer ours"] if settings else [])
+
+
+async def test_cookies_are_not_sent_back() -> None:
+    async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD.replace(b"\r\n", b"\r\nSet-Cookie: a=b\r\n", 1) + b"".join(map(chunk, EVENTS)) + END)
+
+    async with raw_server(answer) as (raw, upstream):
+        for _ in range(2):
+            assert await tokens_of(upstream) == [1, 2]
+        assert not any(b"cookie" in head.lower() for head in raw.heads)
+
+
+async def test_a_large_prompt_is_sent_whole() -> None:
+    async with raw_server(whole, path="/base/v1") as (raw, upstream):
+        assert await tokens_of(upstream, {"prompt": [7] * 1_000_000}) == [1, 2]
+        assert raw.num_bytes == len('{"prompt":[]}') + 2 * 1_000_000 - 1
+        assert raw.heads[0].startswith(b"POST /base/v1/completions ")
+
+
+@pytest.mark.parametrize("begun", [b"", HEAD, HEAD + chunk(EVENTS[0]), HEAD + b"".join(map(chunk, EVENTS))])
+async def test_a_cancelled_answer_closes_its_connection(begun: bytes) -> None:
+    async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        writer.write(begun)
+
+    async with raw_server(answer) as (raw, upstream), asyncio.timeout(PATIENCE_S):
+        asking = asyncio.create_task(tokens_of(upstream))
+        while not raw.heads:
+            await asyncio.sleep(0.002)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        while not raw.num_closed:
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"",
+        b"SSH-2.0-x\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
+        HEAD + b"zz\r\n",
+        HEAD + chunk(EVENTS[0]),
+        HEAD.replace(b"\r\n", b"\r\nContent-Encoding: gzip\r\n", 1) + chunk(b"no gzip") + END,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n" + EVENTS[0],
+        HEAD + chunk(EVENTS[0]) + END,
+    ],
+)
+async def test_a_broken_answer_is_an_error_of_the_request(broken: bytes) -> None:
+    async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        writer.write(broken)
+        raise ConnectionError
+
+    async with raw_server(answer) as (_, upstream):
+        with pytest.raises(AnswerError):
+            await tokens_of(upstream)

@@ -1,0 +1,143 @@
+"""A scripted vLLM with kvrelay's connector: its KV is a pure function of the tokens, and the two halves copy it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tests.engines.vllm.scripted import TERMS, Publisher, ScriptedVllm
+
+from kvrelay.core.layout import KVLayout
+from kvrelay.engines.connector.scheduler_half import SchedulerHalf
+from kvrelay.engines.connector.terms import OnePool, Pools, decode_place, encode_place
+from kvrelay.engines.connector.worker_half import WorkerHalf
+from kvrelay.engines.hosted.staging_memory import allocate_staging
+from kvrelay.engines.vllm.library import Started
+from kvrelay.executors import ExecutorSettings
+
+NUM_BLOCKS = 64
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, block_size=16, head_dim=4, dtype="float32")
+STAGED_BLOCK_BYTES = LAYOUT.block_bytes
+STEP_TOKENS = 24
+"""Of a prefill: no multiple of a block."""
+
+
+@dataclass
+class VllmRequest:
+    """What the scheduler half reads of vLLM's Request."""
+
+    request_id: str
+    token_ids: list[int]
+    kv_transfer_params: Mapping[str, Any] | None
+    num_computed_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class Paged:
+    """vLLM's paged KV of ``layout``, and both halves of the connector over it."""
+
+    def __init__(self, pools: Pools, layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS) -> None:
+        self.layout = layout
+        shape = (num_blocks, layout.num_kv_heads, layout.block_size, 2 * layout.head_dim)
+        self.caches = {f"model.layers.{layer}.attn": torch.zeros(shape) for layer in range(layout.num_layers)}
+        self.scheduler, self.worker = SchedulerHalf(pools, layout.block_size), WorkerHalf(pools, layout)
+        self.worker.register(dict(reversed(self.caches.items())))
+        self._free = list(range(num_blocks))
+
+    def take(self, num_tokens: int) -> list[int]:
+        count = -(-num_tokens // self.layout.block_size)
+        taken, self._free = self._free[-count:], self._free[:-count]
+        return taken
+
+    def give_back(self, blocks: list[int]) -> None:
+        for cache in self.caches.values():
+            cache[blocks] = -1.0
+        self._free = [*blocks, *self._free]
+
+    def compute(self, blocks: list[int], token_ids: list[int], begin: int, end: int) -> None:
+        for layer, cache in enumerate(self.caches.values()):
+            for position in range(begin, end):
+                block, offset = divmod(position, self.layout.block_size)
+                cache[blocks[block], :, offset] = _value(layer, token_ids[position], position)
+
+    def require(self, blocks: list[int], token_ids: list[int], end: int) -> None:
+        """Raise RuntimeError unless the KV of the first ``end`` tokens is in ``blocks``."""
+        for layer, cache in enumerate(self.caches.values()):
+            for position in range(end):
+                block, offset = divmod(position, self.layout.block_size)
+                if not bool((cache[blocks[block], :, offset] == _value(layer, token_ids[position], position)).all()):
+                    raise RuntimeError(f"wrong KV in layer {layer}, position {position}")
+
+    def run(self, request: VllmRequest, blocks: list[int]) -> int:
+        """Load and save what is asked, and compute the rest. Returns the number of loaded tokens."""
+        num_loaded = self.scheduler.num_to_load(request, 0)
+        self.scheduler.allocated(request, blocks, num_loaded)
+        self.worker.copy(self.scheduler.plan({}, lambda request_id: blocks))
+        assert self.worker.take_loaded() == ({request.request_id} if num_loaded else set())
+        if self.worker.take_missing():
+            num_loaded = 0  # vLLM computes it then
+        self.require(blocks, request.token_ids, num_loaded)
+        request.num_computed_tokens = num_loaded
+        while (begin := request.num_computed_tokens) < request.num_tokens:
+            end = min(begin + STEP_TOKENS, request.num_tokens)
+            copies = self.scheduler.plan({request.request_id: end - begin}, lambda request_id: blocks)
+            self.compute(blocks, request.token_ids, begin, end)
+            self.worker.copy(copies)
+            request.num_computed_tokens = end
+        return num_loaded
+
+
+def _value(layer: int, token_id: int, position: int) -> float:
+    return float(token_id * 1000 + position * 8 + layer)
+
+
+@dataclass
+class StagedVllm(ScriptedVllm):
+    """``holds_prefills``: no request begins while it is set. ``confirms``: a worker of vLLM answers if it is set."""
+
+    paged: Paged | None = None
+    loaded: dict[str, int] = field(default_factory=dict)
+    """Tokens that each request has loaded."""
+    holds: bool = False
+    confirms: bool = True
+
+    async def generate(
+        self, prompt: dict[str, Any], sampling_params: Any, request_id: str, *, priority: int
+    ) -> AsyncGenerator[Any, None]:
+        assert self.paged is not None
+        params = (getattr(sampling_params, "extra_args", None) or {}).get("kv_transfer_params")
+        request = VllmRequest(request_id, list(prompt["prompt_token_ids"]), params)
+        blocks = self.paged.take(request.num_tokens)
+        try:
+            while self.holds:
+                await asyncio.sleep(0.002)
+            self.loaded[request_id.partition("/")[0]] = self.paged.run(request, blocks)
+            answer = super().generate(prompt, sampling_params, request_id, priority=priority)
+            async with aclosing(answer) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self.paged.scheduler.finished(request_id)
+            self.paged.give_back(blocks)
+
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> object:
+        while method == "kvrelay_at_rest" and not self.confirms:
+            await asyncio.sleep(0.002)
+        return await super().collective_rpc(method, timeout, args)
+
+
+def staged_start(engine: StagedVllm, arguments: Mapping[str, Any], settings: ExecutorSettings) -> Started:
+    """In place of ``library.start_vllm``, with ``--vllm-connector kvrelay``."""
+    assert arguments["block_size"] == LAYOUT.block_size
+    staging = allocate_staging(LAYOUT, arguments["max_model_len"], "scripted", settings)
+    if "kv_events_config" in arguments:
+        engine.publisher = Publisher(arguments["kv_events_config"])
+    engine.paged = Paged(OnePool(decode_place(encode_place(staging.place))))
+    return Started(engine, TERMS, LAYOUT.block_size, NUM_BLOCKS, arguments["max_model_len"], staging)

@@ -1,0 +1,33 @@
+"""vLLM's processes end with the worker, even if that one is killed, and also while they load the model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.patience import PATIENCE_S
+
+from kvrelay.engines.vllm.child import WORKER_PID
+
+CHILD = [sys.executable, "-c", "import time, kvrelay.engines.vllm.child; print('.', flush=True); time.sleep(600)"]
+"""vLLM's processes import this module before they load the model."""
+
+
+def test_a_process_ends_with_the_worker_that_its_environment_names() -> None:
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    env = {**os.environ, WORKER_PID: str(worker.pid)}
+    try:
+        with subprocess.Popen(CHILD, stdout=subprocess.PIPE, env=env) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b".\n"
+            assert child.poll() is None
+            worker.kill()
+            worker.wait()
+            assert child.wait(PATIENCE_S) == -9
+    finally:
+        worker.kill()
+        worker.wait()
+    # One whose worker has ended before ends at once.
+    late = subprocess.run(CHILD, capture_output=True, env=env, check=False, timeout=PATIENCE_S)
+    assert (late.returncode, late.stdout) == (-9, b"")

@@ -1,0 +1,278 @@
+"""kvrelay's connector in vLLM, without vLLM: KV passes through the staging pool, and no block of it is used twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.engines.openai.test_host import Running
+from tests.engines.vllm.scripted import VOCAB_SIZE
+from tests.engines.vllm.staged import STAGED_BLOCK_BYTES, StagedVllm, staged_start
+from tests.worker.cluster import Client, Cluster, Node, cluster, prompt
+
+from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, VllmConfig
+from kvrelay.core.grammar import Grammar, GrammarKind
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.workers import WorkerRole
+from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engine.contract import Engine, EngineHost
+from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.step import StepOutput
+from kvrelay.engines import vllm
+from kvrelay.engines.hosted import staged as staged_module
+from kvrelay.engines.hosted.host import StreamedHost
+from kvrelay.engines.hosted.staging import StagingBlocks
+from kvrelay.errors import ConfigError
+from kvrelay.executors import ExecutorSettings
+from kvrelay.executors.mock import mock_generate
+
+PROMPT = list(range(20, 60))
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+EXPECTED = mock_generate(PROMPT, 6, vocab_size=VOCAB_SIZE)
+
+
+def _settings(num_staging_blocks: int = 64, **engine: int) -> ExecutorSettings:
+    return ExecutorSettings(
+        bundled_checkpoint_path(),
+        EngineConfig(**{"max_model_len": 256, "max_num_seqs": 16, **engine}),
+        RunnerConfig(),
+        MockConfig(),
+        exchanges_kv=True,
+        vllm=VllmConfig(vllm_connector="kvrelay", vllm_staging=str(num_staging_blocks * STAGED_BLOCK_BYTES)),
+    )
+
+
+def _host(library: StagedVllm, settings: ExecutorSettings, worker_id: str) -> StreamedHost:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm, "start_vllm", lambda arguments, settings: staged_start(library, arguments, settings))
+        return vllm.from_settings(settings, worker_id)
+
+
+class _Engine(Running):
+    """A host that runs, with what its steps say of hand-offs."""
+
+    def __init__(self, host: EngineHost) -> None:
+        super().__init__(host)
+        self.steps: list[StepOutput] = []
+
+    def on_step(self, step: StepOutput) -> None:
+        super().on_step(step)
+        self.steps.append(step)
+
+    @property
+    def lent(self) -> list[tuple[int, ...]]:
+        return [remote.block_ids for step in self.steps for remote in step.remote_prefills]
+
+    async def num_free(self) -> int:
+        def free(engine: Engine) -> int:
+            engine.check_integrity()
+            assert isinstance(engine, staged_module.StagedEngine)
+            return engine._pool.num_free
+
+        return await self.host.call(free)
+
+
+@asynccontextmanager
+async def _engine(num_staging_blocks: int = 64, **script: bool) -> AsyncIterator[tuple[_Engine, StagedVllm]]:
+    library = StagedVllm(**script)
+    running = _Engine(await asyncio.to_thread(_host, library, _settings(num_staging_blocks), "worker"))
+    running.host.start(running.on_step, running.dead.append)
+    try:
+        yield running, library
+    finally:
+        library.holds, library.confirms = False, True
+        assert await asyncio.to_thread(running.host.close)
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+
+async def test_blocks_of_a_cancelled_prefill_are_used_again_only_when_vllm_is_at_rest() -> None:
+    async with _engine(holds=True, confirms=False) as (engine, library):
+        await engine.add("a", mode=PrefillMode.HANDOFF)
+        await engine.until(lambda: library.paged is not None and engine.host.stats().num_running)
+        assert await engine.num_free() == 61
+        await engine.host.call(lambda inner: inner.abort("a"))
+        await engine.host.call(lambda inner: inner.sending_finished("a"))
+        assert await engine.num_free() == 61, "a step of vLLM may still save to them"
+        library.confirms = True
+        await engine.until(lambda: "kvrelay_at_rest" in [method for method, _ in library.calls])
+        while await engine.num_free() < 64:
+            await asyncio.sleep(0.002)
+
+
+async def test_without_a_confirmation_blocks_are_never_used_again(caplog: pytest.LogCaptureFixture) -> None:
+    async with _engine(holds=True) as (engine, library):
+
+        async def silent(*_: object) -> object:
+            raise TimeoutError("no answer")
+
+        await engine.add("a", mode=PrefillMode.HANDOFF)
+        await engine.num_free()
+        library.collective_rpc = silent  # type: ignore[method-assign]
+        await engine.host.call(lambda inner: inner.abort("a"))
+        await engine.host.call(lambda inner: inner.sending_finished("a"))
+        await engine.until(lambda: "are not used again" in caplog.text)
+        assert await engine.num_free() == 61
+
+
+async def test_a_request_waits_for_staging_blocks_and_gets_them_in_order() -> None:
+    async with _engine(num_staging_blocks=16) as (engine, _):
+        long = list(range(20, 20 + 150))  # ten blocks
+        for name in ("a", "b"):
+            request = Request(name, long, GREEDY, mode=PrefillMode.REMOTE)
+            await engine.host.call(lambda inner, request=request: inner.add_request(request))
+        await engine.until(lambda: engine.lent)
+        assert [len(blocks) for blocks in engine.lent] == [10]
+        handoff_id = next(remote.handoff_id for step in engine.steps for remote in step.remote_prefills)
+        await engine.host.call(lambda inner: inner.compute_handoff_here(handoff_id))
+        await engine.host.call(lambda inner: inner.end_loan(handoff_id, 1))
+        await engine.until(lambda: len(engine.lent) == 2)
+        await engine.host.call(lambda inner: inner.abort("b"))
+        await engine.end("a")
+
+
+async def test_when_prefill_workers_are_gone_waiting_requests_are_computed_here() -> None:
+    async with _engine(num_staging_blocks=16) as (engine, _):
+        for name in ("a", "b"):
+            request = Request(name, list(range(20, 170)), GREEDY, mode=PrefillMode.REMOTE)
+            await engine.host.call(lambda inner, request=request: inner.add_request(request))
+        await engine.host.call(lambda inner: inner.keep_prefills_here())
+        assert len((await engine.end("b")).token_ids) == 1
+        assert len(engine.tokens("b")) == 6
+        assert "a" not in engine.outputs, "its hand-off decides"
+
+
+SAMPLED_AGAIN: dict[str, dict[str, Any]] = {
+    "": {},
+    "grammar": {"grammar": Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}'), "ignore_eos": False},
+    "penalty": {"presence_penalty": 1.0},
+    "seed": {"temperature": 1.0, "seed": 3},
+}
+
+
+@pytest.mark.parametrize("why", SAMPLED_AGAIN)
+async def test_a_first_token_that_vllm_must_remember_is_sampled_again(why: str) -> None:
+    """A grammar begins at vLLM's first own token, and penalties count its own tokens only."""
+    sampling = SamplingParams(**{"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, **SAMPLED_AGAIN[why]})
+    async with _engine() as (engine, library):
+        await engine.add("a", sampling, mode=PrefillMode.REMOTE)
+        await engine.until(lambda: engine.lent)
+        remote = next(remote for step in engine.steps for remote in step.remote_prefills)
+        await engine.add("p", mode=PrefillMode.HANDOFF)
+        await engine.until(lambda: [chunk for step in engine.steps for chunk in step.handoff_chunks])
+        chunk = next(chunk for step in engine.steps for chunk in step.handoff_chunks)
+        assert chunk.token_id == EXPECTED[0]
+        memory = engine.host._bytes.reshape(64, -1)  # type: ignore[attr-defined]
+        memory[list(remote.block_ids)] = memory[list(chunk.block_ids)]
+        await engine.host.call(lambda inner: inner.resume_handoff(remote.handoff_id, 1, EXPECTED[0], None))
+        await engine.end("a")
+        assert engine.tokens("a") == EXPECTED
+        asked = [prompt["prompt_token_ids"] for prompt, _, name, _ in library.begun if name.startswith("a/")]
+        assert asked == [PROMPT if why else [*PROMPT, EXPECTED[0]]]
+        assert library.loaded["a"] == len(PROMPT)
+        await engine.host.call(lambda inner: inner.end_loan(remote.handoff_id, 1))
+        await engine.host.call(lambda inner: inner.sending_finished("p"))
+        while await engine.num_free() < 64:
+            await asyncio.sleep(0.002)
+
+
+async def test_a_first_token_that_ends_the_answer_needs_no_vllm() -> None:
+    async with _engine() as (engine, library):
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        await engine.add("a", sampling, mode=PrefillMode.REMOTE)
+        await engine.until(lambda: engine.lent)
+        remote = next(remote for step in engine.steps for remote in step.remote_prefills)
+        assert not await engine.host.call(lambda inner: inner.resume_handoff(remote.handoff_id, 2, 5, None))
+        assert await engine.host.call(lambda inner: inner.resume_handoff(remote.handoff_id, 1, 5, None))
+        await engine.end("a")
+        assert (engine.tokens("a"), library.begun) == ([5], [])
+
+
+async def test_a_first_token_of_another_vocabulary_is_none() -> None:
+    async with _engine() as (engine, library):
+        await engine.add("a", mode=PrefillMode.REMOTE)
+        await engine.until(lambda: engine.lent)
+        remote = next(remote for step in engine.steps for remote in step.remote_prefills)
+        assert not await engine.host.call(lambda inner: inner.resume_handoff(remote.handoff_id, 1, 10**6, None))
+        await engine.end("a")
+        assert engine.tokens("a") == EXPECTED
+        assert library.loaded["a"] == 0
+
+
+def test_a_staging_pool_must_hold_the_longest_prompt() -> None:
+    with pytest.raises(ConfigError, match="holds no prompt of 256 tokens: set it to 16384 bytes"):
+        _host(StagedVllm(), _settings(15), "worker")
+
+
+async def test_workers_whose_blocks_differ_inside_are_no_pair() -> None:
+    """The fingerprint is part of the compatibility digest."""
+    async with _engine() as (engine, _):
+        facts = engine.host.facts
+        assert facts.weights_fingerprint.endswith(" scripted")
+        assert (facts.moves_kv, facts.hands_over_kv) == (False, True)
+
+
+def test_staging_blocks_are_free_when_no_use_is_left() -> None:
+    pool = StagingBlocks(4)
+    blocks = pool.take(3)
+    assert blocks is not None
+    assert pool.take(2) is None
+    pool.use(blocks)
+    pool.release(blocks)
+    assert pool.num_free == 1
+    pool.release(blocks)
+    assert pool.num_free == 4
+    with pytest.raises(AssertionError):
+        pool.release(blocks)
+    pool.check_integrity()
+
+
+# -- two workers ------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _pair(**disagg: object) -> AsyncIterator[tuple[Cluster, Node, Node, Client, tuple[StagedVllm, StagedVllm]]]:
+    libraries = StagedVllm(), StagedVllm()
+    async with cluster(disagg_policy="always", **disagg) as running:
+        prefill = await running.join(WorkerRole.PREFILL, host=partial(_host, libraries[0], _settings()))
+        decode = await running.join(WorkerRole.DECODE, host=partial(_host, libraries[1], _settings()))
+        await running.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        yield running, prefill, decode, await running.client(decode), libraries
+        engines = [node.worker._engine for node in (prefill, decode)]
+
+        def is_idle() -> bool:
+            pools = [engine._engine._pool for engine in engines]  # type: ignore[attr-defined]
+            return all(pool.num_free == pool.num_blocks for pool in pools)
+
+        await running.until(is_idle)
+
+
+async def test_kv_goes_from_vllm_to_vllm_by_kvrelays_transport() -> None:
+    async with _pair() as (_, prefill, decode, client, libraries):
+        prompts = {
+            f"r{number}": prompt(length, start=number) for number, length in enumerate((1, 15, 16, 17, 100, 200))
+        }
+        for name, tokens in prompts.items():
+            client.send(name, tokens, 8, ignore_eos=True)
+        for name, tokens in prompts.items():
+            assert await client.answer(name) == mock_generate(tokens, 8, vocab_size=VOCAB_SIZE)
+        assert decode.worker._decode.stats.num_remote_done == 6
+        assert {name: libraries[1].loaded[name] for name in prompts} == {
+            name: len(tokens) for name, tokens in prompts.items()
+        }
+        assert prefill.worker._prefill.stats.num_prefills == 6
+
+
+async def test_a_cancelled_request_leaves_nothing_behind() -> None:
+    async with _pair() as (running, _, _, client, libraries):
+        libraries[0].holds = True
+        client.send("r", prompt(100), 8)
+        await running.until(lambda: libraries[0].paged is not None and libraries[0].paged._free != list(range(64)))
+        client.abort("r")
+        await running.until(lambda: libraries[0].aborted or libraries[0].calls[1:])
+        libraries[0].holds = False

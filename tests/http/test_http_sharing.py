@@ -1,0 +1,84 @@
+"""One port, several listeners: of one cluster only."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvrelay.config import ControlConfig
+from kvrelay.errors import AddressInUseError
+from kvrelay.http import listening as listening_module
+from kvrelay.http import open_listener
+from kvrelay.launch.frontend_process import cluster_name
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_frontends_of_a_cluster_share_a_port(opened: ExitStack) -> None:
+    first = opened.enter_context(open_listener("127.0.0.1", 0, "a"))
+    port = first.getsockname()[1]
+    second = opened.enter_context(open_listener("127.0.0.1", port, "a"))
+    clients = [opened.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(40)]
+    counts = []
+    for listener in (first, second):
+        accepted = []
+        while True:
+            try:
+                accepted.append(opened.enter_context(listener.accept()[0]))
+            except BlockingIOError:
+                break
+        counts.append(len(accepted))
+    assert sum(counts) == len(clients)
+    assert min(counts) > 0
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("a", "b"), ("a", ""), ("", "a"), ("", "")])
+def test_other_listeners_on_the_port_are_refused(
+    opened: ExitStack, monkeypatch: pytest.MonkeyPatch, theirs: str, ours: str
+) -> None:
+    monkeypatch.setattr(listening_module, "MARK_TIMEOUT_S", 0.05)
+    port = opened.enter_context(open_listener("127.0.0.1", 0, theirs)).getsockname()[1]
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(AddressInUseError, match=str(port)) as caught:
+            open_listener(host, port, ours)
+        assert caught.value.exit_code == 1
+        assert "\n" not in caught.value.message
+        assert ("another cluster" in caught.value.message) == (bool(theirs) and bool(ours))
+
+
+def test_a_port_can_be_taken_over_when_its_cluster_has_left(opened: ExitStack) -> None:
+    listener = open_listener("127.0.0.1", 0, "a")
+    port = listener.getsockname()[1]
+    second = open_listener("127.0.0.1", port, "a")
+    listener.close()
+    third = opened.enter_context(open_listener("127.0.0.1", port, "a"))
+    second.close()
+    with pytest.raises(AddressInUseError):
+        open_listener("127.0.0.1", port, "b")
+    third.close()
+    opened.enter_context(open_listener("127.0.0.1", port, "b"))
+
+
+def test_another_address_is_another_port(opened: ExitStack) -> None:
+    port = opened.enter_context(open_listener("127.0.0.1", 0, "a")).getsockname()[1]
+    opened.enter_context(open_listener("127.0.0.2", port, "b"))
+    opened.enter_context(open_listener("127.0.0.1", port, "a"))
+
+
+def test_a_cluster_name_depends_on_control_plane_and_namespace() -> None:
+    def name(control: str, **more: str) -> str:
+        return cluster_name(ControlConfig(control=control, **more))
+
+    one = name("nats://token@127.0.0.1:4222")
+    assert one == name("nats://other@LOCALHOST:4222")
+    assert "token" not in one
+    assert name("nats://a:1,nats://b:2") == name("nats://b:2,nats://a:1")
+    assert len({one, name("nats://127.0.0.1:4223"), name("nats://127.0.0.1:4222", namespace="x")}) == 3
+    assert name("nats://a:1", discovery="etcd://b:2") != name("nats://a:1")

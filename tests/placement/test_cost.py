@@ -1,0 +1,260 @@
+"""Remote or local by cost: the cheaper way, the window, objectives, and costs that cannot be."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvrelay.config import DisaggConfig
+from kvrelay.core.clock import ManualClock
+from kvrelay.placement.cost import MIN_WINDOW, CostPlacement, Objectives, Situation, decide, objectives_of, stay_here
+from kvrelay.placement.cost_model import MAX_SPREAD, RemoteCost, StepCost
+from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
+
+COST = StepCost(0.002, 0.003, 1e-5, 0.0, 2.5e-5, 0.0)
+REMOTE = RemoteCost(0.010, 1e-5, 1e-7, 0.001, 1e-5)
+ONE = PrefillFleet(1, 0)
+IDLE = Situation(
+    num_tokens=8000,
+    waited_s=0.0,
+    num_here=0,
+    num_away=0,
+    num_prefills_away=0,
+    chunk=1500,
+    num_decodes=8,
+    num_context=1000,
+    is_here_open=True,
+    cost=COST,
+    objectives=Objectives(0.5, 0.025),
+)
+
+
+def place(situation: Situation, fleet: PrefillFleet = ONE) -> PrefillPlace | None:
+    return decide(situation, REMOTE, fleet, 1000.0).place
+
+
+def test_a_short_prompt_stays_and_a_long_one_beside_answers_goes() -> None:
+    assert place(replace(IDLE, num_tokens=30)) is PrefillPlace.LOCAL_CHEAPER
+    assert place(IDLE) is PrefillPlace.REMOTE
+
+
+def test_a_backlog_away_deflects_a_prefill_to_here() -> None:
+    busy = replace(IDLE, num_away=80_000, num_prefills_away=10)
+    assert place(busy) is PrefillPlace.LOCAL_CHEAPER
+    assert place(busy, PrefillFleet(16, 0)) is PrefillPlace.REMOTE, "sixteen workers share it"
+    assert place(IDLE, PrefillFleet(1, 100)) is PrefillPlace.LOCAL_CHEAPER, "what others have queued counts, too"
+
+
+def test_a_request_waits_for_the_cheaper_way_if_that_is_closed() -> None:
+    busy = replace(IDLE, num_away=80_000, num_prefills_away=10, is_here_open=False)
+    assert place(busy) is None
+    behind = replace(IDLE, num_here=200_000, num_away=32_000, num_prefills_away=MIN_WINDOW)
+    assert place(behind) is None, "remote is cheaper, and its window is full"
+    assert place(replace(behind, num_prefills_away=MIN_WINDOW - 1)) is PrefillPlace.REMOTE
+    assert place(replace(behind, num_away=10_000)) is PrefillPlace.REMOTE, "short prefills: the wait is short"
+
+
+def test_a_long_line_uses_both_ways() -> None:
+    """Where the cheaper way is closed, the line's end decides whether to wait for it."""
+    slow = RemoteCost(0.3, 1e-5, 1e-7, 0.001, 1e-5)
+
+    def placed(situation: Situation) -> PrefillPlace | None:
+        return decide(situation, slow, ONE, 1000.0).place
+
+    here = replace(IDLE, num_decodes=0, is_here_open=False)
+    assert placed(here) is None, "alone, it waits for the cheaper way"
+    assert placed(replace(here, num_line=4000)) is None
+    assert placed(replace(here, num_line=800_000)) is PrefillPlace.REMOTE
+    assert placed(replace(here, num_line=800_000, is_here_open=True)) is PrefillPlace.LOCAL_CHEAPER
+    full = replace(here, num_line=800_000, num_prefills_away=60, num_away=480_000)
+    assert placed(full) is None
+    away = replace(IDLE, num_away=32_000, num_prefills_away=MIN_WINDOW, num_decodes=40)
+    assert place(away) is None
+    assert place(replace(away, num_line=4_000_000)) is PrefillPlace.LOCAL_CHEAPER
+    assert place(replace(away, num_line=4_000_000, is_here_open=False)) is None
+
+
+def test_without_prefill_workers_everything_is_computed_here() -> None:
+    none = PrefillFleet(0, 0)
+    assert place(IDLE, none) is PrefillPlace.LOCAL_NO_PREFILL_WORKER
+    assert place(replace(IDLE, is_here_open=False), none) is None
+
+
+def test_running_answers_weigh_in_the_decision() -> None:
+    few, many = (
+        decide(replace(IDLE, num_decodes=n), REMOTE, ONE, 1000.0).local_cost for n in (1, 64)
+    )  # fmt: skip
+    assert many > few
+    late = replace(IDLE, chunk=8000, objectives=Objectives(0.5, 0.010))
+    assert decide(late, REMOTE, ONE, 1000.0).local_cost > decide(IDLE, REMOTE, ONE, 1000.0).local_cost
+
+
+def test_a_chunk_that_may_miss_the_objective_between_tokens_weighs_like_a_late_first_token() -> None:
+    def cost_of(spread: float, situation: Situation = IDLE) -> float:
+        return decide(replace(situation, spread=spread), REMOTE, ONE, 1000.0).local_cost
+
+    assert cost_of(0.0) < cost_of(0.2) < cost_of(0.5)
+    # Decoding alone is late: what a short prefill adds counts, not what is late without it.
+    slow = replace(IDLE, num_tokens=30, cost=replace(COST, step_s=0.05, prefill_s=0.05))
+    assert cost_of(0.3, slow) < 1.0
+
+
+def test_a_first_token_that_may_be_late_counts_before_its_estimate_is() -> None:
+    near = replace(IDLE, waited_s=0.35)
+    on_time, doubtful = (decide(near, REMOTE, ONE, 1000.0, spread).remote_cost for spread in (0.0, 0.5))
+    assert on_time == pytest.approx(REMOTE.seconds(8000, 0))
+    assert doubtful > on_time
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_estimates_are_finite_and_grow_with_what_is_ahead(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(300):
+        cost = StepCost(*(rng.choice((0.0, 1e-9, 1e-5, 0.1, 3600.0)) for _ in range(6)))
+        situation = replace(
+            IDLE,
+            num_tokens=rng.randrange(1, 10**6),
+            num_decodes=rng.randrange(0, 300),
+            num_context=rng.randrange(0, 10**6),
+            chunk=rng.randrange(1, 5000),
+            cost=cost,
+            objectives=Objectives(rng.choice((1e-9, 0.5, 1e9)), rng.choice((1e-9, 0.025, 1e9))),
+            waited_s=rng.choice((0.0, 1.0, 1e6)),
+            spread=rng.choice((0.0, 0.01, 0.3, 1.0)),
+        )
+        spread = rng.choice((0.0, 0.01, 0.3, 1.0))
+        remote = RemoteCost(*(rng.choice((0.0, 1e-6, 1.0, 3600.0)) for _ in range(5)))
+        last = (0.0, 0.0)
+        for ahead in (0, 1000, 10**6, 10**9):
+            found = decide(replace(situation, num_here=ahead, num_away=ahead), remote, ONE, 1000.0, spread)
+            again = decide(replace(situation, num_here=ahead, num_away=ahead), remote, ONE, 1000.0, spread)
+            assert found == again
+            numbers = (found.local_s, found.remote_s, found.local_cost, found.remote_cost)
+            assert all(math.isfinite(number) and number >= 0.0 for number in numbers)
+            assert found.local_s >= last[0]
+            assert found.remote_s >= last[1]
+            last = (found.local_s, found.remote_s)
+
+
+def placement(queue_size: int = 0) -> tuple[CostPlacement, list[PrefillPlace]]:
+    counted: list[PrefillPlace] = []
+    made = CostPlacement(
+        DisaggPolicy(DisaggConfig()), lambda: PrefillFleet(1, queue_size), counted.append, ManualClock()
+    )
+    return made, counted
+
+
+def test_costs_that_cannot_be_fall_back_to_the_thresholds_and_are_counted() -> None:
+    nonsense = StepCost(prefill_token_s=math.nan)
+    made, _ = placement()
+    assert made.decide(replace(IDLE, cost=nonsense)).place is PrefillPlace.REMOTE
+    assert made.decide(replace(IDLE, cost=nonsense, num_tokens=100)).place is PrefillPlace.LOCAL_SHORT
+    full, _ = placement(queue_size=99)
+    assert full.decide(replace(IDLE, cost=nonsense)).place is PrefillPlace.LOCAL_QUEUE_FULL
+    assert full.decide(replace(IDLE, cost=nonsense, is_here_open=False)).place is None
+    assert (made.num_fallbacks, full.num_fallbacks) == (2, 2)
+
+
+def test_without_a_prefill_worker_there_is_no_choice_and_the_prefill_stays_once_there_is_room() -> None:
+    fleet = PrefillFleet(0, 0)
+    made = CostPlacement(DisaggPolicy(DisaggConfig()), lambda: fleet, lambda _: None, ManualClock())
+    assert not made.has_choice
+    for is_open in (True, False):
+        assert stay_here(is_open) == made.decide(replace(IDLE, is_here_open=is_open))
+    fleet = PrefillFleet(1, 0)
+    assert made.has_choice
+
+
+def test_it_learns_the_way_and_counts_what_was_done() -> None:
+    made, counted = placement()
+    before = made.model.cost
+    made.prefill_took("a", 0.08)
+    made.came_back("a", 8000, 0, 0.1)
+    made.came_back("b", 8000, 8000, -1.0)
+    assert made.model.num_samples == 1
+    assert made.model.num_rejected == 1
+    assert made.model.cost != before
+    decision = made.decide(IDLE)
+    assert counted == []
+    made.placed(decision)
+    assert counted == [decision.place]
+    assert str(decision).startswith(str(decision.place))
+
+
+def test_objectives_of_a_request_replace_the_configured_ones_if_they_are_times() -> None:
+    config = DisaggConfig(slo_ttft_ms=400.0, slo_itl_ms=20.0)
+    assert objectives_of(config) == Objectives(0.4, 0.02)
+    assert objectives_of(config, 100.0, 5.0) == Objectives(0.1, 0.005)
+    for nonsense in (0.0, -5.0, math.nan, math.inf):
+        assert objectives_of(config, nonsense, nonsense) == Objectives(0.4, 0.02)
+
+
+def test_auto_is_by_cost_until_a_threshold_is_given() -> None:
+    assert DisaggPolicy(DisaggConfig()).is_by_cost
+    assert not DisaggPolicy(DisaggConfig(max_local_prefill_length=0)).is_by_cost
+    assert not DisaggPolicy(DisaggConfig(disagg_policy="threshold")).is_by_cost
+    assert DisaggPolicy(DisaggConfig(disagg_policy="cost", max_prefill_queue_size=1)).is_by_cost
+    changed = DisaggPolicy(DisaggConfig())
+    changed.set("max_local_prefill_length", 100)
+    assert not changed.is_by_cost
+    changed.unset("max_local_prefill_length")
+    assert changed.is_by_cost
+
+
+def test_always_sends_everything_away_while_there_is_a_prefill_worker() -> None:
+    policy = DisaggPolicy(DisaggConfig(disagg_policy="always"))
+    assert not policy.is_by_cost
+    for workers, expected in ((1, PrefillPlace.REMOTE), (0, PrefillPlace.LOCAL_NO_PREFILL_WORKER)):
+        fleet = PrefillFleet(workers, 1000)
+        assert policy.decide(prompt_length=1, num_cached_tokens=0, prefill_fleet=fleet) is expected
+
+
+SECONDS = st.floats(0.0, 500.0) | st.sampled_from([5e-324, 1e-300, 1e-9])
+COUNT = st.integers(0, 10**6) | st.just(10**9)
+OBJECTIVE_MS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(
+    ttft_ms=OBJECTIVE_MS,
+    itl_ms=OBJECTIVE_MS,
+    waited_s=SECONDS,
+    counts=st.tuples(COUNT, COUNT, COUNT, COUNT, COUNT, COUNT),
+    cost=st.builds(StepCost, *[SECONDS] * 6),
+    remote=st.builds(RemoteCost, *[SECONDS] * 5),
+    fleet=st.builds(PrefillFleet, st.integers(1, 20), st.integers(0, 100)),
+    spread=st.floats(0.0, MAX_SPREAD),
+)
+def test_no_objective_and_no_cost_breaks_a_decision(
+    ttft_ms: float,
+    itl_ms: float,
+    waited_s: float,
+    counts: tuple[int, ...],
+    cost: StepCost,
+    remote: RemoteCost,
+    fleet: PrefillFleet,
+    spread: float,
+) -> None:
+    """A request's objectives come from a client: an exception here would end the engine."""
+    tokens, here, away, chunk, decodes, context = counts
+    situation = replace(
+        IDLE,
+        num_tokens=tokens + 1,
+        waited_s=waited_s,
+        num_here=here,
+        num_away=away,
+        chunk=chunk,
+        num_decodes=decodes,
+        num_context=context,
+        cost=cost,
+        objectives=objectives_of(DisaggConfig(), ttft_ms, itl_ms),
+        spread=spread,
+    )
+    decision = decide(situation, remote, fleet, 1000.0, spread)
+    assert decision.place is not None, "both ways are open"
+    estimates = (decision.local_s, decision.remote_s, decision.local_cost, decision.remote_cost)
+    assert all(math.isfinite(each) and each >= 0.0 for each in estimates)
