@@ -25,7 +25,7 @@ from kvrelay.config import FrontendConfig, RouterConfig
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.messages import GenerateRequest, Message, OutputBatch, TokenOutput
+from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.data import bundled_checkpoint_path
@@ -33,6 +33,7 @@ from kvrelay.frontend import Frontend
 from kvrelay.router import Router
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.loopback import LoopbackNetwork
+from kvrelay.rpc.wire import Message
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WORDS = "The quick brown fox, it jumped over 13 lazy dogs.\n"

@@ -23,7 +23,7 @@ from kvrelay.config import FrontendConfig, RouterConfig
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.messages import GenerateRequest, Message, OutputBatch, TokenOutput
+from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.data import bundled_checkpoint_path
@@ -32,6 +32,7 @@ from kvrelay.launch.cycle_collector import spare_what_stays
 from kvrelay.router import Router
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.loopback import LoopbackNetwork
+from kvrelay.rpc.wire import Message
 
 MAX_MODEL_LEN = 100_000
 LEASE_S = 3600.0

@@ -10,11 +10,12 @@ from typing import Protocol
 import pytest
 from tests.contracts.waiting import eventually
 
-from kvrelay.core.messages import AdminReply, GenerateRequest, Message, OutputBatch, Ping, Pong, TokenOutput
+from kvrelay.core.messages import AdminReply, GenerateRequest, OutputBatch, Ping, Pong, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.errors import AddressInUseError, PayloadTooLargeError, WorkerUnavailableError
 from kvrelay.rpc import CurveKeys, new_curve_keys
 from kvrelay.rpc.base import MAX_FRAME_BYTES, Peer, RpcClient, RpcServer
+from kvrelay.rpc.wire import Message
 
 
 class RpcNetwork(Protocol):

@@ -6,17 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.core.handoff import (
-    HandoffAbandon,
-    HandoffClaim,
-    HandoffDone,
-    HandoffGrant,
-    HandoffId,
-    HandoffRefused,
-    HandoffReleased,
-    PositionLogprobs,
-    TokenLogprob,
-)
+from kvrelay.core.handoff import HandoffId
+from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
@@ -28,12 +19,19 @@ from kvrelay.core.messages import (
     Pong,
     RequestRefused,
     TokenOutput,
-    decode_message,
-    encode_message,
 )
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.errors import ProtocolError
+from kvrelay.handoff.messages import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffGrant,
+    HandoffRefused,
+    HandoffReleased,
+)
+from kvrelay.rpc.wire import decode_message, encode_message
 
 HANDOFF = HandoffId("d", 1)
 LOGPROBS = PositionLogprobs(TokenLogprob(5, -0.25, 1), (TokenLogprob(5, -0.25, 1), TokenLogprob(7, -2.0, 2)))

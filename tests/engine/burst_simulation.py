@@ -18,8 +18,9 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import StepOutput
 from kvrelay.executors.mock import MockExecutor
+from kvrelay.placement.base import PrefillPlace, PrefillSide
 from kvrelay.placement.cost import CostPlacement
-from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.placement.threshold import DisaggPolicy
 
 TIMES = MockConfig(speedup_ratio=2)
 BLOCK_SIZE, CHUNK = 16, 2048
@@ -67,10 +68,10 @@ class BurstSimulation:
     def _pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds + STEP_OVERHEAD_S)
 
-    def _fleet(self) -> PrefillFleet:
+    def _fleet(self) -> PrefillSide:
         now_s = self.clock.now()
         num_queued = sum(due_s - seconds > now_s for worker in self.workers for due_s, _, _, seconds in worker.due)
-        return PrefillFleet(len(self.workers), num_queued)
+        return PrefillSide(len(self.workers), num_queued)
 
     def _placed(self, place: PrefillPlace) -> None:
         self.places[place] = self.places.get(place, 0) + 1

@@ -19,13 +19,14 @@ from kvrelay.config import DisaggConfig, EngineConfig, MockConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.step_cost import StepCost, StepWork
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.executors.mock import MockExecutor
+from kvrelay.placement.base import PrefillPlace, PrefillSide
 from kvrelay.placement.cost import CostPlacement
-from kvrelay.placement.cost_model import StepCost, StepWork
-from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.placement.threshold import DisaggPolicy
 
 Policy = Literal["cost", "threshold", "always", "aggregated"]
 
@@ -120,9 +121,9 @@ class GoodputSimulation:
         self.answers: list[Answer] = []
         self._rate, self._next_long_s = rate, self._arrivals.expovariate(rate)
 
-    def _fleet(self) -> PrefillFleet:
+    def _fleet(self) -> PrefillSide:
         now_s = self.clock.now()
-        return PrefillFleet(self._num_workers, sum(start_s > now_s for _, start_s, *_ in self.prefills.due))
+        return PrefillSide(self._num_workers, sum(start_s > now_s for _, start_s, *_ in self.prefills.due))
 
     def _placed(self, place: PrefillPlace) -> None:
         self.places[place] = self.places.get(place, 0) + 1

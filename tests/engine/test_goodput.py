@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.engine.goodput_simulation import GoodputSimulation, Machine, Policy
 
-from kvrelay.placement.threshold import PrefillPlace
+from kvrelay.placement.base import PrefillPlace
 
 SECONDS = 12.0
 NOISE_OF_RUNS = 0.02

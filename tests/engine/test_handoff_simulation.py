@@ -17,15 +17,7 @@ from typing import Any
 import pytest
 
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.handoff import (
-    HandoffAbandon,
-    HandoffDone,
-    HandoffFetched,
-    HandoffGrant,
-    HandoffId,
-    HandoffRefused,
-    RemotePrefillRequest,
-)
+from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.core import EngineCore
@@ -36,6 +28,7 @@ from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
+from kvrelay.handoff.messages import HandoffAbandon, HandoffDone, HandoffFetched, HandoffGrant, HandoffRefused
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 

@@ -12,12 +12,14 @@ from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
+from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepCost, StepWork
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.prefill_budget import MARGIN, STEP_SHARE, Pace
 from kvrelay.engine.request import Request
-from kvrelay.placement.cost import MIN_WINDOW, CostPlacement, Objectives
-from kvrelay.placement.cost_model import MIN_CHUNK_TOKENS, StepCost, StepCostModel, StepWork
-from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.placement.base import Objectives, PrefillPlace, PrefillSide
+from kvrelay.placement.cost import MIN_WINDOW, CostPlacement
+from kvrelay.placement.cost_model import StepCostModel
+from kvrelay.placement.threshold import DisaggPolicy
 
 COST = StepCost(0.002, 0.003, 1e-5, 0.0, 2.5e-5, 0.0)
 
@@ -100,7 +102,7 @@ class Fleet:
         self.num_workers = num_workers
         self.counted: list[PrefillPlace] = []
         policy = DisaggPolicy(DisaggConfig())
-        fleet = lambda: PrefillFleet(self.num_workers, 0)  # noqa: E731
+        fleet = lambda: PrefillSide(self.num_workers, 0)  # noqa: E731
         self.placement = CostPlacement(policy, fleet, self.counted.append, ManualClock())
 
     def request(self, name: str, length: int) -> Request:

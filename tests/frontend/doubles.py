@@ -19,7 +19,6 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import (
     AbortRequest,
     GenerateRequest,
-    Message,
     OutputBatch,
     Ping,
     Pong,
@@ -33,6 +32,7 @@ from kvrelay.frontend import Frontend
 from kvrelay.router import Router
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.loopback import LoopbackNetwork
+from kvrelay.rpc.wire import Message
 
 EOS, BOS = 0, 1
 CHAT_TEMPLATE = (

@@ -14,7 +14,7 @@ from tests.frontend.raw_http import events, send
 
 from kvrelay.core.event_codec import encode_load
 from kvrelay.core.events import LoadMetrics
-from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
+from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
 from kvrelay.core.sealing import new_secret, seal
 from kvrelay.core.status import FinishReason

@@ -10,10 +10,11 @@ from tests.contracts.waiting import eventually
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.handoff import HandoffOrder
-from kvrelay.core.messages import GenerateRequest, Message, RequestRefused, TokenOutput
+from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.frontend.worker_link import LOSS_TURN_S, WorkerLink
+from kvrelay.rpc.wire import Message
 
 NUM_REQUESTS = 200
 PER_TURN = 4

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvrelay.core.handoff import HandoffClaim, HandoffGrant, HandoffRefused, HandoffReleased
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import WAITING_FOR_CLAIMANT, DecodeState, GrantState
 from kvrelay.handoff.leases import PeerLeases
+from kvrelay.handoff.messages import HandoffClaim, HandoffGrant, HandoffRefused, HandoffReleased
 from kvrelay.handoff.prefill import PrefillHandoff
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillState

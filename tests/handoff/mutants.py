@@ -14,12 +14,13 @@ import msgspec
 import pytest
 from tests.handoff.nodes import Scenario
 
-from kvrelay.core.handoff import HandoffGrant, HandoffOrder, KvDirection
+from kvrelay.core.handoff import HandoffOrder, KvDirection
 from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_events import EndLoan
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeState
 from kvrelay.handoff.leases import PeerLeases
+from kvrelay.handoff.messages import HandoffGrant
 from kvrelay.handoff.prefill import PrefillHandoff
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillState

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.core.handoff import (
+from kvrelay.core.handoff import KvDirection
+from kvrelay.errors import IllegalTransitionError
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import EndReason, RefusalReason
+from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.decode_state import TRANSITIONS as DECODE_TRANSITIONS
+from kvrelay.handoff.decode_state import DecodeRules, DecodeState
+from kvrelay.handoff.leases import MAX_LEASE_TTL_S, PeerLeases
+from kvrelay.handoff.messages import (
     HandoffAbandon,
     HandoffClaim,
     HandoffDone,
@@ -14,16 +23,7 @@ from kvrelay.core.handoff import (
     HandoffReady,
     HandoffRefused,
     HandoffReleased,
-    KvDirection,
 )
-from kvrelay.errors import IllegalTransitionError
-from kvrelay.handoff import decode_events as de
-from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason, RefusalReason
-from kvrelay.handoff.decode_ledger import DecodeLedger
-from kvrelay.handoff.decode_state import TRANSITIONS as DECODE_TRANSITIONS
-from kvrelay.handoff.decode_state import DecodeRules, DecodeState
-from kvrelay.handoff.leases import MAX_LEASE_TTL_S, PeerLeases
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import TRANSITIONS as PREFILL_TRANSITIONS
 from kvrelay.handoff.prefill_state import PrefillRules, PrefillState

@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 
-from kvrelay.core.handoff import (
-    HandoffClaim,
-    HandoffGrant,
-    HandoffOrder,
-    HandoffRefused,
-    HandoffReleased,
-)
+from kvrelay.core.handoff import HandoffOrder
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
+from kvrelay.handoff.messages import HandoffClaim, HandoffGrant, HandoffRefused, HandoffReleased
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 

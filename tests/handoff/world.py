@@ -34,22 +34,21 @@ from tests.handoff.nodes import (
     number_of,
 )
 
-from kvrelay.core.handoff import (
+from kvrelay.core.handoff import HandoffOrder, KvDirection
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.decode_ledger import DecodeLedger
+from kvrelay.handoff.messages import (
     HandoffAbandon,
     HandoffClaim,
     HandoffDone,
     HandoffFetched,
     HandoffGrant,
-    HandoffOrder,
     HandoffProgress,
     HandoffReady,
     HandoffRefused,
     HandoffReleased,
-    KvDirection,
 )
-from kvrelay.handoff import decode_events as de
-from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 
 SECRET = 5

@@ -12,13 +12,15 @@ from msgspec.structs import replace
 
 from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import ManualClock
-from kvrelay.placement.cost import MIN_WINDOW, CostPlacement, Objectives, Situation, decide, objectives_of, stay_here
-from kvrelay.placement.cost_model import MAX_SPREAD, RemoteCost, StepCost
-from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.core.step_cost import StepCost
+from kvrelay.placement.base import Objectives, PrefillPlace, PrefillSide, Situation
+from kvrelay.placement.cost import MIN_WINDOW, CostPlacement, decide, objectives_of, stay_here
+from kvrelay.placement.cost_model import MAX_SPREAD, RemoteCost
+from kvrelay.placement.threshold import DisaggPolicy
 
 COST = StepCost(0.002, 0.003, 1e-5, 0.0, 2.5e-5, 0.0)
 REMOTE = RemoteCost(0.010, 1e-5, 1e-7, 0.001, 1e-5)
-ONE = PrefillFleet(1, 0)
+ONE = PrefillSide(1, 0)
 IDLE = Situation(
     num_tokens=8000,
     waited_s=0.0,
@@ -34,7 +36,7 @@ IDLE = Situation(
 )
 
 
-def place(situation: Situation, fleet: PrefillFleet = ONE) -> PrefillPlace | None:
+def place(situation: Situation, fleet: PrefillSide = ONE) -> PrefillPlace | None:
     return decide(situation, REMOTE, fleet, 1000.0).place
 
 
@@ -46,8 +48,8 @@ def test_a_short_prompt_stays_and_a_long_one_beside_answers_goes() -> None:
 def test_a_backlog_away_deflects_a_prefill_to_here() -> None:
     busy = replace(IDLE, num_away=80_000, num_prefills_away=10)
     assert place(busy) is PrefillPlace.LOCAL_CHEAPER
-    assert place(busy, PrefillFleet(16, 0)) is PrefillPlace.REMOTE, "sixteen workers share it"
-    assert place(IDLE, PrefillFleet(1, 100)) is PrefillPlace.LOCAL_CHEAPER, "what others have queued counts, too"
+    assert place(busy, PrefillSide(16, 0)) is PrefillPlace.REMOTE, "sixteen workers share it"
+    assert place(IDLE, PrefillSide(1, 100)) is PrefillPlace.LOCAL_CHEAPER, "what others have queued counts, too"
 
 
 def test_a_request_waits_for_the_cheaper_way_if_that_is_closed() -> None:
@@ -80,7 +82,7 @@ def test_a_long_line_uses_both_ways() -> None:
 
 
 def test_without_prefill_workers_everything_is_computed_here() -> None:
-    none = PrefillFleet(0, 0)
+    none = PrefillSide(0, 0)
     assert place(IDLE, none) is PrefillPlace.LOCAL_NO_PREFILL_WORKER
     assert place(replace(IDLE, is_here_open=False), none) is None
 
@@ -144,7 +146,7 @@ def test_estimates_are_finite_and_grow_with_what_is_ahead(seed: int) -> None:
 def placement(queue_size: int = 0) -> tuple[CostPlacement, list[PrefillPlace]]:
     counted: list[PrefillPlace] = []
     made = CostPlacement(
-        DisaggPolicy(DisaggConfig()), lambda: PrefillFleet(1, queue_size), counted.append, ManualClock()
+        DisaggPolicy(DisaggConfig()), lambda: PrefillSide(1, queue_size), counted.append, ManualClock()
     )
     return made, counted
 
@@ -161,12 +163,12 @@ def test_costs_that_cannot_be_fall_back_to_the_thresholds_and_are_counted() -> N
 
 
 def test_without_a_prefill_worker_there_is_no_choice_and_the_prefill_stays_once_there_is_room() -> None:
-    fleet = PrefillFleet(0, 0)
+    fleet = PrefillSide(0, 0)
     made = CostPlacement(DisaggPolicy(DisaggConfig()), lambda: fleet, lambda _: None, ManualClock())
     assert not made.has_choice
     for is_open in (True, False):
         assert stay_here(is_open) == made.decide(replace(IDLE, is_here_open=is_open))
-    fleet = PrefillFleet(1, 0)
+    fleet = PrefillSide(1, 0)
     assert made.has_choice
 
 
@@ -210,7 +212,7 @@ def test_always_sends_everything_away_while_there_is_a_prefill_worker() -> None:
     policy = DisaggPolicy(DisaggConfig(disagg_policy="always"))
     assert not policy.is_by_cost
     for workers, expected in ((1, PrefillPlace.REMOTE), (0, PrefillPlace.LOCAL_NO_PREFILL_WORKER)):
-        fleet = PrefillFleet(workers, 1000)
+        fleet = PrefillSide(workers, 1000)
         assert policy.decide(prompt_length=1, num_cached_tokens=0, prefill_fleet=fleet) is expected
 
 
@@ -226,7 +228,7 @@ OBJECTIVE_MS = st.floats(allow_nan=True, allow_infinity=True)
     counts=st.tuples(COUNT, COUNT, COUNT, COUNT, COUNT, COUNT),
     cost=st.builds(StepCost, *[SECONDS] * 6),
     remote=st.builds(RemoteCost, *[SECONDS] * 5),
-    fleet=st.builds(PrefillFleet, st.integers(1, 20), st.integers(0, 100)),
+    fleet=st.builds(PrefillSide, st.integers(1, 20), st.integers(0, 100)),
     spread=st.floats(0.0, MAX_SPREAD),
 )
 def test_no_objective_and_no_cost_breaks_a_decision(
@@ -236,7 +238,7 @@ def test_no_objective_and_no_cost_breaks_a_decision(
     counts: tuple[int, ...],
     cost: StepCost,
     remote: RemoteCost,
-    fleet: PrefillFleet,
+    fleet: PrefillSide,
     spread: float,
 ) -> None:
     """A request's objectives come from a client: an exception here would end the engine."""

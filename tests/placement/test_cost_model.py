@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.core.step_cost import MAX_COST_S, MIN_CHUNK_TOKENS, StepCost, StepWork
 from kvrelay.placement.cost_model import (
     MANY_STEPS,
-    MAX_COST_S,
     MAX_SPREAD,
-    MIN_CHUNK_TOKENS,
     PRIOR_SPREAD,
     SAMPLED_STEPS,
     SHORT_STEP_S,
@@ -21,9 +20,7 @@ from kvrelay.placement.cost_model import (
     RemoteCost,
     RemoteCostModel,
     Spread,
-    StepCost,
     StepCostModel,
-    StepWork,
     expected_lateness,
 )
 from kvrelay.placement.least_squares import RecursiveLeastSquares

@@ -6,9 +6,10 @@ from msgspec.structs import replace
 
 from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import ManualClock
-from kvrelay.placement.cost import CostPlacement, Objectives, Situation
-from kvrelay.placement.cost_model import StepCost
-from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.core.step_cost import StepCost
+from kvrelay.placement.base import Objectives, PrefillPlace, PrefillSide, Situation
+from kvrelay.placement.cost import CostPlacement
+from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.placement.trials import FIRST_TRIAL_S, MAX_TRIAL_S, Trials
 
 COST = StepCost(0.002, 0.003, 6e-5, 0.0, 2.5e-5, 0.0)
@@ -31,7 +32,7 @@ CHAT = replace(LONG, num_tokens=64)
 def made() -> tuple[CostPlacement, ManualClock]:
     clock = ManualClock()
     policy = DisaggPolicy(DisaggConfig())
-    return CostPlacement(policy, lambda: PrefillFleet(1, 0), lambda _: None, clock), clock
+    return CostPlacement(policy, lambda: PrefillSide(1, 0), lambda _: None, clock), clock
 
 
 def go(placement: CostPlacement, situation: Situation, seconds: float = 0.1) -> PrefillPlace | None:

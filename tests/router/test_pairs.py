@@ -11,10 +11,11 @@ from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics, TransferCost
 from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import WorkerUnavailableError
-from kvrelay.placement.cost_model import StepCost
-from kvrelay.placement.threshold import DisaggPolicy, PrefillPlace
+from kvrelay.placement.base import PrefillPlace
+from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.router import PairRouter, Router, RouterStage, RoutingRequest
 from kvrelay.router.load import LoadColumns
 from kvrelay.router.pair_cost import OTHER_HOST_WEIGHT, SAME_HOST_WEIGHT, pair_costs

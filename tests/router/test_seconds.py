@@ -14,8 +14,8 @@ from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics
 from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo, WorkerRole
-from kvrelay.placement.cost_model import StepCost
 from kvrelay.router import Router, RoutingRequest
 from kvrelay.router.costs import MAX_RATIO, REFRESH_S, CostColumns, WorkerCosts
 from kvrelay.router.load import LoadColumns

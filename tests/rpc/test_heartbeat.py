@@ -10,9 +10,10 @@ from tests.patience import stop
 from tests.rpc.test_zmq import CHILD_CLIENT, CHILD_SERVER, connected, spawn, started
 
 from kvrelay.config import ControlConfig
-from kvrelay.core.messages import Message, Ping
+from kvrelay.core.messages import Ping
 from kvrelay.rpc import Heartbeat, Peer, ZmqRpcClient, ZmqRpcServer
 from kvrelay.rpc.heartbeat import MIN_TIMEOUT_S
+from kvrelay.rpc.wire import Message
 
 QUICK = Heartbeat(interval_s=0.2, timeout_s=0.8)
 SLOW = Heartbeat(interval_s=10.0, timeout_s=30.0)

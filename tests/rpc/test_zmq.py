@@ -18,9 +18,10 @@ from tests.contracts.waiting import eventually
 
 from kvrelay.cli.log_limit import LogLimit
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.messages import AbortRequest, AdminReply, Message, Ping, Pong
+from kvrelay.core.messages import AbortRequest, AdminReply, Ping, Pong
 from kvrelay.errors import ConfigError, WorkerUnavailableError
 from kvrelay.rpc import CurveKeys, Heartbeat, Peer, ZmqRpcClient, ZmqRpcServer, new_curve_keys, zmq_socket
+from kvrelay.rpc.wire import Message
 from kvrelay.rpc.zmq_socket import HIGH_WATER_MARK, READ_BYTES, Endpoint
 
 PATIENT = Heartbeat(interval_s=30.0, timeout_s=120.0)

@@ -24,14 +24,7 @@ from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats.connection import NatsConnection
 from kvrelay.core.event_codec import ReplayRequest, encode_events, encode_load, encode_replay_request
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, LoadMetrics
-from kvrelay.core.handoff import (
-    HandoffAbandon,
-    HandoffClaim,
-    HandoffGrant,
-    HandoffId,
-    HandoffReleased,
-    RemotePrefillRequest,
-)
+from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.messages import (
     PROTOCOL_VERSION,
     AbortRequest,
@@ -41,11 +34,12 @@ from kvrelay.core.messages import (
     OutputBatch,
     Ping,
     TokenOutput,
-    encode_message,
 )
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerInfo
+from kvrelay.handoff.messages import HandoffAbandon, HandoffClaim, HandoffGrant, HandoffReleased
 from kvrelay.rpc import CurveKeys, new_curve_keys
+from kvrelay.rpc.wire import encode_message
 
 INTEGERS = (0, -1, 1, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1)
 PICKLE = pickle.dumps({"cmd": "__import__('os')._exit(3)", "data": list(range(50))})

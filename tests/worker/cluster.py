@@ -23,7 +23,7 @@ from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, OutputBatch, RequestRefused, TokenOutput
+from kvrelay.core.messages import AbortRequest, GenerateRequest, OutputBatch, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import CallerInfo, WorkerRole
@@ -37,6 +37,7 @@ from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient, LoopbackRpcServer
+from kvrelay.rpc.wire import Message
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport

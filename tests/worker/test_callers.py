@@ -14,31 +14,30 @@ from tests.worker.cluster import FRONTEND_KEY, WAIT_S, Cluster, Node, cluster, e
 
 from kvrelay.control.base import Discovery, Keys
 from kvrelay.control.memory import MemoryBroker
-from kvrelay.core.handoff import (
-    HandoffAbandon,
-    HandoffClaim,
-    HandoffDone,
-    HandoffGrant,
-    HandoffId,
-    HandoffProgress,
-    HandoffReady,
-    HandoffReleased,
-)
+from kvrelay.core.handoff import HandoffId
 from kvrelay.core.messages import (
     AbortRequest,
     AdminReply,
     AdminRequest,
     GenerateRequest,
-    Message,
     OutputBatch,
     Ping,
     Pong,
     RequestRefused,
-    encode_message,
 )
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerRole
 from kvrelay.errors import WorkerUnavailableError
+from kvrelay.handoff.messages import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffGrant,
+    HandoffProgress,
+    HandoffReady,
+    HandoffReleased,
+)
+from kvrelay.rpc.wire import Message, encode_message
 from kvrelay.worker.cluster import callers as callers_module
 from kvrelay.worker.cluster.callers import MAY_SAY, Caller, CallerKind, Callers
 

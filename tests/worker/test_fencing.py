@@ -10,9 +10,9 @@ from collections.abc import Callable
 from tests.worker.cluster import WAIT_S, Cluster, Node, cluster, expected, prompt
 
 from kvrelay.control.base import WatchKind
-from kvrelay.core.handoff import HandoffAbandon, HandoffGrant
-from kvrelay.core.messages import Message
 from kvrelay.errors import EngineDeadError
+from kvrelay.handoff.messages import HandoffAbandon, HandoffGrant
+from kvrelay.rpc.wire import Message
 
 STUCK = 1_000_000_000
 

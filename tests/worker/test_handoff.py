@@ -13,16 +13,17 @@ from tests.worker.cluster import VOCAB_SIZE, cluster, expected, prompt
 
 from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.grammar import Grammar, GrammarKind
-from kvrelay.core.handoff import HandoffDone, HandoffGrant, HandoffId
+from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import MemoryRegion
-from kvrelay.core.messages import encode_message
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.errors import ConfigError, InvalidInputError
 from kvrelay.executors.grammars import GrammarMasks
 from kvrelay.executors.mock import MockExecutor
 from kvrelay.handoff.base import EndReason
-from kvrelay.placement.threshold import PrefillPlace
+from kvrelay.handoff.messages import HandoffDone, HandoffGrant
+from kvrelay.placement.base import PrefillPlace
+from kvrelay.rpc.wire import encode_message
 
 OUTGOING_LOG = "kvrelay.worker.prefill.handoffs"
 

@@ -13,11 +13,11 @@ from tests.contracts.waiting import eventually
 from tests.worker.cluster import LOOPBACK, Client, Cluster, Node, cluster, expected, prompt
 
 from kvrelay.config import TransferConfig
-from kvrelay.core.handoff import HandoffDone, HandoffGrant
-from kvrelay.core.messages import decode_message, encode_message
 from kvrelay.core.workers import WorkerRole
 from kvrelay.handoff.decode_state import DecodeState
+from kvrelay.handoff.messages import HandoffDone, HandoffGrant
 from kvrelay.handoff.prefill_state import PrefillState
+from kvrelay.rpc.wire import decode_message, encode_message
 from kvrelay.transfer.base import TransferOp
 from kvrelay.worker.prefill import pulling as prefill_side
 

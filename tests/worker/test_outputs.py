@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from tests.worker.cluster import cluster, expected, prompt
 
-from kvrelay.core.messages import Message, OutputBatch, TokenOutput, encode_message
+from kvrelay.core.messages import OutputBatch, TokenOutput
 from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import PayloadTooLargeError
 from kvrelay.rpc import loopback
 from kvrelay.rpc.base import Peer
+from kvrelay.rpc.wire import Message, encode_message
 from kvrelay.worker.decode.outputs import send_outputs
 
 PEER = Peer(b"frontend")

@@ -6,7 +6,7 @@ import asyncio
 
 from tests.worker.cluster import cluster, expected, prompt
 
-from kvrelay.placement.threshold import PrefillPlace
+from kvrelay.placement.base import PrefillPlace
 
 
 async def test_decisions_are_told_on_request_and_counted():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.worker.cluster import VOCAB_SIZE, cluster, prompt
 
-from kvrelay.core.messages import GenerateRequest, Message, RequestRefused
+from kvrelay.core.messages import GenerateRequest, RequestRefused
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.workers import WorkerRole
@@ -20,6 +20,7 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.rpc.base import Peer
+from kvrelay.rpc.wire import Message
 from kvrelay.worker.decode.refusals import Refusals, refusal_of
 
 PEER = Peer(b"f")

@@ -10,10 +10,10 @@ from tests.patience import PATIENCE_S
 from tests.worker.cluster import cluster, expected, prompt
 
 from kvrelay.control import redelivery
-from kvrelay.core.handoff import HandoffGrant
 from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, TransferError, WorkerUnavailableError
 from kvrelay.handoff.base import RefusalReason
+from kvrelay.handoff.messages import HandoffGrant
 from kvrelay.worker.prefill import pulling as prefill_side
 
 STUCK = 1_000_000_000

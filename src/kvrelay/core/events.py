@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvrelay.placement.cost_model import StepCost
+from kvrelay.core.step_cost import StepCost
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):

@@ -1,15 +1,6 @@
-"""The messages between workers about a hand-off, and the entries of the prefill queue.
+"""How a hand-off is named, ordered and queued: what engine, queue and frontend know of it.
 
-The protocol, the order of these messages, and the ownership of blocks are in ``kvrelay/handoff/base.py``. This module
-has only the values, because the request plane and the prefill queue carry them.
-
-    P to D    HandoffClaim, HandoffProgress, HandoffDone (or HandoffReady, pull), HandoffReleased
-    D to P    HandoffGrant or HandoffRefused, HandoffAbandon, HandoffFetched
-
-Checksums. A hand-off is checksummed in both directions when either end asks for it: P by ``wants_checksums`` in its
-claim, D by the checksums in its grant. P then sends checksums of the blocks that it writes, and verifies the hit blocks
-that it reads; D verifies received blocks before its request continues. A checksum covers ``core.checksums.unit_tokens``
-tokens and does not depend on a worker's layout.
+The messages between its two workers are in ``handoff.messages``, the protocol in ``handoff.base``.
 """
 
 from __future__ import annotations
@@ -72,21 +63,6 @@ class HandoffId(msgspec.Struct, frozen=True, order=True, array_like=True):
         return f"{self.decode_worker_id}#{self.number}"
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token; ``rank`` is 1 for the likeliest."""
-
-    token_id: int
-    logprob: float
-    rank: int
-
-
-class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The chosen token at one position and its likeliest alternatives, best first."""
-
-    chosen: TokenLogprob
-    top: tuple[TokenLogprob, ...] = ()
-
-
 class RemotePrefillRequest(msgspec.Struct, frozen=True):
     """A prefill for another worker: requested by a decode worker's engine, then pushed to the prefill queue.
 
@@ -121,123 +97,3 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
         if self.priority == 0:
             return QueueClass.NORMAL
         return QueueClass.HIGH if self.priority < 0 else QueueClass.LOW
-
-
-class HandoffClaim(msgspec.Struct, frozen=True, tag=True):
-    """P to D: I have the request and compute it; may I touch your blocks?
-
-    ``wants_checksums``: P accepts no hit blocks without checksums. ``term`` is P's (``KvMetadata.term``).
-    ``block_size``: tokens per block of P; 0: as many as D's.
-    """
-
-    handoff_id: HandoffId
-    prefill_worker_id: str
-    kv_compatibility: str
-    wants_checksums: bool = False
-    order: HandoffOrder = HandoffOrder.DECODE_FIRST
-    term: int = 0
-    block_size: int = 0
-
-
-class HandoffGrant(msgspec.Struct, frozen=True, tag=True):
-    """D to P: yes. From here on D's ``block_ids`` are quarantined until this generation is done or released.
-
-    The ids override those of the queue entry: a second claimant gets fresh blocks. ``checksums``: those of the hits
-    (the first ``num_cached_tokens``), in order. If not None (even empty), P must checksum what it writes. ``term`` is
-    D's. ``block_size``: tokens per block of D; 0: as many as P's.
-    """
-
-    handoff_id: HandoffId
-    generation: int
-    block_ids: tuple[int, ...]
-    num_cached_tokens: int
-    checksums: tuple[int, ...] | None = None
-    direction: KvDirection = KvDirection.PUSH
-    term: int = 0
-    block_size: int = 0
-    secret: int = 0
-    """A random number that only this claimant gets. Its messages about this grant carry it."""
-
-
-class HandoffRefused(msgspec.Struct, frozen=True, tag=True):
-    """D to P: no (the request is gone, prefilled locally, claimed by a live peer, or the pools do not match)."""
-
-    handoff_id: HandoffId
-    reason: str
-
-
-class HandoffAbandon(msgspec.Struct, frozen=True, tag=True):
-    """D to P: no request waits for it any more, and D does not read from P. P stops writing and answers
-    HandoffReleased."""
-
-    handoff_id: HandoffId
-    generation: int
-
-
-class HandoffReleased(msgspec.Struct, frozen=True, tag=True):
-    """P to D: P touches no block of this hand-off any more, under any past or future grant, and never claims it
-    again.
-
-    ``error`` is the reason, for the log. ``kv_transfer_params``: P's engine has computed KV that D's engine has not
-    fetched; only D's can tell it to free that.
-    """
-
-    handoff_id: HandoffId
-    prefill_worker_id: str
-    error: str | None = None
-    kv_transfer_params: bytes | None = None
-
-
-class HandoffProgress(msgspec.Struct, frozen=True, tag=True):
-    """P to D, every few seconds from the grant on: I am still computing it."""
-
-    handoff_id: HandoffId
-    generation: int
-    secret: int = 0
-
-
-class HandoffDone(msgspec.Struct, frozen=True, tag=True):
-    """P to D, after the last write: every block is in place; carries the first token (the "bonus" token).
-
-    It comes as the notification of that write. P repeats it over the request plane until it gets HandoffFetched.
-    ``num_transferred_bytes`` and ``prefill_s`` feed D's metrics. ``checksums``: of all tokens that D lacked, in order;
-    computed from P's memory before they were sent.
-    """
-
-    handoff_id: HandoffId
-    generation: int
-    token_id: int
-    logprobs: PositionLogprobs | None
-    num_transferred_bytes: int
-    prefill_s: float
-    checksums: tuple[int, ...] | None = None
-    secret: int = 0
-
-
-class HandoffReady(msgspec.Struct, frozen=True, tag=True):
-    """P to D, pull only: everything is computed and lies in P's ``block_ids``, from the first that D lacks to the
-    last.
-
-    P keeps them, and repeats this message, until it gets HandoffFetched or HandoffAbandon, or D is fenced.
-
-    ``kv_transfer_params`` is set if the engines move the KV themselves: a JSON object that P's engine made for D's, and
-    that no one else reads. There are no block ids then, and D's engine samples the first token itself (``token_id``
-    None).
-    """
-
-    handoff_id: HandoffId
-    generation: int
-    block_ids: tuple[int, ...]
-    token_id: int | None
-    logprobs: PositionLogprobs | None
-    prefill_s: float
-    checksums: tuple[int, ...] | None = None
-    secret: int = 0
-    kv_transfer_params: bytes | None = None
-
-
-class HandoffFetched(msgspec.Struct, frozen=True, tag=True):
-    """D to P. Push: D has received HandoffDone. Pull: D has read everything and reads no more."""
-
-    handoff_id: HandoffId
-    generation: int

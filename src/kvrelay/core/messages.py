@@ -1,32 +1,19 @@
-"""The request plane's messages: frontend to worker, worker to frontend, worker to worker.
+"""The messages between frontends and workers, and an operator's. ``rpc.wire`` has their frames.
 
-One frame is one message: a version byte, then MessagePack. A frame that does not decode raises ProtocolError. Nothing
-is pickled.
+Those between two workers are in ``handoff.messages``.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from kvrelay.core.handoff import (
-    HandoffAbandon,
-    HandoffClaim,
-    HandoffDone,
-    HandoffFetched,
-    HandoffGrant,
-    HandoffOrder,
-    HandoffProgress,
-    HandoffReady,
-    HandoffRefused,
-    HandoffReleased,
-    Pair,
-    PositionLogprobs,
-)
+from kvrelay.core.handoff import HandoffOrder, Pair
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RefusalKind
-from kvrelay.errors import ProtocolError
 
 PROTOCOL_VERSION = 6
+"""Of all frames of the request plane: the first byte of each."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -143,44 +130,3 @@ class AdminReply(msgspec.Struct, frozen=True, tag=True):
     nonce: int
     payload: str = ""
     error: str | None = None
-
-
-Message = (
-    GenerateRequest
-    | PrefillLost
-    | AbortRequest
-    | OutputBatch
-    | RequestRefused
-    | HandoffClaim
-    | HandoffGrant
-    | HandoffProgress
-    | HandoffRefused
-    | HandoffAbandon
-    | HandoffReleased
-    | HandoffDone
-    | HandoffReady
-    | HandoffFetched
-    | Ping
-    | Pong
-    | AdminRequest
-    | AdminReply
-)
-
-_VERSION_PREFIX = bytes([PROTOCOL_VERSION])
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode_message(message: Message) -> bytes:
-    """One frame."""
-    return _VERSION_PREFIX + _encoder.encode(message)
-
-
-def decode_message(frame: bytes | memoryview) -> Message:
-    """The message in ``frame``. Raises ProtocolError for an unknown version or type, or a malformed body."""
-    if len(frame) < 2 or frame[0] != PROTOCOL_VERSION:
-        raise ProtocolError(f"a frame of {len(frame)} bytes has no version {PROTOCOL_VERSION} header")
-    try:
-        return _decoder.decode(memoryview(frame)[1:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise ProtocolError(f"malformed message: {exc}") from exc

@@ -45,8 +45,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from kvrelay.core.events import LoadMetrics
-from kvrelay.core.handoff import HandoffId, PositionLogprobs
+from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.admission.limits import PendingArrivals
 from kvrelay.engine.progress import Progress

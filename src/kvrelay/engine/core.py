@@ -19,7 +19,8 @@ import msgspec
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.events import KvEvent, LoadMetrics
-from kvrelay.core.handoff import HandoffId, PositionLogprobs
+from kvrelay.core.handoff import HandoffId
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.dp.group import Alone, Group

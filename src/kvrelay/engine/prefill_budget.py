@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 
+from kvrelay.core.step_cost import StepWork
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduled_batch import ScheduledBatch
-from kvrelay.placement.cost_model import StepCostModel, StepWork
+from kvrelay.placement.cost_model import StepCostModel
 
 STEP_SHARE = 0.7
 """Share of the objective between tokens that a step may take; the rest is for the way to the client."""

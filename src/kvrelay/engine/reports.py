@@ -5,7 +5,7 @@ It records on the request what has been reported. It decides nothing.
 
 from __future__ import annotations
 
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request

@@ -10,12 +10,13 @@ import enum
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvrelay.core.handoff import HandoffId, PositionLogprobs
+from kvrelay.core.handoff import HandoffId
 from kvrelay.core.hashing import compute_block_hashes
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus, check_transition
-from kvrelay.placement.cost import Decision, Objectives, Situation
-from kvrelay.placement.cost_model import StepCost
+from kvrelay.core.step_cost import StepCost
+from kvrelay.placement.base import Decision, Objectives, Situation
 
 UINT64_MASK = 2**64 - 1
 

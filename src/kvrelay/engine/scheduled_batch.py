@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvrelay.core.step_cost import MIN_CHUNK_TOKENS
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.request import PrefillMode, Request, service_order
-from kvrelay.placement.cost_model import MIN_CHUNK_TOKENS
 
 OLDEST_SHARE = 4
 """A quarter of a step's prefill tokens is for the oldest prompt, so that shorter ones cannot stop it."""

@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
+from kvrelay.core.step_cost import StepWork
 from kvrelay.engine.admission.queue import AdmissionQueue, Backlog, EngineLoad
 from kvrelay.engine.allocation import Growth
 from kvrelay.engine.batch import Batch
@@ -32,7 +33,6 @@ from kvrelay.engine.request_blocks import cache_full_blocks, free_blocks, transf
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch
 from kvrelay.engine.step import KvLoad, ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.stopping import finish_reason
-from kvrelay.placement.cost_model import StepWork
 
 StartRemote = Callable[[Request], None]
 """Called with a REMOTE request whose blocks are allocated. Opens the hand-off."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.core.step_cost import StepCost
 from kvrelay.engine.core import EngineCore
-from kvrelay.placement.cost_model import StepCost
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.events import KvEvent, LoadMetrics
-from kvrelay.core.handoff import HandoffId, PositionLogprobs, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
 from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 

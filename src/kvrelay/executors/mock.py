@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.checksums import unit_checksums
-from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
 from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.errors import ConfigError

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.errors import KvrelayError
 from kvrelay.frontend.access_log import Generated
 from kvrelay.frontend.loop_turns import START_COST, LoopTurns

@@ -23,7 +23,8 @@ from collections.abc import Sequence as Items
 from functools import partial
 from typing import Protocol
 
-from kvrelay.core.handoff import HandoffOrder, PositionLogprobs
+from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason

@@ -20,7 +20,6 @@ from kvrelay.core.events import LoadMetrics
 from kvrelay.core.messages import (
     AbortRequest,
     GenerateRequest,
-    Message,
     OutputBatch,
     Ping,
     Pong,
@@ -32,6 +31,7 @@ from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
 from kvrelay.frontend.positions import MissingTokensError
 from kvrelay.rpc.base import RpcClient
+from kvrelay.rpc.wire import Message
 
 _log = logging.getLogger(__name__)
 

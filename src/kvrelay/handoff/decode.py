@@ -21,11 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.core.checksums import unit_tokens
-from kvrelay.core.handoff import HandoffAbandon, HandoffDone, HandoffFetched, HandoffProgress, HandoffReady
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason
 from kvrelay.handoff.decode_claims import DecodeClaims
 from kvrelay.handoff.decode_events import Allocated, Read, Resume, Send, Verify
 from kvrelay.handoff.decode_state import DecodeState, Grant, GrantState, Turn, refuse, tell_fetched
+from kvrelay.handoff.messages import HandoffAbandon, HandoffDone, HandoffFetched, HandoffProgress, HandoffReady
 
 
 @dataclass(slots=True)

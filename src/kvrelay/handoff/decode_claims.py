@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.core.handoff import HandoffGrant, KvDirection
+from kvrelay.core.handoff import KvDirection
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode_ends import DecodeEnds
 from kvrelay.handoff.decode_events import Allocate, Allocated, ChecksumHits, Claimed, SendGrant
 from kvrelay.handoff.decode_state import DecodeState, Grant, GrantState, Turn, refuse
+from kvrelay.handoff.messages import HandoffGrant
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvrelay.core.handoff import HandoffAbandon, HandoffDone, HandoffId, HandoffReady, KvDirection
+from kvrelay.core.handoff import HandoffId, KvDirection
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason, count_end
 from kvrelay.handoff.decode_events import Claimed, ComputeHere, EndLoan, Send
@@ -22,6 +22,7 @@ from kvrelay.handoff.decode_state import (
     Turn,
     refuse,
 )
+from kvrelay.handoff.messages import HandoffAbandon, HandoffDone, HandoffReady
 
 
 @dataclass(slots=True)

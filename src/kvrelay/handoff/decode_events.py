@@ -6,21 +6,19 @@ the event named in their docstring, exactly once, after any time.
 
 from __future__ import annotations
 
-from kvrelay.core.handoff import (
+from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
+from kvrelay.handoff.base import Connection, EndReason, Value
+from kvrelay.handoff.messages import (
     HandoffAbandon,
     HandoffClaim,
     HandoffDone,
     HandoffFetched,
     HandoffGrant,
-    HandoffId,
-    HandoffOrder,
     HandoffProgress,
     HandoffReady,
     HandoffRefused,
     HandoffReleased,
-    KvDirection,
 )
-from kvrelay.handoff.base import Connection, EndReason, Value
 
 # -- events -----------------------------------------------------------------------------------------------------------
 

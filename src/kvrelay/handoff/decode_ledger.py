@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.core.handoff import HandoffAbandon, HandoffClaim, HandoffId, HandoffOrder, KvDirection
+from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
 from kvrelay.core.latest import Latest
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason
 from kvrelay.handoff.decode import DecodeHandoff
@@ -53,6 +53,7 @@ from kvrelay.handoff.decode_state import (
     tell_fetched,
 )
 from kvrelay.handoff.leases import PeerLeases
+from kvrelay.handoff.messages import HandoffAbandon, HandoffClaim
 
 MAX_EARLY = 1024
 MAX_DECLINED = 4096

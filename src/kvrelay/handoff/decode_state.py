@@ -9,10 +9,10 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.core.handoff import HandoffDone, HandoffFetched, HandoffRefused
 from kvrelay.handoff import base
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason
 from kvrelay.handoff.decode_events import Claimed, DecodeAction, Send
+from kvrelay.handoff.messages import HandoffDone, HandoffFetched, HandoffRefused
 
 
 class DecodeState(enum.Enum):

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from kvrelay.core.checksums import unit_tokens
-from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffGrant, HandoffOrder, HandoffReady, KvDirection
+from kvrelay.core.handoff import HandoffOrder, KvDirection
 from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffGrant, HandoffReady
 from kvrelay.handoff.prefill_ends import PrefillEnds
 from kvrelay.handoff.prefill_events import (
     Blocks,

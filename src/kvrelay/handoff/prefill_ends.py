@@ -7,17 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.core.handoff import (
-    HandoffDone,
-    HandoffGrant,
-    HandoffId,
-    HandoffOrder,
-    HandoffProgress,
-    HandoffReady,
-    HandoffReleased,
-)
+from kvrelay.core.handoff import HandoffId, HandoffOrder
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff.base import EndReason, count_end
+from kvrelay.handoff.messages import HandoffDone, HandoffGrant, HandoffProgress, HandoffReady, HandoffReleased
 from kvrelay.handoff.prefill_events import (
     Blocks,
     ChunkComputed,

@@ -6,21 +6,20 @@ by the event named in their docstring, exactly once, after any time.
 
 from __future__ import annotations
 
-from kvrelay.core.handoff import (
+from kvrelay.core.handoff import HandoffId, HandoffOrder
+from kvrelay.core.logprobs import PositionLogprobs
+from kvrelay.handoff.base import EndReason, Value
+from kvrelay.handoff.messages import (
     HandoffAbandon,
     HandoffClaim,
     HandoffDone,
     HandoffFetched,
     HandoffGrant,
-    HandoffId,
-    HandoffOrder,
     HandoffProgress,
     HandoffReady,
     HandoffRefused,
     HandoffReleased,
-    PositionLogprobs,
 )
-from kvrelay.handoff.base import EndReason, Value
 
 
 class Blocks(Value, frozen=True):

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvrelay.core.handoff import HandoffId, HandoffReleased
+from kvrelay.core.handoff import HandoffId
 from kvrelay.core.latest import Latest
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.leases import PeerLeases
+from kvrelay.handoff.messages import HandoffReleased
 from kvrelay.handoff.prefill import PrefillHandoff
 from kvrelay.handoff.prefill_events import (
     Abandoned,

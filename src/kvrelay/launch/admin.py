@@ -19,13 +19,14 @@ from kvrelay.config.loading import nearest
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.control_codec import decode_setting, decode_worker
-from kvrelay.core.messages import AdminReply, AdminRequest, Message
+from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import ConfigError, ControlUnavailableError, KvrelayError, ProtocolError, WorkerUnavailableError
 from kvrelay.launch.request_plane import client_of, operator_keys
 from kvrelay.placement import threshold as disagg
 from kvrelay.router import runtime as router_settings
 from kvrelay.rpc import CurveKeys
+from kvrelay.rpc.wire import Message
 
 _log = logging.getLogger(__name__)
 

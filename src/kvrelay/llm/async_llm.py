@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import AdminRequest
 from kvrelay.errors import EngineDeadError, InvalidInputError, KvrelayError, WorkerUnavailableError
 from kvrelay.frontend.answers import Answer, CollectedAnswer

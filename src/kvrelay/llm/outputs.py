@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.logprobs import PositionLogprobs
 
 PromptLogprobs = Sequence[PositionLogprobs | None]
 

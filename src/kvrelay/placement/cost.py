@@ -22,8 +22,10 @@ import msgspec
 
 from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import Clock
-from kvrelay.placement.cost_model import MAX_COST_S, RemoteCost, RemoteCostModel, StepCost, StepWork, expected_lateness
-from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.core.step_cost import MAX_COST_S, StepCost, StepWork
+from kvrelay.placement.base import Decision, Objectives, PrefillPlace, PrefillSide, Situation
+from kvrelay.placement.cost_model import RemoteCost, RemoteCostModel, expected_lateness
+from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.placement.trials import Trials
 
 LATE = 4.0
@@ -38,57 +40,8 @@ WINDOW_S = 0.25
 """More are sent while the wait before them is below this and the way's own latency."""
 
 
-class Objectives(msgspec.Struct, frozen=True):
-    """Seconds to the first token, and between tokens."""
-
-    ttft_s: float
-    itl_s: float
-
-
-class Situation(msgspec.Struct, frozen=True):
-    """The engine's state when a prefill is placed. Token counts are of tokens still to compute.
-
-    ``num_tokens`` of this request; ``num_here`` will be computed here before it; ``num_away`` were sent away by this
-    worker and have not come back, in ``num_prefills_away`` prefills. ``num_line`` of the other waiting requests.
-    ``chunk``: prefill tokens of a step beside ``num_decodes`` answers with ``num_context`` tokens. ``is_here_open``:
-    the step's budget has room.
-    """
-
-    num_tokens: int
-    waited_s: float
-    num_here: int
-    num_away: int
-    num_prefills_away: int
-    chunk: int
-    num_decodes: int
-    num_context: int
-    is_here_open: bool
-    cost: StepCost
-    objectives: Objectives
-    num_line: int = 0
-    spread: float = 0.0
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """Estimates in seconds, from now to the first token. ``place`` None: the request continues to wait."""
-
-    place: PrefillPlace | None
-    local_s: float = 0.0
-    remote_s: float = 0.0
-    local_cost: float = 0.0
-    remote_cost: float = 0.0
-    is_trial: bool = False
-    """Against the costs, so that they are measured."""
-
-    def __str__(self) -> str:
-        place = "waiting" if self.place is None else self.place.value
-        if not (self.local_s or self.remote_s):
-            return place
-        return f"{place};local={self.local_s:.4f}s;remote={self.remote_s:.4f}s"
-
-
 def decide(
-    situation: Situation, remote: RemoteCost, fleet: PrefillFleet, mean_tokens: float, spread: float = 0.0
+    situation: Situation, remote: RemoteCost, fleet: PrefillSide, mean_tokens: float, spread: float = 0.0
 ) -> Decision:
     """Place one prefill. ``mean_tokens``: of a prefill that another decode worker has queued."""
     if fleet.num_workers <= 0:
@@ -175,7 +128,7 @@ class CostPlacement:
     def __init__(
         self,
         policy: DisaggPolicy,
-        fleet: Callable[[], PrefillFleet],
+        fleet: Callable[[], PrefillSide],
         count: Callable[[PrefillPlace], None],
         clock: Clock,
     ) -> None:
@@ -213,7 +166,7 @@ class CostPlacement:
             place = None
         return Decision(place)
 
-    def _try_other(self, decision: Decision, situation: Situation, fleet: PrefillFleet) -> Decision:
+    def _try_other(self, decision: Decision, situation: Situation, fleet: PrefillSide) -> Decision:
         """Try the other way if its cost is doubtful, and if it would pay on a worker that prefills as fast as the other
         side does. Whatever is under way will be measured anyway."""
         cost, remote = situation.cost, self.model.cost

@@ -5,37 +5,17 @@ A pure decision over given numbers; both thresholds can be changed while request
 
 from __future__ import annotations
 
-import enum
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvrelay.config import DisaggConfig
 from kvrelay.errors import ConfigError
+from kvrelay.placement.base import PrefillPlace, PrefillSide
 
 SETTABLE = ("max_local_prefill_length", "max_prefill_queue_size")
 
 
 _DEFAULTS = DisaggConfig()
-
-
-class PrefillPlace(enum.StrEnum):
-    """Where a prefill runs, and the reason for a local one. Values are metric labels."""
-
-    REMOTE = "remote"
-    LOCAL_SHORT = "local_short"
-    LOCAL_CHEAPER = "local_cheaper"
-    LOCAL_QUEUE_FULL = "local_queue_full"
-    LOCAL_NO_PREFILL_WORKER = "local_no_prefill_worker"
-    LOCAL_REQUIRED = "local_required"
-    LOCAL_UNPAIRED = "local_unpaired"
-    """Prefill-first: the frontend has chosen no prefill worker."""
-
-
-class PrefillFleet(NamedTuple):
-    """A decode worker's knowledge of the prefill side."""
-
-    num_workers: int
-    queue_size: int
 
 
 class DisaggPolicy:
@@ -69,7 +49,7 @@ class DisaggPolicy:
         self._use(replace(self.config, **{name: getattr(self._given, name)}))
 
     def decide(
-        self, *, prompt_length: int, num_cached_tokens: int, prefill_fleet: PrefillFleet, must_be_local: bool = False
+        self, *, prompt_length: int, num_cached_tokens: int, prefill_fleet: PrefillSide, must_be_local: bool = False
     ) -> PrefillPlace:
         """``absolute_prefill_length > max_local_prefill_length and queue_size < max_prefill_queue_size``.
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.core.clock import Clock
-from kvrelay.placement.cost_model import StepCost
+from kvrelay.core.step_cost import StepCost
 
 FloatColumn = npt.NDArray[np.float64]
 

@@ -19,7 +19,8 @@ import numpy as np
 
 from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import WorkerUnavailableError
-from kvrelay.placement.threshold import DisaggPolicy, PrefillFleet, PrefillPlace
+from kvrelay.placement.base import PrefillPlace, PrefillSide
+from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.router.base import RoutingDecision, RoutingRequest
 from kvrelay.router.load import FloatColumn
 from kvrelay.router.pair_cost import FloatMatrix, PairCosts, pair_costs, pair_seconds
@@ -112,7 +113,7 @@ class PairRouter:
         place = self._disagg.decide(
             prompt_length=len(request.token_ids),
             num_cached_tokens=alone.overlap_blocks * self.decodes.block_size,
-            prefill_fleet=PrefillFleet(len(self.prefills.worker_ids), self.prefills.num_pending),
+            prefill_fleet=PrefillSide(len(self.prefills.worker_ids), self.prefills.num_pending),
             must_be_local=must_be_local,
         )
         if place is not PrefillPlace.REMOTE:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import NewType, Protocol
 
-from kvrelay.core.messages import Message
+from kvrelay.rpc.wire import Message
 
 Peer = NewType("Peer", bytes)
 """A connected client, as its server knows it (the ZMQ routing id)."""

@@ -10,9 +10,9 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from kvrelay.core.messages import Message, decode_message, encode_message
 from kvrelay.errors import AddressInUseError, PayloadTooLargeError, ProtocolError, WorkerUnavailableError
 from kvrelay.rpc.base import MAX_FRAME_BYTES, Admit, Peer
+from kvrelay.rpc.wire import Message, decode_message, encode_message
 
 HIGH_WATER_MARK = 10_000
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import zmq
 
-from kvrelay.core.messages import Message, decode_message, encode_message
 from kvrelay.errors import ConfigError, PayloadTooLargeError, ProtocolError, WorkerUnavailableError
 from kvrelay.rpc.base import MAX_FRAME_BYTES
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from kvrelay.rpc.wire import Message, decode_message, encode_message
 from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, PROBE_FRAME, CurveKeys, Endpoint, new_curve_keys
 
 _log = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from collections.abc import Callable
 
 import zmq
 
-from kvrelay.core.messages import Message, decode_message, encode_message
 from kvrelay.errors import AddressInUseError, ConfigError, PayloadTooLargeError, ProtocolError
 from kvrelay.rpc.base import MAX_FRAME_BYTES, Admit, Peer
 from kvrelay.rpc.heartbeat import DEFAULT_HEARTBEAT, Heartbeat
+from kvrelay.rpc.wire import Message, decode_message, encode_message
 from kvrelay.rpc.zap import IDENTITY, ZapHandler
 from kvrelay.rpc.zmq_socket import FAREWELL_FRAME, PROBE_FRAME, CurveKeys, Endpoint
 

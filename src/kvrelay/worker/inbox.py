@@ -13,13 +13,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
 from kvrelay.core.messages import (
     AbortRequest,
     AdminReply,
     AdminRequest,
     GenerateRequest,
-    Message,
     Ping,
     Pong,
     PrefillLost,
@@ -29,7 +27,9 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import PayloadTooLargeError
 from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
 from kvrelay.rpc.base import Peer, RpcServer
+from kvrelay.rpc.wire import Message
 from kvrelay.worker.cluster.callers import Callers
 from kvrelay.worker.decode.preparation import Preparation
 from kvrelay.worker.decode.serving import DecodeSide

@@ -6,9 +6,9 @@ import pytest
 from tests.engine.burst_simulation import BurstSimulation
 
 from kvrelay.core.sampling import SamplingParams
+from kvrelay.core.step_cost import StepCost
 from kvrelay.engine.request import Request
 from kvrelay.errors import ObjectiveMissedError
-from kvrelay.placement.cost_model import StepCost
 
 
 def arrive(

@@ -15,7 +15,7 @@ from tests.patience import PATIENCE_S
 from tests.worker.cluster import VOCAB_SIZE, Client, Cluster, Node, cluster, expected, prompt
 
 from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig
-from kvrelay.core.handoff import HandoffId, HandoffReleased
+from kvrelay.core.handoff import HandoffId
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerRole
 from kvrelay.data import bundled_checkpoint_path
@@ -24,6 +24,7 @@ from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk
 from kvrelay.executors import ExecutorSettings, build_host
 from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.messages import HandoffReleased
 
 CONFIG = EngineConfig(num_blocks=512, max_num_seqs=16)
 

@@ -26,9 +26,9 @@ from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockRemoved, BlockStored, KvEvent, LoadMetrics
 from kvrelay.core.hashing import compute_sequence_hashes
+from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.errors import InvalidInputError
-from kvrelay.placement.cost_model import StepCost
 from kvrelay.router.base import RoutingRequest
 from kvrelay.router.router import Router
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.completion_rate import MIN_RETRY_AFTER_S, CompletionRate
+from kvrelay.core.step_cost import StepWork
 from kvrelay.engine.request import Request
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.errors import KvDemandError, ObjectiveMissedError, OverloadedError
-from kvrelay.placement.cost_model import StepWork
 
 EXPECTED_OUTPUT = 128
 """Tokens of an answer, before any has ended."""

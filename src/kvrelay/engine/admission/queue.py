@@ -25,8 +25,8 @@ from kvrelay.engine.admission.fair import Candidate, FairQueue
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.prefill_budget import Pace
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.placement.cost import Decision, Situation, stay_here
-from kvrelay.placement.threshold import PrefillPlace
+from kvrelay.placement.base import Decision, PrefillPlace, Situation
+from kvrelay.placement.cost import stay_here
 
 MAX_CANDIDATES = 8
 """The number of requests that are tried in turn; later ones are longer, so they would not fit either."""

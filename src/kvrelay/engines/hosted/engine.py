@@ -13,7 +13,8 @@ from kvrelay.config import EngineConfig
 from kvrelay.core.clock import Clock
 from kvrelay.core.completion_rate import CompletionRate
 from kvrelay.core.events import KvEvent, LoadMetrics
-from kvrelay.core.handoff import HandoffId, PositionLogprobs
+from kvrelay.core.handoff import HandoffId
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.admission.limits import NONE_PENDING, PendingArrivals

@@ -13,7 +13,8 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from kvrelay.core.handoff import HandoffId, PositionLogprobs
+from kvrelay.core.handoff import HandoffId
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engine.opening import HandoffIds, remote_prefill

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvrelay.core.grammar import Grammar, GrammarKind
-from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
+from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import Int32Array, ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.executors.grammars import GrammarMasks, StepMasks

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.executors.torch.models.decoder import Decoder
 from kvrelay.executors.torch.sampling.logprobs import logprobs_of
 from kvrelay.executors.torch.slots import SlotStates, StepBatch

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.frontend.anthropic.errors import anthropic_error
 from kvrelay.frontend.anthropic.shapes import MessageBody, MessageUsage, block_of, call_id, stop_of, usage_of
 from kvrelay.frontend.blocks import Block, BlockEvent, BlockKind, Blocks, BlockStep

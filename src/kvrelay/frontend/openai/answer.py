@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.status import FinishReason
 from kvrelay.frontend.openai.errors import Failure
 

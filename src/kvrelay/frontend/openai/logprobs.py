@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
+from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.frontend.detokenizer import Detokenizer
 
 MIN_LOGPROB = -9999.0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.status import FinishReason
 from kvrelay.frontend.openai.answer import Choice, Finish, Usage, encode_json
 from kvrelay.frontend.openai.chat import AssistantMessage, ChatChoice, ChatFormat

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.status import FinishReason
 from kvrelay.frontend.blocks import Block, BlockEvent, BlockKind, Blocks, BlockStep
 from kvrelay.frontend.chat_api import AnswerContext

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.core.handoff import PositionLogprobs
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.status import FinishReason
 from kvrelay.frontend.blocks import Block, BlockKind
 from kvrelay.frontend.openai.answer import Finish, Usage

@@ -22,9 +22,10 @@ import msgspec
 from kvrelay.control.base import Discovery, Keys, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.control_codec import decode_caller
-from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
-from kvrelay.core.messages import AbortRequest, AdminRequest, GenerateRequest, Message, Ping, PrefillLost
+from kvrelay.core.messages import AbortRequest, AdminRequest, GenerateRequest, Ping, PrefillLost
 from kvrelay.core.tasks import TaskSet
+from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffProgress, HandoffReady, HandoffReleased
+from kvrelay.rpc.wire import Message
 
 ADMISSION_WAIT_S = 1.0
 """How long a handshake waits for a key to appear in our watch: its holder may be ahead of it."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from kvrelay.core.messages import Message
 from kvrelay.core.workers import KvMetadata
 from kvrelay.engine.contract import EngineHost
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
+from kvrelay.rpc.wire import Message
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.cluster.callers import Caller, CallerKind, Callers
 from kvrelay.worker.decode.serving import DecodeSide

@@ -19,16 +19,17 @@ from functools import partial
 import numpy as np
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.handoff import HandoffDone, HandoffId, HandoffOrder, KvDirection, RemotePrefillRequest
+from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection, RemotePrefillRequest
 from kvrelay.core.latest import Latest
-from kvrelay.core.messages import decode_message
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import PayloadTooLargeError, ProtocolError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
+from kvrelay.handoff.messages import HandoffDone
 from kvrelay.rpc.base import RpcServer
+from kvrelay.rpc.wire import decode_message
 from kvrelay.transfer.base import GrantRef, Int64Array
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums

@@ -47,8 +47,9 @@ from kvrelay.errors import (
 )
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.decode_state import DecodeRules
-from kvrelay.placement.cost import CostPlacement, Decision
-from kvrelay.placement.threshold import DisaggPolicy, PrefillPlace
+from kvrelay.placement.base import Decision, PrefillPlace
+from kvrelay.placement.cost import CostPlacement
+from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums

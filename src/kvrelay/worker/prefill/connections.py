@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from kvrelay.control.base import Discovery, Keys
 from kvrelay.core.control_codec import decode_kv_metadata
-from kvrelay.core.handoff import HandoffReleased
 from kvrelay.core.latest import Latest
-from kvrelay.core.messages import Message, Ping, Pong
+from kvrelay.core.messages import Ping, Pong
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError, ProtocolError, WorkerUnavailableError
+from kvrelay.handoff.messages import HandoffReleased
 from kvrelay.rpc.base import RpcClient
+from kvrelay.rpc.wire import Message
 from kvrelay.worker.locks import KeyedLocks
 
 _log = logging.getLogger(__name__)

@@ -21,17 +21,9 @@ from functools import partial
 import msgspec
 
 from kvrelay.core.clock import Clock
-from kvrelay.core.handoff import (
-    HandoffAbandon,
-    HandoffFetched,
-    HandoffGrant,
-    HandoffId,
-    HandoffOrder,
-    HandoffRefused,
-    RemotePrefillRequest,
-)
+from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
 from kvrelay.core.layout import BlockRun, KVLayout
-from kvrelay.core.messages import Message, TokenOutput, encode_message
+from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.contract import Engine, EngineHost
@@ -40,8 +32,10 @@ from kvrelay.engine.step import HandoffChunk, KvLoad, StepOutput
 from kvrelay.errors import KvrelayError, WorkerUnavailableError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, RefusalReason
+from kvrelay.handoff.messages import HandoffAbandon, HandoffFetched, HandoffGrant, HandoffRefused
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
+from kvrelay.rpc.wire import Message, encode_message
 from kvrelay.transfer.base import GrantRef, TransferOp, TransferPlan
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvrelay.core.handoff import HandoffId, HandoffReleased
+from kvrelay.core.handoff import HandoffId
 from kvrelay.core.tasks import TaskSet
 from kvrelay.errors import KvrelayError
+from kvrelay.handoff.messages import HandoffReleased
 from kvrelay.worker.prefill.connections import DecodePeers
 
 _log = logging.getLogger(__name__)

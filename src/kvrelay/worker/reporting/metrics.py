@@ -16,11 +16,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from kvrelay.core.status import RefusalKind
+from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.stats import EngineStats
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode_state import DecodeCounters
-from kvrelay.placement.cost_model import StepCost
 from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.p2p.counters import P2pCounters
 from kvrelay.transfer.stats import TransferStats

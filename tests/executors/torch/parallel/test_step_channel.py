@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvrelay.core.grammar import Grammar, GrammarKind
-from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
+from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.executors.torch.parallel.channel import FIRST_CAPACITY, Channel, ChannelClosedError, StepMemory

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
-from kvrelay.core.handoff import PositionLogprobs
 from kvrelay.core.layout import KVLayout
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.step import Int32Array, ModelOutput, NewSequence, SchedulerOutput
 

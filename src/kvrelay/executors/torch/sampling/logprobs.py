@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvrelay.core.handoff import PositionLogprobs, TokenLogprob
+from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[PositionLogprobs]:

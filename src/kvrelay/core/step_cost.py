@@ -1,0 +1,105 @@
+"""The time of engine work in seconds: one step, and the steps of a prefill. Values and formulas only.
+
+A step has ``p`` prefill tokens, and ``d`` decodes over ``c`` tokens of context. ``q`` counts its pairs of a prefill
+token and a token that an earlier step has computed for the same prompt:
+
+    step_s = step + decode * d + context * c                                        without a prefill
+    step_s = prefill + prefill_token * p + pair * q + decode * d + context * c      with one
+
+``placement.cost_model`` fits the coefficients. ``docs/cost-model.md`` has the sources.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+MAX_COST_S = 3600.0
+"""No estimate is longer: it stands for never."""
+MIN_CHUNK_TOKENS = 16
+"""A prefill always gets on, whatever the running answers' objective: by a block."""
+MAX_CHUNK_TOKENS = 1 << 30
+
+
+class StepWork(msgspec.Struct, frozen=True):
+    """What one step computes; counts as in the module's formula."""
+
+    num_prefill_tokens: int = 0
+    num_prefill_pairs: int = 0
+    num_decodes: int = 0
+    num_context_tokens: int = 0
+
+
+class StepCost(msgspec.Struct, frozen=True):
+    """Coefficients of the step's time, in seconds: per step without and with a prefill, per prefill token, pair, decode
+    and context token. The defaults are the prior: a GPU of the middle class with a model of some billion parameters."""
+
+    step_s: float = 0.004
+    prefill_s: float = 0.006
+    prefill_token_s: float = 5e-5
+    pair_s: float = 5e-9
+    decode_s: float = 5e-5
+    context_s: float = 1e-9
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether these can be coefficients at all: a worker may publish anything."""
+        return are_times(msgspec.structs.astuple(self)) and max(self.step_s, self.decode_s, self.context_s) > 0.0
+
+    def step_seconds(self, work: StepWork) -> float:
+        """The time of one step."""
+        return bounded_s(self._own_seconds(work) + self._decode_seconds(work.num_decodes, work.num_context_tokens))
+
+    def prefill_seconds(
+        self,
+        num_tokens: int,
+        *,
+        num_before: int = 0,
+        num_ahead: int = 0,
+        chunk: int = 2048,
+        num_decodes: int = 0,
+        num_context: int = 0,
+    ) -> float:
+        """The time of the steps that prefill ``num_tokens`` after ``num_before`` others of the same prompt, ``chunk``
+        in each. They also prefill ``num_ahead`` tokens of other prompts, none of which is longer."""
+        if num_tokens <= 0:
+            return 0.0
+        num_steps = math.ceil((num_ahead + num_tokens) / max(chunk, 1))
+        pairs = num_tokens * (num_before + num_tokens / 2) + num_ahead * min(num_ahead, num_tokens) / 2
+        base = self.prefill_s + self._decode_seconds(num_decodes, num_context)
+        tokens_s = self.prefill_token_s * (num_ahead + num_tokens)
+        return bounded_s(num_steps * base + tokens_s + self.pair_s * pairs)
+
+    def added_seconds(self, num_tokens: int, *, num_before: int = 0, chunk: int = 2048) -> float:
+        """What the same prefill adds to steps that run anyway: each running answer is this much later."""
+        num_steps = math.ceil(max(num_tokens, 0) / max(chunk, 1))
+        alone = self.prefill_seconds(num_tokens, num_before=num_before, chunk=chunk)
+        return max(alone - num_steps * min(self.step_s, self.prefill_s), 0.0)
+
+    def chunk_within(self, step_s: float, *, num_before: int = 0, num_decodes: int = 0, num_context: int = 0) -> int:
+        """The most prefill tokens with which a step takes at most ``step_s``; at least MIN_CHUNK_TOKENS."""
+        base = self.prefill_s + self._decode_seconds(num_decodes, num_context)
+        per_token = self.prefill_token_s + self.pair_s * num_before
+        if per_token <= 0.0:
+            return MAX_CHUNK_TOKENS
+        return max(MIN_CHUNK_TOKENS, int(min((step_s - base) / per_token, MAX_CHUNK_TOKENS)))
+
+    def _own_seconds(self, work: StepWork) -> float:
+        if work.num_prefill_tokens <= 0:
+            return self.step_s
+        tokens_s = self.prefill_token_s * work.num_prefill_tokens
+        return self.prefill_s + tokens_s + self.pair_s * work.num_prefill_pairs
+
+    def _decode_seconds(self, num_decodes: int, num_context: int) -> float:
+        return self.decode_s * num_decodes + self.context_s * num_context
+
+
+def are_times(coefficients: tuple[float, ...]) -> bool:
+    """Whether they are zero or above, and at most MAX_COST_S together. A sum with a NaN compares false."""
+    return sum(coefficients) <= MAX_COST_S and min(coefficients) >= 0.0
+
+
+def bounded_s(seconds: float) -> float:
+    """A finite time, zero or above; NaN counts as never."""
+    return min(max(seconds, 0.0), MAX_COST_S) if seconds == seconds else MAX_COST_S  # noqa: PLR0124

@@ -1,0 +1,79 @@
+"""What a placement is decided from, and the decision. Values only."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import msgspec
+
+from kvrelay.core.step_cost import StepCost
+
+
+class Objectives(msgspec.Struct, frozen=True):
+    """Seconds to the first token, and between tokens."""
+
+    ttft_s: float
+    itl_s: float
+
+
+class Situation(msgspec.Struct, frozen=True):
+    """The engine's state when a prefill is placed. Token counts are of tokens still to compute.
+
+    ``num_tokens`` of this request; ``num_here`` will be computed here before it; ``num_away`` were sent away by this
+    worker and have not come back, in ``num_prefills_away`` prefills. ``num_line`` of the other waiting requests.
+    ``chunk``: prefill tokens of a step beside ``num_decodes`` answers with ``num_context`` tokens. ``is_here_open``:
+    the step's budget has room.
+    """
+
+    num_tokens: int
+    waited_s: float
+    num_here: int
+    num_away: int
+    num_prefills_away: int
+    chunk: int
+    num_decodes: int
+    num_context: int
+    is_here_open: bool
+    cost: StepCost
+    objectives: Objectives
+    num_line: int = 0
+    spread: float = 0.0
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Estimates in seconds, from now to the first token. ``place`` None: the request continues to wait."""
+
+    place: PrefillPlace | None
+    local_s: float = 0.0
+    remote_s: float = 0.0
+    local_cost: float = 0.0
+    remote_cost: float = 0.0
+    is_trial: bool = False
+    """Against the costs, so that they are measured."""
+
+    def __str__(self) -> str:
+        place = "waiting" if self.place is None else self.place.value
+        if not (self.local_s or self.remote_s):
+            return place
+        return f"{place};local={self.local_s:.4f}s;remote={self.remote_s:.4f}s"
+
+
+class PrefillPlace(enum.StrEnum):
+    """Where a prefill runs, and the reason for a local one. Values are metric labels."""
+
+    REMOTE = "remote"
+    LOCAL_SHORT = "local_short"
+    LOCAL_CHEAPER = "local_cheaper"
+    LOCAL_QUEUE_FULL = "local_queue_full"
+    LOCAL_NO_PREFILL_WORKER = "local_no_prefill_worker"
+    LOCAL_REQUIRED = "local_required"
+    LOCAL_UNPAIRED = "local_unpaired"
+    """Prefill-first: the frontend has chosen no prefill worker."""
+
+
+class PrefillSide(NamedTuple):
+    """A decode worker's knowledge of the prefill side."""
+
+    num_workers: int
+    queue_size: int

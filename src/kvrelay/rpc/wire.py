@@ -1,0 +1,79 @@
+"""The frames of the request plane: every message that travels between frontends and workers, and its codec.
+
+One frame is one message: a version byte, then MessagePack. A frame that does not decode raises ProtocolError. Nothing
+is pickled.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrelay.core.messages import (
+    PROTOCOL_VERSION,
+    AbortRequest,
+    AdminReply,
+    AdminRequest,
+    GenerateRequest,
+    OutputBatch,
+    Ping,
+    Pong,
+    PrefillLost,
+    RequestRefused,
+)
+from kvrelay.errors import ProtocolError
+from kvrelay.handoff.messages import (
+    HandoffAbandon,
+    HandoffClaim,
+    HandoffDone,
+    HandoffFetched,
+    HandoffGrant,
+    HandoffProgress,
+    HandoffReady,
+    HandoffRefused,
+    HandoffReleased,
+)
+
+Message = (
+    GenerateRequest
+    | PrefillLost
+    | AbortRequest
+    | OutputBatch
+    | RequestRefused
+    | HandoffClaim
+    | HandoffGrant
+    | HandoffProgress
+    | HandoffRefused
+    | HandoffAbandon
+    | HandoffReleased
+    | HandoffDone
+    | HandoffReady
+    | HandoffFetched
+    | Ping
+    | Pong
+    | AdminRequest
+    | AdminReply
+)
+
+
+_VERSION_PREFIX = bytes([PROTOCOL_VERSION])
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode_message(message: Message) -> bytes:
+    """One frame."""
+    return _VERSION_PREFIX + _encoder.encode(message)
+
+
+def decode_message(frame: bytes | memoryview) -> Message:
+    """The message in ``frame``. Raises ProtocolError for an unknown version or type, or a malformed body."""
+    if len(frame) < 2 or frame[0] != PROTOCOL_VERSION:
+        raise ProtocolError(f"a frame of {len(frame)} bytes has no version {PROTOCOL_VERSION} header")
+    try:
+        return _decoder.decode(memoryview(frame)[1:])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"malformed message: {exc}") from exc
