@@ -33,9 +33,10 @@ from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk, StepOutput
 from kvrelay.engine.thread import EngineThread
 from kvrelay.engines import vllm
+from kvrelay.engines.registry import build_executor, build_host
 from kvrelay.engines.vllm.library import Started
 from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
-from kvrelay.executors import ExecutorSettings, build_executor, build_host
+from kvrelay.executors.settings import ExecutorSettings
 
 CONFIG = EngineConfig(num_blocks=64, max_model_len=256, max_num_seqs=4, max_num_waiting=2, kv_watermark=0)
 PROMPT = list(range(20, 60))

@@ -16,8 +16,9 @@ from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.step import Executor, SchedulerOutput
+from kvrelay.engines.registry import build_executor
 from kvrelay.errors import InvalidInputError
-from kvrelay.executors import ExecutorSettings, build_executor
+from kvrelay.executors.settings import ExecutorSettings
 from kvrelay.frontend.tokenizer import load_tokenizer
 
 ENGINE = EngineConfig(num_blocks=96, max_model_len=256, max_num_seqs=8, block_size=16)

@@ -14,7 +14,7 @@ from tests.contracts import test_engine as contract
 from kvrelay.config import MockConfig, RunnerConfig, VllmConfig
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engines import vllm
-from kvrelay.executors import ExecutorSettings
+from kvrelay.executors.settings import ExecutorSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
 

@@ -30,7 +30,7 @@ class EngineName(click.ParamType[str]):
     name = "engine"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from kvrelay.executors import engine_names
+        from kvrelay.engines.registry import engine_names
 
         if value not in (names := engine_names()):
             self.fail(f"{value!r} is not one of {', '.join(names)}", param, ctx)

@@ -32,7 +32,7 @@ from kvrelay.engine.step import ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
-from kvrelay.executors.registry import ExecutorSettings
+from kvrelay.executors.settings import ExecutorSettings
 
 Uint32Array = npt.NDArray[np.uint32]
 Int64Array = npt.NDArray[np.int64]

@@ -14,8 +14,8 @@ from kvrelay.dp.group import StepGroup, StepsTogether
 from kvrelay.dp.member import GroupMember
 from kvrelay.dp.messages import RankInfo
 from kvrelay.engine.step import Executor
+from kvrelay.engines.registry import HOSTS
 from kvrelay.errors import ConfigError, EngineDeadError
-from kvrelay.executors.registry import HOSTS
 from kvrelay.version import __version__
 
 if TYPE_CHECKING:

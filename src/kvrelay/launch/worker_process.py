@@ -34,8 +34,9 @@ from kvrelay.engine.contract import EngineFacts, EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.step import Executor
 from kvrelay.engine.thread import EngineThread
+from kvrelay.engines.registry import build_executor, build_host
 from kvrelay.errors import CheckpointError, ConfigError, EngineHungError, KvrelayError
-from kvrelay.executors import ExecutorSettings, build_executor, build_host
+from kvrelay.executors.settings import ExecutorSettings
 from kvrelay.launch.cycle_collector import spare_what_stays
 from kvrelay.launch.group_rank import join_group, together
 from kvrelay.launch.low_priority import at_low_priority

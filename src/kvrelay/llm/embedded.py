@@ -27,8 +27,9 @@ from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.engine.step import Executor
+from kvrelay.engines.registry import build_executor
 from kvrelay.errors import EngineDeadError, WorkerUnavailableError
-from kvrelay.executors import ExecutorSettings, build_executor
+from kvrelay.executors.settings import ExecutorSettings
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.models import Model
 from kvrelay.launch.worker_process import assemble_worker

@@ -1,7 +1,7 @@
 """Prefill-first: where a request's prefill and its decode run, by one decision over both halves.
 
-    the decode worker that would serve it alone ──> disaggregated router (``placement/threshold.py``) ──local──> it, alone
-                                                        └──remote──> the pair with the lowest cost (``pair_cost.py``)
+    the decode worker that would serve it alone ──> ``placement/threshold.py`` ──local──> it, alone
+                                            └──remote──> the pair with the lowest cost (``pair_cost.py``)
 
 Under a policy that knows no costs (round-robin, random, ...) each half is chosen by that policy. It owns no load: two
 routers do, one per half, and what is placed here counts there.

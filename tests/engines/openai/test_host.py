@@ -23,9 +23,10 @@ from kvrelay.engine.request import Request
 from kvrelay.engine.step import StepOutput
 from kvrelay.engines.hosted import host as host_module
 from kvrelay.engines.openai.text_tokens import TextTokenizer
+from kvrelay.engines.registry import build_executor, build_host
 from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError, OverloadedError
-from kvrelay.executors import ExecutorSettings, build_executor, build_host
 from kvrelay.executors.mock import mock_generate
+from kvrelay.executors.settings import ExecutorSettings
 
 CONFIG = EngineConfig(num_blocks=64, max_num_seqs=4, max_num_waiting=2)
 PROMPT = list(range(20, 60))

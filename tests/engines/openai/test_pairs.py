@@ -22,7 +22,8 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk
-from kvrelay.executors import ExecutorSettings, build_host
+from kvrelay.engines.registry import build_host
+from kvrelay.executors.settings import ExecutorSettings
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.messages import HandoffReleased
 

@@ -22,9 +22,10 @@ from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfi
 from kvrelay.core.workers import WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import EngineHost
+from kvrelay.engines.registry import build_host
 from kvrelay.errors import ConfigError
-from kvrelay.executors import ExecutorSettings, build_host
 from kvrelay.executors.mock import mock_generate
+from kvrelay.executors.settings import ExecutorSettings
 
 HostOf = Callable[[str], EngineHost]
 

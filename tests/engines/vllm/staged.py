@@ -17,7 +17,7 @@ from kvrelay.engines.connector.terms import OnePool, Pools, decode_place, encode
 from kvrelay.engines.connector.worker_half import WorkerHalf
 from kvrelay.engines.hosted.staging_memory import allocate_staging
 from kvrelay.engines.vllm.library import Started
-from kvrelay.executors import ExecutorSettings
+from kvrelay.executors.settings import ExecutorSettings
 
 NUM_BLOCKS = 64
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, block_size=16, head_dim=4, dtype="float32")

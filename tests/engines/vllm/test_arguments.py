@@ -16,7 +16,7 @@ from kvrelay.engines.vllm import library
 from kvrelay.engines.vllm.arguments import OURS, engine_arguments, require_known
 from kvrelay.engines.vllm.cores import compute_cores, parse_cores, share_of, thread_environment
 from kvrelay.errors import ConfigError
-from kvrelay.executors import ExecutorSettings
+from kvrelay.executors.settings import ExecutorSettings
 
 
 def _arguments(engine_args: str = "", events: CacheEvents | None = None, **runner: Any) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from kvrelay.engines.hosted.backend import AnswerError
 from kvrelay.engines.vllm import backend as backend_module
 from kvrelay.engines.vllm.backend import VllmBackend
 from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError
-from kvrelay.executors import ExecutorSettings
 from kvrelay.executors.mock import mock_generate
+from kvrelay.executors.settings import ExecutorSettings
 
 CONFIG = EngineConfig(num_blocks=64, max_model_len=256, max_num_seqs=4, max_num_waiting=2)
 PROMPT = list(range(20, 60))

@@ -27,8 +27,8 @@ from kvrelay.engines.hosted import staged as staged_module
 from kvrelay.engines.hosted.host import StreamedHost
 from kvrelay.engines.hosted.staging import StagingBlocks
 from kvrelay.errors import ConfigError
-from kvrelay.executors import ExecutorSettings
 from kvrelay.executors.mock import mock_generate
+from kvrelay.executors.settings import ExecutorSettings
 
 PROMPT = list(range(20, 60))
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

@@ -11,7 +11,7 @@ from kvrelay.engines.connector.terms import StagingPlace
 from kvrelay.engines.hosted.staging import StagingMemory
 from kvrelay.errors import ConfigError
 from kvrelay.executors.byte_sizes import parse_bytes
-from kvrelay.executors.registry import ExecutorSettings
+from kvrelay.executors.settings import ExecutorSettings
 
 
 @dataclass(frozen=True, slots=True)

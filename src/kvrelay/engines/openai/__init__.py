@@ -30,7 +30,7 @@ from kvrelay.engines.openai.staged import ServerStaging, StagedServerBackend
 from kvrelay.engines.openai.text_tokens import TextTokenizer
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
-from kvrelay.executors.registry import ExecutorSettings
+from kvrelay.executors.settings import ExecutorSettings
 
 DEFAULT_NUM_BLOCKS = 16384
 

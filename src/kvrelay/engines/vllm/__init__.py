@@ -21,7 +21,7 @@ from kvrelay.engines.vllm.backend import VllmBackend
 from kvrelay.engines.vllm.library import Started, start_vllm
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
-from kvrelay.executors.registry import ExecutorSettings
+from kvrelay.executors.settings import ExecutorSettings
 
 
 def from_settings(settings: ExecutorSettings, worker_id: str) -> StreamedHost:

@@ -10,7 +10,7 @@ from typing import Any
 from kvrelay.engines.hosted.host import CacheEvents
 from kvrelay.errors import ConfigError
 from kvrelay.executors.byte_sizes import parse_bytes
-from kvrelay.executors.registry import ExecutorSettings
+from kvrelay.executors.settings import ExecutorSettings
 
 OURS = {
     "model": "the model is the command's argument",

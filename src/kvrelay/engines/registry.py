@@ -6,17 +6,14 @@ imported before the chosen builder runs.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 
-from kvrelay.config import EngineConfig, GroupConfig, MockConfig, RunnerConfig, UpstreamConfig, VllmConfig
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.step import Executor
 from kvrelay.errors import ConfigError
+from kvrelay.executors.settings import ExecutorSettings
 
 ENTRY_POINT_GROUP = "kvrelay.engines"
 
@@ -24,27 +21,6 @@ BUILT_IN = ("torch", "mock")
 
 HOSTS = ("openai", "vllm")
 """Engines without an executor and without kvrelay's scheduler: they implement ``engine.contract`` themselves."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorSettings:
-    """Everything that a builder may need. ``model_path`` is a checkpoint directory. ``allocate(num_bytes)`` returns
-    zeroed host memory for a KV pool that other processes must map; None: any memory is suitable. ``reserve()`` returns
-    the open file of that memory in advance, for an engine of several processes."""
-
-    model_path: Path
-    engine: EngineConfig
-    runner: RunnerConfig
-    mock: MockConfig
-    allocate: Callable[[int], mmap.mmap] | None = None
-    upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
-    reserve: Callable[[], int] | None = None
-    group: GroupConfig = field(default_factory=GroupConfig)
-    vllm: VllmConfig = field(default_factory=VllmConfig)
-    host: str = "127.0.0.1"
-    """Address by which peers reach this worker."""
-    exchanges_kv: bool = False
-    """Whether the worker has role prefill or decode. Only engines of HOSTS look at it."""
 
 
 Builder = Callable[[ExecutorSettings], Executor]
@@ -62,7 +38,7 @@ def build_host(name: str, settings: ExecutorSettings, worker_id: str) -> EngineH
     Raises what its builder raises."""
     if name not in HOSTS:
         return None
-    host: EngineHost = import_module(f"kvrelay.executors.{name}").from_settings(settings, worker_id)
+    host: EngineHost = import_module(f"kvrelay.engines.{name}").from_settings(settings, worker_id)
     return host
 
 
