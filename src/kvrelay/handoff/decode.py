@@ -18,22 +18,188 @@ A *grant* outlives its hand-off: it keeps its loan until its holder is known to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.core.checksums import unit_tokens
-from kvrelay.handoff.base import Connection, EndReason, RefusalReason
-from kvrelay.handoff.decode_claims import DecodeClaims
-from kvrelay.handoff.decode_events import Allocated, Read, Resume, Send, Verify
-from kvrelay.handoff.decode_state import DecodeState, Grant, GrantState, Turn, refuse, tell_fetched
-from kvrelay.handoff.messages import HandoffAbandon, HandoffDone, HandoffFetched, HandoffProgress, HandoffReady
+from kvrelay.core.handoff import HandoffId, KvDirection
+from kvrelay.errors import IllegalTransitionError
+from kvrelay.handoff.base import Connection, EndReason, RefusalReason, count_end
+from kvrelay.handoff.decode_events import (
+    Allocate,
+    Allocated,
+    ChecksumHits,
+    Claimed,
+    ComputeHere,
+    EndLoan,
+    Read,
+    Resume,
+    Send,
+    SendGrant,
+    Verify,
+)
+from kvrelay.handoff.decode_state import (
+    TRANSITIONS,
+    WAITING_FOR_CLAIMANT,
+    DecodeRules,
+    DecodeState,
+    Grant,
+    GrantState,
+    Turn,
+    refuse,
+    tell_fetched,
+)
+from kvrelay.handoff.messages import (
+    HandoffAbandon,
+    HandoffDone,
+    HandoffFetched,
+    HandoffGrant,
+    HandoffProgress,
+    HandoffReady,
+)
 
 
 @dataclass(slots=True)
-class DecodeHandoff(DecodeClaims):
-    """The state machine. Methods are events; ``settle`` follows each of them.
+class DecodeHandoff:
+    """The state machine. Methods are events; ``settle`` follows each of them. Every field holds an immutable value."""
 
-    Here is what arrives; claims are in ``DecodeClaims``, the record and its ends in ``DecodeEnds``.
-    """
+    handoff_id: HandoffId
+    request_id: str
+    direction: KvDirection
+    claimant: str | None
+    block_ids: tuple[int, ...]
+    num_hit_blocks: int
+    deadline_s: float
+    term: int = 0
+    """Our own term when it was opened."""
+    num_tokens: int = 0
+    """Tokens to be prefilled; 0: as many as the blocks hold."""
+    loans: tuple[int, ...] = ()
+    """Loans that the engine has not got back."""
+    loan: int = 0
+    """The current loan, of ``block_ids``; 0: none yet."""
+    state: DecodeState = DecodeState.OPEN
+    generation: int = 0
+    grants: tuple[Grant, ...] = ()
+    given_up_by: frozenset[str] = frozenset()
+    """Workers that have released it: a later claim of theirs was sent before the release."""
+    waiting: Claimed | None = None
+    """RENEWING: the claim to be granted."""
+    allocating: int = 0
+    """The loan that was requested from the engine; 0: none."""
+    arrived: HandoffDone | HandoffReady | None = None
+    is_touched: bool = False
+    """Whether our own reads or checksums touch the current loan."""
+    heard_s: float = 0.0
+    """The time of the current claimant's grant or of its last sign of progress."""
+    owed: EndReason | None = None
+    """Why the request will be computed here, until the engine has been told."""
+
+    # -- claims -------------------------------------------------------------------------------------------------------
+
+    def claimed(self, event: Claimed, turn: Turn) -> None:
+        """Grant the claim or refuse it. A later claimant gets other blocks, because the first may still write to the
+        old ones."""
+        worker_id = event.claim.prefill_worker_id
+        if worker_id in self.given_up_by:
+            refuse(event, RefusalReason.GIVEN_UP, turn)
+        elif self.claimant not in (None, worker_id):
+            refuse(event, RefusalReason.ANOTHER_CLAIMANT, turn)
+        elif self._is_served(worker_id):
+            return  # a duplicate of a claim that is being answered
+        elif self.state is DecodeState.CLOSED:
+            refuse(event, RefusalReason.UNKNOWN, turn)
+        elif self.state not in (DecodeState.OPEN, DecodeState.GRANTED):
+            refuse(event, RefusalReason.BUSY, turn)
+        elif self.generation >= turn.rules.max_attempts:
+            refuse(event, RefusalReason.EXHAUSTED, turn)
+            self.compute_here(EndReason.CLAIMS_EXHAUSTED, turn)
+        elif self.state is DecodeState.OPEN or self.direction is KvDirection.PULL:
+            self._abandon_holder(turn)
+            self._grant(event, turn)
+        else:
+            self._move(DecodeState.RENEWING)
+            self.waiting = event
+            self._allocate(turn)
+
+    def _is_served(self, worker_id: str) -> bool:
+        """Whether ``worker_id`` holds or awaits a grant: each worker claims a hand-off once."""
+        waits = self.waiting is not None and self.waiting.claim.prefill_worker_id == worker_id
+        return waits or any(grant.worker_id == worker_id for grant in self.grants)
+
+    def _abandon_holder(self, turn: Turn) -> None:
+        if self.holder is not None:
+            self._abandon(self.holder, turn)
+
+    def _allocate(self, turn: Turn) -> None:
+        """Request the next loan from the engine, unless a request is pending."""
+        if not self.allocating:
+            self.allocating = self.loan + 1
+            turn.out.append(Allocate(self.handoff_id, self.allocating))
+
+    def _renewed(self, event: Allocated, waiting: Claimed, turn: Turn) -> None:
+        if event.block_ids is not None:
+            self._abandon_holder(turn)
+            self.loan, self.block_ids = event.loan, event.block_ids
+            self._grant(waiting, turn)
+            return
+        refuse(waiting, RefusalReason.NO_BLOCKS, turn)
+        self._move(DecodeState.GRANTED)
+        if self.holder is None:
+            self.compute_here(EndReason.RELEASED, turn)
+
+    def _grant(self, event: Claimed, turn: Turn) -> None:
+        worker_id = event.claim.prefill_worker_id
+        self.generation += 1
+        self.deadline_s = turn.now_s + turn.rules.grant_timeout_s
+        if self.state is not DecodeState.GRANTED:
+            self._move(DecodeState.GRANTED)
+        turn.counters.num_granted += 1
+        with_checksums = event.claim.wants_checksums or turn.rules.checksums
+        must_prepare = with_checksums and self.num_hit_blocks > 0
+        state = GrantState.PREPARING if must_prepare else GrantState.OUT
+        size, secret = event.claim.block_size, turn.new_secret()
+        grant = Grant(worker_id, event.connection, self.generation, self.loan, state, size, secret=secret)
+        self.grants = (*self.grants, grant)
+        if must_prepare:
+            turn.out.append(ChecksumHits(self.handoff_id, self.generation, self.block_ids[: self.num_hit_blocks]))
+        else:
+            self._send_grant(grant, () if with_checksums else None, turn)
+
+    def hits_checksummed(self, generation: int, checksums: tuple[int, ...] | None, turn: Turn) -> None:
+        """The grant of ``generation`` can be sent, if it is still needed."""
+        grant = self.find(generation)
+        if grant is None:
+            return
+        if grant.state is GrantState.WITHDRAWN:
+            self._end_grant(grant)
+        elif grant.state is GrantState.PREPARING:
+            grant = self._change(grant, GrantState.OUT, turn.now_s)
+            self._send_grant(grant, checksums, turn)
+
+    def _send_grant(self, grant: Grant, checksums: tuple[int, ...] | None, turn: Turn) -> None:
+        self.heard_s = turn.now_s
+        pushed = self.direction is KvDirection.PUSH
+        message = HandoffGrant(
+            handoff_id=self.handoff_id,
+            generation=grant.generation,
+            block_ids=self.block_ids if pushed else self.block_ids[: self.num_hit_blocks],
+            num_cached_tokens=self.num_hit_blocks * turn.rules.block_size,
+            checksums=checksums,
+            direction=self.direction,
+            term=self.term,
+            block_size=turn.rules.block_size,
+            secret=grant.secret,
+        )
+        turn.out.append(SendGrant(grant.worker_id, grant.connection, message))
+
+    def not_sent(self, generation: int, turn: Turn) -> None:
+        """The grant was not sent: its claimant will write nothing."""
+        grant = self.find(generation)
+        if grant is not None:
+            self._end_grant(grant)
+            self._compute_unless_held(EndReason.GRANT_NOT_SENT, turn)
+
+    # -- what arrives -------------------------------------------------------------------------------------------------
 
     def progress(self, message: HandoffProgress, turn: Turn) -> None:
         """The claimant lives and computes."""
@@ -182,6 +348,202 @@ class DecodeHandoff(DecodeClaims):
         turn.counters.num_done += 1
         self._move(DecodeState.CLOSED)
         turn.out.append(Resume(self.handoff_id, self.request_id, self.loan, self.arrived))
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def closed(self, turn: Turn) -> None:
+        """The request no longer waits. Tell claimants to stop; their grants stay until they have."""
+        self.owed = None
+        if self.state is DecodeState.CLOSED:
+            return
+        self._move(DecodeState.CLOSED)
+        if self.waiting is not None:
+            refuse(self.waiting, RefusalReason.UNKNOWN, turn)
+            self.waiting = None
+        for grant in self.grants:
+            self._abandon(grant, turn)
+
+    def compute_here(self, reason: EndReason, turn: Turn) -> None:
+        """No KV will arrive. Tell the engine at once, or, if it cannot use other blocks, when the loans have ended."""
+        if self.state is not DecodeState.CLOSED:
+            self.closed(turn)
+            self.owed = reason
+            count_end(turn.counters.ends, reason)
+
+    def declined(self, worker_id: str, reason: EndReason, turn: Turn) -> None:
+        """A claim was refused, and the queue entry is gone: unless another claimant computes it, the request is
+        computed here."""
+        self.given_up_by |= {worker_id}
+        self._compute_unless_held(reason, turn)
+
+    def released(self, worker_id: str, reason: EndReason, turn: Turn) -> None:
+        """``worker_id`` touches no block of it any more, under any grant, and will not compute it.
+
+        Its queue entry is gone: if no other claimant computes it now, none will.
+        """
+        mine = [grant for grant in self.grants if grant.worker_id == worker_id]
+        turn.counters.num_released += len(mine)
+        turn.counters.num_stale += not mine and worker_id in self.given_up_by
+        self.given_up_by |= {worker_id}
+        for grant in mine:
+            self._stopped(grant)
+        self._drop_waiting(self.waiting is not None and self.waiting.claim.prefill_worker_id == worker_id)
+        self._compute_unless_held(reason, turn)
+
+    def fenced(self, worker_id: str, turn: Turn) -> None:
+        """``worker_id`` is fenced: it can write no more, alive or not."""
+        for grant in self.grants:
+            if grant.worker_id == worker_id:
+                turn.counters.num_fenced += 1
+                self._stopped(grant)
+        if self.state is not DecodeState.OPEN:
+            self._compute_unless_held(EndReason.CLAIMANT_LEASE_ENDED, turn)
+
+    def claimant_gone(self, turn: Turn) -> None:
+        """Its only claimant will not claim it. If it has claimed already, its connection and its lease decide."""
+        if self.state is DecodeState.OPEN:
+            self.compute_here(EndReason.CLAIMANT_LOST, turn)
+
+    def lease_ended(self, worker_id: str, turn: Turn) -> None:
+        """Stop waiting for ``worker_id``. Its writes may continue, so its grants stay until it releases them or is
+        fenced."""
+        if self.state is DecodeState.OPEN and self.claimant == worker_id:
+            self.compute_here(EndReason.CLAIMANT_LEASE_ENDED, turn)
+            return
+        waiting, holder = self.waiting, self.holder
+        self._drop_waiting(waiting is not None and waiting.claim.prefill_worker_id == worker_id)
+        if holder is not None and holder.worker_id == worker_id:
+            self._lose_holder(EndReason.CLAIMANT_LEASE_ENDED, turn)
+
+    def connection_lost(self, connection: Connection, turn: Turn) -> None:
+        """The same for a claimant whose connection has ended."""
+        waiting, holder = self.waiting, self.holder
+        self._drop_waiting(waiting is not None and waiting.connection == connection)
+        if holder is not None and holder.connection == connection:
+            self._lose_holder(EndReason.CLAIMANT_LOST, turn)
+
+    def _lose_holder(self, reason: EndReason, turn: Turn) -> None:
+        if self.state in WAITING_FOR_CLAIMANT and self.waiting is None:
+            self.compute_here(reason, turn)
+
+    def _drop_waiting(self, is_lost: bool) -> None:
+        """Forget the claim that waits for blocks."""
+        if is_lost:
+            self.waiting = None
+            self._move(DecodeState.GRANTED)
+
+    def _compute_unless_held(self, reason: EndReason, turn: Turn) -> None:
+        if self.state in WAITING_FOR_CLAIMANT and self.holder is None and self.waiting is None:
+            self.compute_here(reason, turn)
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def tick(self, turn: Turn) -> None:
+        """Check deadlines, and repeat abandons that are not answered."""
+        if self.deadline_s <= turn.now_s and self.state in WAITING_FOR_CLAIMANT:
+            turn.counters.num_expired += 1
+            self.compute_here(EndReason.DEADLINE, turn)
+        elif self.is_awaited and self.heard_s + turn.rules.silence_timeout_s <= turn.now_s:
+            turn.counters.num_expired += 1
+            self.compute_here(EndReason.CLAIMANT_SILENT, turn)
+        for grant in self.grants:
+            if grant.state is GrantState.ABANDONED and grant.told_s + turn.rules.abandon_repeat_s <= turn.now_s:
+                self.tell_to_stop(grant, turn)
+
+    def next_s(self, rules: DecodeRules) -> float | None:
+        """When ``tick`` is due next."""
+        times = [g.told_s + rules.abandon_repeat_s for g in self.grants if g.state is GrantState.ABANDONED]
+        if self.state in WAITING_FOR_CLAIMANT:
+            times.append(self.deadline_s)
+        if self.is_awaited:
+            times.append(self.heard_s + rules.silence_timeout_s)
+        return min(times, default=None)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the claimant has its grant, and only its computation is missing."""
+        holder = self.holder
+        return self.state is DecodeState.GRANTED and holder is not None and holder.state is GrantState.OUT
+
+    # -- loans --------------------------------------------------------------------------------------------------------
+
+    def settle(self, turn: Turn) -> None:
+        """End every loan that nothing needs any more."""
+        needed = {grant.loan for grant in self.grants}
+        if self.state is not DecodeState.CLOSED or self.is_touched:
+            needed.add(self.loan)
+        for loan in self.loans:
+            if loan not in needed:
+                turn.out.append(EndLoan(self.handoff_id, loan))
+        self.loans = tuple(loan for loan in self.loans if loan in needed)
+        self._pay(turn)
+
+    def _pay(self, turn: Turn) -> None:
+        if self.owed is not None and (turn.rules.can_replace_blocks or not self.loans):
+            turn.out.append(ComputeHere(self.handoff_id, self.request_id, self.owed))
+            self.owed = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the hand-off can be forgotten."""
+        return (
+            self.state is DecodeState.CLOSED
+            and not self.grants
+            and not self.loans
+            and not self.allocating
+            and not self.is_touched
+        )
+
+    # -- grants -------------------------------------------------------------------------------------------------------
+
+    @property
+    def holder(self) -> Grant | None:
+        """The grant of the current generation, if its claimant is expected to compute."""
+        grant = self.find(self.generation)
+        return grant if grant is not None and grant.state in (GrantState.PREPARING, GrantState.OUT) else None
+
+    def find(self, generation: int) -> Grant | None:
+        """The grant of that generation, if it has not ended."""
+        return next((grant for grant in self.grants if grant.generation == generation), None)
+
+    def _change(self, grant: Grant, state: GrantState, now_s: float) -> Grant:
+        changed = replace(grant, state=state, told_s=now_s)
+        self.grants = tuple(changed if other is grant else other for other in self.grants)
+        return changed
+
+    def _end_grant(self, grant: Grant) -> None:
+        self.grants = tuple(other for other in self.grants if other is not grant)
+
+    def _stopped(self, grant: Grant) -> None:
+        """End a grant: its claimant does nothing more. Our own running checksums and reads keep it."""
+        if grant.state is GrantState.PREPARING:
+            self._change(grant, GrantState.WITHDRAWN, 0.0)
+        elif grant.state is not GrantState.WITHDRAWN and not self._is_read_from(grant):
+            self._end_grant(grant)
+
+    def _abandon(self, grant: Grant, turn: Turn) -> None:
+        if grant.state is GrantState.PREPARING:
+            self._change(grant, GrantState.WITHDRAWN, 0.0)
+        elif grant.state is GrantState.OUT and not self._is_read_from(grant):
+            turn.counters.num_abandoned += 1
+            self.tell_to_stop(grant, turn)
+
+    def _is_read_from(self, grant: Grant) -> bool:
+        """Pull: P must keep its blocks while we read them; HandoffFetched follows the read."""
+        return self.is_touched and self.direction is KvDirection.PULL and grant.generation == self.generation
+
+    def tell_to_stop(self, grant: Grant, turn: Turn) -> None:
+        """Send an abandon, over the claimant's current connection, if it has one."""
+        self._change(grant, GrantState.ABANDONED, turn.now_s)
+        connection = turn.connections.get(grant.worker_id)
+        if connection is not None:
+            abandon = HandoffAbandon(self.handoff_id, grant.generation)
+            turn.out.append(Send(connection, abandon))
+
+    def _move(self, state: DecodeState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransitionError(f"hand-off {self.handoff_id} cannot go from {self.state} to {state}")
+        self.state = state
 
 
 def _is_by_engine(message: HandoffDone | HandoffReady | None) -> bool:
