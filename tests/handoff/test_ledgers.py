@@ -276,7 +276,7 @@ def test_pull_without_room_waits_for_it() -> None:
     ledger.handle(claim(), 1.0)
     ready = de.Ready(HandoffReady("h", 1, (8, 9), 7, None, 0.0, secret=SECRET), "to p")
     assert ledger.handle(ready, 2.0) == [de.Allocate("h", 1)]
-    assert ledger.handle(de.Allocated("h", 1, (3, 4)), 3.0) == [de.Read("h", 1, "p", (8, 9), (3, 4), 0, 0)]
+    assert ledger.handle(de.Allocated("h", 1, (3, 4)), 3.0) == [de.Read("h", 1, "p", (8, 9), (3, 4), 0, 0, 4)]
     actions = ledger.handle(de.ReadEnded("h", 1, True), 4.0)
     assert actions[-2:] == [de.Resume("h", "r", 1, ready.message), de.EndLoan("h", 1)]
 
@@ -297,7 +297,7 @@ def engine_pull() -> tuple[DecodeLedger, de.Ready]:
 
 def test_an_engine_that_moves_kv_itself_reads_by_its_params_without_blocks() -> None:
     ledger, ready = engine_pull()
-    assert ledger.handle(ready, 2.0) == [de.Read("h", 1, "p", (), (), 0, 0, PARAMS)]
+    assert ledger.handle(ready, 2.0) == [de.Read("h", 1, "p", (), (), 0, 0, 0, PARAMS)]
     assert ledger.handle(ready, 3.0) == [], "P repeats it until it hears of the end"
     fetched, resume = ledger.handle(de.ReadEnded("h", 1, True), 4.0)
     assert fetched == de.Send("to p", HandoffFetched("h", 1))
@@ -475,7 +475,7 @@ def test_pull_reads_from_blocks_of_another_size(theirs: int, kept: tuple[int, ..
         ledger.handle(claim(block_size=theirs), 1.0)
         actions = ledger.handle(de.Ready(HandoffReady("h", 1, block_ids, 7, None, 0.0, secret=SECRET), "to p"), 2.0)
         if block_ids == kept:
-            assert actions == [de.Read("h", 1, "p", kept, (1, 2), 8 // theirs, 1)]
+            assert actions == [de.Read("h", 1, "p", kept, (1, 2), 8 // theirs, 1, theirs)]
         else:
             assert not any(isinstance(action, de.Read) for action in actions)
 

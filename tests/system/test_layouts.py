@@ -64,8 +64,9 @@ CASES = {
     "block16-32": (Side(), Side(block=32)),
     "block32-16": (Side(block=32), Side()),
 }
+PULL = ("nixl GET", "shm GET")
 P2P = ("p2p PUT", "p2p PUT_ASYNC", "p2p GET")
-THIN = (("TP1-TP2", "nixl"), ("TP2-TP1", "shm"), ("TP1-TP1", "p2p PUT_ASYNC"))
+THIN = (("TP1-TP2", "nixl"), ("TP2-TP1", "nixl GET"), ("TP2-TP1", "shm"), ("TP1-TP1", "p2p PUT_ASYNC"))
 MATRIX = [
     pytest.param(
         case,
@@ -74,7 +75,7 @@ MATRIX = [
         marks=() if (case, transport) in THIN else pytest.mark.matrix,
     )
     for case in CASES
-    for transport in ("nixl", "shm", *(P2P if case in ("TP1-TP1", "TP1-TP2", "TP2-TP1") else ()))
+    for transport in ("nixl", "shm", *PULL, *(P2P if case in ("TP1-TP1", "TP1-TP2", "TP2-TP1") else ()))
 ]
 
 
@@ -132,7 +133,7 @@ def moved(worker: dict, op: str) -> int:
 
 
 def planned(prefill: Side, decode: Side) -> tuple[int, int]:
-    """Bytes to write and to read, for all prompts."""
+    """Bytes to move into the decode worker, and to read from it, for all prompts."""
 
     def end(length: int) -> int:
         """Whole blocks move, as far as both sides have them."""
@@ -171,7 +172,9 @@ def test_any_two_layouts_give_the_plain_engines_tokens(
         assert taker["decode"]["places"]["remote"] == len(prompts.remote)
         assert taker["decode"]["num_remote_done"] == giver["prefill"]["num_prefills"] == len(prompts.remote)
         assert giver["prefill"]["num_failed"] == 0
-        assert (moved(giver, "write"), moved(giver, "read")) == planned(prefill, decode)
+        is_pull = f"{transport} {send_type}" in PULL
+        brought, other = (moved(giver, "write"), moved(taker, "read"))[:: -1 if is_pull else 1]
+        assert (brought, moved(giver, "read"), other) == (*planned(prefill, decode), 0)
         assert server.is_idle()
 
 

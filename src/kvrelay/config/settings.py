@@ -144,7 +144,8 @@ class TransferConfig(Settings):
     kv_checksums: bool = setting(False, "Checksums of all handed-off blocks; damaged ones are recomputed.")
     send_type: Literal["PUT", "PUT_ASYNC", "GET"] = setting(
         "PUT_ASYNC",
-        "p2p: PUT sends and waits; PUT_ASYNC sends beside other work; GET: the peer fetches when it has room.",
+        "PUT, PUT_ASYNC: the prefill worker writes, with p2p PUT waits until it has landed; GET: the prefill worker "
+        "keeps the KV until the decode worker has read it.",
     )
     kv_buffer_size: int = setting(64 * 1024 * 1024, "p2p: bytes of the buffer for KV under way.", low=0)
     p2p_pool_bytes: int = setting(
@@ -161,6 +162,11 @@ class TransferConfig(Settings):
         low=0,
         high=65535,
     )
+
+    @property
+    def is_pull(self) -> bool:
+        """Whether a decode worker reads the KV. With p2p the prefill worker offers it and is asked: a write, for us."""
+        return self.send_type == "GET" and self.transport != "p2p"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ Order and direction are independent:
     decode-first   D opens the hand-off, pushes an entry to the prefill queue; the worker that pulls it claims it
     prefill-first  P and D are chosen up front; both hear of the request; P claims, perhaps before D has heard
     push           P writes into the blocks that D has granted
-    pull           P keeps its blocks; D reads them and says so
+    pull           P keeps its blocks; D (or its engine) reads them and says so
 
 The way of a hand-off (push; pull differs from "computed" on):
 

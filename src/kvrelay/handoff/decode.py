@@ -282,7 +282,7 @@ class DecodeHandoff:
             self._move(DecodeState.READING)
             self.is_touched = True
             turn.out.append(
-                Read(self.handoff_id, grant.generation, grant.worker_id, (), (), 0, 0, message.kv_transfer_params)
+                Read(self.handoff_id, grant.generation, grant.worker_id, (), (), 0, 0, 0, message.kv_transfer_params)
             )
             return
         missing = self.block_ids[self.num_hit_blocks :]
@@ -294,10 +294,8 @@ class DecodeHandoff:
             return
         self._move(DecodeState.READING)
         self.is_touched = True
-        read = Read(
-            self.handoff_id, grant.generation, grant.worker_id, message.block_ids, missing, first, self.num_hit_blocks
-        )
-        turn.out.append(read)
+        hits, blocks = self.num_hit_blocks, message.block_ids
+        turn.out.append(Read(self.handoff_id, grant.generation, grant.worker_id, blocks, missing, first, hits, theirs))
 
     def read_ended(self, generation: int, ok: bool, turn: Turn) -> None:
         """Pull: our read has ended, so P may free its blocks."""

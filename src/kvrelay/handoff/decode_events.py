@@ -246,7 +246,7 @@ class Send(Value, frozen=True):
 
 class Read(Value, frozen=True):
     """Pull: read P's blocks, of which ``remote_first_block`` is the request's first, into ours from ``first_block`` on:
-    the tokens that both hold. Blocks of the two workers may differ in size.
+    the tokens that both hold. P's blocks hold ``remote_block_size`` tokens.
 
     With ``kv_transfer_params`` there are no blocks: the engine reads, as they say. Answered by ReadEnded, when no part
     of it moves any more.
@@ -259,6 +259,7 @@ class Read(Value, frozen=True):
     block_ids: tuple[int, ...]
     remote_first_block: int
     first_block: int
+    remote_block_size: int
     kv_transfer_params: bytes | None = None
 
 

@@ -20,6 +20,7 @@ import msgspec
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
+from kvrelay.core.handoff import KvDirection
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet
@@ -38,6 +39,7 @@ from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.cluster.callers import Callers
 from kvrelay.worker.cluster.fleet import Fleet
 from kvrelay.worker.cluster.membership import Membership
+from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.cluster.peer_events import PeerEvents
 from kvrelay.worker.decode.refusals import Refusals
 from kvrelay.worker.decode.serving import DecodeSide
@@ -102,11 +104,16 @@ class Worker:
             on_message=self._peer_events.message,
             on_lost=self._peer_events.connection_lost,
         )
+        self._memory = PeerMemory(
+            engine.facts.kv_layout,
+            self._transfer,
+            lambda worker_id: self._peers.kv_metadata(worker_id, self._membership.kv_compatibility),
+        )
         self._refusals = Refusals(server)
         self._prefill = self._build_prefill_side()
         self._paired = self._build_paired_prefills()
         self._decode = self._build_decode_side()
-        self._peer_events.attach(self._transfer, self._decode, self._prefill)
+        self._peer_events.attach(self._transfer, self._memory, self._decode, self._prefill)
         self._roles = Roles(
             settings.role,
             engine,
@@ -183,6 +190,7 @@ class Worker:
             checksums=self._checksums,
             queue=self._control.prefill_queue,
             peers=self._peers,
+            memory=self._memory,
             term=lambda: self._membership.term,
             detection_s=Heartbeat.for_lease(settings.control.lease_ttl_s).detection_s,
         )
@@ -216,6 +224,8 @@ class Worker:
             ),
             engine=self._engine,
             transfer=self._transfer,
+            memory=self._memory,
+            direction=self._direction(),
             checksums=self._checksums,
             queue=self._control.prefill_queue,
             server=self._server,
@@ -226,6 +236,10 @@ class Worker:
             term=lambda: self._membership.term,
             give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
         )
+
+    def _direction(self) -> KvDirection:
+        is_pull = self._engine.facts.moves_kv or self.settings.transfer.is_pull
+        return KvDirection.PULL if is_pull else KvDirection.PUSH
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from kvrelay.handoff.base import EndReason
 from kvrelay.rpc.wire import Message
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.cluster.callers import Caller, CallerKind, Callers
+from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.decode.serving import DecodeSide
 from kvrelay.worker.prefill.connections import DecodePeer
 from kvrelay.worker.prefill.pulling import PrefillSide
@@ -29,6 +30,7 @@ class PeerEvents:
     """On the event loop. Nothing arrives before ``attach``."""
 
     _transfer: TransferThread
+    _memory: PeerMemory
     _decode: DecodeSide
     _prefill: PrefillSide
 
@@ -36,9 +38,10 @@ class PeerEvents:
         self._engine = engine
         self._callers = callers
 
-    def attach(self, transfer: TransferThread, decode: DecodeSide, prefill: PrefillSide) -> None:
+    def attach(self, transfer: TransferThread, memory: PeerMemory, decode: DecodeSide, prefill: PrefillSide) -> None:
         """The parts that hold something of peers. They are built later, because they need what reports here."""
         self._transfer = transfer
+        self._memory = memory
         self._decode = decode
         self._prefill = prefill
 
@@ -77,7 +80,7 @@ class PeerEvents:
         self._forget_memory(worker_id)
 
     def _forget_memory(self, worker_id: str) -> None:
-        self._prefill.handoffs.memory.forget(worker_id)
+        self._memory.forget(worker_id)
         self._transfer.remove_peer(worker_id)
 
     # -- our own lease ------------------------------------------------------------------------------------------------

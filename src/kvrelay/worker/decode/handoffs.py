@@ -2,9 +2,10 @@
 
     engine thread     remote prefills, closed hand-offs ──> Opened, Closed          Allocate, EndLoan, Resume,
                                                             Allocated          <──  ComputeHere
-                      fetches of an engine that moves KV ──> ReadEnded         <──  Read
+                      pull, by an engine that moves KV  ──> ReadEnded          <──  Read
     event loop        claims, releases, connections, leases ──> Claimed, ...   <──  Push, SendGrant, Send
-    transfer thread   notification after the last write ──> Done
+    transfer thread   push: notification after the last write ──> Done
+                      pull by blocks                        ReadEnded          <──  Read (by way of the event loop)
     checksum thread                                 HitsChecksummed, Verified  <──  ChecksumHits, Verify
 
 The rules of the protocol are in ``kvrelay/handoff``. This module does not know frontends.
@@ -21,18 +22,21 @@ import numpy as np
 from kvrelay.core.clock import Clock
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection, RemotePrefillRequest
 from kvrelay.core.latest import Latest
+from kvrelay.core.layout import BlockRun
+from kvrelay.core.tasks import TaskSet
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.step import StepOutput
-from kvrelay.errors import PayloadTooLargeError, ProtocolError
+from kvrelay.errors import KvrelayError, PayloadTooLargeError, ProtocolError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.messages import HandoffDone
 from kvrelay.rpc.base import RpcServer
 from kvrelay.rpc.wire import decode_message
-from kvrelay.transfer.base import GrantRef, Int64Array
+from kvrelay.transfer.base import GrantRef, Int64Array, TransferOp
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
+from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.driver import LedgerDriver
 from kvrelay.worker.reporting.stats import DecodeStats
 
@@ -46,8 +50,10 @@ def _ignore(request_id: str, prefill_s: float) -> None:
 
 
 class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
-    """``push(prefill)`` runs on the event loop for each prefill to be queued; if it fails, ``PushFailed`` follows.
-    ``term`` returns this worker's own; peers whose engines move the KV check it.
+    """``direction``: who moves the KV of the hand-offs that this worker opens.
+
+    ``push(prefill)`` runs on the event loop for each prefill to be queued; if it fails, ``PushFailed`` follows.
+    ``term`` returns this worker's own; with pull, peers check it.
 
     ``on_arrived(request_id, prefill_s)`` runs on the engine's thread when KV has arrived, before the request continues.
     """
@@ -59,6 +65,8 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         clock: Clock,
         engine: EngineHost,
         transfer: TransferThread,
+        memory: PeerMemory,
+        direction: KvDirection,
         checksums: BlockChecksums,
         server: RpcServer,
         stats: DecodeStats,
@@ -74,7 +82,9 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self._stats = stats
         self._push = push
         self._term = term
-        self._direction = KvDirection.PULL if engine.facts.moves_kv else KvDirection.PUSH
+        self._memory = memory
+        self._direction = direction
+        self._tasks = TaskSet()
         self._on_arrived = on_arrived
         self._block_bytes = engine.facts.kv_layout.block_bytes
         self._prefills: dict[HandoffId, RemotePrefillRequest] = {}
@@ -95,7 +105,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
                 de.ChecksumHits: self._checksum_hits,
                 de.SendGrant: self._grant,
                 de.Send: lambda action: self.on_loop(self._send, action),
-                de.Read: self._fetch,
+                de.Read: self._read,
                 de.Verify: self._verify,
                 de.EndLoan: self._end_loan,
                 de.Resume: lambda action: self._engine.post(partial(self._resume, action)),
@@ -106,7 +116,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
     def handled(self, event: de.DecodeEvent) -> None:
         """Keep the transfer thread polling while grants are out and peers move KV: they depend on it."""
-        num_grants = self.ledger.num_grants if self._direction is KvDirection.PUSH else 0
+        num_grants = 0 if self._engine.facts.moves_kv else self.ledger.num_grants
         for _ in range(self._num_polled_for, num_grants):
             self._transfer.open_handoff()
         for _ in range(num_grants, self._num_polled_for):
@@ -119,6 +129,10 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             self._stats.num_verified_blocks += event.num_blocks if event.ok else 0
             self._stats.num_kv_checksum_mismatches += not event.ok
         self._num_stale = num_stale
+
+    async def close(self) -> None:
+        """Read nothing more."""
+        await self._tasks.close()
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
@@ -197,16 +211,49 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
         self._engine.post(allocate)
 
-    def _fetch(self, action: de.Read) -> None:
-        """The drivers pull only with engines that move the KV themselves."""
+    def _read(self, action: de.Read) -> None:
+        """By blocks, or by an engine that moves the KV itself."""
         params = action.kv_transfer_params
+        if params is None:
+            self.on_loop(self._begin_read, action)
+            return
 
         def fetch(core: Engine) -> None:
-            if params is None or not core.fetch_handoff(action.handoff_id, params):
+            if not core.fetch_handoff(action.handoff_id, params):
                 self._fetched(action.handoff_id, False)
 
         self._fetching[action.handoff_id] = action.generation
         self._engine.post(fetch)
+
+    def _begin_read(self, action: de.Read) -> None:
+        self._tasks.spawn(self._read_blocks(action))
+
+    async def _read_blocks(self, action: de.Read) -> None:
+        """Pull by blocks: P keeps the blocks of its grant until it hears that this has ended."""
+
+        def ended(error: str | None) -> None:
+            if error is not None:
+                _log.warning("hand-off %s cannot be read from %s: %s", action.handoff_id, action.worker_id, error)
+            self.handle(de.ReadEnded(action.handoff_id, action.generation, error is None))
+
+        try:
+            await self._memory.connect(action.worker_id)
+        except KvrelayError as exc:
+            ended(exc.message)
+            return
+        except Exception as exc:  # noqa: BLE001 - the outermost frame of a read: its request waits for the end
+            _log.exception("reading hand-off %s failed", action.handoff_id)
+            ended(repr(exc))
+            return
+        here = BlockRun(action.first_block, action.block_ids)
+        there = BlockRun(action.remote_first_block, action.remote_block_ids)
+        plan = self._memory.plan(TransferOp.READ, action.worker_id, here, there, action.remote_block_size)
+        if plan is None:
+            ended("its blocks do not fit the memory that it has registered")
+            return
+        self._stats.num_received_bytes += plan.num_bytes
+        grant = GrantRef(str(action.handoff_id), action.generation)
+        self._transfer.submit(TransferOp.READ, action.worker_id, plan, on_done=ended, grant=grant)
 
     def _discard(self, action: de.Discard) -> None:
         def discard(core: Engine) -> None:
@@ -233,8 +280,8 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         grants, message = self._transfer.grants, action.message
         handoff = self.ledger.handoffs.get(message.handoff_id)
         grant = None if handoff is None else handoff.find(message.generation)
-        if grants is not None and grant is not None and message.direction is KvDirection.PUSH:
-            # Before the claimant gets the grant. It reads D's hits and writes the other blocks.
+        if grants is not None and grant is not None:
+            # Before the claimant gets the grant. It reads D's hits and, with push, writes the other blocks.
             num_hit_blocks = message.num_cached_tokens // self.ledger.rules.block_size
             hits, others = message.block_ids[:num_hit_blocks], message.block_ids[num_hit_blocks:]
             ref = GrantRef(str(message.handoff_id), message.generation)

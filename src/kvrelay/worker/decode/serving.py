@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kvrelay.control.base import PrefillQueue
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.handoff import HandoffId, HandoffOrder
+from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
 from kvrelay.core.messages import (
     AbortRequest,
     GenerateRequest,
@@ -53,6 +53,7 @@ from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
+from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.decode.handoffs import IncomingHandoffs
 from kvrelay.worker.decode.outputs import send_outputs
 from kvrelay.worker.decode.queue import QueuedPrefills
@@ -85,6 +86,8 @@ class DecodeSide:
         rules: DecodeRules,
         engine: EngineHost,
         transfer: TransferThread,
+        memory: PeerMemory,
+        direction: KvDirection,
         checksums: BlockChecksums,
         queue: PrefillQueue,
         server: RpcServer,
@@ -124,6 +127,8 @@ class DecodeSide:
             clock=MonotonicClock(),
             engine=engine,
             transfer=transfer,
+            memory=memory,
+            direction=direction,
             checksums=checksums,
             server=server,
             stats=self.stats,
@@ -399,3 +404,4 @@ class DecodeSide:
     async def close(self) -> None:
         await self._tasks.close()
         await self._queued.close()
+        await self.handoffs.close()

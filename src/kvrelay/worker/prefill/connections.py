@@ -115,27 +115,27 @@ class DecodePeers:
                     return old
                 # Everything of the old connection ends before anything begins on a new one.
                 self._lost(old)
-            key = (await self._load(worker_id, 0)).public_key
+            key = (await self._load(worker_id)).public_key
             peer = DecodePeer(worker_id, address, await self._connect(address, key), self._on_message)
             peer.client.on_disconnect(lambda: self._lost(peer))
             self._peers[worker_id] = peer
             return peer
 
-    async def kv_metadata(self, worker_id: str, rank: int, compatibility: str) -> KvMetadata:
+    async def kv_metadata(self, worker_id: str, compatibility: str) -> KvMetadata:
         """The worker's memory, from discovery. Raises WorkerUnavailableError or IncompatiblePeerError."""
-        metadata = await self._load(worker_id, rank)
+        metadata = await self._load(worker_id)
         if metadata.kv_compatibility != compatibility:
             raise IncompatiblePeerError(
                 f"{worker_id} has KV of another kind ({metadata.kv_compatibility}, ours is {compatibility})"
             )
         return metadata
 
-    async def _load(self, worker_id: str, rank: int) -> KvMetadata:
-        value = await self._discovery.get(self._keys.worker_kv_metadata(worker_id, rank))
+    async def _load(self, worker_id: str) -> KvMetadata:
+        value = await self._discovery.get(self._keys.worker_kv_metadata(worker_id, 0))
         if value is None:
             raise WorkerUnavailableError(f"{worker_id} has no KV metadata in discovery")
         try:
-            return decode_kv_metadata(f"{worker_id}/{rank}", value)
+            return decode_kv_metadata(f"{worker_id}/0", value)
         except ProtocolError as exc:
             raise IncompatiblePeerError(exc.message) from exc
 

@@ -39,9 +39,9 @@ from kvrelay.rpc.wire import Message, encode_message
 from kvrelay.transfer.base import GrantRef, TransferOp, TransferPlan
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
+from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.driver import LedgerDriver
 from kvrelay.worker.prefill.connections import DecodePeer, DecodePeers
-from kvrelay.worker.prefill.memory import PeerMemory
 from kvrelay.worker.prefill.releases import Releases
 from kvrelay.worker.reporting.stats import PrefillStats
 
@@ -94,13 +94,14 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         transfer: TransferThread,
         checksums: BlockChecksums,
         peers: DecodePeers,
+        memory: PeerMemory,
         stats: PrefillStats,
     ) -> None:
         self.ledger = PrefillLedger(rules)
         self.jobs: dict[HandoffId, Job] = {}
         self._by_name: dict[str, HandoffId] = {}
         self._layout = layout
-        self.memory = PeerMemory(layout, rules.kv_compatibility, transfer, peers)
+        self._memory = memory
         self._engine = engine
         self._transfer = transfer
         self._checksums = checksums
@@ -206,7 +207,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         try:
             peer = await self._peers.get(action.worker_id)
             if not self._engine.facts.moves_kv:
-                await self.memory.connect(action.worker_id)
+                await self._memory.connect(action.worker_id)
             is_sent = True  # even if sending fails it may have arrived
             peer.client.send(action.message)
         except KvrelayError as exc:
@@ -365,7 +366,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         here = BlockRun(action.blocks.first_block, action.blocks.block_ids)
         there = BlockRun(action.remote_first_block, action.remote_block_ids)
         theirs = self.ledger.handoffs[action.handoff_id].decode_block_size(self.ledger.rules)
-        return self.memory.plan(op, job.request.decode_worker_id, here, there, theirs)
+        return self._memory.plan(op, job.request.decode_worker_id, here, there, theirs)
 
     def _count(self, job: Job, num_bytes: int) -> None:
         job.num_bytes += num_bytes

@@ -26,6 +26,7 @@ from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
+from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.prefill.connections import DecodePeers
 from kvrelay.worker.prefill.handoffs import Job, OutgoingHandoffs
 from kvrelay.worker.reporting.stats import PrefillStats
@@ -64,6 +65,7 @@ class PrefillSide:
         checksums: BlockChecksums,
         queue: PrefillQueue,
         peers: DecodePeers,
+        memory: PeerMemory,
         term: Callable[[], int],
         detection_s: float,
     ) -> None:
@@ -84,6 +86,7 @@ class PrefillSide:
             transfer=transfer,
             checksums=checksums,
             peers=peers,
+            memory=memory,
             stats=self.stats,
         )
         self._model = model

@@ -1,33 +1,36 @@
-"""The memory of decode workers, as a prefill worker's transfers see it: connected at the first claim, then planned for.
+"""The memory of other workers, as this worker's transfers see it: connected at first use, then planned for.
 
-It owns the mapping between each decode worker's blocks and ours. It does not know hand-offs.
+It owns the mapping between each peer's blocks and ours. It does not know hand-offs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from kvrelay.core.layout import BlockRun, KVLayout
+from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
 from kvrelay.transfer.base import TransferOp, TransferPlan
 from kvrelay.transfer.compat import planner_for
 from kvrelay.transfer.planner import TransferPlanner
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.locks import KeyedLocks
-from kvrelay.worker.prefill.connections import DecodePeers
 
 _log = logging.getLogger(__name__)
 
 
 class PeerMemory:
-    """Of all decode workers. ``connect`` and ``forget`` run on the event loop, ``plan`` on any thread."""
+    """Of all peers. ``load(worker_id)`` reads a peer's metadata from discovery; it raises KvrelayError. ``connect`` and
+    ``forget`` run on the event loop, ``plan`` on any thread."""
 
-    def __init__(self, layout: KVLayout, kv_compatibility: str, transfer: TransferThread, peers: DecodePeers) -> None:
+    def __init__(
+        self, layout: KVLayout, transfer: TransferThread, load: Callable[[str], Awaitable[KvMetadata]]
+    ) -> None:
         self._layout = layout
-        self._kv_compatibility = kv_compatibility
         self._transfer = transfer
-        self._peers = peers
+        self._load = load
         self._planners: dict[str, TransferPlanner] = {}
         self._connecting = KeyedLocks()
 
@@ -35,24 +38,24 @@ class PeerMemory:
         """Load and cache the peer's memory metadata, at first use. Raises KvrelayError."""
         async with self._connecting.hold(worker_id):
             if not self._transfer.has_peer(worker_id):
-                metadata = await self._peers.kv_metadata(worker_id, 0, self._kv_compatibility)
+                metadata = await self._load(worker_id)
                 self._planners[worker_id] = planner_for(self._layout, metadata)
                 await asyncio.wrap_future(self._transfer.add_peer(metadata))
 
     def forget(self, worker_id: str) -> None:
-        """The connection to a decode worker's memory is closed; the next claim loads it again."""
+        """The connection to a peer's memory is closed; the next hand-off with it loads it again."""
         self._planners.pop(worker_id, None)
 
     def plan(
         self, op: TransferOp, worker_id: str, here: BlockRun, there: BlockRun, block_size: int
     ) -> TransferPlan | None:
-        """None if ``there``, in blocks of ``block_size`` tokens, does not fit the memory that the decode worker has
+        """None if ``there``, in blocks of ``block_size`` tokens, does not fit the memory that the peer has
         registered, or if that is gone."""
         planner = self._planners.get(worker_id)
         if planner is None:
             return None  # its connection is gone
         if block_size != planner.remote.block_size:
-            _log.error("%s granted blocks of %d tokens, and %r has others", worker_id, block_size, planner)
+            _log.error("%s named blocks of %d tokens, and %r has others", worker_id, block_size, planner)
             return None
         try:
             return planner.plan(op, here, there)
