@@ -15,12 +15,13 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError, TransferError
-from kvrelay.transfer.base import TransferOp, TransferPlan, Transport
+from kvrelay.transfer.base import Transport
 from kvrelay.transfer.factory import build_transport, shared_memory
 from kvrelay.transfer.loopback import LoopbackFabric
 from kvrelay.transfer.p2p.transport import P2pTransport
 from kvrelay.transfer.plan import EMPTY_PLAN, MAX_NOTIFY_BYTES, plan_blocks
 from kvrelay.transfer.shm.memory import SharedPoolMemory
+from kvrelay.transfer.values import TransferOp, TransferPlan
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=16, dtype="float32")
 NUM_BLOCKS = 64

@@ -19,9 +19,9 @@ import numpy as np
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import TransferOp, TransferPlan
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.transfer.shm.transport import ShmTransport
+from kvrelay.transfer.values import TransferOp, TransferPlan
 
 PAGE = 4096
 NUM_PAGES = 64

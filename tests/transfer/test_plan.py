@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvrelay.core.layout import KVLayout
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import TransferPlan
 from kvrelay.transfer.plan import plan_blocks, split_plan
+from kvrelay.transfer.values import TransferPlan
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, block_size=4, head_dim=2, dtype="bfloat16")
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.errors import IncompatiblePeerError, TransferError
-from kvrelay.transfer.base import TransferOp, TransferPlan
 from kvrelay.transfer.plan import check_bounds, plan_blocks
 from kvrelay.transfer.planner import TransferPlanner
+from kvrelay.transfer.values import TransferOp, TransferPlan
 
 UNTOUCHED = -1
 NUM_BLOCKS = 12

@@ -9,9 +9,9 @@ import pytest
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ConfigError
-from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.planner import TransferPlanner
 from kvrelay.transfer.rank_map import InstanceSizes, KvRank, place_rank
+from kvrelay.transfer.values import TransferOp
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 

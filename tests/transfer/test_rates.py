@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.core.events import MAX_TRANSFER_PEERS, TransferCost
-from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.rates import SHARE, TransferRates
 from kvrelay.transfer.stats import PeerTransferStats
+from kvrelay.transfer.values import TransferOp
 
 TOKEN_BYTES = 1000
 

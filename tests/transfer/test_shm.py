@@ -23,7 +23,6 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import ConfigError, FatalError, TransferError
 from kvrelay.transfer.auto import AutoTransport
-from kvrelay.transfer.base import TransferOp
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.plan import EMPTY_PLAN, MAX_NOTIFY_BYTES
@@ -32,6 +31,7 @@ from kvrelay.transfer.shm.host import this_host
 from kvrelay.transfer.shm.mailbox import PIPE_BYTES, Mailbox, Sender
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.transfer.shm.transport import ShmTransport, decode_agent
+from kvrelay.transfer.values import TransferOp
 
 WAIT_S = 60.0
 

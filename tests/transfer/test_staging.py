@@ -14,11 +14,11 @@ from tests.contracts.test_transport import Pair, make_end
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.errors import FatalError
-from kvrelay.transfer.base import TransferOp, TransferPlan
 from kvrelay.transfer.nixl import NixlTransport
 from kvrelay.transfer.planner import TransferPlanner
 from kvrelay.transfer.staging import ALWAYS, NEVER, NIXL_RULE, stage
 from kvrelay.transfer.staging_buffer import MAX_LOST, StagingBuffer
+from kvrelay.transfer.values import TransferOp, TransferPlan
 
 PIECE = 8
 

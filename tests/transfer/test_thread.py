@@ -19,11 +19,12 @@ from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer import thread as thread_module
-from kvrelay.transfer.base import Notification, TransferOp
+from kvrelay.transfer.base import Notification
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
 from kvrelay.transfer.queues import MAX_POSTS_PER_PEER
 from kvrelay.transfer.thread import TransferThread
+from kvrelay.transfer.values import TransferOp
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, block_size=4, head_dim=8, dtype="float32")
 NUM_BLOCKS = 32

@@ -18,7 +18,7 @@ from kvrelay.handoff.decode_state import DecodeState
 from kvrelay.handoff.messages import HandoffDone, HandoffGrant
 from kvrelay.handoff.prefill_state import PrefillState
 from kvrelay.rpc.wire import decode_message, encode_message
-from kvrelay.transfer.base import TransferOp
+from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.prefill import pulling as prefill_side
 
 CHECKED = replace(LOOPBACK, kv_checksums=True)

@@ -14,7 +14,7 @@ from tests.worker.test_prefill_first import PairedClient
 
 from kvrelay.config import TransferConfig
 from kvrelay.handoff.base import EndReason
-from kvrelay.transfer.base import TransferOp
+from kvrelay.transfer.values import TransferOp
 
 GET = replace(LOOPBACK, send_type="GET")
 

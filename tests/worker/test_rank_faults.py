@@ -18,7 +18,7 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.step import Executor
 from kvrelay.errors import EngineDeadError
 from kvrelay.executors.torch import build_executor
-from kvrelay.transfer.base import TransferPlan
+from kvrelay.transfer.values import TransferPlan
 
 pytestmark = pytest.mark.slow
 

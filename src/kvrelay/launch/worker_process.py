@@ -48,8 +48,7 @@ from kvrelay.rpc import CurveKeys, Heartbeat, ZmqRpcServer
 from kvrelay.rpc.base import RpcServer
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.base import Transport
-from kvrelay.transfer.p2p.control import ControlKeys
-from kvrelay.transfer.p2p.transport import P2pAddress
+from kvrelay.transfer.p2p.control import ControlKeys, P2pAddress
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.worker.prefill.connections import Connect
 from kvrelay.worker.roles import require_possible_role

@@ -13,7 +13,8 @@ import msgspec
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, GrantRef, Notification, OneSided, TransferOp, TransferPlan, Transport
+from kvrelay.transfer.base import Completion, Notification, OneSided, Transport
+from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
 
 _log = logging.getLogger(__name__)
 

@@ -19,53 +19,14 @@ blocks that thread for the whole copy.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-import msgspec
-import numpy as np
-import numpy.typing as npt
+from typing import Protocol
 
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
-
-if TYPE_CHECKING:
-    from kvrelay.transfer.grants import GrantTable
-    from kvrelay.transfer.p2p.counters import P2pCounters
-
-Int64Array = npt.NDArray[np.int64]
-
-
-class GrantRef(msgspec.Struct, frozen=True, array_like=True):
-    """The grant under which a worker reads or writes a peer's memory: the hand-off's id as text, the generation."""
-
-    handoff: str
-    generation: int
-
-
-class TransferOp(enum.Enum):
-    """The direction of a post, as seen from the side that posts."""
-
-    READ = "read"
-    WRITE = "write"
-
-
-@dataclass(frozen=True, slots=True)
-class TransferPlan:
-    """Pieces to move: byte offsets from the start of each side's pool, and lengths; int64 arrays of equal length."""
-
-    local_offsets: Int64Array
-    remote_offsets: Int64Array
-    lengths: Int64Array
-
-    @property
-    def num_pieces(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.lengths.sum())
+from kvrelay.transfer.grants import GrantTable
+from kvrelay.transfer.stats import P2pCounters
+from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)

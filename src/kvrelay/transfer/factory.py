@@ -12,7 +12,8 @@ from kvrelay.transfer.auto import AutoTransport
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.nixl import NixlTransport
-from kvrelay.transfer.p2p.transport import P2pAddress, P2pTransport
+from kvrelay.transfer.p2p.control import P2pAddress
+from kvrelay.transfer.p2p.transport import P2pTransport
 from kvrelay.transfer.shm.memory import SharedPoolMemory
 from kvrelay.transfer.shm.transport import ShmTransport
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.transfer.base import GrantRef, Int64Array, TransferOp
+from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
 
 
 @dataclass(frozen=True, slots=True)

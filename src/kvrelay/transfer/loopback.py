@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import Completion, GrantRef, Int64Array, Notification, OneSided, TransferOp, TransferPlan
+from kvrelay.transfer.base import Completion, Notification, OneSided
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.plan import check_post
+from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp, TransferPlan
 
 
 @dataclass(slots=True)

@@ -31,11 +31,12 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, GrantRef, Int64Array, Notification, OneSided, TransferOp, TransferPlan
+from kvrelay.transfer.base import Completion, Notification, OneSided
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.plan import check_post
 from kvrelay.transfer.staging import NIXL_RULE
 from kvrelay.transfer.staging_buffer import StagingBuffer
+from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp, TransferPlan
 
 CPU_TRANSPORTS = "posix,sysv,cma,self,tcp"
 _SETTLE_POLLS = 50

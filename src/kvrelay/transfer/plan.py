@@ -15,7 +15,7 @@ import numpy as np
 
 from kvrelay.core.layout import KVLayout
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import Int64Array, TransferPlan
+from kvrelay.transfer.values import Int64Array, TransferPlan
 
 MAX_BLOCK_ID = 2**31 - 1
 MAX_NOTIFY_BYTES = 1 << 20

@@ -25,8 +25,8 @@ import numpy as np
 
 from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.errors import IncompatiblePeerError, TransferError
-from kvrelay.transfer.base import Int64Array, TransferOp, TransferPlan
 from kvrelay.transfer.plan import EMPTY_PLAN, checked_block_ids, merge_pieces
+from kvrelay.transfer.values import Int64Array, TransferOp, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ from kvrelay.core.latest import Latest
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import RecomputeError, TransferError
-from kvrelay.transfer.base import Completion, GrantRef, TransferOp, TransferPlan, Transport
+from kvrelay.transfer.base import Completion, Transport
 from kvrelay.transfer.compat import check_compatible
 from kvrelay.transfer.plan import check_bounds
+from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
 
 OnDone = Callable[[str | None], None]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrelay.transfer.base import TransferPlan
+from kvrelay.transfer.values import TransferPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvrelay.errors import FatalError
-from kvrelay.transfer.base import TransferOp, TransferPlan
 from kvrelay.transfer.shm.memory import address_of
 from kvrelay.transfer.staging import StagingRule, stage
+from kvrelay.transfer.values import TransferOp, TransferPlan
 
 if TYPE_CHECKING:
     from kvrelay.transfer.shm.transport import CopyPieces

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.transfer.base import TransferOp, TransferPlan
-from kvrelay.transfer.p2p.counters import P2pCounters
+from kvrelay.transfer.values import TransferOp, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +79,26 @@ class StatsCounter:
     def snapshot(self, num_unfinished: int, num_open_handoffs: int, p2p: P2pCounters | None) -> TransferStats:
         peers = tuple(self._peers.values())
         return TransferStats(peers, self.num_notifications, num_unfinished, num_open_handoffs, p2p)
+
+
+@dataclass(frozen=True, slots=True)
+class P2pCounters:
+    """Since start. ``num_lost`` messages found no room in time: their hand-off is recomputed."""
+
+    num_connections: int = 0
+    num_evicted: int = 0
+    num_busy: int = 0
+    """Communicators refused because all that may exist were in use."""
+    num_failed: int = 0
+    """Communicators that ended by a failure."""
+    num_spilled: int = 0
+    num_spilled_bytes: int = 0
+    num_waited: int = 0
+    num_lost: int = 0
+    num_refused: int = 0
+    """Reads and writes that no open grant covered: late, or none of that peer's business."""
+    num_dropped_frames: int = 0
+    pairs: int = 0
+    """Communicators that exist now; the next two are of this moment too."""
+    buffer_used_bytes: int = 0
+    pool_used_bytes: int = 0

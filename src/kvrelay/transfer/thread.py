@@ -36,11 +36,12 @@ from kvrelay.core.clock import Clock, MonotonicClock
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import GrantRef, Notification, TransferOp, TransferPlan, Transport
+from kvrelay.transfer.base import Notification, Transport
 from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.plan import split_plan
 from kvrelay.transfer.queues import OnDone, Transfer, TransferQueues
 from kvrelay.transfer.stats import StatsCounter, TransferStats
+from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
 
 MAX_POST_BYTES = 32 * 1024 * 1024
 """On one host a post blocks for the whole copy; this bounds how long notifications and deadlines wait for it."""

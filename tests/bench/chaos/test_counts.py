@@ -15,8 +15,7 @@ from kvrelay.bench.chaos.counts import WorkerCounts, counts_of, sum_counts
 from kvrelay.bench.chaos.run import NUM_PROMPTS, NUM_PROMPTS_OF_RANKS, ChaosOptions
 from kvrelay.bench.commands.chaos import bench_chaos
 from kvrelay.errors import FatalError
-from kvrelay.transfer.p2p.counters import P2pCounters
-from kvrelay.transfer.stats import TransferStats
+from kvrelay.transfer.stats import P2pCounters, TransferStats
 from kvrelay.worker.reporting.stats import DecodeStats, PrefillStats
 
 P2P_FLAGS = ("--transport", "p2p", "--kv-buffer-size", "65536", "--p2p-pool-bytes", "262144", "--send-type", "GET")

@@ -16,8 +16,9 @@ import numpy as np
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.transfer.base import TransferOp, TransferPlan
-from kvrelay.transfer.p2p.transport import P2pAddress, P2pTransport
+from kvrelay.transfer.p2p.control import P2pAddress
+from kvrelay.transfer.p2p.transport import P2pTransport
+from kvrelay.transfer.values import TransferOp, TransferPlan
 
 PAGE = 65536
 """More than travels with a control message."""

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from kvrelay.transfer.base import GrantRef, TransferOp
 from kvrelay.transfer.grants import GrantTable
+from kvrelay.transfer.values import GrantRef, TransferOp
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 

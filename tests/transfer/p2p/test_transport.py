@@ -22,8 +22,7 @@ from tests.transfer.p2p.ends import PAGE, End, plan_pages
 from kvrelay.config import TransferConfig
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import GrantRef, TransferOp
-from kvrelay.transfer.p2p.control import ControlKeys
+from kvrelay.transfer.p2p.control import ControlKeys, P2pAddress
 from kvrelay.transfer.p2p.messages import (
     Accept,
     Close,
@@ -40,7 +39,8 @@ from kvrelay.transfer.p2p.messages import (
     decode,
     encode,
 )
-from kvrelay.transfer.p2p.transport import P2pAddress, decode_agent
+from kvrelay.transfer.p2p.transport import decode_agent
+from kvrelay.transfer.values import GrantRef, TransferOp
 
 CONFIG = TransferConfig(transport="p2p", transfer_timeout_s=60.0)
 

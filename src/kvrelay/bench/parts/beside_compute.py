@@ -39,9 +39,9 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import TransferOp, TransferPlan
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.thread import TransferThread
+from kvrelay.transfer.values import TransferOp, TransferPlan
 
 PROMPT_LEN = 2000
 NUM_BLOCKS = 1024

@@ -15,10 +15,11 @@ import numpy as np
 
 from kvrelay.bench.report.table import table
 from kvrelay.core.layout import BlockRun, KVLayout
-from kvrelay.transfer.base import TransferOp, TransferPlan, Transport
+from kvrelay.transfer.base import Transport
 from kvrelay.transfer.nixl import NixlTransport
 from kvrelay.transfer.planner import TransferPlanner
 from kvrelay.transfer.staging import ALWAYS, NEVER, NIXL_RULE, StagingRule, stage
+from kvrelay.transfer.values import TransferOp, TransferPlan
 
 LOAD_WAIT_ROUNDS = 1000
 

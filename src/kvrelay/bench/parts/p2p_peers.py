@@ -20,8 +20,8 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import TransferOp, TransferPlan
 from kvrelay.transfer.p2p.transport import P2pTransport
+from kvrelay.transfer.values import TransferOp, TransferPlan
 
 POOL_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 16

@@ -26,10 +26,10 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import TransferOp, TransferPlan
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
 from kvrelay.transfer.thread import TransferThread
+from kvrelay.transfer.values import TransferOp, TransferPlan
 
 DEFAULT_PIECE_BYTES = (4096, 16384, 65536, 262144, 1048576, 8388608)
 LAYOUT_BYTES = 16 << 20

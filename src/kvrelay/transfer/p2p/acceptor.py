@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.errors import ProtocolError
-from kvrelay.transfer.base import GrantRef, Int64Array, TransferOp
 from kvrelay.transfer.p2p.groups import PairGroup
 from kvrelay.transfer.p2p.messages import (
     MAX_REASON,
@@ -36,6 +35,7 @@ from kvrelay.transfer.p2p.pairs import Pair
 from kvrelay.transfer.p2p.room import Reservation
 from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
 from kvrelay.transfer.p2p.tasks import MoveTask, ReceiveTask, staging
+from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
 
 MAX_OFFERS = 256
 """Messages of one peer that may be open at once; an honest one has a handful."""

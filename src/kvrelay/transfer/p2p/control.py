@@ -396,3 +396,11 @@ def _send(socket: zmq.Socket[bytes], frames: list[bytes], payload: Any) -> bool:
     except zmq.ZMQError:
         return False  # its queue is full, or the peer is gone; whoever waits for an answer has a deadline
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class P2pAddress:
+    """Where the control port listens, and with which keys; None: open."""
+
+    host: str = "127.0.0.1"
+    keys: ControlKeys | None = None

@@ -15,7 +15,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
-from kvrelay.transfer.base import TransferOp, TransferPlan
 from kvrelay.transfer.p2p.contacts import Contacts
 from kvrelay.transfer.p2p.messages import (
     MAX_PIECES,
@@ -37,6 +36,7 @@ from kvrelay.transfer.p2p.posts import Part, Post, PostPeer, State, rides
 from kvrelay.transfer.p2p.room import Reservation
 from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
 from kvrelay.transfer.plan import split_plan
+from kvrelay.transfer.values import TransferOp, TransferPlan
 
 WINDOW = 4
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from kvrelay.core.layout import MemoryRegion
-from kvrelay.transfer.base import Int64Array
 from kvrelay.transfer.shm.copying import copy_pieces
+from kvrelay.transfer.values import Int64Array
 
 
 def empty_bytes(num_bytes: int, device: str, *, is_host: bool) -> torch.Tensor:

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from kvrelay.errors import ProtocolError
-from kvrelay.transfer.base import GrantRef, Int64Array
+from kvrelay.transfer.values import GrantRef, Int64Array
 
 VERSION = 1
 MAX_FRAME_BYTES = 4 << 20

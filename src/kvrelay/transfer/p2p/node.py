@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.errors import IntegrityError
-from kvrelay.transfer.base import GrantRef, TransferOp
 from kvrelay.transfer.grants import GrantTable
 from kvrelay.transfer.p2p.acceptor import Acceptor
-from kvrelay.transfer.p2p.control import ControlThread
-from kvrelay.transfer.p2p.counters import P2pCounters
+from kvrelay.transfer.p2p.control import ControlThread, P2pAddress
 from kvrelay.transfer.p2p.initiator import Initiator
 from kvrelay.transfer.p2p.memory import PoolView
 from kvrelay.transfer.p2p.messages import Message
@@ -25,9 +22,8 @@ from kvrelay.transfer.p2p.posts import Post
 from kvrelay.transfer.p2p.room import Room
 from kvrelay.transfer.p2p.shared import Shared
 from kvrelay.transfer.p2p.waiting import RoomQueue
-
-if TYPE_CHECKING:
-    from kvrelay.transfer.p2p.transport import P2pAddress
+from kvrelay.transfer.stats import P2pCounters
+from kvrelay.transfer.values import GrantRef, TransferOp
 
 TICK_S = 0.5
 """How often idle communicators and integrity are looked at while there is a communicator."""

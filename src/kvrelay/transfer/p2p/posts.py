@@ -10,9 +10,9 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvrelay.transfer.base import GrantRef, TransferOp, TransferPlan
 from kvrelay.transfer.p2p.pairs import Pair
 from kvrelay.transfer.p2p.room import Reservation
+from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
 
 
 @dataclass(eq=False, slots=True)

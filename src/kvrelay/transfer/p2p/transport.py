@@ -15,7 +15,6 @@ Reads are alike in all three. It does not know hand-offs; which bytes a peer may
 from __future__ import annotations
 
 import queue
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,14 +24,15 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, GrantRef, Notification, TransferOp, TransferPlan
+from kvrelay.transfer.base import Completion, Notification
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.grants import GrantTable
-from kvrelay.transfer.p2p.counters import P2pCounters
+from kvrelay.transfer.p2p.control import P2pAddress
 from kvrelay.transfer.plan import check_post
+from kvrelay.transfer.stats import P2pCounters
+from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
 
 if TYPE_CHECKING:
-    from kvrelay.transfer.p2p.control import ControlKeys
     from kvrelay.transfer.p2p.node import Node
     from kvrelay.transfer.p2p.posts import Post
 
@@ -47,14 +47,6 @@ class P2pAgent(msgspec.Struct, frozen=True):
     max_message_bytes: int
     """The largest that can ever fit into this worker's room."""
     public_key: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class P2pAddress:
-    """Where the control port listens, and with which keys; None: open."""
-
-    host: str = "127.0.0.1"
-    keys: ControlKeys | None = None
 
 
 class P2pTransport:

@@ -13,7 +13,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvrelay.transfer.base import Int64Array
+from kvrelay.transfer.values import Int64Array
 
 STREAM_FROM_BYTES = 4 << 20
 """A post of so many bytes leaves nothing of itself in the caches anyway."""

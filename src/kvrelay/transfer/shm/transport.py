@@ -25,13 +25,14 @@ import msgspec
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import FatalError, TransferError
-from kvrelay.transfer.base import Completion, GrantRef, Int64Array, Notification, OneSided, TransferOp, TransferPlan
+from kvrelay.transfer.base import Completion, Notification, OneSided
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.plan import MAX_NOTIFY_BYTES, check_post
 from kvrelay.transfer.shm.host import Host, this_host
 from kvrelay.transfer.shm.locks import WorkerLock
 from kvrelay.transfer.shm.mailbox import Mailbox, Sender
 from kvrelay.transfer.shm.memory import SharedPoolMemory, address_of
+from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp, TransferPlan
 
 CopyPieces = Callable[[int, Int64Array, int, Int64Array, Int64Array], None]
 """(address to write at, offsets there, address to read at, offsets there, lengths), all in bytes: ``shm.copying``."""

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
-from kvrelay.transfer.base import TransferOp, TransferPlan
 from kvrelay.transfer.compat import planner_for
 from kvrelay.transfer.planner import TransferPlanner
 from kvrelay.transfer.thread import TransferThread
+from kvrelay.transfer.values import TransferOp, TransferPlan
 from kvrelay.worker.locks import KeyedLocks
 
 _log = logging.getLogger(__name__)

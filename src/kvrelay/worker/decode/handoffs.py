@@ -33,8 +33,8 @@ from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.messages import HandoffDone
 from kvrelay.rpc.base import RpcServer
 from kvrelay.rpc.wire import decode_message
-from kvrelay.transfer.base import GrantRef, Int64Array, TransferOp
 from kvrelay.transfer.thread import TransferThread
+from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.driver import LedgerDriver

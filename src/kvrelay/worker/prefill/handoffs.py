@@ -36,8 +36,8 @@ from kvrelay.handoff.messages import HandoffAbandon, HandoffFetched, HandoffGran
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.rpc.wire import Message, encode_message
-from kvrelay.transfer.base import GrantRef, TransferOp, TransferPlan
 from kvrelay.transfer.thread import TransferThread
+from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.driver import LedgerDriver

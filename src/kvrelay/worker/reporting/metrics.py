@@ -21,9 +21,8 @@ from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.stats import EngineStats
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode_state import DecodeCounters
-from kvrelay.transfer.base import TransferOp
-from kvrelay.transfer.p2p.counters import P2pCounters
-from kvrelay.transfer.stats import TransferStats
+from kvrelay.transfer.stats import P2pCounters, TransferStats
+from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.reporting.stats import DecodeStats, PrefillStats, RemoteCostStats, by_reason
 
 PREFIX = "kvrelay_worker_"

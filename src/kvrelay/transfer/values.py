@@ -1,0 +1,43 @@
+"""Values that transports, plans and grants share."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class GrantRef(msgspec.Struct, frozen=True, array_like=True):
+    """The grant under which a worker reads or writes a peer's memory: the hand-off's id as text, the generation."""
+
+    handoff: str
+    generation: int
+
+
+class TransferOp(enum.Enum):
+    """The direction of a post, as seen from the side that posts."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Pieces to move: byte offsets from the start of each side's pool, and lengths; int64 arrays of equal length."""
+
+    local_offsets: Int64Array
+    remote_offsets: Int64Array
+    lengths: Int64Array
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
