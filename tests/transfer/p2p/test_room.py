@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.transfer.p2p.room import MIN_BLOCK_BYTES, Reservation, Room
-from kvrelay.transfer.p2p.waiting import RoomQueue
+from kvrelay.transfer.p2p.room import MIN_BLOCK_BYTES, Reservation, Room, RoomQueue
 
 B = MIN_BLOCK_BYTES
 

@@ -31,10 +31,10 @@ from kvrelay.transfer.p2p.messages import (
     Tell,
     pack,
 )
-from kvrelay.transfer.p2p.post_tasks import KeepTask, ReadTask, SendTask
 from kvrelay.transfer.p2p.posts import Part, Post, PostPeer, State, rides
 from kvrelay.transfer.p2p.room import Reservation
 from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
+from kvrelay.transfer.p2p.tasks import KeepTask, ReadTask, SendTask
 from kvrelay.transfer.plan import split_plan
 from kvrelay.transfer.values import TransferOp, TransferPlan
 

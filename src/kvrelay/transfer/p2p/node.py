@@ -19,9 +19,8 @@ from kvrelay.transfer.p2p.memory import PoolView
 from kvrelay.transfer.p2p.messages import Message
 from kvrelay.transfer.p2p.pairs import Pair, PairTable
 from kvrelay.transfer.p2p.posts import Post
-from kvrelay.transfer.p2p.room import Room
+from kvrelay.transfer.p2p.room import Room, RoomQueue
 from kvrelay.transfer.p2p.shared import Shared
-from kvrelay.transfer.p2p.waiting import RoomQueue
 from kvrelay.transfer.stats import P2pCounters
 from kvrelay.transfer.values import GrantRef, TransferOp
 

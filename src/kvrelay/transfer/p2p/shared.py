@@ -11,7 +11,7 @@ from kvrelay.transfer.p2p.control import ControlThread
 from kvrelay.transfer.p2p.memory import PoolView
 from kvrelay.transfer.p2p.messages import Message, Rendezvous
 from kvrelay.transfer.p2p.pairs import Pair, PairTable
-from kvrelay.transfer.p2p.waiting import RoomQueue
+from kvrelay.transfer.p2p.room import RoomQueue
 
 EAGER_BYTES = 32 * 1024
 """A message of at most so many bytes travels on the control connection: one wake-up instead of four."""

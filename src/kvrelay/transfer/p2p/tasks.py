@@ -1,16 +1,19 @@
-"""What the tasks of initiator and acceptor share: where data is staged and received, and who is told of the end.
+"""Tasks that move bytes between blocks, room and a communicator, and tell their owner of the end.
 
-Tasks run on a lane's thread (``pairs``).
+The posting end copies out of blocks, sends, or receives the bytes of a read; ``acceptor`` has the tasks of the other
+end. Tasks run on a lane's thread (``pairs``).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvrelay.transfer.p2p.groups import PairGroup
 from kvrelay.transfer.p2p.memory import empty_bytes
 from kvrelay.transfer.p2p.pairs import Pair
+from kvrelay.transfer.p2p.posts import Part
 from kvrelay.transfer.p2p.room import Reservation
 from kvrelay.transfer.p2p.shared import CHUNK_BYTES, Shared
 
@@ -87,3 +90,53 @@ def staging(pair: Pair, direction: str, slot: int, shared: Shared) -> Any:
     if (direction, slot) not in pair.staging:
         pair.staging[direction, slot] = empty_bytes(CHUNK_BYTES, shared.pool.device, is_host=False)
     return pair.staging[direction, slot]
+
+
+class Poster(Mover, Protocol):
+    """The initiator, as its tasks see it."""
+
+    @property
+    def post_lock(self) -> threading.Lock: ...
+
+    def kept(self, item: Part, error: str | None) -> None: ...
+
+
+class KeepTask(MoveTask[Poster, Part]):
+    """GET: copy the bytes out of the blocks."""
+
+    def begin(self, group: Callable[[], PairGroup], slot: int) -> None:
+        item = self._item
+        assert item.reservation is not None
+        self._owner.shared.pool.gather(item.plan.local_offsets, item.plan.lengths, item.reservation.tensor)
+
+    def ended(self, error: str | None) -> None:
+        self._owner.shared.control.call(self._owner.kept, self._item, error)
+
+
+class SendTask(MoveTask[Poster, Part]):
+    """Data of a Put: from the copy, from the one run of bytes that it is, or gathered."""
+
+    def begin(self, group: Callable[[], PairGroup], slot: int) -> Any:
+        item, shared = self._item, self._owner.shared
+        assert item.pair is not None
+        offsets, lengths = item.plan.local_offsets, item.plan.lengths
+        if item.reservation is not None:
+            tensor = item.reservation.tensor
+            if item.reservation.is_spilled and not shared.pool.is_host:
+                tensor = staging(item.pair, "send", slot, shared)[: item.num_bytes].copy_(tensor)
+        else:
+            tensor = shared.pool.run(offsets, lengths)
+            if tensor is None:
+                tensor = staging(item.pair, "send", slot, shared)[: item.num_bytes]
+                shared.pool.gather(offsets, lengths, tensor)
+        return group().send(tensor, item.number)
+
+
+class ReadTask(ReceiveTask[Poster, Part]):
+    """Data of a Get: into room of ours, then into our blocks unless the post was given up."""
+
+    def scatter(self, tensor: Any) -> None:
+        item = self._item
+        with self._owner.post_lock:
+            if not item.post.is_over:
+                self._owner.shared.pool.scatter(tensor, item.plan.local_offsets, item.plan.lengths)
