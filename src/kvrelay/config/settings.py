@@ -260,7 +260,8 @@ class FrontendConfig(Settings):
     allowed_origins: str = setting(
         "", "Origins whose web pages may ask (CORS), separated by commas; *: all; empty: none."
     )
-    access_log: Literal["off", "text", "json"] = setting("off", "One log line per request.")
+    access_log: Literal["off", "text", "json"] = setting("off", "One line per request; json: an object each.")
+    access_log_file: str = setting("", "File of the access log; empty: stdout.")
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3"] = setting(
         "auto", "Format of the model's function calls; auto: by its chat template."
     )

@@ -108,7 +108,7 @@ class FrontendApp:
         document = openapi_document()
         self._openapi = msgspec.json.encode(document)
         self._threads = SideThreads()
-        self._access_log = AccessLog(config.access_log)
+        self._access_log = AccessLog(config.access_log, config.access_log_file)
         self._origins = AllowedOrigins(config.allowed_origins)
         self._max_body_bytes = config.max_body_bytes
         self._fields = fields = RequestFields(config.on_unknown_field)
@@ -174,6 +174,7 @@ class FrontendApp:
 
     def error_response(self, status: int, message: str, path: str) -> Response:
         self._metrics.answered("http", str(status))
+        self._access_log.write("-", "", "", path, str(status), 0.0)
         return Response(status, _errors_of(path)(Failure(status, message)))
 
     def handle(self, exchange: Exchange) -> None:
@@ -183,6 +184,7 @@ class FrontendApp:
         """End the requests that are still open, each with an error."""
         await self._tasks.close()
         self._threads.close()
+        self._access_log.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -224,6 +226,7 @@ class FrontendApp:
         preflight = self._origins.preflight(request, route.method)
         if preflight is not None:
             exchange.respond(preflight)
+            self._access_log.write(request_id, request.client, request.method, path, str(preflight.status), 0.0)
             return
         exchange.extra_headers = self._origins.headers(request)
         try:

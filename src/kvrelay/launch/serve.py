@@ -219,10 +219,13 @@ class Cluster:
             if options.num_prefill
             else f"{options.num_decode} aggregated"
         )
-        print(f"kvrelay is ready: {options.model_name} ({shape}) at {self.url}/v1 (control {self._control.control})")
+        is_access_log = options.frontend.access_log != "off" and not options.frontend.access_log_file
+        out = sys.stderr if is_access_log else sys.stdout
+        where = f"{self.url}/v1 (control {self._control.control})"
+        print(f"kvrelay is ready: {options.model_name} ({shape}) at {where}", file=out)
         has_keys = options.frontend.api_key or options.frontend.api_keys_file
         headers = "-H 'Content-Type: application/json'" + (" -H 'Authorization: Bearer KEY'" if has_keys else "")
-        print(f"  curl {self.url}/v1/completions {headers} -d '{body}'", flush=True)
+        print(f"  curl {self.url}/v1/completions {headers} -d '{body}'", file=out, flush=True)
 
     # -- watch --------------------------------------------------------------------------------------------------------
 
