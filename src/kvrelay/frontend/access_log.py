@@ -63,7 +63,7 @@ class AccessLog:
         self._generated: dict[str, Generated] = {}
         if self.is_on and path:
             try:
-                self._fd = self._open()
+                self._open()
             except OSError as exc:
                 raise ConfigError(f"cannot write the access log: {exc}", param="access_log_file") from exc
 
@@ -96,7 +96,7 @@ class AccessLog:
         )
         data = msgspec.json.encode(line) if self._mode == "json" else _text(line).encode()
         try:
-            self._reopen()
+            self._follow()
             os.write(self._fd, data + b"\n")
         except OSError as exc:
             # A full disk must not end the service.
@@ -109,21 +109,22 @@ class AccessLog:
             os.close(self._fd)
             self._fd = STDOUT
 
-    def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    def _open(self) -> None:
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        if self._fd != STDOUT:
+            os.close(self._fd)
+        self._fd, self._file = fd, os.fstat(fd)
 
-    def _reopen(self) -> None:
-        """Follow the path if another file is there now, or none."""
+    def _follow(self) -> None:
+        """Open the file again if another one is at its path now, or none."""
         if self._fd == STDOUT:
             return
         try:
-            if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
-                return
+            is_there = os.path.samestat(os.stat(self._path), self._file)
         except FileNotFoundError:
-            pass
-        opened = self._open()
-        os.close(self._fd)
-        self._fd = opened
+            is_there = False
+        if not is_there:
+            self._open()
 
 
 def _text(line: AccessLine) -> str:
