@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +19,7 @@ from kvrelay.core.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.tasks import TaskSet
-from kvrelay.errors import KvrelayError, ModelNotFoundError
+from kvrelay.errors import KvrelayError
 from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.admission import Admission
 from kvrelay.frontend.answers import ClientGoneError, require_client
@@ -190,7 +191,7 @@ class FrontendApp:
 
     def _route(self, path: str) -> Route | None:
         route = self._routes.get(path)
-        if route is None and path.startswith(MODEL_PATH):
+        if route is None and path.startswith(MODEL_PATH) and path != MODEL_PATH:
             return self._model_route
         return route
 
@@ -270,11 +271,7 @@ class FrontendApp:
 
     async def _model(self, exchange: Exchange, request_id: str) -> None:
         name = exchange.request.path.removeprefix(MODEL_PATH)
-        for model in self._cluster.models:
-            if model.name == name:
-                _respond(exchange, _card(model))
-                return
-        raise ModelNotFoundError(f"The model `{name[:200]}` does not exist.", param="model", code="model_not_found")
+        _respond(exchange, _card(self._cluster.model(name)))
 
     async def _tokenize(self, exchange: Exchange, request_id: str) -> None:
         size = len(exchange.request.body)
@@ -298,9 +295,9 @@ class FrontendApp:
         _respond(exchange, DetokenizeResponse(text))
 
     async def _health(self, exchange: Exchange, request_id: str) -> None:
-        """Ready if at least one model can be served."""
+        """Ready if at least one model can be served. The ``pid`` tells frontends apart that share a port."""
         if self._cluster.models:
-            exchange.respond(Response(200, b'{"status":"ok"}'))
+            exchange.respond(Response(200, msgspec.json.encode({"status": "ok", "pid": os.getpid()})))
         else:
             body = error_body(503, "no worker serves a model")
             exchange.respond(Response(503, body, headers=[(b"retry-after", b"1")]))
