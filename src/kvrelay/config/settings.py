@@ -348,7 +348,7 @@ class UpstreamConfig(Settings):
         "", "HOST:PORT of the bootstrap server of an SGLang prefill server; default: its own host, 8998."
     )
     upstream_timeout_s: float = setting(
-        300.0, "Seconds without a byte after which an answer of that server counts as lost.", low=0.1
+        300.0, "Seconds without a token after which an answer of that server counts as lost.", low=0.1
     )
     upstream_start_timeout_s: float = setting(600.0, "Seconds that a worker waits for that server at start.", low=0)
 
