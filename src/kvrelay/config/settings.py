@@ -135,7 +135,11 @@ class TransferConfig(Settings):
         "Transport of KV; shm: shared memory, one host only; p2p: process groups of torch (gloo, NCCL); auto: shm "
         "within a host, else nixl, if all workers have auto; loopback: within one process, for tests.",
     )
-    ucx_tls: str = setting("auto", "UCX transports; auto: shared memory, cross-memory attach and TCP.")
+    ucx_tls: str = setting(
+        "auto",
+        "UCX transports, e.g. ib,posix,sysv,cma,self,tcp for RDMA; auto: shared memory, cross-memory attach and TCP "
+        "for pools in host memory, UCX's own choice for GPUs.",
+    )
     ucx_net_devices: str = setting(
         "auto", "Network devices of UCX, e.g. eth0 or mlx5_0:1; auto: all, or only loopback for a worker on loopback."
     )
