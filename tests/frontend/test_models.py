@@ -93,8 +93,10 @@ async def test_a_model_that_may_come_is_not_missing(model_dir: Path, monkeypatch
             return answer.status
 
         assert await status("tiny") == 503, "not listed yet"
+        assert (await send(frontend.port, "GET", "/v1/models")).status == 503
         may_list.set()
         assert await frontend.cluster.wait_synced(PATIENCE_S)
+        assert (await send(frontend.port, "GET", "/v1/models")).json["data"] == []
         assert await status("tiny") == 503, "no worker has come yet"
         gone = await cluster.add_worker("gone", Script(), model="other")
         await gone.die()

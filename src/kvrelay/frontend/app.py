@@ -267,7 +267,7 @@ class FrontendApp:
     # -- handlers -----------------------------------------------------------------------------------------------------
 
     async def _models(self, exchange: Exchange, request_id: str) -> None:
-        _respond(exchange, ModelList([_card(model) for model in self._cluster.models]))
+        _respond(exchange, ModelList([_card(model) for model in self._cluster.listed_models()]))
 
     async def _model(self, exchange: Exchange, request_id: str) -> None:
         name = exchange.request.path.removeprefix(MODEL_PATH)

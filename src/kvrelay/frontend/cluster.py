@@ -95,6 +95,12 @@ class Cluster:
         """Models that a worker serves now."""
         return [model for model in self._models.values() if model.is_available]
 
+    def listed_models(self) -> list[Model]:
+        """The same. Raises WorkerUnavailableError before discovery has listed the workers: none would be wrong."""
+        if not self._workers_listed.is_set():
+            raise WorkerUnavailableError("discovery has not listed the workers yet")
+        return self.models
+
     def model(self, name: str | None) -> Model:
         """The model of that name; without a name the first one.
 
