@@ -52,6 +52,29 @@ def test_the_proxy_is_the_control_server() -> None:
             read(**half)
 
 
+def test_the_proxys_login_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The design has no key for it."""
+    for url in ("nats://token@10.0.0.1:4222", "tls://u:p@h1:1,tls://u:p@10.0.0.1:4222"):
+        monkeypatch.setenv("KVRELAY_CONTROL", url)
+        assert "control" not in read(proxy_ip="10.0.0.1", proxy_port=4222), "the environment's has the login"
+        for other in ({"proxy_ip": "10.0.0.2", "proxy_port": 4222}, {"proxy_ip": "10.0.0.1", "proxy_port": 4223}):
+            with pytest.raises(ConfigError, match="KVRELAY_CONTROL names another server") as caught:
+                read(**other)
+            assert "token" not in caught.value.message
+
+
+def test_an_instances_place_is_checked_and_left_to_discovery() -> None:
+    sizes = {"kv_producers_parallel_size": 1, "kv_parallel_size": 2}
+    assert read(kv_role="kv_producer", kv_rank=0, **sizes) == {"transport": "p2p", "role": "prefill"}
+    assert read(kv_role="kv_consumer", kv_rank="1", **sizes) == {"transport": "p2p", "role": "decode"}
+    assert read(kv_rank=3) == {"transport": "p2p"}
+    assert read(is_serve=True, kv_parallel_size=2) == {"transport": "p2p"}
+    with pytest.raises(ConfigError, match="kv_rank 2 is no place among 2"):
+        read(kv_rank=2, kv_parallel_size=2)
+    with pytest.raises(ConfigError, match="one worker"):
+        read(is_serve=True, kv_rank=0)
+
+
 def test_keys_may_be_nested() -> None:
     nested = read(kv_connector="P2pNcclConnector", kv_connector_extra_config={"send_type": "GET", "http_port": 1})
     assert nested == {"transport": "p2p", "send_type": "GET", "metrics_port": 1}

@@ -31,11 +31,26 @@ def test_new_ids_differ_and_can_be_read(address: str, prefix: str) -> None:
     assert FIRST_NUMBER <= ids[0].handoff_id("d").number < 2 * FIRST_NUMBER < 2**64
 
 
+def test_the_number_that_servers_append_for_each_prompt() -> None:
+    """vLLM names the prompts of a completions request ID-0, ID-1, ..."""
+    first, second = parse_pair_id(f"{TEXT}-0"), parse_pair_id(f"{TEXT}-1")
+    assert (str(first), str(second)) == (f"{TEXT}-0", f"{TEXT}-1")
+    assert first.handoff_id("d") == parse_pair_id(TEXT).handoff_id("d")
+    assert first.handoff_id("d") != second.handoff_id("d")
+    last = parse_pair_id(f"{TEXT[:-32]}{'f' * 32}-9999").handoff_id("d")
+    assert FIRST_NUMBER <= last.number < 2 * FIRST_NUMBER
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "",
         "cmpl-1",
+        TEXT + "-",
+        TEXT + "-00",
+        TEXT + "-10000",
+        TEXT + "-x",
+        TEXT + "-0-0",
         TEXT + "0",
         TEXT[:-1],
         " " + TEXT,

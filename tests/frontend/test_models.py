@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
+from collections.abc import AsyncIterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,9 +13,12 @@ import msgspec
 import pytest
 from tests.frontend.doubles import FakeCluster, Script, running
 from tests.frontend.raw_http import send
+from tests.patience import PATIENCE_S
 
+from kvrelay.control.base import WatchEvent
 from kvrelay.core.workers import WorkerRole
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
+from kvrelay.frontend import server as server_module
 from kvrelay.frontend.tokenizer import load_tokenizer
 
 BODY: dict[str, object] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "return_token_ids": True}
@@ -60,6 +65,47 @@ async def test_a_frontend_listens_once_it_is_connected_to_the_workers(model_dir:
         frontend = await cluster.start()
         assert frontend.cluster.model(None).worker_ids == ["w0", "w1", "w2"]
     finally:
+        await cluster.close()
+
+
+async def test_a_model_that_may_come_is_not_missing(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 404 ends a client's attempts, and another frontend at this port serves the model."""
+    monkeypatch.setattr(server_module, "SYNC_TIMEOUT_S", 0.0)
+    cluster = FakeCluster(model_dir)
+    may_list = asyncio.Event()
+    watch = cluster.control.discovery.watch
+
+    async def watch_later(prefix: str) -> AsyncIterator[WatchEvent]:
+        await may_list.wait()
+        async for event in watch(prefix):
+            yield event
+
+    monkeypatch.setattr(cluster.control.discovery, "watch", watch_later)
+    try:
+        frontend = await cluster.start()
+
+        async def status(model: str) -> int:
+            answer = await send(frontend.port, "POST", "/v1/completions", {**BODY, "model": model})
+            shown = await send(frontend.port, "GET", f"/v1/models/{model}")
+            assert shown.status == answer.status
+            for each in (answer, shown):
+                assert ("retry-after" in each.headers) == (answer.status == 503)
+            return answer.status
+
+        assert await status("tiny") == 503, "not listed yet"
+        assert (await send(frontend.port, "GET", "/v1/models")).status == 503
+        may_list.set()
+        assert await frontend.cluster.wait_synced(PATIENCE_S)
+        assert (await send(frontend.port, "GET", "/v1/models")).json["data"] == []
+        assert await status("tiny") == 503, "no worker has come yet"
+        gone = await cluster.add_worker("gone", Script(), model="other")
+        await gone.die()
+        await cluster.add_worker("w0", Script())
+        await cluster.until(lambda: bool(frontend.cluster.models))
+        assert await status("other") == 503, "listed, and not connected"
+        assert await status("unknown") == 404
+    finally:
+        may_list.set()
         await cluster.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from tests.frontend.raw_http import Answer, RawClient, send
 from kvrelay.core.event_codec import encode_load
 from kvrelay.core.events import LoadMetrics
 from kvrelay.errors import ConfigError, InvalidInputError, PayloadTooLargeError
+from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.content_coding import gunzipped
 from kvrelay.frontend.cors import AllowedOrigins
 from kvrelay.frontend.neighbours import REFUSED
@@ -114,31 +115,75 @@ async def test_without_the_setting_no_origin_is_allowed(model_dir: Path) -> None
 
 
 @pytest.mark.parametrize("mode", ["text", "json", "off"])
-async def test_the_access_log(model_dir: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
-    with caplog.at_level(logging.INFO, "kvrelay.access"):
-        async with running(model_dir, Script((10,)), access_log=mode, api_key="k") as cluster:
-            port = cluster.frontend.port
-            key = {"authorization": "Bearer k"}
-            done = await ask(port, "POST", COMPLETIONS, key, json.dumps(BODY).encode())
-            await ask(port, "POST", COMPLETIONS, key, b"{")
-            await ask(port, "GET", "/no thing".replace(" ", "%20"), key)
-    lines = [record.getMessage() for record in caplog.records if record.name == "kvrelay.access"]
+async def test_the_access_log(model_dir: Path, tmp_path: Path, mode: str) -> None:
+    log = tmp_path / "access"
+    settings = {"access_log": mode, "access_log_file": str(log), "api_key": "k", "allowed_origins": "*"}
+    async with running(model_dir, Script((10,)), **settings) as cluster:
+        port = cluster.frontend.port
+        key = {"authorization": "Bearer k"}
+        done = await ask(port, "POST", COMPLETIONS, key, json.dumps(BODY).encode())
+        await ask(port, "POST", COMPLETIONS, key, b"{")
+        await ask(port, "GET", "/no thing".replace(" ", "%20"), key)
+        asking = {"origin": "https://app.example", "access-control-request-method": "POST"}
+        await ask(port, "OPTIONS", COMPLETIONS, asking)
+        await ask(port, "GET", COMPLETIONS, {"transfer-encoding": "x"})
     if mode == "off":
-        assert lines == []
+        assert not log.exists()
         return
-    assert len(lines) == 3
+    lines = log.read_text().splitlines()
+    assert len(lines) == 5
     if mode == "json":
-        first, second, third = map(json.loads, lines)
+        first, second, third, preflight, malformed = map(json.loads, lines)
         assert (first["id"], first["status"]) == (done.headers["x-request-id"], "200")
         assert (first["output_tokens"], first["worker"], first["path"]) == (3, "w0", COMPLETIONS)
         assert first["ttft_s"] >= 0
         assert first["key"]
+        assert datetime.fromisoformat(first["time"]) <= datetime.fromisoformat(second["time"]) <= datetime.now(UTC)
         assert (second["status"], second["worker"]) == ("400", None)
         assert third["status"] == "404"
+        assert (preflight["method"], preflight["status"]) == ("OPTIONS", "200")
+        assert malformed["status"] == "400"
     else:
         assert f"id={done.headers['x-request-id']} " in lines[0]
         assert "output_tokens=3" in lines[0]
         assert "path=/no\\x20thing" in lines[2]
+
+
+async def test_the_access_log_has_a_line_for_each_of_many_equal_requests(
+    model_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On stdout, at any log level."""
+    async with running(model_dir, Script((10,)), access_log="json") as cluster:
+        for _ in range(80):
+            await send(cluster.frontend.port, "GET", "/live")
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert len(lines) == len({line["id"] for line in lines}) == 80
+
+
+def test_the_access_log_follows_its_path(tmp_path: Path) -> None:
+    path, moved = tmp_path / "access", tmp_path / "access.1"
+    log, other = AccessLog("json", str(path)), AccessLog("json", str(path))
+    log.write("a", "", "GET", "/", "200", 0.0)
+    other.write("b", "", "GET", "/", "200", 0.0)
+    path.rename(moved)
+    log.write("c", "", "GET", "/", "200", 0.0)
+    other.write("d", "", "GET", "/", "200", 0.0)
+    path.unlink()
+    log.write("e", "", "GET", "/", "200", 0.0)
+    for one in (log, other, log):
+        one.close()
+    log.write("f", "", "GET", "/", "200", 0.0)
+    assert [json.loads(line)["id"] for line in moved.read_text().splitlines()] == ["a", "b"]
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == ["e"]
+
+
+def test_an_access_log_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="access log"):
+        AccessLog("text", str(tmp_path / "none" / "access"))
+    log = AccessLog("text", "/dev/full")
+    log.write("a", "", "GET", "/", "200", 0.0)
+    log.close()
+    assert "a line is lost" in caplog.text
 
 
 async def test_the_workers_load_is_on_the_metrics_page(model_dir: Path) -> None:

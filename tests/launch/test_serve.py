@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
@@ -50,3 +51,30 @@ async def test_a_broken_tokenizer_ends_the_start(tmp_path: Path, monkeypatch: py
     assert str(path / name) in caught.value.message
     assert caught.value.exit_code == 1
     assert [call[0] for call in steps.method_calls] == ["start", "stop"]
+
+
+async def test_ready_means_every_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share a port, and each learns of the workers by itself."""
+    answers = [(200, b'{"pid":7}'), (503, b"{}"), (200, b'{"pid":7}'), (200, b'{"pid":9}'), (200, b'{"pid":8}')]
+    told = iter(answers)
+
+    async def call(*_: object, **__: object) -> tuple[int, bytes]:
+        return next(told)
+
+    cluster = Cluster(options(Path()))
+    cluster._frontends = [Mock(pid=7, exit_code=None), Mock(pid=8, exit_code=None)]
+    monkeypatch.setattr("kvrelay.launch.serve.http_call", call)
+    monkeypatch.setattr("kvrelay.launch.serve.connect_control", AsyncMock())
+    monkeypatch.setattr("kvrelay.launch.admin.list_workers", AsyncMock(return_value=["a worker"]))
+    assert await cluster._until_ready()
+    assert next(told, None) is None, "9 is no frontend of ours"
+
+
+@pytest.mark.parametrize(("settings", "is_alone"), [({}, False), ({"access_log_file": "x"}, False), ({}, True)])
+def test_stdout_is_left_to_the_access_log(
+    capsys: pytest.CaptureFixture[str], settings: dict[str, str], is_alone: bool
+) -> None:
+    frontend = FrontendConfig(access_log="json" if settings or is_alone else "off", **settings)
+    Cluster(replace(options(Path()), frontend=frontend))._announce()
+    out, err = capsys.readouterr()
+    assert ("kvrelay is ready" in err, "kvrelay is ready" in out) == (is_alone, not is_alone)

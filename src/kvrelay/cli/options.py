@@ -63,7 +63,8 @@ def kv_transfer_option(*, is_serve: bool) -> Callable[[Command], Command]:
         is_eager=True,
         expose_value=False,
         help="Settings of transport p2p by the names kv_role, kv_buffer_size, kv_port, proxy_ip, proxy_port, "
-        "http_port, send_type and the producers' and consumers' parallel sizes; default: none.",
+        "http_port, send_type, kv_rank, kv_parallel_size and the producers' and consumers' parallel sizes; "
+        "default: none.",
     )
 
 

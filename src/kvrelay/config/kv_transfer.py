@@ -8,16 +8,20 @@ Keys may also stand in a nested ``kv_connector_extra_config``. It does not know 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
-from kvrelay.config.loading import nearest
+from kvrelay.config.loading import ENV_PREFIX, nearest
 from kvrelay.errors import ConfigError
 
 NAME = "kv_transfer_config"
 NESTED = "kv_connector_extra_config"
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+CONTROL_VARIABLE = f"{ENV_PREFIX}CONTROL"
+NATS_PORT = 4222
 SEND_TYPES = ("PUT", "PUT_ASYNC", "GET")
 
 
@@ -64,6 +68,8 @@ KEYS: dict[str, _Key] = {
     "kv_connector": _Key(_one_of({"P2pNcclConnector": "p2p", "P2pConnector": "p2p"}), "transport", "transport"),
     "kv_role": _Key(_one_of(ROLES), "role", None),
     "kv_buffer_size": _Key(_whole(0), "kv_buffer_size", "kv_buffer_size"),
+    "kv_parallel_size": _Key(_COUNT, "", ""),
+    "kv_rank": _Key(_whole(0, 63), "", None),
     "kv_port": _Key(_PORT, "kv_port", "kv_port"),
     "proxy_ip": _Key(_text, "", ""),
     "proxy_port": _Key(_PORT, "", ""),
@@ -81,9 +87,11 @@ KEYS: dict[str, _Key] = {
 def read_kv_transfer_config(text: str, *, is_serve: bool) -> dict[str, object]:
     """The options that ``text`` stands for, by their names in ``kvrelay serve`` or ``kvrelay worker``.
 
-    ``proxy_ip`` and ``proxy_port`` name the control server: workers send their heartbeats there. ``http_port`` is a
-    worker's monitoring port, and with serve the frontend's. Of the parallel sizes a worker takes those of its role.
-    Raises ConfigError, for an unknown key with the nearest known one.
+    ``proxy_ip`` and ``proxy_port`` name the control server: workers send their heartbeats there. Its login is in
+    ``KVRELAY_CONTROL``, since the design has no key for it. ``http_port`` is a worker's monitoring port, and with serve
+    the frontend's. Of the parallel sizes a worker takes those of its role. ``kv_rank`` and ``kv_parallel_size`` are
+    checked and not used: workers find each other by discovery. Raises ConfigError, for an unknown key with the nearest
+    known one.
     """
     given = _flat(text)
     options: dict[str, object] = {"transport": "p2p"}
@@ -101,8 +109,29 @@ def read_kv_transfer_config(text: str, *, is_serve: bool) -> dict[str, object]:
         if not given.get("proxy_ip") or not given.get("proxy_port"):
             raise ConfigError("proxy_ip and proxy_port go together in --kv-transfer-config", param=NAME)
         host, port = str(given["proxy_ip"]), _PORT("proxy_port", given["proxy_port"])
-        options["control"] = f"nats://{f'[{host}]' if ':' in host else host}:{port}"
+        if not _is_known_control(host, port):
+            options["control"] = f"nats://{f'[{host}]' if ':' in host else host}:{port}"
+    if "kv_rank" in given and "kv_parallel_size" in given:
+        rank, size = int(given["kv_rank"]), int(given["kv_parallel_size"])
+        if rank >= size:
+            raise ConfigError(f"kv_rank {rank} is no place among {size} instances (kv_parallel_size)", param=NAME)
     return options
+
+
+def _is_known_control(host: str, port: int) -> bool:
+    """Whether the environment has a URL of this control server, with its login. Raises ConfigError if it has another
+    server's."""
+    given = [url.strip() for url in os.environ.get(CONTROL_VARIABLE, "").split(",") if url.strip()]
+    try:
+        known = {(url.hostname, url.port or NATS_PORT) for url in map(urlsplit, given)}
+    except ValueError:
+        known = set()
+    if given and (host.lower(), port) not in known:
+        raise ConfigError(
+            f"proxy_ip and proxy_port name {host}:{port}, and {CONTROL_VARIABLE} names another server: leave one out",
+            param=NAME,
+        )
+    return bool(given)
 
 
 def _concerns(name: str, role: str) -> bool:

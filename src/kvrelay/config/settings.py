@@ -135,7 +135,11 @@ class TransferConfig(Settings):
         "Transport of KV; shm: shared memory, one host only; p2p: process groups of torch (gloo, NCCL); auto: shm "
         "within a host, else nixl, if all workers have auto; loopback: within one process, for tests.",
     )
-    ucx_tls: str = setting("auto", "UCX transports; auto: shared memory, cross-memory attach and TCP.")
+    ucx_tls: str = setting(
+        "auto",
+        "UCX transports, e.g. ib,posix,sysv,cma,self,tcp for RDMA; auto: shared memory, cross-memory attach and TCP "
+        "for pools in host memory, UCX's own choice for GPUs.",
+    )
     ucx_net_devices: str = setting(
         "auto", "Network devices of UCX, e.g. eth0 or mlx5_0:1; auto: all, or only loopback for a worker on loopback."
     )
@@ -266,7 +270,8 @@ class FrontendConfig(Settings):
     allowed_origins: str = setting(
         "", "Origins whose web pages may ask (CORS), separated by commas; *: all; empty: none."
     )
-    access_log: Literal["off", "text", "json"] = setting("off", "One log line per request.")
+    access_log: Literal["off", "text", "json"] = setting("off", "One line per request; json: an object each.")
+    access_log_file: str = setting("", "File of the access log; empty: stdout.")
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3"] = setting(
         "auto", "Format of the model's function calls; auto: by its chat template."
     )
@@ -353,7 +358,7 @@ class UpstreamConfig(Settings):
         "", "HOST:PORT of the bootstrap server of an SGLang prefill server; default: its own host, 8998."
     )
     upstream_timeout_s: float = setting(
-        300.0, "Seconds without a byte after which an answer of that server counts as lost.", low=0.1
+        300.0, "Seconds without a token after which an answer of that server counts as lost.", low=0.1
     )
     upstream_start_timeout_s: float = setting(600.0, "Seconds that a worker waits for that server at start.", low=0)
 

@@ -27,7 +27,8 @@ def require_credentials(config: ControlConfig) -> None:
         if not (any(part.username for part in parts) or queries & {"creds", "cert"}):
             raise ConfigError(
                 f"--{name} names another machine without credentials, so any process on that network could join; give "
-                f"user and password or a token in the URL, or --insecure on a network that you trust",
+                f"user and password or a token in the URL (best in KVRELAY_{name.upper()}), or --insecure on a network "
+                f"that you trust",
                 param=name,
             )
 

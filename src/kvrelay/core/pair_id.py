@@ -1,10 +1,11 @@
 """Request ids of prefill-first requests: they carry the addresses of both workers.
 
     cmpl-___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UUID
+    cmpl-___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_UUID-NUMBER      of one of a request's prompts
 
 The form is that of vLLM's peer-to-peer design for disaggregated serving. HOST is a name, an IPv4 address or an IPv6
-address in brackets; UUID is 32 hexadecimal digits. An id is a claim, not a permission: workers compare its addresses
-with discovery, and only leases and keys decide who may touch whose KV.
+address in brackets; UUID is 32 hexadecimal digits; vLLM appends the prompt's number. An id is a claim, not a
+permission: workers compare its addresses with discovery, and only leases and keys decide who may touch whose KV.
 """
 
 from __future__ import annotations
@@ -24,26 +25,30 @@ SCHEME = "tcp://"
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])"
 _ADDRESS = rf"{_HOST}:[1-9][0-9]{{0,4}}"
 _FORM = re.compile(
-    rf"(cmpl|chatcmpl)-___prefill_addr_({_ADDRESS})___decode_addr_({_ADDRESS})_([0-9a-f]{{32}})", re.ASCII
+    rf"(cmpl|chatcmpl)-___prefill_addr_({_ADDRESS})___decode_addr_({_ADDRESS})_([0-9a-f]{{32}})(?:-(0|[1-9][0-9]{{0,3}}))?",
+    re.ASCII,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PairId:
-    """A parsed id. Addresses are ``tcp://HOST:PORT``, as in discovery."""
+    """A parsed id. Addresses are ``tcp://HOST:PORT``, as in discovery. ``prompt``: its number, if the id has one."""
 
     prefix: str
     prefill_address: str
     decode_address: str
     unique: uuid.UUID
+    prompt: int | None = None
 
     def __str__(self) -> str:
         prefill, decode = (text.removeprefix(SCHEME) for text in (self.prefill_address, self.decode_address))
-        return f"{self.prefix}-___prefill_addr_{prefill}___decode_addr_{decode}_{self.unique.hex}"
+        suffix = "" if self.prompt is None else f"-{self.prompt}"
+        return f"{self.prefix}-___prefill_addr_{prefill}___decode_addr_{decode}_{self.unique.hex}{suffix}"
 
     def handoff_id(self, decode_worker_id: str) -> HandoffId:
         """The name under which both workers know the hand-off."""
-        return HandoffId(decode_worker_id, FIRST_NUMBER | (self.unique.int & (FIRST_NUMBER - 1)))
+        number = self.unique.int + (self.prompt or 0)
+        return HandoffId(decode_worker_id, FIRST_NUMBER | (number & (FIRST_NUMBER - 1)))
 
 
 def new_pair_id(prefix: str, prefill_address: str, decode_address: str) -> PairId:
@@ -56,8 +61,8 @@ def parse_pair_id(text: str) -> PairId:
     match = _FORM.fullmatch(text) if len(text) <= MAX_LENGTH else None
     if match is None:
         raise ProtocolError(f"{text[:80]!r} is not a request id with the addresses of a pair")
-    prefix, prefill, decode, unique = match.groups()
+    prefix, prefill, decode, unique, prompt = match.groups()
     for address in (prefill, decode):
         if int(address.rpartition(":")[2]) > 65535:
             raise ProtocolError(f"{address} has no valid port")
-    return PairId(prefix, SCHEME + prefill, SCHEME + decode, uuid.UUID(unique))
+    return PairId(prefix, SCHEME + prefill, SCHEME + decode, uuid.UUID(unique), None if prompt is None else int(prompt))

@@ -1,50 +1,71 @@
-"""One log line per request: who asked for what, what came of it, and where it ran.
+"""One line per request, always: who asked for what, what came of it, and where it ran.
 
-Neither prompts nor keys are ever logged; a key is named as in the keys file.
+The lines have a file or stdout of their own. They are no log messages: neither a level nor the limit of repeated lines
+drops any. Neither prompts nor keys are ever written; a key is named as in the keys file.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import msgspec
 
-_log = logging.getLogger("kvrelay.access")
+from kvrelay.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+STDOUT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What is known of a request that generated an answer. ``ttft_s``: from arrival to the first token of its first
-    sequence, None if there was none."""
+    """What is known of a request that generated an answer; None: of one that did not. ``ttft_s``: from arrival to the
+    first token of its first sequence, None if there was none."""
 
-    prompt_tokens: int
-    output_tokens: int
-    ttft_s: float | None
-    worker: str
-
-
-class AccessLine(msgspec.Struct, frozen=True):
-    """``status`` is an HTTP status, ``disconnected`` or ``broken``."""
-
-    id: str
-    key: str
-    method: str
-    path: str
-    status: str
-    duration_s: float
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     ttft_s: float | None = None
     worker: str | None = None
 
 
-class AccessLog:
-    """``mode``: ``off``, ``text`` or ``json``. Lines go to the logger ``kvrelay.access`` at level INFO."""
+NOTHING = Generated()
 
-    def __init__(self, mode: str) -> None:
+
+class AccessLine(msgspec.Struct, frozen=True):
+    """``time``: when the request ended. ``status`` is an HTTP status, ``disconnected`` or ``broken``. ``id`` is ``-``
+    for a request that was refused by its head; ``method`` and ``path`` are empty if not even those were readable."""
+
+    time: datetime
+    id: str
+    key: str
+    method: str
+    path: str
+    status: str
+    duration_s: float
+    prompt_tokens: int | None
+    output_tokens: int | None
+    ttft_s: float | None
+    worker: str | None
+
+
+class AccessLog:
+    """``mode``: ``off``, ``text`` or ``json``. ``path``: the file, empty for stdout. The file is opened again after it
+    was renamed or removed, as ``logrotate`` does. Processes may share one: each line is one write at its end."""
+
+    def __init__(self, mode: str, path: str = "") -> None:
+        """Raises ConfigError if the file cannot be written."""
         self._mode = mode
+        self._path = path
+        self._fd = STDOUT
         self._generated: dict[str, Generated] = {}
+        if self.is_on and path:
+            try:
+                self._open()
+            except OSError as exc:
+                raise ConfigError(f"cannot write the access log: {exc}", param="access_log_file") from exc
 
     @property
     def is_on(self) -> bool:
@@ -57,25 +78,58 @@ class AccessLog:
 
     def write(self, request_id: str, key: str, method: str, path: str, status: str, duration_s: float) -> None:
         """The request has ended."""
-        if self._mode == "off":
+        if not self.is_on:
             return
-        found = self._generated.pop(request_id, None)
-        line = AccessLine(request_id, key, method, path[:200], status, round(duration_s, 6))
-        if found is not None:
-            ttft_s = None if found.ttft_s is None else round(found.ttft_s, 6)
-            line = msgspec.structs.replace(
-                line,
-                prompt_tokens=found.prompt_tokens,
-                output_tokens=found.output_tokens,
-                ttft_s=ttft_s,
-                worker=found.worker,
-            )
-        _log.info("%s", msgspec.json.encode(line).decode() if self._mode == "json" else _text(line))
+        found = self._generated.pop(request_id, NOTHING)
+        line = AccessLine(
+            datetime.now(UTC),
+            request_id,
+            key,
+            method,
+            path[:200],
+            status,
+            round(duration_s, 6),
+            found.prompt_tokens,
+            found.output_tokens,
+            None if found.ttft_s is None else round(found.ttft_s, 6),
+            found.worker,
+        )
+        data = msgspec.json.encode(line) if self._mode == "json" else _text(line).encode()
+        try:
+            self._follow()
+            os.write(self._fd, data + b"\n")
+        except OSError as exc:
+            # A full disk must not end the service.
+            _log.error("cannot write the access log (%s); a line is lost", exc)
+
+    def close(self) -> None:
+        """Idempotent. Nothing is written afterwards."""
+        self._mode = "off"
+        if self._fd != STDOUT:
+            os.close(self._fd)
+            self._fd = STDOUT
+
+    def _open(self) -> None:
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        if self._fd != STDOUT:
+            os.close(self._fd)
+        self._fd, self._file = fd, os.fstat(fd)
+
+    def _follow(self) -> None:
+        """Open the file again if another one is at its path now, or none."""
+        if self._fd == STDOUT:
+            return
+        try:
+            is_there = os.path.samestat(os.stat(self._path), self._file)
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            self._open()
 
 
 def _text(line: AccessLine) -> str:
     """``name=value`` for what is known; values have no spaces of their own."""
-    shown = msgspec.structs.asdict(line)
+    shown = msgspec.structs.asdict(line) | {"time": line.time.isoformat()}
     return " ".join(f"{name}={_word(value)}" for name, value in shown.items() if value not in (None, ""))
 
 

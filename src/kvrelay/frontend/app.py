@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +19,7 @@ from kvrelay.core.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.tasks import TaskSet
-from kvrelay.errors import KvrelayError, ModelNotFoundError
+from kvrelay.errors import KvrelayError
 from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.admission import Admission
 from kvrelay.frontend.answers import ClientGoneError, require_client
@@ -108,7 +109,7 @@ class FrontendApp:
         document = openapi_document()
         self._openapi = msgspec.json.encode(document)
         self._threads = SideThreads()
-        self._access_log = AccessLog(config.access_log)
+        self._access_log = AccessLog(config.access_log, config.access_log_file)
         self._origins = AllowedOrigins(config.allowed_origins)
         self._max_body_bytes = config.max_body_bytes
         self._fields = fields = RequestFields(config.on_unknown_field)
@@ -174,6 +175,7 @@ class FrontendApp:
 
     def error_response(self, status: int, message: str, path: str) -> Response:
         self._metrics.answered("http", str(status))
+        self._access_log.write("-", "", "", path, str(status), 0.0)
         return Response(status, _errors_of(path)(Failure(status, message)))
 
     def handle(self, exchange: Exchange) -> None:
@@ -183,12 +185,13 @@ class FrontendApp:
         """End the requests that are still open, each with an error."""
         await self._tasks.close()
         self._threads.close()
+        self._access_log.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _route(self, path: str) -> Route | None:
         route = self._routes.get(path)
-        if route is None and path.startswith(MODEL_PATH):
+        if route is None and path.startswith(MODEL_PATH) and path != MODEL_PATH:
             return self._model_route
         return route
 
@@ -224,6 +227,7 @@ class FrontendApp:
         preflight = self._origins.preflight(request, route.method)
         if preflight is not None:
             exchange.respond(preflight)
+            self._access_log.write(request_id, request.client, request.method, path, str(preflight.status), 0.0)
             return
         exchange.extra_headers = self._origins.headers(request)
         try:
@@ -263,15 +267,11 @@ class FrontendApp:
     # -- handlers -----------------------------------------------------------------------------------------------------
 
     async def _models(self, exchange: Exchange, request_id: str) -> None:
-        _respond(exchange, ModelList([_card(model) for model in self._cluster.models]))
+        _respond(exchange, ModelList([_card(model) for model in self._cluster.listed_models()]))
 
     async def _model(self, exchange: Exchange, request_id: str) -> None:
         name = exchange.request.path.removeprefix(MODEL_PATH)
-        for model in self._cluster.models:
-            if model.name == name:
-                _respond(exchange, _card(model))
-                return
-        raise ModelNotFoundError(f"The model `{name[:200]}` does not exist.", param="model", code="model_not_found")
+        _respond(exchange, _card(self._cluster.model(name)))
 
     async def _tokenize(self, exchange: Exchange, request_id: str) -> None:
         size = len(exchange.request.body)
@@ -295,9 +295,9 @@ class FrontendApp:
         _respond(exchange, DetokenizeResponse(text))
 
     async def _health(self, exchange: Exchange, request_id: str) -> None:
-        """Ready if at least one model can be served."""
+        """Ready if at least one model can be served. The ``pid`` tells frontends apart that share a port."""
         if self._cluster.models:
-            exchange.respond(Response(200, b'{"status":"ok"}'))
+            exchange.respond(Response(200, msgspec.json.encode({"status": "ok", "pid": os.getpid()})))
         else:
             body = error_body(503, "no worker serves a model")
             exchange.respond(Response(503, body, headers=[(b"retry-after", b"1")]))

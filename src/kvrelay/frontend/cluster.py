@@ -95,10 +95,16 @@ class Cluster:
         """Models that a worker serves now."""
         return [model for model in self._models.values() if model.is_available]
 
+    def listed_models(self) -> list[Model]:
+        """The same. Raises WorkerUnavailableError before discovery has listed the workers: none would be wrong."""
+        if not self._workers_listed.is_set():
+            raise WorkerUnavailableError("discovery has not listed the workers yet")
+        return self.models
+
     def model(self, name: str | None) -> Model:
         """The model of that name; without a name the first one.
 
-        Raises ModelNotFoundError, and WorkerUnavailableError for a model whose workers are all gone.
+        Raises ModelNotFoundError, and WorkerUnavailableError for a model whose workers are all gone, or may yet come.
         """
         if name is None or name == "":
             available = self.models
@@ -106,11 +112,18 @@ class Cluster:
                 raise WorkerUnavailableError("no worker serves a model")
             return available[0]
         model = self._models.get(name)
+        if model is None and self._may_come(name):
+            raise WorkerUnavailableError(f"this frontend has reached no worker of the model `{name[:200]}` yet")
         if model is None:
-            raise ModelNotFoundError(f"The model `{name}` does not exist.", param="model", code="model_not_found")
+            raise ModelNotFoundError(f"The model `{name[:200]}` does not exist.", param="model", code="model_not_found")
         if not model.is_available:
             raise WorkerUnavailableError(f"no worker serves the model `{name}` at the moment")
         return model
+
+    def _may_come(self, name: str) -> bool:
+        """Whether a model that is unknown here may have workers."""
+        is_known = self._workers_listed.is_set() and bool(self._models)
+        return not is_known or any(info.model == name for info in self._infos.values())
 
     def count_workers(self) -> dict[str, int]:
         return {name: len(model.worker_ids) for name, model in self._models.items()}

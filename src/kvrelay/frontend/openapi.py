@@ -69,11 +69,11 @@ class _Get:
 
 
 _GETS = (
-    _Get("/v1/models", "The models that are served now", ("401",)),
+    _Get("/v1/models", "The models that are served now", ("401", "503")),
     _Get(
         "/v1/models/{model}",
         "One model",
-        ("401", "404"),
+        ("401", "404", "503"),
         parameter={"name": "model", "in": "path", "required": True, "schema": {"type": "string"}},
     ),
     _Get(

@@ -173,35 +173,43 @@ class Cluster:
             raise FatalError(exc.message) from exc
 
     async def _until_ready(self) -> bool:
-        """Wait until all workers are in discovery and the frontend serves the model. False: told to stop meanwhile."""
+        """Wait until all workers are in discovery and all frontends serve the model. False: told to stop meanwhile."""
         from kvrelay.launch.admin import list_workers
 
         deadline = time.monotonic() + self._options.start_timeout_s
         control = await connect_control(self._control)
         keys = Keys(self._control.namespace)
+        ready: set[int] = set()
         try:
             while not self._stop.is_set():
                 self._check_starting()
                 workers = await list_workers(control, keys)
-                if len(workers) >= self._options.num_engines and await self._healthy():
-                    return True
+                if len(workers) >= self._options.num_engines:
+                    # They share a port: each call reaches any of them.
+                    num_missing = len(self._frontends) - len(ready)
+                    ready |= set(await asyncio.gather(*(self._healthy_pid() for _ in range(num_missing))))
+                    ready &= {child.pid for child in self._frontends}
+                    if len(ready) == len(self._frontends):
+                        return True
                 if time.monotonic() > deadline:
                     raise FatalError(
                         f"not ready after {self._options.start_timeout_s:g} s: "
-                        f"{len(workers)} of {self._options.num_engines} workers are in discovery"
+                        f"{len(workers)} of {self._options.num_engines} workers are in discovery, "
+                        f"{len(ready)} of {len(self._frontends)} frontends serve the model"
                     )
                 await asyncio.sleep(POLL_INTERVAL_S)
         finally:
             await control.close()
         return False
 
-    async def _healthy(self) -> bool:
+    async def _healthy_pid(self) -> int:
+        """The process of a frontend that serves the model; 0 if the one that was reached does not, or none was."""
         try:
             # The exchange holds no secret, and the certificate may name another host.
-            status, _ = await http_call(self.url, "GET", "/health", timeout_s=2.0, verify=False)
+            status, body = await http_call(self.url, "GET", "/health", timeout_s=2.0, verify=False)
         except WorkerUnavailableError:
-            return False
-        return status == 200
+            return 0
+        return int(json.loads(body).get("pid", 0)) if status == 200 else 0
 
     def _check_starting(self) -> None:
         """Raise FatalError if a child ended while starting; it has written the reason to stderr."""
@@ -219,10 +227,13 @@ class Cluster:
             if options.num_prefill
             else f"{options.num_decode} aggregated"
         )
-        print(f"kvrelay is ready: {options.model_name} ({shape}) at {self.url}/v1 (control {self._control.control})")
+        is_access_log = options.frontend.access_log != "off" and not options.frontend.access_log_file
+        out = sys.stderr if is_access_log else sys.stdout
+        where = f"{self.url}/v1 (control {self._control.control})"
+        print(f"kvrelay is ready: {options.model_name} ({shape}) at {where}", file=out)
         has_keys = options.frontend.api_key or options.frontend.api_keys_file
         headers = "-H 'Content-Type: application/json'" + (" -H 'Authorization: Bearer KEY'" if has_keys else "")
-        print(f"  curl {self.url}/v1/completions {headers} -d '{body}'", flush=True)
+        print(f"  curl {self.url}/v1/completions {headers} -d '{body}'", file=out, flush=True)
 
     # -- watch --------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""Transport over NIXL and UCX: cross-memory attach and shared memory on one host, TCP or RDMA between hosts.
+"""Transport over NIXL and UCX: cross-memory attach and shared memory on one host, TCP between hosts; RDMA by
+``ucx_tls``, or by UCX's own choice for pools on GPUs.
 
 It owns one NIXL agent, its registered pool and its connections. It does not know threads (its caller has one), retries
 or deadlines.

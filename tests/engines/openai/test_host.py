@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import StepOutput
+from kvrelay.engines.hosted import backoff as backoff_module
 from kvrelay.engines.hosted import host as host_module
 from kvrelay.engines.openai.text_tokens import TextTokenizer
 from kvrelay.engines.registry import build_executor, build_host
@@ -208,18 +209,39 @@ async def test_what_the_server_finds_wrong_is_final() -> None:
         assert "not now" in (last.error or "")
 
 
-async def test_a_full_server_is_not_asked_again_before_its_time() -> None:
+async def test_a_full_server_is_left_alone_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff_module, "FIRST_S", PATIENCE_S)
+    monkeypatch.setattr(backoff_module, "LONGEST_S", PATIENCE_S)
     async with _engine() as (engine, script):
-        script.status, script.retry_after = 429, "30"
+        script.status, script.retry_after = 429, "1e308"
         await engine.add("a")
         assert not (await engine.end("a")).is_final
         with pytest.raises(OverloadedError) as caught:
             await engine.add("b")
-        assert 1 < caught.value.retry_after_s <= 30
+        assert 1 < caught.value.retry_after_s <= PATIENCE_S
         script.status = 200
         await engine.add("c", output_token_ids=EXPECTED[:1])
         await engine.end("c")
         assert engine.tokens("c") == EXPECTED[1:], "what was begun elsewhere is not turned away"
+
+
+async def test_a_full_server_gets_a_probe_whatever_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff_module, "FIRST_S", 0.01)
+    async with _engine() as (engine, script):
+        script.status, script.retry_after = 429, "1e308"
+        await engine.add("a")
+        await engine.end("a")
+        script.status = 200
+        is_admitted = False
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_admitted:
+                await asyncio.sleep(0.002)
+                with suppress(OverloadedError):
+                    await engine.add("probe")
+                    is_admitted = True
+        await engine.end("probe")
+        await engine.add("after")
+        assert (await engine.end("after")).finish_reason is FinishReason.LENGTH
 
 
 async def test_more_than_may_wait_is_refused() -> None:
@@ -256,6 +278,21 @@ async def test_text_becomes_ids_when_the_server_tells_none() -> None:
         with pytest.raises(InvalidInputError) as caught:
             await engine.add("b", SamplingParams(max_tokens=2, logprobs=1))
         assert caught.value.param == "logprobs"
+
+
+async def test_text_without_end_is_an_error() -> None:
+    def endless(number: int, event: Event) -> Event:
+        for choice in event["choices"]:
+            choice["text"], choice["finish_reason"] = " more" * 1000, None
+        return event
+
+    async with _engine(tells_token_ids=False) as (engine, script):
+        script.edit = endless
+        await engine.add("a")
+        last = await engine.end("a")
+        assert (last.finish_reason, last.is_final) == (FinishReason.ERROR, False)
+        assert "more tokens than" in (last.error or "")
+        await engine.until(lambda: script.num_cut or script.num_ended)
 
 
 async def test_what_was_placed_is_told_as_cached() -> None:

@@ -198,3 +198,86 @@ async def test_a_broken_answer_is_an_error_of_the_request(broken: bytes) -> None
     async with raw_server(answer) as (_, upstream):
         with pytest.raises(AnswerError):
             await tokens_of(upstream)
+
+
+ENDLESS = (b": waiting\n\n", b"event: x\n", b"data: {}\n\n", b'data: {"choices":[{"text":"a","token_ids":[]}]}\n\n')
+
+
+@pytest.mark.parametrize("begun", [b"", chunk(EVENTS[0])])
+@pytest.mark.parametrize("sent", ENDLESS)
+async def test_an_answer_without_progress_is_lost_although_bytes_come(begun: bytes, sent: bytes) -> None:
+    async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + begun)
+        while True:
+            writer.write(chunk(sent))
+            await writer.drain()
+            await asyncio.sleep(0.002)
+
+    async with raw_server(answer, upstream_timeout_s=0.1) as (_, upstream):
+        with pytest.raises(AnswerError, match="no token"):
+            await tokens_of(upstream)
+
+
+async def test_bytes_without_progress_are_bounded_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_QUIET_BYTES", 1000)
+    padding = {"now": b": " + b"x" * 900 + b"\n\n"}
+
+    async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD)
+        for _ in range(10):
+            writer.write(chunk(padding["now"] + EVENTS[0]))
+            await writer.drain()
+        writer.write(b"".join(map(chunk, EVENTS[1:])) + END)
+
+    async with raw_server(answer) as (_, upstream):
+        assert await tokens_of(upstream) == [1] * 10 + [2]
+        padding["now"] *= 2000
+        with pytest.raises(AnswerError, match="no token"):
+            await tokens_of(upstream)
+
+
+async def test_nothing_after_the_last_token_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "END_TIMEOUT_S", 0.01)
+
+    async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"".join(map(chunk, EVENTS[:2])))
+        while True:
+            writer.write(chunk(b": more\n\n"))
+            await writer.drain()
+            await asyncio.sleep(0.002)
+
+    async with raw_server(answer) as (_, upstream):
+        assert await tokens_of(upstream) == [1, 2]
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"429 Too Many Requests"])
+@pytest.mark.parametrize("in_head", [True, False])
+async def test_an_answer_that_drips_has_a_deadline(
+    monkeypatch: pytest.MonkeyPatch, status: bytes, in_head: bool
+) -> None:
+    monkeypatch.setattr(server_module, "HEALTH_TIMEOUT_S", 0.1)
+
+    async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 1000000\r\n" + (b"X: " if in_head else b"\r\n"))
+        while True:
+            writer.write(b" ")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    async with raw_server(answer, upstream_timeout_s=0.2) as (_, upstream), asyncio.timeout(PATIENCE_S):
+        with pytest.raises((AnswerError, RefusedError)) as caught:
+            await upstream.complete({})
+        assert isinstance(caught.value, RefusedError) == (status.startswith(b"429") and not in_head)
+
+
+@pytest.mark.parametrize(
+    ("header", "wait_s"), [(b"7", 7.0), (b"1e308", 600.0), (b"nan", 1.0), (b"-5", 0.1), (b"Wed, 21 Oct 2026", 1.0)]
+)
+async def test_how_long_a_server_asks_us_to_wait(header: bytes, wait_s: float) -> None:
+    async def answer(raw: Raw, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 429 X\r\nRetry-After: " + header + b"\r\nContent-Length: 0\r\n\r\n")
+
+    async with raw_server(answer) as (_, upstream):
+        with pytest.raises(RefusedError) as caught:
+            await tokens_of(upstream)
+        assert caught.value.retry_after_s == wait_s

@@ -22,6 +22,30 @@ def test_pieces_decode_to_the_text(pieces: list[str]) -> None:
     assert TOKENIZER.decode(found) == "".join(pieces)
 
 
+class Lossy(TextTokenizer):
+    """No text decodes to itself."""
+
+    num_encoded_chars = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.num_encoded_chars += len(text)
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int]) -> str:
+        return ""
+
+
+def test_text_that_never_decodes_to_itself_costs_no_square() -> None:
+    costs = []
+    for num_pieces in (2000, 4000):
+        tokenizer = Lossy(bundled_checkpoint_path())
+        tokens = TextTokens(tokenizer, [])
+        found = [token for _ in range(num_pieces) for token in tokens.add("a", is_last=False)]
+        assert len(found) > num_pieces / 2, "what waits is bounded"
+        costs.append(tokenizer.num_encoded_chars)
+    assert costs[1] < 2.5 * costs[0]
+
+
 def test_a_missing_tokenizer_is_named(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         TextTokenizer(tmp_path)

@@ -26,6 +26,7 @@ from kvrelay.engine.step import HandoffChunk, StepOutput
 from kvrelay.engine.stopping import finish_reason, stop_token_ids
 from kvrelay.engine.validation import check_tokens
 from kvrelay.engines.hosted.backend import AnswerError, Backend, Piece, Prefilled, RefusedError
+from kvrelay.engines.hosted.backoff import Backoff
 from kvrelay.engines.hosted.mirrored import MirroredCache
 from kvrelay.engines.hosted.placed import PlacedPrefixes
 from kvrelay.engines.hosted.remote import RemotePrefills
@@ -39,6 +40,8 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 
+TEXT_SLACK_TOKENS = 64
+
 
 @dataclass(slots=True)
 class _Running:
@@ -46,6 +49,8 @@ class _Running:
 
     request: Request
     num_sent_tokens: int
+    is_probe: bool
+    """See ``Backoff.tries``."""
 
 
 def _at_rest() -> None:
@@ -80,7 +85,6 @@ class StreamedEngine:
         self._facts = facts
         self._config = config
         self._backend = backend
-        self._clock = clock
         self._eos_token_ids = eos_token_ids
         self._begin, self._begin_prefill, self._begin_discard = begin, begin_prefill, begin_discard
         self._cancel, self._clear = cancel, clear
@@ -88,8 +92,7 @@ class StreamedEngine:
         self._remote = RemotePrefills(worker_id)
         self._cache = cache
         self._ended = CompletionRate(clock)
-        self._busy_until_s = 0.0
-        """The time until which the backend has asked us to wait."""
+        self._backoff = Backoff(clock)
         self._dead: EngineDeadError | None = None
         self._num_arrived = 0
         self._tally = Tally(worker_id, facts, config)
@@ -97,8 +100,7 @@ class StreamedEngine:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals) -> None:
-        wait_s = self._busy_until_s - self._clock.now()
-        if wait_s > 0 and is_new:
+        if (wait_s := self._backoff.wait_s) and is_new:
             raise OverloadedError(f"{self._backend.name} is full", retry_after_s=wait_s)
         num_running = len(self._running) + ahead.num_requests
         excess = num_running + 1 - self._config.max_num_seqs - self._config.max_num_waiting
@@ -130,7 +132,7 @@ class StreamedEngine:
             report_token(self.output, request, None, None, FinishReason.LENGTH)
             return
         self._tally.num_queried_tokens += len(request.token_ids)
-        self._running[request.request_id] = _Running(request, len(request.token_ids))
+        self._running[request.request_id] = _Running(request, len(request.token_ids), self._backoff.tries())
         if request.mode is PrefillMode.REMOTE:
             self._open_remote(request)
         elif request.mode is PrefillMode.HANDOFF:
@@ -181,6 +183,7 @@ class StreamedEngine:
                 f"{self._backend.name} counts {piece.num_prompt_tokens} prompt tokens, "
                 f"{running.num_sent_tokens} were sent"
             )
+        self._backoff.answered(is_probe=running.is_probe)
         # KV that has come from elsewhere is no hit of this cache, whatever the backend calls it.
         is_remote = self._kv_arrived(request_id)
         if not is_remote and not request.first_output_sent and piece.num_cached_tokens:
@@ -188,6 +191,7 @@ class StreamedEngine:
             self._tally.num_hit_tokens += request.num_cached_tokens
         token_ids, logprobs = piece.token_ids, piece.logprobs
         self._require_sound(piece)
+        self._require_due(running, len(token_ids))
         for number, token_id in enumerate(token_ids):
             request.token_ids.append(token_id)
             reason = finish_reason(request, token_id) if self._backend.samples_ids else None
@@ -213,7 +217,7 @@ class StreamedEngine:
         self._handoff_ended(request_id)
         status = error.status if isinstance(error, RefusedError) else 0
         if isinstance(error, RefusedError) and status in (429, 503):
-            self._busy_until_s = self._clock.now() + error.retry_after_s
+            self._backoff.refused(error.retry_after_s, is_probe=running.is_probe)
         elif not status and isinstance(self._cache, PlacedPrefixes):
             # Perhaps the backend was restarted and its cache is empty.
             self.forget_cache()
@@ -250,6 +254,15 @@ class StreamedEngine:
             )
         if piece.logprobs is not None and len(piece.logprobs) != len(piece.token_ids):
             raise AnswerError(f"the logprobs of {self._backend.name} do not belong to its tokens")
+
+    def _require_due(self, running: _Running, num_tokens: int) -> None:
+        """Raise AnswerError for text far longer than what was asked for. Its token ids are ours, so they may be a few
+        more than the backend's."""
+        request = running.request
+        num_asked = request.length_limit - running.num_sent_tokens
+        num_sent = len(request.token_ids) + num_tokens - running.num_sent_tokens
+        if not self._backend.samples_ids and num_sent > 2 * num_asked + TEXT_SLACK_TOKENS:
+            raise AnswerError(f"{self._backend.name} answers with more tokens than the {num_asked} it was asked for")
 
     def _finished(self, request: Request, *, at_backend: bool) -> None:
         del self._running[request.request_id]
@@ -335,6 +348,7 @@ class StreamedEngine:
         running = self._running.get(request_id)
         if running is None:
             return
+        self._backoff.answered(is_probe=running.is_probe)
         request, piece, first = running.request, prefilled.piece, None
         if piece is not None and piece.token_ids:
             self._require_sound(piece)

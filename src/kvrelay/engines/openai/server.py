@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import math
 import ssl
 import time
 from collections.abc import AsyncGenerator
@@ -40,6 +41,9 @@ MAX_BODY_PART_BYTES = 1 << 16
 MAX_EVENT_BYTES = 8 << 20
 MAX_ANSWER_BYTES = 8 << 20
 """Size limit of an answer that is not streamed: a list of models, a refusal."""
+MAX_QUIET_BYTES = 2 * MAX_EVENT_BYTES
+"""Size limit of what comes between two tokens: comments, and events without any."""
+MAX_RETRY_AFTER_S = 600.0
 
 SHORT = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
 FAILURES = (aiohttp.ClientError, OSError)
@@ -64,7 +68,11 @@ class _Models(msgspec.Struct):
 
 
 class UpstreamServer:
-    """One server. Make, use and close it in one event loop."""
+    """One server. Make, use and close it in one event loop.
+
+    ``upstream_timeout_s`` bounds the wait for an answer's head, for its body if it is not streamed, and for progress:
+    bytes that bring no token, such as comments, extend no deadline.
+    """
 
     def __init__(self, config: UpstreamConfig) -> None:
         address = address_of(config)
@@ -125,20 +133,30 @@ class UpstreamServer:
 
         Raises RefusedError before the first piece, AnswerError for a broken or incomplete answer.
         """
-        is_finished = False
+        timeout_s = self._config.upstream_timeout_s
+        num_quiet_bytes, progress_s = 0, time.monotonic()
         try:
-            async with self._post(body) as response:
+            async with await self._post(body) as response:
                 if response.status != 200:
                     raise await _refusal(response)
-                async with aclosing(_events(response)) as events:
-                    async for data in events:
-                        piece = parse_event(data)
-                        is_finished = is_finished or piece.finish is not None
-                        yield piece
+                async with aclosing(_events(response)) as received:
+                    async for num_bytes, events in received:
+                        num_quiet_bytes += num_bytes
+                        for data in events:
+                            piece = parse_event(data)
+                            if piece.token_ids or (piece.token_ids is None and piece.text):
+                                num_quiet_bytes, progress_s = 0, time.monotonic()
+                            yield piece
+                            if piece.finish is not None:
+                                await _read_end(response)
+                                return
+                        if num_quiet_bytes > MAX_QUIET_BYTES or time.monotonic() - progress_s > timeout_s:
+                            raise AnswerError(
+                                f"{self.url} sends, but no token in {timeout_s:g} s or {num_quiet_bytes} bytes"
+                            )
         except FAILURES as exc:
             raise AnswerError(f"the connection to {self.url} failed: {_reason(exc)}") from exc
-        if not is_finished:
-            raise AnswerError(f"{self.url} ended its stream in the middle of an answer")
+        raise AnswerError(f"{self.url} ended its stream in the middle of an answer")
 
     async def complete(self, body: dict[str, Any]) -> bytes:
         """One completion in one piece: the answer's JSON. Cancel the call to abort it.
@@ -146,21 +164,24 @@ class UpstreamServer:
         Raises RefusedError, and AnswerError for a broken or too long answer.
         """
         try:
-            async with self._post(body) as response:
+            async with await self._post(body) as response:
                 if response.status != 200:
                     raise await _refusal(response)
-                answer, is_whole = await _read(response)
+                async with asyncio.timeout(self._config.upstream_timeout_s):
+                    answer, is_whole = await _read(response)
         except FAILURES as exc:
             raise AnswerError(f"the connection to {self.url} failed: {_reason(exc)}") from exc
         if not is_whole:
             raise AnswerError(f"an answer of the server has more than {MAX_ANSWER_BYTES} bytes")
         return answer
 
-    def _post(self, body: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
         text = msgspec.json.encode(body)
         # From a file a large body is sent in parts, so that other answers go on meanwhile.
         data = text if len(text) <= MAX_BODY_PART_BYTES else io.BytesIO(text)
-        return self._client.post(f"{self.url}/v1/completions", data=data, headers=JSON, allow_redirects=False)
+        async with asyncio.timeout(self._config.upstream_timeout_s):
+            url = f"{self.url}/v1/completions"
+            return await self._client.post(url, data=data, headers=JSON, allow_redirects=False)
 
     def _get(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._client.get(f"{self.url}{path}", timeout=SHORT, allow_redirects=False)
@@ -212,18 +233,17 @@ def _trusted(config: UpstreamConfig) -> ssl.SSLContext | bool:
         raise ConfigError(f"cannot read {config.upstream_ca}: {exc}", param="upstream_ca") from exc
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    """The data of each server-sent event before ``[DONE]``. Raises AnswerError for an event that does not end."""
+async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[tuple[int, list[bytes]], None]:
+    """As bytes come: how many, and the data of the server-sent events that end in them, up to ``[DONE]``. Raises
+    AnswerError for an event that does not end."""
     parser = EventParser(MAX_EVENT_BYTES)
     async for received in response.content.iter_any():
-        for data in parser.feed(received):
-            if data == DONE:
-                await _read_end(response)
-                return
-            yield data
-    for data in parser.end():
-        if data != DONE:
-            yield data
+        events = parser.feed(received)
+        if DONE in events:
+            yield len(received), events[: events.index(DONE)]
+            return
+        yield len(received), events
+    yield 0, [data for data in parser.end() if data != DONE]
 
 
 async def _read_end(response: aiohttp.ClientResponse) -> None:
@@ -245,14 +265,18 @@ async def _read(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> RefusedError:
-    text, _ = await _read(response)
+    text = b""
+    with suppress(*FAILURES):
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            text, _ = await _read(response)
     said = " ".join(text[:500].decode(errors="replace").split())
     if "location" in response.headers:
         said = f"redirects are not followed; this one is to {response.headers['location'][:200]!r}"
     try:
-        retry_after_s = min(max(float(response.headers.get("retry-after", "1")), 0.1), 600.0)
+        retry_after_s = float(response.headers.get("retry-after", "1"))
     except ValueError:
         retry_after_s = 1.0
+    retry_after_s = 1.0 if math.isnan(retry_after_s) else min(max(retry_after_s, 0.1), MAX_RETRY_AFTER_S)
     return RefusedError(f"status {response.status}: {said}", response.status, retry_after_s)
 
 

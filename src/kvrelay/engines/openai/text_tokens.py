@@ -14,6 +14,8 @@ from kvrelay.errors import CheckpointError
 
 CONTEXT_TOKENS = 16
 """Preceding tokens that may affect the decoding of a piece."""
+MAX_PENDING_CHARS = 256
+"""No more text waits to decode to itself: each piece encodes all of it again."""
 
 
 class TextTokenizer:
@@ -50,7 +52,8 @@ class TextTokens:
         found = self._tokenizer.encode(self._pending)
         before = self._tokenizer.decode(self._context)
         decoded = self._tokenizer.decode(self._context + found)
-        if decoded != before + self._pending and not is_last:
+        may_wait = not is_last and len(self._pending) <= MAX_PENDING_CHARS
+        if may_wait and decoded != before + self._pending:
             return ()
         self._pending = ""
         self._context = (self._context + found)[-CONTEXT_TOKENS:]
