@@ -396,4 +396,5 @@ class Worker:
             prefill_ends=self._prefill.handoffs.ledger.counters.ends,
             num_unleased_entries=self._control.discovery.num_unleased,
             transfer_cost_error=self._transfer_rates.relative_error,
+            transfer_durations=self._transfer.durations,
         )
