@@ -99,7 +99,7 @@ def make_environment(wheel: Path, environment: Path) -> None:
 def serve_once(environment: Path) -> str:
     """Serve from the environment; gives the text of one completion. Raises RuntimeError."""
     command = [environment / "bin/kvrelay", "serve", "--prefill", "1", "--decode", "1", "--port", "0"]
-    command += ["--max-local-prefill-length", "0"]
+    command += ["--disagg-policy", "always"]
     process = subprocess.Popen(command, cwd=environment, env=_variables(), stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from unittest.mock import AsyncMock
 
+import msgspec
 import pytest
 
 from kvrelay.cli.main import run
-from kvrelay.config import ControlConfig
+from kvrelay.config import ControlConfig, DisaggConfig
+from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
+from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.launch.admin import config_get, config_set, config_unset
+from kvrelay.placement.threshold import DisaggPolicy
 
 KEY = "disagg.max_prefill_queue_size"
 
@@ -63,3 +67,42 @@ async def test_set_and_unset_say_what_they_changed(
     assert one == f"{KEY} is {started} in namespace lab"
     assert every.startswith("every setting is what each process")
     assert KEY in every
+
+
+async def test_set_says_if_a_setting_has_no_effect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker = MemoryBroker()
+    monkeypatch.setattr("kvrelay.launch.admin.connect_control", AsyncMock(side_effect=lambda _: broker.plane()))
+    plane, policy = broker.plane(), DisaggPolicy(DisaggConfig())
+    lease = await plane.discovery.grant(600.0)
+    for worker_id, role in (("d-1", WorkerRole.DECODE), ("d-2", WorkerRole.BOTH), ("p-1", WorkerRole.PREFILL)):
+        info = WorkerInfo(worker_id, 0, role, "m", "/m", "tcp://127.0.0.1:1", 4096, 16, 100, 1000, "hash")
+        await plane.discovery.put(Keys("lab").worker(worker_id), msgspec.json.encode(info), lease)
+
+    async def answer(info: WorkerInfo, *_: object, **__: object) -> dict[str, object]:
+        known = {"disagg_policy": policy.config.disagg_policy, "unused": policy.unused}
+        return {"worker_id": info.worker_id, "disagg": {} if info.worker_id == "d-2" else known}
+
+    monkeypatch.setattr("kvrelay.launch.admin.send_command", answer)
+    here = ControlConfig(namespace="lab")
+
+    async def note(key: str, value: str) -> str:
+        await config_set(here, key, value)
+        return capsys.readouterr().err
+
+    said = await note("disagg.max_local_prefill_length", "512")
+    assert "has no effect on 1 of 2 workers that take requests (d-1: --disagg-policy auto)" in said
+    assert "`kvrelay config set disagg.disagg_policy threshold`" in said
+    policy.set("disagg_policy", "threshold")
+    assert await note("disagg.disagg_policy", "threshold") == ""
+    assert await note("disagg.max_local_prefill_length", "512") == ""
+
+    assert await note("router.overlap_weight", "2") == ""
+    assert await note("router.router", "random") == ""
+    assert 'no effect while router.router is "random", only under kv or kv-weights' in await note(
+        "router.overlap_weight", "2"
+    )
+    await note("router.router", "kv")
+    assert await note("router.overlap_weight", "2") == ""
+    await plane.close()

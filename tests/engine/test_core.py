@@ -10,12 +10,15 @@ from kvrelay.config import EngineConfig, MockConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import AllBlocksCleared, BlockStored
 from kvrelay.core.handoff import RemotePrefillRequest
+from kvrelay.core.histogram import Histogram
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.stats import engine_stats
 from kvrelay.engine.step import SchedulerOutput, StepOutput
+from kvrelay.engine.times import EngineTimes
 from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
 from kvrelay.executors.mock import MockExecutor, mock_generate
 
@@ -58,6 +61,29 @@ def test_a_request_from_arrival_to_end(make_engine: MakeEngine) -> None:
         (RequestStatus.RUNNING, 6.0),
         (RequestStatus.FINISHED_LENGTH, 6.0),
     ]
+    times = engine_stats(engine).times
+    assert (times.queue.count, times.queue.total_s) == (1, 1.0)
+    assert (times.prefill.count, times.handoff.count, times.step.count) == (1, 0, 3)
+
+
+def test_a_decode_step_is_one_observation(make_engine: MakeEngine) -> None:
+    """Nothing else of the histograms is in the hot loop, however many sequences there are."""
+    observed: list[float] = []
+
+    class Counting(Histogram):
+        def observe(self, value_s: float) -> None:
+            observed.append(value_s)
+
+    engine = make_engine()
+    for name in "abc":
+        engine.add_request(Request(name, PROMPT, SamplingParams(max_tokens=20, ignore_eos=True)))
+    engine.step()
+    engine.step()
+    engine.scheduler.times = EngineTimes(*(Counting() for _ in range(4)))
+    for _ in range(10):
+        assert len(engine.step().outputs) == 3
+    assert len(observed) == 10
+    drain(engine)
     assert not engine.has_unfinished()
 
 

@@ -234,13 +234,13 @@ async def test_headers_metrics_and_documents(model_dir: Path) -> None:
         text = (await send(port, "GET", "/metrics")).body.decode()
         assert "\nprocess_cpu_seconds_total " in text
         for line in (
-            'kvrelay_requests_total{endpoint="/v1/completions",status="200"} 2.0',
-            "kvrelay_generation_tokens_total 6.0",
-            f"kvrelay_prompt_tokens_total {2.0 * len(FOX)}",
-            "kvrelay_cached_prompt_tokens_total 4.0",
+            'kvrelay_requests_total{endpoint="/v1/completions",model="tiny",status="200"} 2.0',
+            'kvrelay_generation_tokens_total{model="tiny"} 6.0',
+            f'kvrelay_prompt_tokens_total{{model="tiny"}} {2.0 * len(FOX)}',
+            'kvrelay_cached_prompt_tokens_total{model="tiny"} 4.0',
             "kvrelay_requests_in_flight 0.0",
-            "kvrelay_time_to_first_token_seconds_count 2.0",
-            "kvrelay_inter_token_latency_seconds_count 4.0",
+            'kvrelay_time_to_first_token_seconds_count{model="tiny"} 2.0',
+            'kvrelay_inter_token_latency_seconds_count{model="tiny"} 4.0',
             'kvrelay_workers{model="tiny"} 1.0',
         ):
             assert line in text

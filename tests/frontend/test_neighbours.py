@@ -193,6 +193,10 @@ async def test_the_workers_load_is_on_the_metrics_page(model_dir: Path) -> None:
         frontend = cluster.frontend
         await cluster.until(lambda: bool(frontend.cluster.loads()))
         page = (await send(frontend.port, "GET", "/metrics")).body.decode()
-        assert 'kvrelay_worker_requests_running{model="tiny",worker="w0"} 3.0' in page
-        assert 'kvrelay_worker_requests_waiting{model="tiny",worker="w0"} 2.0' in page
-        assert 'kvrelay_worker_kv_usage_ratio{model="tiny",worker="w0"} 0.4' in page
+        for group in ("load", "worker"):
+            assert f'kvrelay_{group}_requests_running{{model="tiny",worker="w0"}} 3.0' in page
+            assert f'kvrelay_{group}_requests_waiting{{model="tiny",worker="w0"}} 2.0' in page
+            assert f'kvrelay_{group}_kv_usage_ratio{{model="tiny",worker="w0"}} 0.4' in page
+        for line in page.splitlines():
+            if line.startswith("# HELP kvrelay_worker_"):
+                assert "Deprecated" in line, "a frontend's numbers bear no worker's name"

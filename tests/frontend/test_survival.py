@@ -50,7 +50,7 @@ async def test_a_lost_worker_is_replaced_token_by_token(model_dir: Path, die_aft
         assert second.output_token_ids == TOKENS[:die_after]
         assert second.sampling == first.sampling
         assert second.prompt_token_ids == first.prompt_token_ids
-        assert cluster.frontend.metrics.migrations["tiny"] == 1
+        assert cluster.frontend.metrics.of("tiny").num_migrations == 1
 
 
 @pytest.mark.parametrize("lost", range(len(TOKENS) - 1))
@@ -62,7 +62,7 @@ async def test_a_gap_is_a_lost_worker(model_dir: Path, lost: int) -> None:
         assert streamed(answer) == (ANSWER, list(TOKENS))
         assert events(answer.body)[-1]["usage"]["completion_tokens"] == len(TOKENS)
         assert cluster.workers["w1"].requests[0].output_token_ids == TOKENS[:lost]
-        assert cluster.frontend.metrics.migrations["tiny"] == 1
+        assert cluster.frontend.metrics.of("tiny").num_migrations == 1
         await cluster.until(lambda: not broken & set(cluster.workers["w0"].server._clients))
 
 
@@ -73,7 +73,7 @@ async def test_a_gap_moves_every_request_of_the_connection(model_dir: Path) -> N
         asking = [asyncio.create_task(ask(cluster, seed=seed)) for seed in range(3)]
         await cluster.until(lambda: len(worker.requests) == 3)
         worker.script.lose_at = 5
-        await cluster.until(lambda: cluster.frontend.metrics.migrations["tiny"] == 3)
+        await cluster.until(lambda: cluster.frontend.metrics.of("tiny").num_migrations == 3)
         worker.script.lose_at = None
         assert [streamed(answer) for answer in await asyncio.gather(*asking)] == [(ANSWER, list(TOKENS))] * 3
 
@@ -84,7 +84,7 @@ async def test_repeated_outputs_are_delivered_once(model_dir: Path, stop: list[s
         text, tokens = streamed(await ask(cluster, stop=stop))
         assert text == (ANSWER if stop is None else "Once upon ")
         assert tokens == list(TOKENS[: len(tokens)])
-        assert not cluster.frontend.metrics.migrations
+        assert not cluster.frontend.metrics.of("tiny").num_migrations
 
 
 async def test_a_client_that_leaves_while_its_worker_does_not_read(model_dir: Path) -> None:
@@ -117,7 +117,7 @@ async def test_a_replacement_is_waited_for(model_dir: Path) -> None:
     async with running(model_dir, Script(TOKENS, die_after=3)) as cluster:
         client = await RawClient.connect(cluster.frontend.port)
         client.writer.write(request_bytes("POST", "/v1/completions", json.dumps(BODY).encode()))
-        await cluster.until(lambda: cluster.frontend.metrics.migrations["tiny"] == 1)
+        await cluster.until(lambda: cluster.frontend.metrics.of("tiny").num_migrations == 1)
         await cluster.deregister("w0")
         await cluster.add_worker("w9", Script(TOKENS))
         assert streamed(await client.read_answer()) == (ANSWER, list(TOKENS))
@@ -131,7 +131,7 @@ async def test_sequences_that_waited_for_the_same_worker_are_placed_in_turns(mod
         await cluster.until(lambda: len(cluster.workers["w0"].requests) == num_sequences)
         turns = cluster.frontend.cluster.model(None).turns
         await cluster.workers["w0"].die()
-        await cluster.until(lambda: cluster.frontend.metrics.migrations["tiny"] == num_sequences)
+        await cluster.until(lambda: cluster.frontend.metrics.of("tiny").num_migrations == num_sequences)
         assert turns.num_turns == 0
         await cluster.deregister("w0")
         heir = await cluster.add_worker("w9", Script(TOKENS))
@@ -149,8 +149,8 @@ async def test_migration_is_bounded_and_ends_with_an_error(model_dir: Path) -> N
         last = events(answer.body)[-1]
         assert last["error"]["type"] == "server_error"
         assert "lost" in last["error"]["message"]
-        assert cluster.frontend.metrics.migrations["tiny"] == 2
-        assert cluster.frontend.metrics.requests["/v1/completions", "broken"] == 1
+        assert cluster.frontend.metrics.of("tiny").num_migrations == 2
+        assert cluster.frontend.metrics.requests["/v1/completions", "broken", "tiny"] == 1
 
 
 async def test_requests_leave_a_worker_with_a_failed_engine(model_dir: Path) -> None:
@@ -216,7 +216,7 @@ async def test_a_client_that_leaves_cancels_everything(model_dir: Path, stream: 
         await client.close()
         await cluster.until(lambda: len(worker.aborted) == 3)
         await cluster.until(lambda: cluster.frontend.metrics.num_in_flight_of() == 0)
-        assert cluster.frontend.metrics.requests["/v1/completions", "disconnected"] == 1
+        assert cluster.frontend.metrics.requests["/v1/completions", "disconnected", "tiny"] == 1
 
 
 async def test_a_stop_string_aborts_on_the_worker(model_dir: Path) -> None:
@@ -271,7 +271,7 @@ async def test_a_draining_worker_finishes_what_it_has(model_dir: Path) -> None:
         await cluster.deregister("w0")
         await cluster.until(lambda: not cluster.frontend.cluster.models)
         assert streamed(await asking) == (ANSWER, list(TOKENS))
-        assert not cluster.frontend.metrics.migrations
+        assert not cluster.frontend.metrics.of("tiny").num_migrations
 
 
 async def test_requests_succeed_while_the_control_plane_is_away(model_dir: Path) -> None:

@@ -73,8 +73,8 @@ async def test_health_is_readiness(is_ready: bool, status: int) -> None:
         metrics = await get(port, "/metrics")
         assert metrics.status == 200
         assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
-        assert f"\nkvrelay_worker_ready {float(is_ready)}\n".encode() in metrics.body
-        assert b"\nkvrelay_worker_kv_usage_ratio 0.25\n" in metrics.body
+        assert f'\nkvrelay_worker_ready{{model="m"}} {float(is_ready)}\n'.encode() in metrics.body
+        assert b'\nkvrelay_worker_kv_usage_ratio{model="m"} 0.25\n' in metrics.body
 
 
 async def test_other_paths_and_methods_are_refused() -> None:

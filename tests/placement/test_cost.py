@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from kvrelay.config import DisaggConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.step_cost import StepCost
+from kvrelay.errors import ConfigError
 from kvrelay.placement.base import Objectives, PrefillPlace, PrefillSide, Situation
 from kvrelay.placement.cost import MIN_WINDOW, CostPlacement, decide, objectives_of, stay_here
 from kvrelay.placement.cost_model import MAX_SPREAD, RemoteCost
@@ -196,15 +198,32 @@ def test_objectives_of_a_request_replace_the_configured_ones_if_they_are_times()
         assert objectives_of(config, nonsense, nonsense) == Objectives(0.4, 0.02)
 
 
-def test_auto_is_by_cost_until_a_threshold_is_given() -> None:
-    assert DisaggPolicy(DisaggConfig()).is_by_cost
-    assert not DisaggPolicy(DisaggConfig(max_local_prefill_length=0)).is_by_cost
-    assert not DisaggPolicy(DisaggConfig(disagg_policy="threshold")).is_by_cost
-    assert DisaggPolicy(DisaggConfig(disagg_policy="cost", max_prefill_queue_size=1)).is_by_cost
-    changed = DisaggPolicy(DisaggConfig())
+@pytest.mark.parametrize("policy", ["auto", "cost", "threshold", "always"])
+def test_no_threshold_changes_the_policy(policy: Any) -> None:
+    is_by_cost = policy in ("auto", "cost")
+    assert DisaggPolicy(DisaggConfig(disagg_policy=policy, max_local_prefill_length=0)).is_by_cost == is_by_cost
+    changed = DisaggPolicy(DisaggConfig(disagg_policy=policy))
+    for name in ("max_local_prefill_length", "max_prefill_queue_size"):
+        changed.set(name, 100)
+    assert changed.is_by_cost == is_by_cost
+    assert not DisaggPolicy(DisaggConfig(disagg_policy=policy), knows_costs=False).is_by_cost
+
+
+def test_the_policy_changes_at_run_time() -> None:
+    changed = DisaggPolicy(DisaggConfig(slo_ttft_ms=100.0))
+    assert changed.is_by_cost
+    assert changed.given_in_vain == ()
     changed.set("max_local_prefill_length", 100)
+    assert changed.given_in_vain == ("max_local_prefill_length",)
+    changed.set("disagg_policy", "threshold")
     assert not changed.is_by_cost
-    changed.unset("max_local_prefill_length")
+    assert changed.given_in_vain == ("slo_ttft_ms",)
+    changed.set("disagg_policy", "always")
+    assert changed.given_in_vain == ("max_local_prefill_length", "slo_ttft_ms")
+    for wrong in ("thresholds", 1, ""):
+        with pytest.raises(ConfigError, match="disagg_policy"):
+            changed.set("disagg_policy", wrong)
+    changed.unset("disagg_policy")
     assert changed.is_by_cost
 
 

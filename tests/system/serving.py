@@ -44,6 +44,11 @@ def kvrelay_here(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
+def by_threshold(num_tokens: int) -> tuple[str, ...]:
+    """Flags: longer prefills go to a prefill worker, whatever they cost."""
+    return ("--disagg-policy", "threshold", "--max-local-prefill-length", str(num_tokens))
+
+
 @dataclass
 class Serve:
     """A running ``kvrelay serve``; a context manager."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import openai
 from tests.patience import PATIENCE_S, until
 from tests.system import recovery
-from tests.system.serving import Serve
+from tests.system.serving import Serve, by_threshold
 
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.executors.mock import mock_generate
@@ -102,7 +102,7 @@ def wait_until_whole(server: Serve) -> None:
 @contextmanager
 def extra_worker(server: Serve, role: str) -> Iterator[subprocess.Popen[bytes]]:
     """One more worker, started by hand as on another machine."""
-    flags = ["--engine", "mock", "--decode-base-s", "0.02", "--lease-ttl-s", "2", "--max-local-prefill-length", "64"]
+    flags = ["--engine", "mock", "--decode-base-s", "0.02", "--lease-ttl-s", "2", *by_threshold(64)]
     command = [sys.executable, "-m", "kvrelay", "worker", "--role", role, "--control", server.control, *flags]
     before = len(server.workers(role))
     process = subprocess.Popen(command)

@@ -66,7 +66,7 @@ def line_of(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
         (["api-key", "a", "--max-output-tokens", "0"], "at least 1"),
         (["sing"], "sing"),
         (["config", "set", "disagg.max_local_prefil_length", "5"], "did you mean disagg.max_local_prefill_length"),
-        (["config", "set", "disagg.max_local_prefill_length", "many"], "whole number"),
+        (["config", "set", "disagg.max_local_prefill_length", "many"], "must be int"),
         (["config", "get", "disagg.max_local_prefil_length"], "did you mean disagg.max_local_prefill_length"),
         (["config", "unset", "disagg.max_local_prefil_length"], "did you mean disagg.max_local_prefill_length"),
         (["make-model", "/tmp/kvrelay-never-made", "--arch", "gpt5"], "gpt5"),

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.patience import PATIENCE_S, until
-from tests.system.serving import Serve, kvrelay
+from tests.system.serving import Serve, by_threshold, kvrelay
 
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
@@ -99,8 +99,8 @@ def groups_of_two(tp_prefill: int, tp_decode: int) -> tuple[str, ...]:
     """A prefill group and a decode group with spread experts; ranks of a busy machine do not count as hung."""
     sizes = ("--tp-prefill", str(tp_prefill), "--tp-decode", str(tp_decode), "--num-threads", "1")
     limits = ("--num-blocks", "256", "--max-model-len", "512", "--rank-timeout-s", str(PATIENCE_S))
-    groups = ("--prefill", "1", "--decode", "1", "--dp", "2", "--ep", "--max-local-prefill-length", "16")
-    return (*groups, *sizes, *limits, "--dtype", "float32", "--disagg-policy", "threshold")
+    groups = ("--prefill", "1", "--decode", "1", "--dp", "2", "--ep", *by_threshold(16))
+    return (*groups, *sizes, *limits, "--dtype", "float32")
 
 
 @pytest.mark.matrix

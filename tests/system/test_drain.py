@@ -12,14 +12,14 @@ import httpx
 import pytest
 from tests.control.etcd_server import EtcdServer, running_etcd
 from tests.patience import PATIENCE_S, until
-from tests.system.serving import Serve, kvrelay_here
+from tests.system.serving import Serve, by_threshold, kvrelay_here
 from tests.system.streams import NUM_STREAMS, Streams, extra_worker, wait_until_whole
 
 from kvrelay.control.nats.connection import NatsConnection
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-FLAGS = ("--engine", "mock", "--decode-base-s", "0.02", "--max-local-prefill-length", "64", "--lease-ttl-s", "2")
+FLAGS = ("--engine", "mock", "--decode-base-s", "0.02", *by_threshold(64), "--lease-ttl-s", "2")
 
 
 @pytest.fixture(scope="module")

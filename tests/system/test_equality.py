@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from tests.system.serving import Serve, kvrelay
+from tests.system.serving import Serve, by_threshold, kvrelay
 
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
@@ -47,7 +47,7 @@ def make_prompts(vocab_size: int, num_prompts: int) -> list[tuple[int, ...]]:
 
 
 def serve_arguments(num_prefill: int) -> tuple[str, ...]:
-    flags = ("--dtype", "float32", "--max-local-prefill-length", "64", "--kv-cache-memory", "512MiB")
+    flags = ("--dtype", "float32", *by_threshold(64), "--kv-cache-memory", "512MiB")
     return ("--prefill", str(num_prefill), "--decode", "1", *flags)
 
 

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 from tests.patience import PATIENCE_S, stop, until
-from tests.system.serving import Serve, kvrelay, kvrelay_here
+from tests.system.serving import Serve, by_threshold, kvrelay, kvrelay_here
 from tests.system.streams import NUM_STREAMS, Streams, extra_worker, prompt, wait_until_whole
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serve]:
-    flags = ["--decode-base-s", "0.02", "--max-local-prefill-length", "64", "--lease-ttl-s", "2"]
+    flags = ["--decode-base-s", "0.02", *by_threshold(64), "--lease-ttl-s", "2"]
     with Serve(("--engine", "mock", "--prefill", "2", "--decode", "2", *flags)) as running:
         yield running
     assert running.process.returncode == 0, running.output

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 MAX_WAITING = 32
 LEASE_TTL_S = 2
-TIMING = "--decode-base-s 0.02 --max-local-prefill-length 64 --remote-prefill-timeout-s 600"
+TIMING = "--decode-base-s 0.02 --disagg-policy threshold --max-local-prefill-length 64 --remote-prefill-timeout-s 600"
 FLAGS = f"--engine mock --prefill 2 --decode 2 {TIMING}".split()
 """A prefill that is lost must not be rescued by its deadline: it would look like a slow one."""
 

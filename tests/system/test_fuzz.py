@@ -28,7 +28,7 @@ from tests.system.fuzzing import (
     known_callers,
 )
 from tests.system.openapi_values import SchemaValues
-from tests.system.serving import Serve, kvrelay
+from tests.system.serving import Serve, by_threshold, kvrelay
 from tests.system.streams import CONFIG, EOS_IDS, prompt
 
 import kvrelay as package
@@ -54,8 +54,7 @@ SERVE = (
     "1",
     "--speedup-ratio",
     "0",
-    "--max-local-prefill-length",
-    "64",
+    *by_threshold(64),
 )
 
 

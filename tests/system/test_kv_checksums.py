@@ -8,13 +8,13 @@ import urllib.request
 
 import pytest
 from tests.patience import PATIENCE_S
-from tests.system.serving import Serve
+from tests.system.serving import Serve, by_threshold
 
 from kvrelay.data import bundled_checkpoint_path
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-FLAGS = ("--dtype", "float32", "--max-local-prefill-length", "64", "--kv-cache-memory", "128MiB")
+FLAGS = ("--dtype", "float32", *by_threshold(64), "--kv-cache-memory", "128MiB")
 
 
 def make_prompts() -> list[list[int]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 from tests.patience import PATIENCE_S
-from tests.system.serving import Serve
+from tests.system.serving import Serve, by_threshold
 
 from kvrelay import LLM, SamplingParams
 from kvrelay.data import bundled_checkpoint_path
@@ -24,7 +24,7 @@ NUM_OUTPUT = 8
 BASE_LEN = 60
 """Prefilled locally; then a hit that the prefill worker reads."""
 FLAGS = (
-    *("--dtype", "float32", "--max-local-prefill-length", str(MAX_LOCAL), "--num-blocks", "512"),
+    *("--dtype", "float32", *by_threshold(MAX_LOCAL), "--num-blocks", "512"),
     # A rank of a busy machine must not count as hung.
     *("--rank-timeout-s", str(PATIENCE_S)),
 )

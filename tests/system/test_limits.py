@@ -15,7 +15,7 @@ import aiohttp
 import httpx
 import pytest
 from tests.patience import PATIENCE_S, stop, until
-from tests.system.serving import Serve
+from tests.system.serving import Serve, by_threshold
 from tests.system.streams import CONFIG, EOS_IDS, NUM_STREAMS, Streams
 
 from kvrelay.executors.mock import mock_generate
@@ -32,7 +32,7 @@ _salts = itertools.count(1)
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serve]:
     flags = ["--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE), "--kv-watermark", str(WATERMARK)]
-    flags += ["--max-num-batched-tokens", "64", "--prefill-base-s", "0.03", "--max-local-prefill-length", "400"]
+    flags += ["--max-num-batched-tokens", "64", "--prefill-base-s", "0.03", *by_threshold(400)]
     with Serve(("--engine", "mock", "--prefill", "1", "--decode", "1", *flags)) as running:
         yield running
     assert running.process.returncode == 0, running.output

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.patience import PATIENCE_S, until
-from tests.system.serving import Serve, kvrelay_here
+from tests.system.serving import Serve, by_threshold, kvrelay_here
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -24,7 +24,7 @@ def metrics(port: int) -> dict[str, float]:
 
 
 def test_workers_are_scraped_each_at_its_port():
-    flags = ("--metrics-host", HOST, "--metrics-port", str(PORT), "--max-local-prefill-length", "16")
+    flags = ("--metrics-host", HOST, "--metrics-port", str(PORT), *by_threshold(16))
     with Serve(("--engine", "mock", *flags)) as serve:
         for port in (PORT, PORT + 1):
             assert httpx.get(f"http://{HOST}:{port}/health", timeout=PATIENCE_S).status_code == 200

@@ -172,8 +172,8 @@ def check(operator: Operator, line: str, printed: str) -> None:
         assert json.loads(printed)["usage"]["completion_tokens"] == 8
         nobody_else_gets_in(operator)
     elif line.startswith("kvrelay config get"):
-        assert printed == "disagg.max_local_prefill_length 512\n"
-    elif line.startswith("kvrelay config unset"):
+        assert printed == 'disagg.disagg_policy "threshold"\ndisagg.max_local_prefill_length 512\n'
+    elif line.startswith("kvrelay config unset disagg.disagg_policy"):
         assert operator._finish([sys.executable, "-m", "kvrelay", "config", "get"]) == ""
     elif line.startswith("kvrelay role"):
         role = line.rsplit(maxsplit=1)[-1]

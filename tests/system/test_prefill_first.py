@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.system.serving import Serve, kvrelay
+from tests.system.serving import Serve, by_threshold, kvrelay
 
 from kvrelay.config import EngineConfig, RunnerConfig
 from kvrelay.core.clock import MonotonicClock
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ORDERS = ("decode-first", "prefill-first")
 OUTPUT_LEN = 10
-FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-local-prefill-length", "64", "--num-blocks", "1024")
+FLAGS = ("--dtype", "float32", "--num-threads", "1", *by_threshold(64), "--num-blocks", "1024")
 FEATURES: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "seed": 5},
     {"logprobs": 2},

@@ -20,11 +20,11 @@ from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from tests.patience import PATIENCE_S
-from tests.system.serving import Serve, ending_cleanly, openai_client
+from tests.system.serving import Serve, by_threshold, ending_cleanly, openai_client
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-SERVE = ("--prefill", "1", "--decode", "1", "--max-local-prefill-length", "32")
+SERVE = ("--prefill", "1", "--decode", "1", *by_threshold(32))
 QUESTION = "What is the weather by the sea, and how are the people who live there?"
 INSTRUCTOR = Path(sys.prefix) / "instructor"
 """An environment of its own: it wants other versions of openai's dependencies than openai does."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import openai
 import pytest
-from tests.system.serving import Serve
+from tests.system.serving import Serve, by_threshold
 
 from kvrelay.launch.gguf import checkpoint_of
 
@@ -129,7 +129,7 @@ class Oracle:
 def test_chats_and_long_documents_equal_transformers(model_file: Path) -> None:
     asked = conversations()
     # A prefill is not taken back however busy the machine is.
-    remote = ("--max-local-prefill-length", "0", "--remote-prefill-timeout-s", "300", "--max-prefill-queue-size", "64")
+    remote = (*by_threshold(0), "--remote-prefill-timeout-s", "300", "--max-prefill-queue-size", "64")
     flags = ("--dtype", "float32", "--kv-cache-memory", "512MiB", *remote)
     with Serve((str(model_file), "--prefill", "1", "--decode", "1", *flags)) as server:
         answers = ask_all(server, asked)

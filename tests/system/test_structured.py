@@ -13,11 +13,11 @@ import openai
 import pydantic
 import pytest
 from tests.patience import PATIENCE_S
-from tests.system.serving import Serve, ending_cleanly, openai_client
+from tests.system.serving import Serve, by_threshold, ending_cleanly, openai_client
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-SERVE = ("--prefill", "1", "--decode", "1", "--dtype", "float32", "--max-local-prefill-length", "32")
+SERVE = ("--prefill", "1", "--decode", "1", "--dtype", "float32", *by_threshold(32))
 LONG = "Tell me of the weather by the sea, and of the people who live there. " * 8
 USER: Any = {"role": "user", "content": LONG}
 PARAMETERS = {

@@ -364,7 +364,7 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     """A cluster on a NATS server of its own; checked and taken down at the end."""
     nats = NatsServerProcess()
-    disagg = replace(DisaggConfig(max_local_prefill_length=64), **settings)
+    disagg = replace(DisaggConfig(disagg_policy="threshold", max_local_prefill_length=64), **settings)
     control = ControlConfig(control=nats.start(), lease_ttl_s=lease_ttl_s)
     shared = Cluster(control, disagg, MockConfig(speedup_ratio=0), transfer)
     try:

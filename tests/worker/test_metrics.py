@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import threading
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def samples(worker: Worker) -> dict[str, float]:
     for family in text_string_to_metric_families(text):
         assert family.documentation
         for sample in family.samples:
-            labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+            named = {name: value for name, value in sample.labels.items() if (name, value) != ("model", "m")}
+            labels = ",".join(f"{name}={value}" for name, value in sorted(named.items()))
             name = sample.name.removeprefix(PREFIX) + (f"{{{labels}}}" if labels else "")
             assert name not in values
             values[name] = sample.value
@@ -70,6 +72,13 @@ async def test_both_sides_of_a_remote_prefill():
     assert there["transfer_seconds_total{op=write}"] > 0
     assert published.worker_id == decode.id
     assert published.is_sound
+    assert there["transfer_duration_seconds_count{op=write}"] == there["transfers_total{op=write}"]
+    counts = ("queue", "prefill", "handoff")
+    assert [there[f"{name}_seconds_count"] for name in counts] == [1, 1, 0]
+    assert [here[f"{name}_seconds_count"] for name in counts] == [2, 1, 1]
+    for side in (there, here):
+        assert side["step_seconds_count"] == side["step_seconds_bucket{le=+Inf}"] == side["steps_total"] > 0
+        assert side["step_seconds_sum"] > 0
     assert there["transfer_errors_total{op=write}"] == there["transfers_total{op=read}"] == 0
 
     assert here["prefill_tokens_total"] == 20
@@ -103,7 +112,7 @@ async def test_role_and_readiness():
     async with cluster(lease_ttl_s=1.0) as shared:
         node = await shared.join(WorkerRole.DECODE)
         worker = node.worker
-        info = f"info{{engine=mock,epoch=0,model=m,role=decode,worker_id={node.id}}}"
+        info = f"info{{engine=mock,epoch=0,role=decode,worker_id={node.id}}}"
         assert samples(worker)[info] == samples(worker)["ready"] == 1
         await worker.set_role(WorkerRole.PREFILL)
         assert samples(worker)[info.replace("epoch=0", "epoch=1").replace("decode,", "prefill,")] == 1
@@ -159,5 +168,25 @@ async def test_every_metric_is_documented():
     async with cluster() as shared:
         node = await shared.join(WorkerRole.DECODE)
         names = {name.partition("{")[0] for name in samples(node.worker) if not name.startswith("process_")}
-    names |= {"placements_total", "recomputed_total", "prefills_ended_total"}  # no sample before the first request
+    names = {name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum") for name in names}
+    names = {name for name in names if not re.match(r"cost_(seconds|error|samples)", name)}  # deprecated
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+
+
+async def test_every_series_exists_before_its_first_event_and_has_the_model():
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        before = [set(samples(node.worker)) for node in (prefill, decode)]
+        for number, length in enumerate((300, 20)):
+            client.send(str(number), prompt(length), max_tokens=4)
+            await client.answer(str(number))
+        await shared.check_idle()
+        decode.worker._refusals.counts[RefusalKind.KV_FULL] = 1
+        for reason in EndReason:
+            count_end(decode.ledger.counters.ends, reason)
+        assert [set(samples(node.worker)) for node in (prefill, decode)] == before
+        families = list(WorkerMetrics(decode.worker.stats).collect())
+    for family in families:
+        is_old = family.documentation.startswith("Deprecated")
+        for sample in family.samples:
+            assert sample.labels["model"] == "m" or (is_old and "_cost_" in sample.name), sample

@@ -50,3 +50,29 @@ async def test_a_burst_by_cost_is_answered_whole_with_aborts_between():
         assert len(decode.worker._decode._arrivals) == 0
         assert decode.worker._decode._arrival_of == {}
         await shared.check_idle()
+
+
+async def test_a_threshold_without_effect_is_said_and_changes_no_policy(caplog):
+    async with cluster(disagg_policy="auto") as shared:
+        _, decode, client = await shared.pair()
+        (said,) = [line for line in caplog.messages if "no effect" in line]
+        assert said.startswith("max_local_prefill_length has no effect here under --disagg-policy auto")
+        caplog.clear()
+        policy, key = decode.worker._policy, "kvrelay/default/config/disagg.max_prefill_queue_size"
+        await decode.control.discovery.put(key, b"512")
+        await shared.until(lambda: policy.config.max_prefill_queue_size == 512)
+        assert policy.is_by_cost
+        assert (await decode.worker.status())["disagg"]["unused"] == (
+            "max_local_prefill_length",
+            "max_prefill_queue_size",
+        )
+        assert "max_prefill_queue_size has no effect here" in caplog.text
+        await decode.control.discovery.put(key.replace("max_prefill_queue_size", "disagg_policy"), b'"threshold"')
+        await shared.until(lambda: not policy.is_by_cost)
+        caplog.clear()
+        await decode.control.discovery.put(key, b"3")
+        await shared.until(lambda: policy.config.max_prefill_queue_size == 3)
+        assert caplog.text == ""
+        client.send_message("long", prompt(300), explain=True)
+        assert await client.answer("long") == expected(prompt(300), 8)
+        assert client.decisions == {"long": "remote"}

@@ -144,7 +144,7 @@ def separation_cases(python: str, model: str | None, serve_args: str) -> tuple[C
     return (
         Case("aggregated x1", command=f"{base} --prefill 0 --decode 1"),
         Case("aggregated x2", command=f"{base} --prefill 0 --decode 2 --router round-robin"),
-        Case("1P1D always remote", command=f"{base} --prefill 1 --decode 1 --max-local-prefill-length 0"),
+        Case("1P1D always remote", command=f"{base} --prefill 1 --decode 1 --disagg-policy always"),
         Case("1P1D conditional", command=f"{base} --prefill 1 --decode 1"),
         Case("1P1D prefill-first", command=f"{base} --prefill 1 --decode 1 --order prefill-first"),
     )

@@ -112,7 +112,7 @@ def role(worker_id: str, new_role: str, config_file: Path | None, **flags: objec
 def config() -> None:
     """Read or change a setting of a running cluster.
 
-    Example: kvrelay config set disagg.max_local_prefill_length 512 --control nats://127.0.0.1:4222
+    Example: kvrelay config set disagg.disagg_policy threshold --control nats://127.0.0.1:4222
     """
 
 

@@ -195,22 +195,24 @@ class ControlConfig(Settings):
 
 @dataclass(frozen=True, slots=True)
 class DisaggConfig(Settings):
-    """Whether a prefill runs remotely or locally. The two thresholds can be changed at run time."""
+    """Whether a prefill runs remotely or locally. The policy and the two thresholds can be changed at run time."""
 
     section: ClassVar[str] = "disagg"
 
     disagg_policy: Literal["auto", "cost", "threshold", "always"] = setting(
         "auto",
-        "Choice of the prefill's place: by estimated cost, by the two thresholds, or always remote; auto: by cost, or "
-        "by threshold if a threshold is not at its default.",
+        "Choice of the prefill's place: by estimated cost, by the two thresholds, or always remote; auto: by cost, "
+        "with engines that tell no costs by threshold.",
     )
     slo_ttft_ms: float = setting(500.0, "cost: objective for the first token, in ms.", low=1)
     slo_itl_ms: float = setting(25.0, "cost: objective between tokens of an answer, in ms.", low=1)
     early_reject: bool = setting(
         False, "cost: refuse a request (429) whose objective for the first token cannot be met any more."
     )
-    max_local_prefill_length: int = setting(256, "Longest prefill that runs locally, in tokens; 0: none.", low=0)
-    max_prefill_queue_size: int = setting(16, "Prefill queue length from which prefills run locally.", low=0)
+    max_local_prefill_length: int = setting(
+        256, "threshold: longest prefill that runs locally, in tokens; 0: none.", low=0
+    )
+    max_prefill_queue_size: int = setting(16, "threshold: prefill queue length from which prefills run locally.", low=0)
     remote_prefill_timeout_s: float = setting(30.0, "Seconds after which an unclaimed prefill is taken back.", low=0.05)
     max_handoff_attempts: int = setting(2, "Claims of one hand-off before its prefill runs locally.", low=1)
 

@@ -122,7 +122,9 @@ class EngineCore:
         if work is not None:
             computed = self.scheduler.step_work()
             self.scheduler.update(result)
-            self.scheduler.pace.costs.add(computed, self._clock.now() - began_s)
+            seconds = self._clock.now() - began_s
+            self.scheduler.pace.costs.add(computed, seconds)
+            self.scheduler.times.step.observe(seconds)
         self.limits.observe()
         return self._take_output()
 

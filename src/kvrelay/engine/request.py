@@ -196,6 +196,11 @@ class Request:
         return self.times[0][1] if self.times else 0.0
 
     @property
+    def entered_s(self) -> float:
+        """The clock's time of entering its state."""
+        return self.times[-1][1] if self.times else 0.0
+
+    @property
     def is_prefill_only(self) -> bool:
         """Whether no token is sampled: the prompt is only scored."""
         return self.sampling.max_tokens == 0

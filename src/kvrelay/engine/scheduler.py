@@ -33,6 +33,7 @@ from kvrelay.engine.request_blocks import cache_full_blocks, free_blocks, transf
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch
 from kvrelay.engine.step import KvLoad, ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.stopping import finish_reason
+from kvrelay.engine.times import EngineTimes
 
 StartRemote = Callable[[Request], None]
 """Called with a REMOTE request whose blocks are allocated. Opens the hand-off."""
@@ -75,6 +76,7 @@ class Scheduler:
         """Requests admitted without a slot (REMOTE_PREFILLING, LOADING_KV); a slot is reserved for each."""
         self._growth = Growth(pool, self._batch, clock, self.admission.push)
         self.pace = Pace()
+        self.times = EngineTimes()
         self._max_num_batched_tokens = max_num_batched_tokens
         self._away = PrefillsAway(clock)
         self._planner = BatchPlanner(
@@ -176,7 +178,9 @@ class Scheduler:
         self._num_outside -= 1
         self._away.came_back(request)
         request.num_computed_tokens = len(request.token_ids)
-        request.move(RequestStatus.RUNNING, self._clock.now())
+        now_s = self._clock.now()
+        self.times.handoff.observe(now_s - request.entered_s)
+        request.move(RequestStatus.RUNNING, now_s)
         self._batch.enter(request, decoding=True)
         cache_full_blocks(self.pool, request)
         self._accept_first(request, token_id, logprobs)
@@ -262,6 +266,7 @@ class Scheduler:
 
     def _place(self, request: Request) -> None:
         """Start an admitted request according to its mode."""
+        self.times.queue.observe(self._clock.now() - request.entered_s)
         if request.mode is PrefillMode.REMOTE:
             self._num_outside += 1
             if not request.handoff_number:
@@ -347,12 +352,15 @@ class Scheduler:
         elif request.mode is PrefillMode.HANDOFF and row not in result.failures:
             report_last_blocks(self.output, request, next(tokens), result.logprobs.get(row))
             self._batch.leave(request)
-            request.move(RequestStatus.PREFILL_SENDING, self._clock.now())
+            now_s = self._clock.now()
+            self.times.prefill.observe(now_s - request.entered_s)
+            request.move(RequestStatus.PREFILL_SENDING, now_s)
         elif row in result.failures:
             next(tokens)
             self._fail(request, result.failures[row])
         else:
             self._batch.start_decoding(request)
+            self.times.prefill.observe(self._clock.now() - request.entered_s)
             self._accept_first(request, next(tokens), result.logprobs.get(row))
 
     def _fail(self, request: Request, reason: str) -> None:

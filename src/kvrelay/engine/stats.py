@@ -6,10 +6,11 @@ value, but not all of them are from the same moment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.core.step_cost import StepCost
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.times import EngineTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class EngineStats:
     """Mean of the last steps' |measured - predicted| / measured."""
     num_step_samples: int = 0
     num_step_samples_rejected: int = 0
+    times: EngineTimes = field(default_factory=EngineTimes)
+    """Not copied: they go on."""
 
 
 def engine_stats(core: EngineCore) -> EngineStats:
@@ -62,4 +65,5 @@ def engine_stats(core: EngineCore) -> EngineStats:
         step_cost_error=costs.relative_error,
         num_step_samples=costs.num_samples,
         num_step_samples_rejected=costs.num_rejected,
+        times=scheduler.times,
     )

@@ -252,7 +252,7 @@ class FrontendApp:
             status = "500"
             _log.exception("%s failed", request_id)
             _cut_short(exchange, Failure(500, "internal error"), request_id, errors)
-        self._metrics.answered(endpoint, status)
+        self._metrics.answered(endpoint, status, request.model)
         duration_s = time.monotonic() - started_s
         self._access_log.write(request_id, request.client, request.method, path, status, duration_s)
 

@@ -5,9 +5,9 @@ prometheus-client only renders these counts.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -15,60 +15,54 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvrelay.core.events import LoadMetrics
+from kvrelay.core.histogram import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, Histogram
 from kvrelay.core.status import RefusalKind
+from kvrelay.placement.base import PrefillPlace
 
-LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 UNKNOWN = "unknown"
 """The reason of a refusal by a worker that tells none."""
-TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+COMMON_STATUSES = ("200", "400", "429", "500", "503", "disconnected", "broken")
+"""With the generating endpoints: answers whose series exist before the first of them."""
 
 
-class Histogram:
-    """Counts per bucket and the sum, in seconds."""
+class ModelMetrics:
+    """The counts of one model's sequences."""
 
-    __slots__ = ("_bounds", "counts", "total_s")
+    def __init__(self) -> None:
+        self.ttft = Histogram(LATENCY_BUCKETS_S)
+        self.itl = Histogram(TOKEN_BUCKETS_S)
+        self.duration = Histogram(LATENCY_BUCKETS_S)
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.num_migrations = 0
 
-    def __init__(self, bounds_s: Sequence[float]) -> None:
-        self._bounds = tuple(bounds_s)
-        self.counts = [0] * (len(self._bounds) + 1)
-        self.total_s = 0.0
+    def first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        self.ttft.observe(seconds)
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached_tokens
 
-    def observe(self, value_s: float) -> None:
-        self.counts[bisect_left(self._bounds, value_s)] += 1
-        self.total_s += value_s
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts, as Prometheus expects them."""
-        running, rows = 0, []
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self.counts):
-            running += count
-            rows.append((bound, float(running)))
-        return rows
+    def ended(self, num_output_tokens: int, duration_s: float | None) -> None:
+        """``duration_s`` is None if the sequence failed or was cancelled."""
+        self.num_output_tokens += num_output_tokens
+        if duration_s is not None:
+            self.duration.observe(duration_s)
 
 
 class FrontendMetrics(Collector):
     """Everything that one frontend process counts."""
 
     def __init__(self) -> None:
-        self.ttft = Histogram(LATENCY_BUCKETS_S)
-        self.itl = Histogram(TOKEN_BUCKETS_S)
-        self.duration = Histogram(LATENCY_BUCKETS_S)
-        self.requests: Counter[tuple[str, str]] = Counter()
-        self.migrations: Counter[str] = Counter()
+        self.requests: Counter[tuple[str, str, str]] = Counter()
+        """By endpoint, status and model; the model is empty if the request ended before it was known."""
         self.refusals: Counter[tuple[str, str]] = Counter()
         """By model and reason."""
         self.rejections_of: Callable[[], Mapping[str, int]] = dict
         """Requests that this frontend's own admission control refused, by reason."""
         self.num_in_flight_of: Callable[[], int] = lambda: 0
         """Number of sequences in flight; admission control counts them."""
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_output_tokens = 0
-        self.num_disconnects = 0
+        self._models: dict[str, ModelMetrics] = {}
         self._workers: Callable[[], Mapping[str, int]] = dict
         self._fallbacks: Callable[[], Mapping[str, int]] = dict
         self._places: Callable[[], Mapping[tuple[str, ...], int]] = dict
@@ -95,25 +89,14 @@ class FrontendMetrics(Collector):
 
     # -- counting -----------------------------------------------------------------------------------------------------
 
-    def first_token(self, seconds: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        self.ttft.observe(seconds)
-        self.num_prompt_tokens += num_prompt_tokens
-        self.num_cached_tokens += num_cached_tokens
+    def of(self, model: str) -> ModelMetrics:
+        """The counts of a served model. A sequence keeps them, so that a token looks nothing up."""
+        return self._models.setdefault(model, ModelMetrics())
 
-    def sequence_ended(self, num_output_tokens: int, duration_s: float | None) -> None:
-        """``duration_s`` is None if the sequence failed or was cancelled."""
-        self.num_output_tokens += num_output_tokens
-        if duration_s is not None:
-            self.duration.observe(duration_s)
-
-    def answered(self, endpoint: str, status: str) -> None:
-        """``status`` is an HTTP status, ``disconnected``, or ``broken`` for a stream that ended with an error."""
-        self.requests[endpoint, status] += 1
-        if status == "disconnected":
-            self.num_disconnects += 1
-
-    def migrated(self, model: str) -> None:
-        self.migrations[model] += 1
+    def answered(self, endpoint: str, status: str, model: str = "") -> None:
+        """``status`` is an HTTP status, ``disconnected``, or ``broken`` for a stream that ended with an error.
+        ``model`` is a served one or empty: names that clients choose must not become series."""
+        self.requests[endpoint, status, model] += 1
 
     def refused(self, model: str, kind: RefusalKind | None = None) -> None:
         """A worker has refused a request."""
@@ -130,20 +113,25 @@ class FrontendMetrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        yield _by_labels("kvrelay_requests", "HTTP requests answered.", ("endpoint", "status"), self.requests)
-        yield _by_model("kvrelay_migrations", "Requests continued on another worker.", self.migrations)
-        yield _by_labels("kvrelay_refusals", "Requests that a worker refused.", ("model", "reason"), self.refusals)
+        for name in self._workers():
+            self.of(name)
+        models = dict(self._models)
+        requests = dict.fromkeys(product(GENERATING, COMMON_STATUSES, models), 0) | self.requests
+        yield _counter("kvrelay_requests", "HTTP requests answered.", ("endpoint", "status", "model"), requests)
+        disconnects = Counter({(name,): 0 for name in ("", *models)})
+        for (_, status, name), count in self.requests.items():
+            disconnects[name,] += count * (status == "disconnected")
+        yield _counter("kvrelay_disconnects", "Clients that left early.", ("model",), disconnects)
+        refusals = dict.fromkeys(product(models, (*_REFUSALS, UNKNOWN)), 0) | self.refusals
+        yield _counter("kvrelay_refusals", "Requests that a worker refused.", ("model", "reason"), refusals)
         rejections = {(reason,): count for reason, count in self.rejections_of().items()}
-        yield _by_labels("kvrelay_rejections", "Requests refused before any worker got them.", ("reason",), rejections)
-        yield _by_labels(
-            "kvrelay_pair_placements",
-            "Prefill-first: pairs, and why there was none.",
-            ("model", "place"),
-            self._places(),
+        yield _counter("kvrelay_rejections", "Requests refused before any worker got them.", ("reason",), rejections)
+        places = dict.fromkeys(product(models, _PLACES), 0) | dict(self._places())
+        yield _counter(
+            "kvrelay_pair_placements", "Prefill-first: pairs, and why there was none.", ("model", "place"), places
         )
-        yield _by_model(
-            "kvrelay_routing_fallbacks", "Requests placed by weights: no worker's costs were known.", self._fallbacks()
-        )
+        fallbacks = dict.fromkeys(models, 0) | dict(self._fallbacks())
+        yield _by_model("kvrelay_routing_fallbacks", "Requests placed without any worker's costs.", fallbacks)
         workers = GaugeMetricFamily("kvrelay_workers", "Connected workers that take requests.", labels=("model",))
         for model, count in self._workers().items():
             workers.add_metric((model,), count)
@@ -152,44 +140,55 @@ class FrontendMetrics(Collector):
         yield GaugeMetricFamily(
             "kvrelay_requests_in_flight", "Sequences being generated.", value=self.num_in_flight_of()
         )
-        yield CounterMetricFamily("kvrelay_prompt_tokens", "Tokens of prompts.", value=self.num_prompt_tokens)
-        yield CounterMetricFamily(
-            "kvrelay_cached_prompt_tokens", "Prompt tokens found in a prefix cache.", value=self.num_cached_tokens
-        )
-        yield CounterMetricFamily("kvrelay_generation_tokens", "Tokens generated.", value=self.num_output_tokens)
-        yield CounterMetricFamily("kvrelay_disconnects", "Clients that left early.", value=self.num_disconnects)
-        yield _histogram("kvrelay_time_to_first_token_seconds", "From arrival to the first token.", self.ttft)
-        yield _histogram("kvrelay_inter_token_latency_seconds", "Between two outputs of a sequence.", self.itl)
-        yield _histogram("kvrelay_e2e_request_latency_seconds", "From arrival to the last token.", self.duration)
+        for metric, text, number in _COUNTS:
+            yield _by_model(metric, text, {name: number(model) for name, model in models.items()})
+        for metric, text, histogram in _HISTOGRAMS:
+            family = HistogramMetricFamily(metric, text, labels=("model",))
+            for name, model_metrics in models.items():
+                times = histogram(model_metrics)
+                family.add_metric((name,), buckets=times.buckets(), sum_value=times.total_s)
+            yield family
+
+
+_REFUSALS = tuple(kind.value for kind in RefusalKind)
+_PLACES = tuple(place.value for place in PrefillPlace)
+_COUNTS: tuple[tuple[str, str, Callable[[ModelMetrics], int]], ...] = (
+    ("kvrelay_migrations", "Requests continued on another worker.", lambda model: model.num_migrations),
+    ("kvrelay_prompt_tokens", "Tokens of prompts.", lambda model: model.num_prompt_tokens),
+    ("kvrelay_cached_prompt_tokens", "Prompt tokens found in a prefix cache.", lambda model: model.num_cached_tokens),
+    ("kvrelay_generation_tokens", "Tokens generated.", lambda model: model.num_output_tokens),
+)
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelMetrics], Histogram]], ...] = (
+    ("kvrelay_time_to_first_token_seconds", "From arrival to the first token.", lambda model: model.ttft),
+    ("kvrelay_inter_token_latency_seconds", "Between two outputs of a sequence.", lambda model: model.itl),
+    ("kvrelay_e2e_request_latency_seconds", "From arrival to the last token.", lambda model: model.duration),
+)
 
 
 def _load_gauges(loads: Sequence[tuple[str, LoadMetrics]]) -> Iterator[Metric]:
-    """What the workers published last, for who scales or watches by the frontend alone."""
+    """What the workers published last, for who scales or watches by the frontend alone. Until the next release also
+    under the names of the workers' own gauges."""
     shown: tuple[tuple[str, str, Callable[[LoadMetrics], float]], ...] = (
-        ("kvrelay_worker_requests_running", "Sequences that run.", lambda load: load.request_active_slots),
-        ("kvrelay_worker_requests_waiting", "Requests that wait.", lambda load: load.num_requests_waiting),
-        ("kvrelay_worker_kv_usage_ratio", "Share of the KV pool in use.", lambda load: load.gpu_cache_usage_perc),
+        ("requests_running", "Sequences that run.", lambda load: load.request_active_slots),
+        ("requests_waiting", "Requests that wait.", lambda load: load.num_requests_waiting),
+        ("kv_usage_ratio", "Share of the KV pool in use.", lambda load: load.gpu_cache_usage_perc),
     )
     for name, text, value in shown:
-        family = GaugeMetricFamily(name, text, labels=("model", "worker"))
-        for model, load in loads:
-            family.add_metric((model, load.worker_id), value(load))
-        yield family
+        deprecated = f"Deprecated, gone in the next release: use kvrelay_load_{name}."
+        for full_name, shown_text in ((f"kvrelay_load_{name}", text), (f"kvrelay_worker_{name}", deprecated)):
+            family = GaugeMetricFamily(full_name, shown_text, labels=("model", "worker"))
+            for model, load in loads:
+                family.add_metric((model, load.worker_id), value(load))
+            yield family
 
 
 def _by_model(name: str, text: str, counts: Mapping[str, int]) -> CounterMetricFamily:
-    return _by_labels(name, text, ("model",), {(model,): count for model, count in counts.items()})
+    return _counter(name, text, ("model",), {(model,): count for model, count in counts.items()})
 
 
-def _by_labels(name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, int]) -> CounterMetricFamily:
+def _counter(name: str, text: str, labels: tuple[str, ...], counts: Mapping[Any, int]) -> CounterMetricFamily:
     """A key of ``counts`` is a tuple with a value for each of the labels."""
     family = CounterMetricFamily(name, text, labels=labels)
     for values, count in counts.items():
         family.add_metric(values, count)
-    return family
-
-
-def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(name, text)
-    family.add_metric((), buckets=histogram.buckets(), sum_value=histogram.total_s)
     return family

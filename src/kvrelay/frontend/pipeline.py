@@ -90,6 +90,7 @@ class Pipeline:
         )
         exchange.drop_body()
         model = self._cluster.model(request.model)
+        exchange.request.model = model.name
         plan_size = 0 if size > INLINE_SIZE and has_short_fields(request) else size
         plan = await self._threads.call(
             plan_size, plan_completion, request, model.tokenizer.default_sampling, self._config.max_n
@@ -159,7 +160,9 @@ class Pipeline:
         size = len(exchange.request.body)
         task = await self._threads.call(size, api.read, exchange.request.body, self._fields.check)
         exchange.drop_body()
-        return task, self._cluster.model(task.request.model), size
+        model = self._cluster.model(task.request.model)
+        exchange.request.model = model.name
+        return task, model, size
 
     def _chat_plan(self, request: ChatCompletionRequest, model: Model) -> tuple[ChatForm, GenerationPlan]:
         """Raises InvalidInputError."""

@@ -106,6 +106,7 @@ class Sequence:
         self._text = AnswerText(plan, model.tokenizer, sampling.min_tokens)
         self._listener = listener
         self._metrics = metrics
+        self._counts = metrics.of(model.name)
         self._migration_limit = migration_limit
         self._order = order
         self._must_be_local = sampling.must_prefill_locally
@@ -212,7 +213,7 @@ class Sequence:
             self._fail(error)
             return
         self.num_migrations += 1
-        self._metrics.migrated(self._model.name)
+        self._counts.num_migrations += 1
         _log.info("%s: %s; migrating after %d tokens", self._attempt_id, reason, len(self.output_token_ids))
         self._place_again(error, may_wait)
 
@@ -314,7 +315,7 @@ class Sequence:
         if not self._is_prefilled:
             self._on_prefilled(output, now_s, link)
         elif token_ids:
-            self._metrics.itl.observe(now_s - self._last_s)
+            self._counts.itl.observe(now_s - self._last_s)
         self._last_s = now_s
         if link is not None:
             link.tally.generated_tokens += len(token_ids)
@@ -337,14 +338,14 @@ class Sequence:
             num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
             link.tally.prefilled(num_tokens, output.num_cached_tokens or 0)
         if self._has_output:
-            self._metrics.itl.observe(now_s - self._last_s)
+            self._counts.itl.observe(now_s - self._last_s)
             return
         self._has_output = True
         self.ttft_s = now_s - self._started_s
         self.num_cached_tokens = output.num_cached_tokens or 0
         self.decision = output.decision
         self.prompt_logprobs = output.prompt_logprobs
-        self._metrics.first_token(now_s - self._started_s, len(self.prompt_token_ids), self.num_cached_tokens)
+        self._counts.first_token(now_s - self._started_s, len(self.prompt_token_ids), self.num_cached_tokens)
 
     def _disagreed(self) -> None:
         """The decode worker has computed another first token than the prefill worker, whose token was delivered.
@@ -383,7 +384,7 @@ class Sequence:
                 self._link.release(self._attempt_id)
             self._link = None
             self._leave_router()
-        self._metrics.sequence_ended(len(self.output_token_ids), duration_s)
+        self._counts.ended(len(self.output_token_ids), duration_s)
 
     def _fail(self, error: KvrelayError) -> None:
         self._end(abort=True)

@@ -31,7 +31,7 @@ class HttpRequest:
     """A request. Header names are lower case; of repeated headers the last one counts. ``body`` comes last.
 
     When it checks the head, the application sets ``client``, the sender's name, and ``max_body_bytes``, the largest
-    body that this client may send.
+    body that this client may send. Its handler sets ``model``, the served model's name, for the metrics.
     """
 
     method: str
@@ -41,6 +41,7 @@ class HttpRequest:
     http_minor: int = 1
     body: bytes = b""
     client: str = ""
+    model: str = ""
     max_body_bytes: int | None = None
 
 

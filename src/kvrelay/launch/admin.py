@@ -198,9 +198,42 @@ async def config_set(config: ControlConfig, key: str, value: str) -> None:
         place = Keys(config.namespace).config_value(key)
         before = await control.discovery.get(place)
         await control.discovery.put(place, shown.encode())
+        print(f"{key} is {shown} in namespace {config.namespace} (before: {_shown_before(key, before)})")
+        if key.startswith(DISAGG_PREFIX):
+            await _warn_if_unused(control, config, key.removeprefix(DISAGG_PREFIX))
+        else:
+            await _warn_if_other_router(control, config, key)
     finally:
         await control.close()
-    print(f"{key} is {shown} in namespace {config.namespace} (before: {_shown_before(key, before)})")
+
+
+async def _warn_if_unused(control: ControlPlane, config: ControlConfig, name: str) -> None:
+    """Ask the workers that take requests whether the setting decides anything there; say if it does not."""
+    workers = [info for info in await list_workers(control, Keys(config.namespace)) if info.role.takes_requests]
+    async with operator_keys(control, config) as keys:
+        answers = await asyncio.gather(*(_status_of(info, keys, check=False) for info in workers))
+    settings = {status["worker_id"]: status.get("disagg", {}) for status in answers}
+    idle = [worker_id for worker_id, known in settings.items() if name in known.get("unused", ())]
+    if idle:
+        policy = settings[idle[0]]["disagg_policy"]
+        where = f"{len(idle)} of {len(workers)} workers that take requests"
+        print(
+            f"note: {DISAGG_PREFIX}{name} has no effect on {where} ({idle[0]}: --disagg-policy {policy}); "
+            f"{disagg.TO_THRESHOLDS}. Prefill-first, frontends use it unless their policy is always.",
+            file=sys.stderr,
+        )
+
+
+async def _warn_if_other_router(control: ControlPlane, config: ControlConfig, key: str) -> None:
+    """Frontends are not in discovery, so only a policy that was set at run time is known here."""
+    policy = ROUTER_PREFIX + "router"
+    value = await control.discovery.get(Keys(config.namespace).config_value(policy))
+    if key == policy or value is None:
+        return
+    shown = _shown_setting(policy, value)
+    if shown not in map(json.dumps, router_settings.USE_WEIGHTS):
+        counts = f"only under {' or '.join(router_settings.USE_WEIGHTS)}"
+        print(f"note: {key} has no effect while {policy} is {shown}, {counts}", file=sys.stderr)
 
 
 def _checked(key: str, value: str) -> object:
@@ -211,8 +244,10 @@ def _checked(key: str, value: str) -> object:
         settings = router_settings.RuntimeSettings()
         settings.put(name, value)
         return settings.get(name)
-    disagg.DisaggPolicy(DisaggConfig()).set(key.removeprefix(DISAGG_PREFIX), value)
-    return int(value)
+    name = key.removeprefix(DISAGG_PREFIX)
+    policy = disagg.DisaggPolicy(DisaggConfig())
+    policy.set(name, value)
+    return getattr(policy.config, name)
 
 
 def _require_settable(key: str) -> None:

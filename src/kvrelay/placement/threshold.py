@@ -1,52 +1,60 @@
 """The disaggregated router: local or remote prefill?
 
-A pure decision over given numbers; both thresholds can be changed while requests run.
+A pure decision over given numbers; the policy and both thresholds can be changed while requests run. No value of a
+threshold changes the policy.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
 
-from kvrelay.config import DisaggConfig
+from kvrelay.config import DisaggConfig, load_settings
 from kvrelay.errors import ConfigError
 from kvrelay.placement.base import PrefillPlace, PrefillSide
 
-SETTABLE = ("max_local_prefill_length", "max_prefill_queue_size")
-
+THRESHOLDS = ("max_local_prefill_length", "max_prefill_queue_size")
+OBJECTIVES = ("slo_ttft_ms", "slo_itl_ms", "early_reject")
+"""Settings that count by cost only."""
+SETTABLE = ("disagg_policy", *THRESHOLDS)
+TO_THRESHOLDS = "`kvrelay config set disagg.disagg_policy threshold` puts the thresholds in charge"
 
 _DEFAULTS = DisaggConfig()
 
 
 class DisaggPolicy:
-    """Holds the thresholds and decides per request."""
+    """Holds the settings and decides per request. ``knows_costs``: whether this process's engine can be asked for the
+    costs of its steps; without them ``auto`` and ``cost`` go by the thresholds."""
 
-    def __init__(self, config: DisaggConfig) -> None:
-        self._given = config
-        self._use(config)
+    def __init__(self, config: DisaggConfig, *, knows_costs: bool = True) -> None:
+        self.config = self._given = config
+        self._knows_costs = knows_costs
 
-    def _use(self, config: DisaggConfig) -> None:
-        self.config = config
-        self.is_by_cost = config.disagg_policy == "cost" or (
-            config.disagg_policy == "auto"
-            and all(getattr(config, name) == getattr(_DEFAULTS, name) for name in SETTABLE)
-        )
-        """Whether ``placement.cost`` decides, and this policy only where costs are not known."""
+    @property
+    def is_by_cost(self) -> bool:
+        """Whether ``placement.cost`` decides, and this policy only until costs have been measured."""
+        return self._knows_costs and self.config.disagg_policy in ("auto", "cost")
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Settings that decide nothing under the present policy."""
+        if self.is_by_cost:
+            return THRESHOLDS
+        return (*THRESHOLDS, *OBJECTIVES) if self.config.disagg_policy == "always" else OBJECTIVES
+
+    @property
+    def given_in_vain(self) -> tuple[str, ...]:
+        """Unused settings that are not at their defaults."""
+        return tuple(name for name in self.unused if getattr(self.config, name) != getattr(_DEFAULTS, name))
 
     def set(self, name: str, value: object) -> None:
-        """Replace one threshold at run time. Raises ConfigError for an unknown name or a value out of range."""
+        """Replace a setting at run time. Raises ConfigError for an unknown name or a value out of range."""
         self._check(name)
-        try:
-            number = int(str(value))
-        except ValueError as exc:
-            raise ConfigError(f"disagg.{name} must be a whole number, got {value!r}", param=name) from exc
-        change: dict[str, Any] = {name: number}
-        self._use(replace(self.config, **change))
+        self.config = load_settings(DisaggConfig, environ={}, flags={**asdict(self.config), name: value})
 
     def unset(self, name: str) -> None:
-        """Restore the threshold of the start. Raises ConfigError for an unknown name."""
+        """Restore the value of the start. Raises ConfigError for an unknown name."""
         self._check(name)
-        self._use(replace(self.config, **{name: getattr(self._given, name)}))
+        self.config = replace(self.config, **{name: getattr(self._given, name)})
 
     def decide(
         self, *, prompt_length: int, num_cached_tokens: int, prefill_fleet: PrefillSide, must_be_local: bool = False

@@ -13,6 +13,8 @@ from kvrelay.config.loading import nearest
 from kvrelay.errors import ConfigError
 
 SETTABLE = ("router", "overlap_weight", "decode_weight", "temperature")
+USE_WEIGHTS = ("kv", "kv-weights")
+"""The policies under which the other settings decide something; ``kv`` uses each of them until costs are known."""
 
 
 class RuntimeSettings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.core.histogram import Histogram
 from kvrelay.transfer.values import TransferOp, TransferPlan
 
 
@@ -45,10 +46,13 @@ class StatsCounter:
     def __init__(self) -> None:
         self._peers: dict[tuple[str, TransferOp], PeerTransferStats] = {}
         self.num_notifications = 0
+        self.durations = {op: Histogram() for op in TransferOp}
+        """Of ended transfers, from submission to end. Without the lock any thread may read it."""
 
     def add(self, worker_id: str, op: TransferOp, plan: TransferPlan, seconds: float, error: str | None) -> None:
         old = self._peers.get((worker_id, op)) or PeerTransferStats(worker_id, op)
         ok = error is None
+        self.durations[op].observe(seconds)
         self._peers[worker_id, op] = PeerTransferStats(
             worker_id,
             op,

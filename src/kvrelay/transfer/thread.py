@@ -27,12 +27,13 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
 from kvrelay.config import TransferConfig
 from kvrelay.core.clock import Clock, MonotonicClock
+from kvrelay.core.histogram import Histogram
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
@@ -186,6 +187,11 @@ class TransferThread:
     def check_integrity(self) -> None:
         """``Transport.check_integrity``."""
         self._transport.check_integrity()
+
+    @property
+    def durations(self) -> Mapping[TransferOp, Histogram]:
+        """Of ended transfers, from submission to end. Not copied: they go on."""
+        return self._counter.durations
 
     def stats(self) -> TransferStats:
         p2p = self._transport.p2p_counters()

@@ -51,7 +51,7 @@ from kvrelay.worker.reporting.metrics import WorkerStats
 from kvrelay.worker.reporting.publisher import Publisher
 from kvrelay.worker.reporting.stats import by_reason
 from kvrelay.worker.roles import FIRST_EPOCH, Roles
-from kvrelay.worker.runtime import follow_thresholds
+from kvrelay.worker.runtime import follow_settings, warn_of_settings_in_vain
 from kvrelay.worker.settings import WorkerSettings
 from kvrelay.worker.shutdown import Ending
 from kvrelay.worker.watchdog import Watchdog
@@ -95,7 +95,8 @@ class Worker:
         self._watchdog = Watchdog(
             self._engine.progress, settings.engine.step_timeout_s, self._ending.fail, MonotonicClock()
         )
-        self._policy = DisaggPolicy(settings.disagg)
+        facts = engine.facts
+        self._policy = DisaggPolicy(settings.disagg, knows_costs=facts.places_prefills and not facts.moves_kv)
         self._fleet = self._build_fleet(has_bar=transport.has_bar)
         self._peers = DecodePeers(
             connect,
@@ -262,7 +263,9 @@ class Worker:
         await self._publisher.start(await self._engine.call(lambda core: core.metrics()))
         self._fleet.start()
         self._callers.start()
-        self._tasks.spawn(follow_thresholds(self._control.discovery, self._keys, self._policy))
+        if self.role.takes_requests:
+            warn_of_settings_in_vain(self._policy)
+        self._tasks.spawn(follow_settings(self._control.discovery, self._keys, self._policy))
         self._tasks.spawn(self._membership.keep_entries())
         self._tasks.spawn(self._membership.keep_term())
         await self._roles.begin()
@@ -369,7 +372,7 @@ class Worker:
             "prefill_queue_error": self._decode.push_error,
             "prefill": asdict(self._prefill.stats),
             "transfer": msgspec.to_builtins(self._transfer.stats()),
-            "disagg": asdict(self._policy.config),
+            "disagg": asdict(self._policy.config) | {"unused": self._policy.unused},
         }
 
     def check_integrity(self) -> None:
@@ -407,4 +410,5 @@ class Worker:
             prefill_ends=self._prefill.handoffs.ledger.counters.ends,
             num_unleased_entries=self._control.discovery.num_unleased,
             transfer_cost_error=self._transfer_rates.relative_error,
+            transfer_durations=self._transfer.durations,
         )

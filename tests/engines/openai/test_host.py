@@ -128,6 +128,8 @@ async def test_stop_tokens_hold_even_if_the_server_ignores_them() -> None:
         last = await engine.end("a")
         assert (last.finish_reason, last.stop_token) == (FinishReason.STOP, EXPECTED[2])
         assert engine.tokens("a") == EXPECTED[:3]
+        times = engine.host.stats().times
+        assert (times.prefill.count, times.handoff.count, times.queue.count, times.step.count) == (1, 0, 0, 0)
 
 
 async def test_an_abort_closes_the_connection() -> None:

@@ -96,7 +96,8 @@ class ChaosOptions:
     def worker_flags(self) -> list[str]:
         """Model and flags of a worker; ``serve`` takes the same."""
         flags = [str(self.model_path), "--engine", self.engine_kind, "--lease-ttl-s", f"{self.lease_ttl_s:g}"]
-        flags += ["--max-local-prefill-length", "64", "--num-blocks", str(NUM_BLOCKS), *self.transfer_flags]
+        flags += ["--disagg-policy", "threshold", "--max-local-prefill-length", "64"]
+        flags += ["--num-blocks", str(NUM_BLOCKS), *self.transfer_flags]
         # The deadline must not rescue a lost prefill before its client counts it as hung.
         flags += ["--remote-prefill-timeout-s", f"{4 * SILENCE_LIMIT_S:g}"]
         if self.engine_kind == "mock":

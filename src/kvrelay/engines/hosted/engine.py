@@ -16,7 +16,7 @@ from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
-from kvrelay.core.status import FinishReason
+from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.admission.limits import NONE_PENDING, PendingArrivals
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engine.reports import handed_off_token, report_token
@@ -91,6 +91,7 @@ class StreamedEngine:
         self._running: dict[str, _Running] = {}
         self._remote = RemotePrefills(worker_id)
         self._cache = cache
+        self._clock = clock
         self._ended = CompletionRate(clock)
         self._backoff = Backoff(clock)
         self._dead: EngineDeadError | None = None
@@ -127,6 +128,7 @@ class StreamedEngine:
         request.stop_ids = stop_token_ids(request.sampling, self._eos_token_ids)
         request.length_limit = min(request.num_prompt_tokens + request.sampling.max_tokens, self._facts.max_model_len)
         request.num_cached_tokens = 0
+        request.times.append((RequestStatus.WAITING, self._clock.now()))
         if request.length_limit <= len(request.token_ids):
             # A migrated request whose last token was already generated.
             report_token(self.output, request, None, None, FinishReason.LENGTH)
@@ -192,6 +194,9 @@ class StreamedEngine:
         token_ids, logprobs = piece.token_ids, piece.logprobs
         self._require_sound(piece)
         self._require_due(running, len(token_ids))
+        if token_ids and not request.first_output_sent:
+            times = self._tally.times
+            (times.handoff if is_remote else times.prefill).observe(self._clock.now() - request.entered_s)
         for number, token_id in enumerate(token_ids):
             request.token_ids.append(token_id)
             reason = finish_reason(request, token_id) if self._backend.samples_ids else None
@@ -350,6 +355,7 @@ class StreamedEngine:
             return
         self._backoff.answered(is_probe=running.is_probe)
         request, piece, first = running.request, prefilled.piece, None
+        self._tally.times.prefill.observe(self._clock.now() - request.entered_s)
         if piece is not None and piece.token_ids:
             self._require_sound(piece)
             request.num_cached_tokens = min(piece.num_cached_tokens or 0, running.num_sent_tokens)

@@ -6,6 +6,7 @@ from kvrelay.config import EngineConfig
 from kvrelay.core.events import LoadMetrics
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engine.stats import EngineStats
+from kvrelay.engine.times import EngineTimes
 
 
 class Tally:
@@ -20,6 +21,7 @@ class Tally:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_generated_tokens = 0
+        self.times = EngineTimes()
 
     def load(self, num_running: int, num_active_blocks: int) -> LoadMetrics:
         """The next load sample."""
@@ -52,4 +54,5 @@ class Tally:
             num_generated_tokens=self.num_generated_tokens,
             num_steps=0,
             num_preemptions=0,
+            times=self.times,
         )

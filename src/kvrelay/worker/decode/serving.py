@@ -302,8 +302,7 @@ class DecodeSide:
             handoff_number=0 if handoff_id is None else handoff_id.number,
         )
         request.explain = message.explain
-        facts = self._engine.facts
-        if self._policy.is_by_cost and facts.places_prefills and not facts.moves_kv:
+        if self._policy.is_by_cost:
             request.objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
             request.refuses_late = self._policy.config.early_reject
             if message.order is HandoffOrder.DECODE_FIRST and not request.must_prefill_here:

@@ -1,31 +1,44 @@
 """A worker's numbers as Prometheus metrics. Nothing is counted here: a scrape reads the worker's own counts.
 
-Counts that the worker keeps in a dataclass become metrics by their fields' names, so that a new one appears by itself:
-``num_granted`` of the hand-off ledger is ``kvrelay_worker_handoffs_granted_total``. This module does not know how they
-are fetched.
+Each series has the label ``model``. Counts that the worker keeps in a dataclass become metrics by their fields' names,
+so that a new one appears by itself: ``num_granted`` of the hand-off ledger is
+``kvrelay_worker_handoffs_granted_total``. This module does not know how they are fetched.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from kvrelay.core.histogram import Histogram
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.step_cost import StepCost
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.stats import EngineStats
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.handoff.decode_state import DecodeCounters
+from kvrelay.placement.base import PrefillPlace
 from kvrelay.transfer.stats import P2pCounters, TransferStats
 from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.reporting.stats import DecodeStats, PrefillStats, RemoteCostStats, by_reason
 
 PREFIX = "kvrelay_worker_"
+R = TypeVar("R", EndReason, RefusalReason)
+# A series must not appear with its first event: the rate of that event would be lost.
+_PLACES = {place.value: 0 for place in PrefillPlace}
+_REFUSALS = {kind.value: 0 for kind in RefusalKind}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +66,7 @@ class WorkerStats:
     num_unleased_entries: int = 0
     transfer_cost_error: float = 0.0
     """Mean relative error of the published transfer costs."""
+    transfer_durations: Mapping[TransferOp, Histogram] = dataclasses.field(default_factory=dict)
 
 
 class WorkerMetrics(Collector):
@@ -70,27 +84,44 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        yield _info(stats)
-        yield _gauge("ready", "1 while the worker is in discovery and not leaving.", stats.is_ready)
-        yield from _engine_gauges(stats.engine)
-        yield _gauge("handoffs_waiting", "Requests that wait for a remote prefill.", stats.num_open_handoffs)
-        yield _gauge("grants_open", "Permissions to touch our blocks that peers hold.", stats.num_grants)
-        yield _counter(
-            "discovery_entries_without_lease", "Entries ignored since no lease ends them.", stats.num_unleased_entries
-        )
-        yield from _engine_counters(stats.engine)
-        yield from _transfers(stats.transfer)
-        if stats.transfer.p2p is not None:
-            yield from _p2p(stats.transfer.p2p)
-        yield _by_label("placements", "Where prefills ran, and why.", "place", stats.decode.places)
-        yield _by_label("refusals", "Requests of frontends that were refused.", "reason", stats.refusals)
-        yield _by_reason("claims_refused", "Claims of prefill workers that were refused.", stats.handoffs.refusals)
-        yield _by_reason("recomputed", "Remote prefills that were computed here instead.", stats.handoffs.ends)
-        yield _by_reason("prefills_ended", "Prefills for decode workers without success.", stats.prefill_ends)
-        yield from _counts("handoffs", "Hand-offs of this decode worker", stats.handoffs)
-        yield from _counts("decode", "Decode side", stats.decode)
-        yield from _costs(stats.engine, stats.remote, stats.transfer_cost_error)
-        yield from _counts("prefill", "Prefill side", stats.prefill)
+        for family in _families(stats):
+            for sample in family.samples:
+                sample.labels.setdefault("model", stats.model)
+            yield family
+        yield from _deprecated_costs(stats)
+
+
+def _families(stats: WorkerStats) -> Iterator[Metric]:
+    yield _info(stats)
+    yield _gauge("ready", "1 while the worker is in discovery and not leaving.", stats.is_ready)
+    yield from _engine_gauges(stats.engine)
+    yield _gauge("handoffs_waiting", "Requests that wait for a remote prefill.", stats.num_open_handoffs)
+    yield _gauge("grants_open", "Permissions to touch our blocks that peers hold.", stats.num_grants)
+    yield _counter(
+        "discovery_entries_without_lease", "Entries ignored since no lease ends them.", stats.num_unleased_entries
+    )
+    yield from _engine_counters(stats.engine)
+    yield from _times(stats)
+    yield from _transfers(stats.transfer)
+    if stats.transfer.p2p is not None:
+        yield from _p2p(stats.transfer.p2p)
+    yield _by_label("placements", "Where prefills ran, and why.", "place", _PLACES | stats.decode.places)
+    yield _by_label(
+        "refusals",
+        "Requests of frontends that were refused.",
+        "reason",
+        _REFUSALS | {kind.value: count for kind, count in dict(stats.refusals).items()},
+    )
+    yield _by_reason(
+        "claims_refused", "Claims of prefill workers that were refused.", RefusalReason, stats.handoffs.refusals
+    )
+    yield _by_reason("recomputed", "Remote prefills that were computed here instead.", EndReason, stats.handoffs.ends)
+    yield _by_reason("prefills_ended", "Prefills for decode workers without success.", EndReason, stats.prefill_ends)
+    yield from _counts("handoffs", "Hand-offs of this decode worker", stats.handoffs)
+    yield from _counts("decode", "Decode side", stats.decode)
+    yield from _cost_models(stats.engine, stats.remote, stats.transfer_cost_error, "cost_model", "cost_model")
+    yield from _cost_decisions(stats.remote)
+    yield from _counts("prefill", "Prefill side", stats.prefill)
 
 
 def _info(stats: WorkerStats) -> Metric:
@@ -131,14 +162,38 @@ def _engine_counters(engine: EngineStats) -> Iterator[Metric]:
     yield _counter("preemptions", "Requests whose blocks were taken.", engine.num_preemptions)
 
 
-def _costs(engine: EngineStats, remote: RemoteCostStats, transfer_error: float) -> Iterator[Metric]:
-    """What the fitted models hold, and how wrong they were lately."""
-    coefficients = GaugeMetricFamily(PREFIX + "cost_seconds", "Fitted cost.", labels=("model", "coefficient"))
-    errors = GaugeMetricFamily(
-        PREFIX + "cost_error_ratio", "Mean of |measured - predicted| / measured.", labels=("model",)
+def _times(stats: WorkerStats) -> Iterator[Metric]:
+    times = stats.engine.times
+    yield _histogram("queue_seconds", "Each wait for admission.", times.queue)
+    yield _histogram("prefill_seconds", "From admission to the first token of a prefill here.", times.prefill)
+    yield _histogram("handoff_seconds", "Decode side: from sending a prefill away to its KV.", times.handoff)
+    yield _histogram("step_seconds", "Steps with a forward pass.", times.step)
+    family = HistogramMetricFamily(
+        PREFIX + "transfer_duration_seconds", "Reads and writes of peers' KV, from submission to end.", labels=("op",)
     )
-    samples = CounterMetricFamily(PREFIX + "cost_samples", "Measured times.", labels=("model",))
-    rejected = CounterMetricFamily(PREFIX + "cost_samples_rejected", "Impossible times.", labels=("model",))
+    for op, histogram in stats.transfer_durations.items():
+        family.add_metric((op.value,), histogram.buckets(), histogram.total_s)
+    yield family
+
+
+def _deprecated_costs(stats: WorkerStats) -> Iterator[Metric]:
+    """The names of the last release, whose label ``model`` is the cost model. To be removed in the next one."""
+    for family in _cost_models(stats.engine, stats.remote, stats.transfer_cost_error, "cost", "model"):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        family.documentation = f"Deprecated, gone in the next release: use {name.replace('_cost_', '_cost_model_', 1)}."
+        yield family
+
+
+def _cost_models(
+    engine: EngineStats, remote: RemoteCostStats, transfer_error: float, group: str, label: str
+) -> Iterator[Metric]:
+    """What the fitted models hold, and how wrong they were lately."""
+    coefficients = GaugeMetricFamily(f"{PREFIX}{group}_seconds", "Fitted cost.", labels=(label, "coefficient"))
+    errors = GaugeMetricFamily(
+        f"{PREFIX}{group}_error_ratio", "Mean of |measured - predicted| / measured.", labels=(label,)
+    )
+    samples = CounterMetricFamily(f"{PREFIX}{group}_samples", "Measured times.", labels=(label,))
+    rejected = CounterMetricFamily(f"{PREFIX}{group}_samples_rejected", "Impossible times.", labels=(label,))
     step = StepCost() if engine.step_cost is None else engine.step_cost
     for model, cost in (("step", step), ("remote", remote.cost)):
         for name, value in msgspec.structs.asdict(cost).items():
@@ -151,6 +206,9 @@ def _costs(engine: EngineStats, remote: RemoteCostStats, transfer_error: float) 
     rejected.add_metric(("step",), engine.num_step_samples_rejected)
     rejected.add_metric(("remote",), remote.num_rejected)
     yield from (coefficients, errors, samples, rejected)
+
+
+def _cost_decisions(remote: RemoteCostStats) -> Iterator[Metric]:
     yield _counter("cost_fallbacks", "Decisions by threshold, since costs were not sound.", remote.num_fallbacks)
     yield _counter("cost_trials", "Prefills that went the dearer way, so that it is measured.", remote.num_trials)
 
@@ -192,8 +250,8 @@ def _counts(group: str, title: str, counts: DecodeStats | PrefillStats | DecodeC
             yield _counter(f"{group}_{name}", f"{title}: {name.replace('_', ' ')}.", value)
 
 
-def _by_reason(name: str, text: str, counts: Mapping[EndReason, int] | Mapping[RefusalReason, int]) -> Metric:
-    return _by_label(name, text, "reason", by_reason(counts))
+def _by_reason(name: str, text: str, reasons: type[R], counts: Mapping[R, int]) -> Metric:
+    return _by_label(name, text, "reason", by_reason({**dict.fromkeys(reasons, 0), **counts}))
 
 
 def _by_label(name: str, text: str, label: str, counts: Mapping[str, int] | Mapping[RefusalKind, int]) -> Metric:
@@ -201,6 +259,10 @@ def _by_label(name: str, text: str, label: str, counts: Mapping[str, int] | Mapp
     for value, count in dict(counts).items():
         family.add_metric((value,), count)
     return family
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
+    return HistogramMetricFamily(PREFIX + name, text, histogram.buckets(), histogram.total_s)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -1,0 +1,43 @@
+"""Histograms of durations for Prometheus: an observation is a bisection and two additions, without a lock.
+
+A histogram has one writer, the thread that owns it. A scrape reads it from any thread: the counts are copied at once,
+so buckets and count agree; the sum may be an observation ahead.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+LATENCY_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TOKEN_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Histogram:
+    """Counts per bucket and the sum, in seconds."""
+
+    __slots__ = ("_bounds", "counts", "total_s")
+
+    def __init__(self, bounds_s: Sequence[float] = LATENCY_BUCKETS_S) -> None:
+        self._bounds = tuple(bounds_s)
+        self.counts = [0] * (len(self._bounds) + 1)
+        self.total_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"Histogram({self.count} in {self.total_s:.3f} s)"
+
+    def observe(self, value_s: float) -> None:
+        self.counts[bisect_left(self._bounds, value_s)] += 1
+        self.total_s += value_s
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts, as Prometheus expects them."""
+        running, rows = 0, []
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self.counts.copy()):
+            running += count
+            rows.append((bound, float(running)))
+        return rows
