@@ -24,7 +24,7 @@ from kvrelay.core.handoff import (
 )
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RefusalKind
-from kvrelay.errors import ProtocolError
+from kvrelay.errors import UNREADABLE, ProtocolError
 
 PROTOCOL_VERSION = 6
 
@@ -182,5 +182,5 @@ def decode_message(frame: bytes | memoryview) -> Message:
         raise ProtocolError(f"a frame of {len(frame)} bytes has no version {PROTOCOL_VERSION} header")
     try:
         return _decoder.decode(memoryview(frame)[1:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"malformed message: {exc}") from exc

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvrelay.core.grammar import ANY_JSON_OBJECT, MAX_GRAMMAR_CHARS, Grammar, GrammarKind
-from kvrelay.errors import InvalidInputError
+from kvrelay.errors import UNREADABLE, InvalidInputError
 from kvrelay.frontend.openai.bounds import JsonMap, Name, Word
 
 MAX_SCHEMA_DEPTH = 100
@@ -127,7 +127,7 @@ def schema_source(schema: object, param: str) -> str:
             raise InvalidInputError(f"{param} has more than {MAX_GRAMMAR_CHARS} characters", param=param)
         try:
             schema = msgspec.json.decode(schema)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as exc:
+        except UNREADABLE as exc:
             raise InvalidInputError(f"{param} is no JSON: {exc}", param=param) from exc
     if not isinstance(schema, dict):
         raise InvalidInputError(f"{param} must be a JSON schema, that is, an object", param=param)
