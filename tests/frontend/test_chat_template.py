@@ -74,7 +74,7 @@ def test_a_malformed_template_is_the_checkpoints_fault() -> None:
     ],
 )
 def test_a_template_that_works_for_ever_is_refused_at_load(source: str) -> None:
-    with pytest.raises(CheckpointError, match="chat template is refused: .* loops or repeats too much") as caught:
+    with pytest.raises(CheckpointError, match=r"chat template is refused: .* loops or repeats too much") as caught:
         ChatTemplate(source, {})
     assert "\n" not in caught.value.message
 
@@ -90,7 +90,8 @@ def test_what_a_client_makes_a_template_do_is_bounded() -> None:
 
 def test_long_chats_are_within_the_bound() -> None:
     source = (
-        "{% for m in messages %}{{ '<|' ~ m.role + '|>' }}{% if m.content is string %}{% set c = m.content %}{% endif %}"
+        "{% for m in messages %}{{ '<|' ~ m.role + '|>' }}"
+        "{% if m.content is string %}{% set c = m.content %}{% endif %}"
         "{{ c.split('</think>')[-1].lstrip('\n') | trim | replace('\r', '') + '\n' }}{% endfor %}"
     )
     template = ChatTemplate(source, {})

@@ -14,8 +14,9 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvrelay.errors import CheckpointError, InvalidInputError, PromptTooLongError
 
@@ -88,7 +89,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             _work.spend(_cost("%" if operator == "%" else operator, (left, right)))
         return _paid(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - jinja2's
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         # The sandbox wraps ``str.format``.
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         _work.spend(CALL_WORK + _cost(getattr(__obj, "__name__", ""), (owner, *args, *kwargs.values())))
