@@ -69,7 +69,7 @@ def test_a_malformed_template_is_the_checkpoints_fault() -> None:
         "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
         "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x.replace('', ns.x) %}{% endfor %}",
-        "{% set ns = namespace(x='ab') %}{% for a in range(9) %}{% set ns.x = [ns.x, ns.x] | join(ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = [ns.x, ns.x]|join(ns.x) %}{% endfor %}",
         "{% set x = 'ab' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
     ],
 )
