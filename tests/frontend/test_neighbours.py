@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
+import itertools
 import json
+import random
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,9 +21,10 @@ from kvrelay.core.event_codec import encode_load
 from kvrelay.core.events import LoadMetrics
 from kvrelay.errors import ConfigError, InvalidInputError, PayloadTooLargeError
 from kvrelay.frontend.access_log import AccessLog
-from kvrelay.frontend.content_coding import gunzipped
+from kvrelay.frontend.content_coding import MAX_MEMBERS, gunzipped
 from kvrelay.frontend.cors import AllowedOrigins
 from kvrelay.frontend.neighbours import REFUSED
+from kvrelay.frontend.side_threads import complete
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "a", "max_tokens": 3}
@@ -76,11 +81,56 @@ def test_gunzip_decodes_what_fits(data: bytes, limit: int, num_members: int) -> 
     coded = gzip.compress(data) * num_members
     if len(data) * num_members > limit:
         with pytest.raises(PayloadTooLargeError):
-            gunzipped(coded, limit)
+            complete(gunzipped(coded, limit))
     else:
-        assert gunzipped(coded, limit) == data * num_members
+        assert complete(gunzipped(coded, limit)) == data * num_members
         with pytest.raises(InvalidInputError):
-            gunzipped(coded[:-1], limit)
+            complete(gunzipped(coded[:-1], limit))
+
+
+def test_gunzip_takes_turns() -> None:
+    data = b"x" * 5 * 2**20 + random.Random(1).randbytes(2**20)
+    body = gzip.compress(data)
+    turns = list(gunzipped(body, len(data)))
+    assert len(turns) >= len(body) / 2**16 + 5
+    assert complete(gunzipped(body, len(data))) == data
+
+
+def test_a_body_of_many_empty_members_is_refused_before_it_is_decoded() -> None:
+    empty = gzip.compress(b"")
+    assert complete(gunzipped(empty * MAX_MEMBERS, 10)) == b""
+    work = gunzipped(empty * (MAX_MEMBERS * 200), 10)
+    assert list(itertools.islice(work, MAX_MEMBERS)) == [None] * MAX_MEMBERS
+    with pytest.raises(InvalidInputError, match="members"):
+        next(work)
+
+
+async def test_decoding_ends_when_its_client_leaves(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client leaves in the first turn; the second does not come."""
+    turns: list[int] = []
+    left, ended = asyncio.Event(), asyncio.Event()
+
+    def endless(body: bytes, max_bytes: int) -> Iterator[None]:
+        try:
+            while True:
+                turns.append(1)
+                loop.call_soon_threadsafe(left.set)
+                yield
+        finally:
+            loop.call_soon_threadsafe(ended.set)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr("kvrelay.frontend.app.gunzipped", endless)
+    async with running(model_dir, Script((10,))) as cluster:
+        port = cluster.frontend.port
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-encoding: gzip\r\ncontent-length: 1\r\n\r\nx"
+        writer.write(head.encode())
+        await left.wait()
+        assert (await ask(port, "POST", COMPLETIONS, {}, json.dumps(BODY).encode())).status == 200, "others take turns"
+        writer.transport.abort()
+        await ended.wait()
+        assert (await ask(port, "POST", COMPLETIONS, {}, json.dumps(BODY).encode())).status == 200
 
 
 async def test_cross_origin_requests(model_dir: Path) -> None:

@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.bench.errors import MissingPackageError
-from kvrelay.errors import InvalidInputError
+from kvrelay.errors import UNREADABLE, InvalidInputError
 
 _T = TypeVar("_T")
 
@@ -174,7 +174,7 @@ def json_lines(path: Path, item: type[_T]) -> Iterator[_T]:
             if line.strip():
                 try:
                     yield decoder.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+                except UNREADABLE as exc:
                     raise InvalidInputError(f"{path}:{number}: {exc}") from exc
 
 
@@ -185,7 +185,7 @@ def _read_sharegpt(path: Path) -> Iterator[list[Turn]]:
         return (item.turns() for item in json_lines(path, _ShareItem))
     try:
         return (item.turns() for item in msgspec.json.decode(path.read_bytes(), type=list[_ShareItem]))
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise InvalidInputError(f"{path}: not a ShareGPT file: {exc}") from exc
 
 

@@ -27,7 +27,7 @@ from kvrelay.bench.report.files import describe_machine, write_result, write_tex
 from kvrelay.bench.report.table import table
 from kvrelay.cli.processes import run_async
 from kvrelay.core.child_process import start_child_process
-from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.errors import UNREADABLE, InvalidInputError, KvrelayError
 
 SUITE_KIND = "kvrelay-bench-all/1"
 SAMPLE = "sample-conversations.txt"
@@ -167,7 +167,7 @@ def _finish(step: Step, command: list[str], folder: Path) -> tuple[tuple[str, fl
         raise BenchError(f"exit code {process.returncode}: {last}")
     try:
         return top_figures(msgspec.json.decode(printed))
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise BenchError(f"printed something that is not JSON: {exc}") from exc
 
 

@@ -39,7 +39,7 @@ def storage_problem(monitoring_url: str) -> str | None:
         connection.close()
     if answer.status != UNAVAILABLE:
         return None
-    with contextlib.suppress(ValueError, LookupError, TypeError):
+    with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
         return " ".join(str(json.loads(body)["error"]).split())
     return "its health check fails"
 

@@ -14,7 +14,7 @@ import msgspec
 
 from kvrelay.core.handoff import RemotePrefillRequest
 from kvrelay.core.workers import CallerInfo, KvMetadata, WorkerInfo
-from kvrelay.errors import InvalidInputError, ProtocolError
+from kvrelay.errors import UNREADABLE, InvalidInputError, ProtocolError
 
 MAX_ENTRY_BYTES = 1 << 20
 MAX_SETTING_BYTES = 4096
@@ -33,7 +33,6 @@ _metadata_decoder = msgspec.json.Decoder(KvMetadata)
 _caller_decoder = msgspec.json.Decoder(CallerInfo)
 _setting_decoder: msgspec.json.Decoder[Setting] = msgspec.json.Decoder(Setting)
 _prefill_decoder = msgspec.msgpack.Decoder(RemotePrefillRequest)
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decode_worker(worker_id: str, value: bytes) -> WorkerInfo:
@@ -56,7 +55,7 @@ def decode_caller(caller_id: str, value: bytes) -> CallerInfo:
         raise ProtocolError(f"entry of caller {caller_id} has {len(value)} bytes")
     try:
         caller = _caller_decoder.decode(value)
-    except _UNREADABLE as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"entry of caller {caller_id} is malformed: {exc}") from exc
     if caller.caller_id != caller_id or caller.version != VERSION:
         raise ProtocolError(f"entry of caller {caller_id} names caller {caller.caller_id}, version {caller.version}")
@@ -69,7 +68,7 @@ def decode_setting(name: str, value: bytes) -> Setting:
         raise ProtocolError(f"setting {name} has {len(value)} bytes")
     try:
         setting = _setting_decoder.decode(value)
-    except _UNREADABLE as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"setting {name} is malformed: {exc}") from exc
     if isinstance(setting, float) and not math.isfinite(setting):
         raise ProtocolError(f"setting {name} is not a finite number")
@@ -80,7 +79,7 @@ def decode_prefill(data: bytes) -> RemotePrefillRequest:
     """An entry of the prefill queue. Raises ProtocolError."""
     try:
         request = _prefill_decoder.decode(data)
-    except (*_UNREADABLE, ValueError) as exc:
+    except (*UNREADABLE, ValueError) as exc:
         raise ProtocolError(f"malformed prefill: {exc}") from exc
     if request.version != VERSION:
         raise ProtocolError(f"prefill {request.handoff_id!r} has version {request.version}, not {VERSION}")
@@ -109,7 +108,7 @@ def _registration(decoder: msgspec.json.Decoder[_Struct], what: str, worker_id: 
         raise ProtocolError(f"{what} of {worker_id} has {len(value)} bytes")
     try:
         found = decoder.decode(value)
-    except _UNREADABLE as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"{what} of {worker_id} is malformed: {exc}") from exc
     if found.worker_id != worker_id:
         raise ProtocolError(f"{what} of {worker_id} names another worker, {found.worker_id}")

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from kvrelay.core.events import MAX_TRANSFER_PEERS, BlockStored, KvEventBatch, LoadMetrics
-from kvrelay.errors import ProtocolError
+from kvrelay.errors import UNREADABLE, ProtocolError
 
 EVENT_PROTOCOL_VERSION = 1
 
@@ -139,7 +139,7 @@ def without_tokens(batch: KvEventBatch) -> KvEventBatch:
 def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
     try:
         message = decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"malformed frame: {exc}") from exc
     if message.version != EVENT_PROTOCOL_VERSION:
         raise ProtocolError(f"frame has version {message.version}, not {EVENT_PROTOCOL_VERSION}")

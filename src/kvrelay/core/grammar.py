@@ -21,10 +21,13 @@ MAX_GRAMMAR_REPETITIONS = 2048
 _REPETITION = re.compile(r"[?*+]|\{\s*\d|\|\s*\)|\(\s*\||\(\s*\)")
 """What makes a part of a pattern optional or repeated, or a part that is empty; inside a class it counts, too."""
 _PATTERN = re.compile(r'"pattern"\s*:\s*"((?:\\.|[^"\\])*+)"')
+_LITERAL = re.compile(r'(?://|#).*|"(?:\\.|[^"\\\n])*+"?|/(?:\\.|[^/\\])*+/?')
+"""A comment, string or regular expression of Lark. One without an end is refused by the compiler; it goes on to where
+it breaks off, so that nothing is read twice."""
 _JSON_LINE = re.compile(r"%json.*")
-_TERMINAL = re.compile(r"^[ \t]*([A-Z_][A-Z0-9_]*)[^:\"/\n]*:", re.MULTILINE)
+_TERMINAL = re.compile(r"^[ \t]*+([A-Z_][A-Z0-9_]*+)[^:\"/\n]*+:", re.MULTILINE)
+"""Possessive, so that its time is linear."""
 _NAME = re.compile(r"\b[A-Z_][A-Z0-9_]*\b")
-_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*+"|/(?:\\.|[^/\\\n])*+/')
 _RULE = re.compile(r"[^\"\s]\s*:")
 """The colon behind the name of a rule. A key of a schema has a quotation mark before its colon."""
 
@@ -65,15 +68,16 @@ class Grammar(msgspec.Struct, frozen=True, weakref=True):
             return len(_REPETITION.findall(self.source))
         if self.kind is GrammarKind.JSON_SCHEMA:
             return _repetitions_of_schema(self.source)
-        schemas = _JSON_LINE.findall(self.source)
-        rules = _JSON_LINE.sub("", self.source)
-        terminals = _expanded_terminals(rules)
+        bare = _LITERAL.sub(_blanks, self.source)
+        schemas = [self.source[match.start() : match.end()] for match in _JSON_LINE.finditer(bare)]
+        terminals = _expanded_terminals(self.source, bare)
         if sum(size for size, _ in terminals) > MAX_GRAMMAR_CHARS:
             raise InvalidInputError(
                 f"the terminals of a grammar have at most {MAX_GRAMMAR_CHARS} characters in all", param=self.kind
             )
         expanded = sum(count for _, count in terminals)
-        return expanded + len(_REPETITION.findall(rules)) + sum(map(_repetitions_of_schema, schemas))
+        num_rules = len(_REPETITION.findall(self.source)) - sum(len(_REPETITION.findall(schema)) for schema in schemas)
+        return expanded + num_rules + sum(map(_repetitions_of_schema, schemas))
 
     def _num_links(self) -> int:
         """At least as many as there are: an escape may stand for a letter of ``$ref``, and a colon in a text counts."""
@@ -90,20 +94,25 @@ def _repetitions_of_schema(source: str) -> int:
     return sum(len(_REPETITION.findall(pattern)) for pattern in _PATTERN.findall(source))
 
 
-def _expanded_terminals(source: str) -> list[tuple[int, int]]:
+def _blanks(match: re.Match[str]) -> str:
+    return " " * len(match[0])
+
+
+def _expanded_terminals(source: str, bare: str) -> list[tuple[int, int]]:
     """Of each terminal of a Lark grammar: characters and repetitions, with those of all terminals in it. The compiler
-    puts them in place of their names, so that a few lines may stand for any number of parts."""
-    found = list(_TERMINAL.finditer(source))
-    ends = [match.start() for match in found[1:]] + [len(source)]
-    bodies = {match[1]: source[match.end() : end] for match, end in zip(found, ends)}
+    puts them in place of their names, so that a few lines may stand for any number of parts. ``bare`` is the source
+    with blanks for literals."""
+    found = list(_TERMINAL.finditer(bare))
+    ends = [match.start() for match in found[1:]] + [len(bare)]
+    bodies = {match[1]: slice(match.end(), end) for match, end in zip(found, ends)}
     sizes: dict[str, tuple[int, int]] = {}
 
     def expand(name: str) -> tuple[int, int]:
         if name not in sizes:
             sizes[name] = (0, 0)  # of a terminal inside itself, which the compiler refuses
-            body = bodies[name]
+            body = source[bodies[name]]
             size, count = len(body), len(_REPETITION.findall(body))
-            for inner in _NAME.findall(_LITERAL.sub(" ", body)):
+            for inner in _NAME.findall(bare[bodies[name]]):
                 if inner in bodies:
                     more = expand(inner)
                     size, count = size + more[0], count + more[1]

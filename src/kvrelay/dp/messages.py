@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.dp.protocol import StartStep, StepsUntil
-from kvrelay.errors import ProtocolError
+from kvrelay.errors import UNREADABLE, ProtocolError
 
 VERSION = 1
 MAX_FRAME_BYTES = 1 << 20
@@ -126,5 +126,5 @@ class FrameReader:
                 raise ProtocolError(f"a message of a data-parallel group has version {version}, expected {VERSION}")
             try:
                 yield self._decoder.decode(body)
-            except (msgspec.DecodeError, msgspec.ValidationError) as exc:
+            except UNREADABLE as exc:
                 raise ProtocolError(f"a message of a data-parallel group is malformed: {exc}") from exc

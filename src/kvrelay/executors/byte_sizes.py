@@ -12,7 +12,7 @@ _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 def parse_bytes(text: str) -> int:
     """Bytes in "512MiB", "4GiB", "1.5GB" or "1048576". Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*+(\d++(?:\.\d++)?)\s*+([A-Za-z]*+)\s*+", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"not an amount of memory: {text!r} (e.g. 512MiB, 4GiB)", param="kv_cache_memory")
     return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -262,7 +262,8 @@ class FrontendApp:
         if is_coded(request.headers.get("content-encoding", "")):
             own = request.max_body_bytes
             limit = self._max_body_bytes if own is None else min(own, self._max_body_bytes)
-            exchange.replace_body(await self._threads.call(limit, gunzipped, request.body, limit))
+            work = gunzipped(request.body, limit)
+            exchange.replace_body(await self._threads.run(limit, work, partial(require_client, exchange)))
 
     # -- handlers -----------------------------------------------------------------------------------------------------
 

@@ -2,16 +2,136 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvrelay.errors import CheckpointError, InvalidInputError, PromptTooLongError
+
+MAX_WORK = 2**27
+"""What a rendering may do: characters that it makes, and more for each call and each turn of a loop. Some seconds."""
+TURN_WORK = 2**9
+CALL_WORK = 2**8
+_PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"})
+
+
+class _Work(threading.local):
+    """What is left to the rendering on this thread."""
+
+    left = MAX_WORK
+
+    def spend(self, work: int) -> None:
+        """Raises SecurityError."""
+        self.left -= work
+        if self.left < 0:
+            raise SecurityError("it loops or repeats too much")
+
+
+_work = _Work()
+
+
+class _CodeGenerator(CodeGenerator):
+    """Counts the turns of loops and the calls of macros, and joins with ``~`` as with a call."""
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802 - jinja2's name
+        node.body = [nodes.ExprStmt(_TURN), *node.body]
+        node.test = node.test and nodes.And(_TURN, node.test)
+        super().visit_For(node, frame)
+
+    def macro_body(self, node: nodes.Macro | nodes.CallBlock, frame: Frame) -> Any:
+        node.body = [nodes.ExprStmt(_TURN), *node.body]
+        return super().macro_body(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        joined = nodes.EnvironmentAttribute("joined")
+        self.visit(nodes.Call(joined, list(node.nodes), [], None, None), frame)
+
+
+_TURN = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox whose work is bounded, whatever a template or a message says. Work is paid before it is done."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    code_generator_class = _CodeGenerator
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], finalize=_paid)
+        self.filters = {
+            name: _bounded(name, function) for name, function in {**self.filters, "tojson": _tojson}.items()
+        }
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+    def turn(self) -> bool:
+        _work.spend(TURN_WORK)
+        return True
+
+    def joined(self, *parts: object) -> str:
+        return "".join(map(str, parts))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _work.spend(left.bit_length() * abs(right))
+        else:
+            _work.spend(_cost("%" if operator == "%" else operator, (left, right)))
+        return _paid(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        # The sandbox wraps ``str.format``.
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        _work.spend(CALL_WORK + _cost(getattr(__obj, "__name__", ""), (owner, *args, *kwargs.values())))
+        return _paid(super().call(__context, __obj, *args, **kwargs))
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        _work.spend(_cost(name, (*args, *kwargs.values())))
+        return _paid(function(*args, **kwargs))
+
+    return bounded
+
+
+def _paid(value: Any) -> Any:
+    if isinstance(value, (str, bytes, list, tuple)):
+        _work.spend(len(value))
+    return value
+
+
+def _cost(name: str, values: Sequence[Any]) -> int:
+    """At least the characters or items that a function of this name makes of the values; a number may be a width or a
+    count, and so may one in a format."""
+    texts = [value for value in values if isinstance(value, str)]
+    if name == "replace" and len(texts) > 2:
+        return len(texts[0]) + texts[0].count(texts[1]) * len(texts[2])
+    lists = [value for value in values if isinstance(value, (list, tuple))]
+    size = 1 + sum(map(len, texts)) + sum(map(len, lists))
+    if name == "join":
+        return size + sum(
+            sum(map(len, texts)) + (len(item) if isinstance(item, str) else 1) for items in lists for item in items
+        )
+    if name in ("format", "%") and texts:
+        values = [*values, *(item for items in lists for item in items), *map(int, _NUMBER.findall(texts[0]))]
+    for value in values:
+        if isinstance(value, int):
+            size *= max(1, abs(value))
+    return size
+
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def _raise_exception(message: str) -> None:
@@ -53,10 +173,8 @@ class ChatTemplate:
     """A compiled template. ``special_tokens`` are names such as ``bos_token`` with their text."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment = _Environment()
+        _work.left = MAX_WORK
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError) as exc:
@@ -64,6 +182,12 @@ class ChatTemplate:
             raise CheckpointError(f"the chat template is malformed: {exc}") from exc
         self._special_tokens = dict(special_tokens)
         self.source = source
+        try:
+            self.render(_PROBE)
+        except InvalidInputError as exc:
+            # A template may refuse a conversation, but no template needs a second for it.
+            if _work.left < 0:
+                raise CheckpointError(f"the chat template is refused: of a short chat, {exc.__cause__}") from exc
 
     @property
     def knows_tools(self) -> bool:
@@ -97,6 +221,7 @@ class ChatTemplate:
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
         }
+        _work.left = MAX_WORK
         try:
             return _joined(self._template.generate(names), max_chars)
         except (
@@ -106,6 +231,7 @@ class ChatTemplate:
             KeyError,
             AttributeError,
             OverflowError,
+            MemoryError,
             RecursionError,
         ) as exc:
             raise InvalidInputError(f"the chat template refuses these messages: {exc}", param="messages") from exc

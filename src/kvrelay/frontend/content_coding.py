@@ -6,9 +6,15 @@ import zlib
 
 from kvrelay.errors import InvalidInputError, PayloadTooLargeError
 from kvrelay.frontend.openai.errors import RefusedError
+from kvrelay.frontend.side_threads import Pieces
 
 _GZIP = 31
 """zlib's window bits for gzip with its header and checksum."""
+MAX_MEMBERS = 1024
+"""Compressors write one, or one per some tens of kB."""
+_PIECE_BYTES = 2**16
+_DECODED_BYTES = 2**20
+"""Of one piece, which takes some milliseconds."""
 
 
 def is_coded(coding: str) -> bool:
@@ -21,23 +27,35 @@ def is_coded(coding: str) -> bool:
     return True
 
 
-def gunzipped(body: bytes, max_bytes: int) -> bytes:
+def gunzipped(body: bytes, max_bytes: int) -> Pieces[bytes]:
     """The body, of at most ``max_bytes``; no more than that is ever decoded.
 
     Raises PayloadTooLargeError, InvalidInputError for what is not gzip.
     """
     found: list[bytes] = []
     room = max_bytes + 1
+    start = num_members = 0
+    coded, decoder = b"", None
     try:
-        while body:
-            decoder = zlib.decompressobj(_GZIP)
-            found.append(decoder.decompress(body, room))
+        while coded or start < len(body):
+            if not coded:
+                # Of a small piece, what is left after a member is copied quickly.
+                coded, start = body[start : start + _PIECE_BYTES], start + _PIECE_BYTES
+            if decoder is None:
+                num_members += 1
+                if num_members > MAX_MEMBERS:
+                    raise InvalidInputError(f"the gzip body has more than {MAX_MEMBERS} members")
+                decoder = zlib.decompressobj(_GZIP)
+            found.append(decoder.decompress(coded, min(room, _DECODED_BYTES)))
             room -= len(found[-1])
             if room <= 0:
                 raise PayloadTooLargeError(f"the decoded body has more than {max_bytes} bytes")
-            if not decoder.eof:
-                raise InvalidInputError("the gzip body ends too early")
-            body = decoder.unused_data
+            coded = decoder.unused_data if decoder.eof else decoder.unconsumed_tail
+            if decoder.eof:
+                decoder = None
+            yield
     except zlib.error as exc:
         raise InvalidInputError(f"the body is not gzip: {exc}") from exc
+    if decoder is not None:
+        raise InvalidInputError("the gzip body ends too early")
     return b"".join(found)

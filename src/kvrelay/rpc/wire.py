@@ -20,7 +20,7 @@ from kvrelay.core.messages import (
     PrefillLost,
     RequestRefused,
 )
-from kvrelay.errors import ProtocolError
+from kvrelay.errors import UNREADABLE, ProtocolError
 from kvrelay.handoff.messages import (
     HandoffAbandon,
     HandoffClaim,
@@ -75,5 +75,5 @@ def decode_message(frame: bytes | memoryview) -> Message:
         raise ProtocolError(f"a frame of {len(frame)} bytes has no version {PROTOCOL_VERSION} header")
     try:
         return _decoder.decode(memoryview(frame)[1:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"malformed message: {exc}") from exc

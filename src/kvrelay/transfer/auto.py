@@ -12,7 +12,7 @@ import msgspec
 
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import FatalError, TransferError
+from kvrelay.errors import UNREADABLE, FatalError, TransferError
 from kvrelay.transfer.base import Completion, Notification, OneSided, Transport
 from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
 
@@ -59,7 +59,7 @@ class AutoTransport(OneSided):
         worker_id = metadata.worker_id
         try:
             agents = msgspec.msgpack.decode(metadata.agent, type=dict[str, bytes])
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except UNREADABLE as exc:
             raise TransferError(f"the metadata of worker {worker_id} is damaged: {exc}", peer=worker_id) from exc
         self.remove_peer(worker_id)
         refusal = f"worker {worker_id} has no transport in common with us"

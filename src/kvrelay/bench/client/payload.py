@@ -9,7 +9,7 @@ import msgspec
 
 from kvrelay.bench.errors import BadResponseError
 from kvrelay.bench.load.request import LoadRequest
-from kvrelay.errors import InvalidInputError
+from kvrelay.errors import UNREADABLE, InvalidInputError
 
 DONE = b"[DONE]"
 
@@ -74,7 +74,7 @@ def parse_extra(text: str) -> bytes:
     """Check that ``text`` is a JSON object."""
     try:
         return msgspec.json.encode(msgspec.json.decode(text.encode(), type=dict[str, object]))
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise InvalidInputError(f"the extra body is not a JSON object: {exc}", param="extra_body") from exc
 
 
@@ -105,7 +105,7 @@ def decode_chunk(data: bytes) -> Chunk:
     """Read one event's data. Raises BadResponseError for data that is not a chunk, and for an error event."""
     try:
         chunk = _chunk_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise BadResponseError(f"the stream holds something that is no chunk: {exc}") from exc
     if chunk.error is not None:
         raise BadResponseError(f"the stream broke off with an error: {error_text(data)}")
@@ -116,7 +116,7 @@ def error_text(body: bytes) -> str:
     """The message in an error body, in one line of bounded length."""
     try:
         decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         decoded = body.decode("utf-8", "replace")
     for key in ("error", "message", "detail"):
         if isinstance(decoded, dict) and key in decoded:

@@ -13,6 +13,7 @@ import msgspec
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.payload import error_text
 from kvrelay.bench.errors import BadResponseError, BenchError, ServerDownError
+from kvrelay.errors import UNREADABLE
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _POLL_S = 0.1
@@ -121,5 +122,5 @@ async def _ask(pool: ConnectionPool, path: str, kind: type[_T], body: object = N
         raise BadResponseError(f"{where}: HTTP {answer.status}: {error_text(answer.body)}")
     try:
         return msgspec.json.decode(answer.body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise BadResponseError(f"{where} answered something unexpected: {exc}") from exc

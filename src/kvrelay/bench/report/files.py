@@ -11,7 +11,7 @@ import msgspec
 import psutil
 
 from kvrelay.bench.report.metrics import REPORT_KIND, ServeReport
-from kvrelay.errors import InvalidInputError
+from kvrelay.errors import UNREADABLE, InvalidInputError
 
 
 def to_json(value: object) -> str:
@@ -47,7 +47,7 @@ def read_serve_report(path: Path) -> ServeReport:
         report = msgspec.json.decode(path.read_bytes(), type=ServeReport)
     except OSError as exc:
         raise InvalidInputError(f"cannot read {path}: {exc.strerror}") from exc
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise InvalidInputError(f"{path} is not a result of this benchmark: {exc}") from exc
     if report.kind != REPORT_KIND:
         raise InvalidInputError(f"{path} is a {report.kind} report, not {REPORT_KIND}")

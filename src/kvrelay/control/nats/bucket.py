@@ -35,6 +35,7 @@ from kvrelay.control.nats.jetstream import (
 )
 from kvrelay.control.nats.kv_keys import decode_key, encode_key
 from kvrelay.core.workers import LeaseTime
+from kvrelay.errors import UNREADABLE
 
 _log = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ class Bucket:
             return LeaseRecord(lease_id, None)
         try:
             value = msgspec.json.decode(message.data, type=LeaseValue)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        except UNREADABLE as exc:
             _log.warning("lease %s in bucket %s is malformed: %s", lease_id, self.name, exc)
             return None
         return LeaseRecord(lease_id, value.ttl_s)

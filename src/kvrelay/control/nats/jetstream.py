@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvrelay.control.nats.connection import NatsConnection, NoRespondersError, RequestTimeoutError
-from kvrelay.errors import ControlUnavailableError
+from kvrelay.errors import UNREADABLE, ControlUnavailableError
 
 EXPECTED_SEQUENCE = "Nats-Expected-Last-Subject-Sequence"
 MESSAGE_TTL = "Nats-TTL"
@@ -273,7 +273,7 @@ def _decode(what: str, data: bytes, reply_type: type[T]) -> T:
         failure = msgspec.json.decode(data, type=_Failure)
         if failure.error is None:
             return msgspec.json.decode(data, type=reply_type)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise ControlUnavailableError(f"cannot read the control server's answer to {what}: {exc}") from exc
     error = failure.error
     kind = WrongSequenceError if error.err_code in WRONG_SEQUENCES else JetStreamError

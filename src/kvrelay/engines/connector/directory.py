@@ -22,7 +22,7 @@ import msgspec
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.locks import is_locked, try_lock
 from kvrelay.engines.connector.terms import VERSION, StagingPlace
-from kvrelay.errors import ConfigError, InvalidInputError
+from kvrelay.errors import UNREADABLE, ConfigError, InvalidInputError
 
 CONFIG_KEY = "kvrelay_staging_dir"
 """The directory in vLLM's ``kv_connector_extra_config``."""
@@ -114,7 +114,7 @@ class StagingDirectory:
                     "kvrelay"
                 )
             return msgspec.json.decode(written, type=kind)
-        except msgspec.DecodeError as exc:
+        except UNREADABLE as exc:
             raise InvalidInputError(f"{self.path / name} cannot be read: {exc}") from exc
 
 

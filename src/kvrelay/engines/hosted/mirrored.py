@@ -14,7 +14,7 @@ import msgspec
 
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvrelay.core.hashing import compute_block_hashes
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import UNREADABLE, KvrelayError
 
 ServerHash = int | bytes
 """vLLM's name of a block: a number, or 32 bytes."""
@@ -82,7 +82,7 @@ class MirroredCache:
         """Apply a batch and return the changes. Raises EventsError; later events of the batch are then not applied."""
         try:
             batch = msgspec.msgpack.decode(payload, type=_Batch)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        except UNREADABLE as exc:
             raise EventsError(f"no batch of events: {exc}") from exc
         events: list[KvEvent] = []
         for told in batch.events:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.engines.hosted.backend import AnswerError
+from kvrelay.errors import UNREADABLE
 
 Body = dict[str, Any]
 
@@ -35,7 +36,7 @@ class VllmTransfer:
     def params_of(self, answer: bytes) -> bytes:
         try:
             params = msgspec.json.decode(answer, type=_Prefilled).kv_transfer_params
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except UNREADABLE as exc:
             raise AnswerError(f"the prefill server's answer is no completion: {exc}") from exc
         if not params:
             raise AnswerError("the prefill server keeps no KV: start it with --kv-transfer-config and NixlConnector")
@@ -44,7 +45,7 @@ class VllmTransfer:
     def decode_body(self, body: Body, kv_transfer_params: bytes) -> Body:
         try:
             params = msgspec.json.decode(kv_transfer_params, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        except UNREADABLE as exc:
             raise AnswerError(f"the kv_transfer_params are no JSON object: {exc}") from exc
         if params.get("do_remote_prefill") is not True or not params.get("remote_block_ids"):
             raise AnswerError("the kv_transfer_params name no blocks of a prefill server")

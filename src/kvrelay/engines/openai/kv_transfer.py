@@ -18,7 +18,7 @@ import msgspec
 from kvrelay.config import UpstreamConfig
 from kvrelay.engines.hosted.backend import AnswerError
 from kvrelay.engines.hosted.vllm_transfer import Body, VllmTransfer, one_answer
-from kvrelay.errors import ConfigError
+from kvrelay.errors import UNREADABLE, ConfigError
 
 SGLANG_BOOTSTRAP_PORT = 8998
 SGLANG_NO_PEER = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
@@ -72,7 +72,7 @@ class SglangTransfer:
     def decode_body(self, body: Body, kv_transfer_params: bytes) -> Body:
         try:
             fields = msgspec.json.decode(kv_transfer_params, type=_Bootstrap)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except UNREADABLE as exc:
             raise AnswerError(f"the kv_transfer_params are no bootstrap fields: {exc}") from exc
         return {**body, **msgspec.to_builtins(fields)}
 

@@ -25,7 +25,7 @@ from kvrelay.engines.hosted.backend import AnswerError, RefusedError
 from kvrelay.engines.openai.address import address_of
 from kvrelay.engines.openai.events import EventParser
 from kvrelay.engines.openai.wire import TextPiece, parse_event
-from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError
+from kvrelay.errors import UNREADABLE, ConfigError, EngineDeadError, KvrelayError
 
 _log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class UpstreamServer:
             text, _ = await _read(response)
         try:
             return msgspec.json.decode(text, type=_Models).data
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except UNREADABLE as exc:
             raise AnswerError(f"/v1/models is no list of models: {exc}") from exc
 
     def _choose(self, models: list[_Model]) -> _Model:

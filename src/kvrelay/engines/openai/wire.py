@@ -16,7 +16,7 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
 from kvrelay.engines.hosted.backend import AnswerError
-from kvrelay.errors import InvalidInputError
+from kvrelay.errors import UNREADABLE, InvalidInputError
 
 GRAMMAR_FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -126,7 +126,7 @@ def parse_event(data: bytes | str) -> TextPiece:
     """Parse one event's JSON. Raises AnswerError for an error event and for data that is no completion."""
     try:
         event = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise AnswerError(f"the server's answer is no completion: {exc}") from exc
     if event.error is not None:
         said = event.error if isinstance(event.error, str) else event.error.message

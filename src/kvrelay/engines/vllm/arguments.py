@@ -100,7 +100,7 @@ def _added(text: str) -> dict[str, Any]:
         return {}
     try:
         added = json.loads(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"--engine-args is no JSON: {exc}", param="engine_args") from exc
     if not isinstance(added, dict):
         raise ConfigError('--engine-args must be a JSON object, e.g. \'{"quantization": "fp8"}\'', param="engine_args")

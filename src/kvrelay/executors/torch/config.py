@@ -188,7 +188,7 @@ def _read_json(path: Path) -> JsonObject:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
         raise CheckpointError(f"{path.parent} has no {path.name}") from exc
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise CheckpointError(f"cannot read {path}: {exc}") from exc
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")

@@ -45,7 +45,7 @@ def shard_files(model_dir: Path) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as exc:
+    except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as exc:
         raise CheckpointError(f"{index} is damaged") from exc
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:

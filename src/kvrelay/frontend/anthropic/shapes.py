@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrelay.core.status import FinishReason
+from kvrelay.errors import UNREADABLE
 from kvrelay.frontend.blocks import Block, BlockKind
 from kvrelay.frontend.openai.answer import Finish, Usage
 
@@ -74,7 +75,7 @@ def whole_json(arguments: str) -> bytes:
     """The arguments as JSON; ``{}`` if the token limit has cut them, which ``stop_reason`` shows."""
     try:
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except UNREADABLE:
         return b"{}"
     return arguments.encode()
 

@@ -15,7 +15,7 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvrelay.errors import InvalidInputError
+from kvrelay.errors import UNREADABLE, InvalidInputError
 from kvrelay.frontend.openai.bounds import (
     AllowedTokenIds,
     JsonMap,
@@ -202,17 +202,18 @@ def parse_body(body: bytes, kind: type[Body], check_fields: FieldsCheck | None =
     reader: _Reader[Body] = _reader(kind)
     try:
         value = reader.decoder.decode(body)
+        if check_fields is not None:
+            # The decoder skips other fields and does not look for UTF-8 in them.
+            check_fields(kind, _fields.decode(body))
     except msgspec.ValidationError as exc:
         message, _, place = str(exc).partition(" - at ")
         field = re.search(r"\$\.(\w+)", place)
         param = field[1] if field else None
         raise InvalidInputError(f"{param or 'body'}: {message}", param=param) from exc
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise InvalidInputError(f"the body is not valid JSON: {exc}") from exc
     except RecursionError as exc:
         raise InvalidInputError("the body is nested too deeply") from exc
-    if check_fields is not None:
-        check_fields(kind, _fields.decode(body))
+    except UNREADABLE as exc:
+        raise InvalidInputError(f"the body is not valid JSON: {exc}") from exc
     for name in reader.free_fields:
         check_free_json(getattr(value, name), name)
     return value

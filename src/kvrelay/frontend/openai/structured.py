@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvrelay.core.grammar import ANY_JSON_OBJECT, MAX_GRAMMAR_CHARS, Grammar, GrammarKind
-from kvrelay.errors import InvalidInputError
+from kvrelay.errors import UNREADABLE, InvalidInputError
 from kvrelay.frontend.openai.bounds import JsonMap, Name, Word
 
 MAX_SCHEMA_DEPTH = 100
@@ -28,6 +28,8 @@ MAX_CHOICES = 1024
 MAX_BAD_CHARS = 1024
 MAX_CONVERTED_CHARS = 2**15
 """Limit for a grammar in another dialect than Lark: the conversion takes 20 microseconds per character."""
+MAX_CONVERSION_COST = 2**22
+"""Characters times rules: the conversion visits a chain of rules once for each of its rules."""
 _REFUSED_KEYS = frozenset({"x-guidance"})
 """Settings of the library that compiles schemas, not of JSON Schema."""
 
@@ -125,7 +127,7 @@ def schema_source(schema: object, param: str) -> str:
             raise InvalidInputError(f"{param} has more than {MAX_GRAMMAR_CHARS} characters", param=param)
         try:
             schema = msgspec.json.decode(schema)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as exc:
+        except UNREADABLE as exc:
             raise InvalidInputError(f"{param} is no JSON: {exc}", param=param) from exc
     if not isinstance(schema, dict):
         raise InvalidInputError(f"{param} must be a JSON schema, that is, an object", param=param)
@@ -205,15 +207,21 @@ def _of_choices(choices: Sequence[str], param: str) -> Grammar:
 
 def _of_text(text: str, param: str) -> Grammar:
     """Lark, or GBNF (``root ::= ...``), which is converted to Lark."""
-    if "::=" not in text:
-        return Grammar(GrammarKind.LARK, text)
-    if len(text) > MAX_CONVERTED_CHARS:
-        message = f"{param} has more than {MAX_CONVERTED_CHARS} characters; only Lark grammars may have more"
+    return Grammar(GrammarKind.LARK, lark_of_gbnf(text, param) if "::=" in text else text)
+
+
+def lark_of_gbnf(text: str, param: str) -> str:
+    """Raises InvalidInputError for text that is no grammar, and for what would take long."""
+    if len(text) > MAX_CONVERTED_CHARS or len(text) * text.count("::=") > MAX_CONVERSION_COST:
+        message = (
+            f"{param} has more than {MAX_CONVERTED_CHARS} characters, or its characters times its rules are more than "
+            f"{MAX_CONVERSION_COST}; only Lark grammars may have more"
+        )
         raise InvalidInputError(message, param=param)
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
-        return Grammar(GrammarKind.LARK, gbnf_to_lark(text))
+        return gbnf_to_lark(text)
     except RecursionError as exc:
         raise InvalidInputError(f"{param} is nested too deeply", param=param) from exc
     except Exception as exc:  # the converter may raise anything for a text that is no grammar

@@ -30,6 +30,10 @@ class Delta:
         return Delta(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
+MAX_SPACE = 256
+"""White space that waits until it is clear whether a marker follows. More of it is content like any text."""
+
+
 class OutputParser(Protocol):
     """Parses one answer. The deltas add up to the same result, independent of how the text is cut."""
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay.errors import InvalidInputError
+from kvrelay.errors import UNREADABLE, InvalidInputError
 from kvrelay.frontend.openai.requests import ChatMessage
 
 _INTRODUCTION = (
@@ -101,7 +101,7 @@ def _arguments(text: str) -> dict[str, object]:
     """Templates take the arguments as an object."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         raise InvalidInputError("the arguments of a tool call must be a JSON object as text", param="messages") from exc
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import re
 
-from kvrelay.frontend.tools.base import CallDelta, Delta, held_back
+from kvrelay.frontend.tools.base import MAX_SPACE, CallDelta, Delta, held_back
 from kvrelay.frontend.tools.dialects import Dialect
 from kvrelay.frontend.tools.scanner import CallScanner, ScanState
 
@@ -45,7 +45,9 @@ class ToolParser:
         self._start = ParseState.CONTENT if dialect.marker else ParseState.OPENING
         self._state = self._start
         self._buffer = ""
-        self._raw = ""
+        self._at = 0
+        """What precedes it in the buffer has been read."""
+        self._raw: list[str] = []
         """The text since the marker, in case it is not a call."""
         self._scanner: CallScanner | None = None
         self._is_named = False
@@ -58,8 +60,8 @@ class ToolParser:
 
     def flush(self) -> Delta:
         delta = self._read(is_last=True)
-        rest = self._raw + self._buffer if not self._is_named else ""
-        self._raw = self._buffer = ""
+        rest = "".join(self._raw) + self._buffer if not self._is_named else ""
+        self._raw, self._buffer = [], ""
         return delta + Delta(content=rest)
 
     def _read(self, is_last: bool) -> Delta:
@@ -70,8 +72,9 @@ class ToolParser:
             ParseState.CALL: self._in_call,
             ParseState.PLAIN: self._plain,
         }
-        while self._buffer and steps[self._state](is_last):
+        while self._at < len(self._buffer) and steps[self._state](is_last):
             pass
+        self._buffer, self._at = self._buffer[self._at :], 0
         delta = Delta("".join(self._content), "", tuple(self._calls))
         self._content, self._calls = [], []
         return delta
@@ -79,54 +82,55 @@ class ToolParser:
     # Each step reads some of the buffer and returns whether another step may read more.
 
     def _plain(self, is_last: bool) -> bool:
-        self._content.append(self._buffer)
-        self._buffer = ""
+        self._content.append(self._buffer[self._at :])
+        self._at = len(self._buffer)
         return False
 
     def _opening(self, is_last: bool) -> bool:
         text = self._buffer.lstrip(_SPACE)
         optional = self._dialect.optional
-        if not text or (not is_last and text != optional and optional.startswith(text)):
+        is_open = len(self._buffer) - len(text) <= MAX_SPACE
+        if is_open and (not text or (not is_last and text != optional and optional.startswith(text))):
             return False
-        is_call = text.startswith(("{", optional))
+        is_call = is_open and text.startswith(("{", optional))
         self._state = ParseState.BETWEEN if is_call else ParseState.PLAIN
         return True
 
     def _in_content(self, is_last: bool) -> bool:
         marker = self._dialect.marker
-        at = self._buffer.find(marker)
-        if at < 0:
+        marker_at = self._buffer.find(marker, self._at)
+        if marker_at < 0:
             # White space before a marker is not content, so it waits too.
-            kept = 0 if is_last else held_back(self._buffer, marker)
-            shown = self._buffer[: len(self._buffer) - kept]
+            kept = 0 if is_last else held_back(self._buffer[-len(marker) :], marker)
+            shown = self._buffer[self._at : len(self._buffer) - kept]
             is_kept = is_last and not self.num_calls
-            shown = shown if is_kept else shown.rstrip(_SPACE)
+            shown = shown if is_kept else _without_space(shown)
             self._content.append(shown)
-            self._buffer = "" if is_last else self._buffer[len(shown) :]
+            self._at = len(self._buffer) if is_last else self._at + len(shown)
             return False
-        shown = self._buffer[:at].rstrip(_SPACE)
+        shown = _without_space(self._buffer[self._at : marker_at])
         self._content.append(shown)
-        end = at + len(marker)
-        self._raw, self._buffer = self._buffer[len(shown) : end], self._buffer[end:]
+        start, self._at = self._at + len(shown), marker_at + len(marker)
+        self._raw = [self._buffer[start : self._at]]
         self._state, self._is_named = ParseState.BETWEEN, False
         return True
 
     def _between(self, is_last: bool) -> bool:
         """Space, separators and markers, then a call, or something else."""
-        dialect, text = self._dialect, self._buffer
-        if text[0] in _SPACE:
+        dialect, text, at = self._dialect, self._buffer, self._at
+        if text[at] in _SPACE:
             return self._skip(1)
         for word in (dialect.end, dialect.marker, dialect.optional):
-            if word and text.startswith(word):
+            if word and text.startswith(word, at):
                 self._skip(len(word))
                 if word == dialect.end:
                     self._leave_calls()
                 return True
-            if word and not is_last and word.startswith(text):
+            if word and not is_last and word.startswith(text[at : at + len(word)]):
                 return False
-        if text[0] in dialect.skipped:
+        if text[at] in dialect.skipped:
             return self._skip(1)
-        if text[0] == "{":
+        if text[at] == "{":
             self._begin(CallScanner(self._names))
             return True
         if dialect.has_names:
@@ -136,34 +140,26 @@ class ToolParser:
 
     def _named(self, is_last: bool) -> bool:
         """``f[ARGS]{``, ``f[CALL_ID]x[ARGS]{`` or ``f{``."""
-        found = _NAME.match(self._buffer)
+        found = _NAME.match(self._buffer, self._at)
         if found is None or found[0] not in self._names:
             if found is not None and found.end() == len(self._buffer) and not is_last:
                 return False
             self._no_call()
             return True
-        rest = self._buffer[found.end() :]
-        brace = rest.find("{")
-        if brace < 0:
-            if is_last or len(rest) > MAX_HEAD_CHARS:
-                self._no_call()
-                return True
+        head, brace, _ = self._buffer[found.end() : found.end() + MAX_HEAD_CHARS + 1].partition("{")
+        if not brace and not is_last and len(head) <= MAX_HEAD_CHARS:
             return False
-        head = rest[:brace].strip(_SPACE)
-        if brace > MAX_HEAD_CHARS or not _is_head(head):
+        if not brace or not _is_head(head.strip(_SPACE)):
             self._no_call()
             return True
-        self._skip(found.end() + brace)
+        self._skip(len(found[0]) + len(head))
         self._begin(CallScanner(self._names, found[0]))
         return True
 
     def _in_call(self, is_last: bool) -> bool:
         scanner = self._scanner
         assert scanner is not None
-        end = scanner.feed(self._buffer)
-        if not self._is_named:
-            self._raw += self._buffer[:end]
-        self._buffer = self._buffer[end:]
+        self._skip(scanner.feed(self._buffer, self._at) - self._at)
         if scanner.has_begun:
             self._pass_on(scanner)
         if scanner.is_over:
@@ -177,7 +173,7 @@ class ToolParser:
     def _pass_on(self, scanner: CallScanner) -> None:
         is_first = not self._is_named
         if is_first:
-            self._is_named, self._raw = True, ""
+            self._is_named, self._raw = True, []
             self.num_calls += 1
         arguments = scanner.arguments()
         index = self.num_calls - 1
@@ -188,22 +184,29 @@ class ToolParser:
         self._scanner, self._state, self._is_named = scanner, ParseState.CALL, False
 
     def _skip(self, count: int) -> bool:
+        start, self._at = self._at, self._at + count
         if not self._is_named:
-            self._raw += self._buffer[:count]
-        self._buffer = self._buffer[count:]
+            self._raw.append(self._buffer[start : self._at])
         return True
 
     def _leave_calls(self) -> None:
-        if not self._is_named:
-            self._content.append(self._raw)
-        self._raw, self._state, self._is_named = "", self._start, False
+        self._drop_raw()
+        self._state = self._start
 
     def _no_call(self) -> None:
         """The text since the marker or the last call is content."""
-        if not self._is_named:
-            self._content.append(self._raw)
-        self._raw, self._is_named = "", False
+        self._drop_raw()
         self._state = ParseState.CONTENT if self._dialect.marker else ParseState.PLAIN
+
+    def _drop_raw(self) -> None:
+        if not self._is_named:
+            self._content += self._raw
+        self._raw, self._is_named = [], False
+
+
+def _without_space(text: str) -> str:
+    """The text before white space that precedes a marker."""
+    return text[: max(len(text.rstrip(_SPACE)), len(text) - MAX_SPACE)]
 
 
 def _is_head(text: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from kvrelay.frontend.tools.base import Delta, OutputParser, held_back
+from kvrelay.frontend.tools.base import MAX_SPACE, Delta, OutputParser, held_back
 
 BEGIN, END = "<think>", "</think>"
 _SPACE = " \t\r\n"
@@ -62,9 +62,10 @@ class ReasoningParser:
     def _begin(self) -> bool:
         """Whether the answer's beginning is decided."""
         text = self._buffer.lstrip(_SPACE)
-        if not text or (BEGIN.startswith(text) and text != BEGIN):
+        is_open = len(self._buffer) - len(text) <= MAX_SPACE
+        if is_open and BEGIN.startswith(text) and text != BEGIN:
             return False
-        if text.startswith(BEGIN):
+        if is_open and text.startswith(BEGIN):
             self._buffer, self._state = text[len(BEGIN) :], _State.INSIDE
         else:
             self._state = _State.INSIDE if self._is_inside else _State.ANSWER

@@ -29,7 +29,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvrelay.errors import ProtocolError
+from kvrelay.errors import UNREADABLE, ProtocolError
 from kvrelay.transfer.values import GrantRef, Int64Array
 
 VERSION = 1
@@ -157,7 +157,7 @@ def decode(frame: bytes | memoryview) -> Message:
         raise ProtocolError(f"a frame of {len(frame)} bytes has no version {VERSION} header")
     try:
         return _decoder.decode(memoryview(frame)[1:])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         raise ProtocolError(f"malformed message: {exc}") from exc
 
 

@@ -23,7 +23,7 @@ import msgspec
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import FatalError, TransferError
+from kvrelay.errors import UNREADABLE, FatalError, TransferError
 from kvrelay.transfer.base import Completion, Notification
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.grants import GrantTable
@@ -209,5 +209,5 @@ def decode_agent(blob: bytes) -> P2pAgent | None:
     """None if it is not one."""
     try:
         return msgspec.msgpack.decode(blob, type=P2pAgent)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None

@@ -24,7 +24,7 @@ import msgspec
 
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
-from kvrelay.errors import FatalError, TransferError
+from kvrelay.errors import UNREADABLE, FatalError, TransferError
 from kvrelay.transfer.base import Completion, Notification, OneSided
 from kvrelay.transfer.compat import check_pool
 from kvrelay.transfer.plan import MAX_NOTIFY_BYTES, check_post
@@ -246,7 +246,7 @@ def decode_agent(blob: bytes) -> ShmAgent | None:
     """None if it is not one."""
     try:
         return msgspec.msgpack.decode(blob, type=ShmAgent)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 
