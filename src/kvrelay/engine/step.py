@@ -123,7 +123,8 @@ class Executor(Protocol):
     def prepare(self, sampling: SamplingParams) -> None:
         """Compile what a request with these settings needs: its grammar. From any thread; may take long.
 
-        Raises InvalidInputError if the request cannot be served. A grammar that was not prepared is compiled when its
+        Raises InvalidInputError if the request cannot be served; WorkerUnavailableError if it cannot be found out now, or
+        ``shutdown`` has begun. A grammar that was not prepared is compiled when its
         request enters.
         """
 

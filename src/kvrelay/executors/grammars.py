@@ -4,12 +4,13 @@ Grammars are compiled and walked by llguidance (Rust): a derivative-based lexer 
 vocabulary's trie. Its state is a function of the output tokens alone, so preemption, hand-off and migration need only
 those tokens. Masks are computed beside the forward pass, in a thread that holds no interpreter lock.
 
-All work is bounded by fuel, not by time: a grammar that grows too large fails with a reason, at the same token on any
-machine. This module knows no logits and no torch.
+Compilation is bounded by a trial in another process (``grammar_trial.py``). Walking is bounded by fuel: a grammar that
+grows too large fails with a reason, at the same token on any machine. This module knows no logits and no torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import weakref
 from collections import OrderedDict
@@ -25,15 +26,20 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.errors import CheckpointError, InvalidInputError
+from kvrelay.executors.grammar_trial import GrammarTrials
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 Int32Array = npt.NDArray[np.int32]
 
-MAX_COMPILED = 256
+COMPILE_CPU_S, COMPILE_MEMORY_BYTES = 1.0, 256 * 2**20
+"""Of one grammar. 2,000 optional parts take 0.4 s."""
+MAX_COMPILED, MAX_COMPILED_BYTES = 256, 256 * 2**20
+MAX_REFUSED = 1024
+"""Grammars that do not compile and are known by their hashes."""
 INITIAL_LEXER_FUEL, STEP_LEXER_FUEL, MAX_LEXER_STATES = 500_000, 20_000, 20_000
-"""At most about 10 ms to compile and 2 ms per mask, by llguidance's own figures for an idle core."""
+"""At most about 2 ms per mask for the lexer, by llguidance's own figures for an idle core."""
 
 _BITS = 32
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"(\n[ \t]{0,16}|[ ])?"}
@@ -41,10 +47,11 @@ _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pa
 
 
 class _Compiled:
-    """An entry of the cache: a matcher at the start, and who holds the grammar."""
+    """An entry of the cache: a matcher at the start, about how much memory it takes, and who holds the grammar."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, num_bytes: int) -> None:
         self.matcher = matcher
+        self.num_bytes = num_bytes
         self._holders: list[weakref.ref[Grammar]] = []
 
     @property
@@ -67,15 +74,27 @@ class GrammarCompiler:
         self._file = tokenizer_file
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._limits = LLParserLimits(
-            initial_lexer_fuel=INITIAL_LEXER_FUEL,
-            step_lexer_fuel=STEP_LEXER_FUEL,
-            max_lexer_states=MAX_LEXER_STATES,
-            verbose_errors=False,
+        limits = {
+            "initial_lexer_fuel": INITIAL_LEXER_FUEL,
+            "step_lexer_fuel": STEP_LEXER_FUEL,
+            "max_lexer_states": MAX_LEXER_STATES,
+            "verbose_errors": False,
+        }
+        self._limits = LLParserLimits(**limits)
+        self._trials = GrammarTrials(
+            {
+                "tokenizer_file": str(tokenizer_file.absolute()),
+                "vocab_size": vocab_size,
+                "eos_token_ids": self._eos_token_ids,
+                "limits": limits,
+                "cpu_s": COMPILE_CPU_S,
+                "memory_bytes": COMPILE_MEMORY_BYTES,
+            }
         )
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"GrammarCompiler({len(self._compiled)} compiled)"
@@ -86,7 +105,7 @@ class GrammarCompiler:
         rank, which gets a copy of each request's grammar, only the cache's size keeps it.)
 
         Raises InvalidInputError for a grammar that does not compile, cannot be satisfied or is too complex;
-        CheckpointError if the vocabulary cannot be read.
+        CheckpointError if the vocabulary cannot be read; WorkerUnavailableError if nothing can be compiled now.
         """
         grammar.check()
         with self._lock:
@@ -95,26 +114,43 @@ class GrammarCompiler:
                 self._compiled.move_to_end(grammar)
                 found.hold(grammar)
                 return found.matcher.deep_copy()
+            key = hashlib.blake2b(f"{grammar.kind} {grammar.source}".encode(errors="surrogatepass")).digest()
+            if key in self._refused:
+                self._refused.move_to_end(key)
+                raise InvalidInputError(self._refused[key])
             tokenizer = self._vocabulary()
-        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=self._limits)
-        if not matcher.is_error():
-            # The first mask builds the lexer's first states: a grammar that fails there is refused before it runs.
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            raise InvalidInputError(f"{grammar.kind} cannot be used: {_one_line(matcher.get_error())}")
+        try:
+            source = _source(grammar)
+            num_bytes = self._trials.run(source)
+        except InvalidInputError as exc:
+            reason = f"{grammar.kind} cannot be used: {_one_line(exc.message)}"
+            with self._lock:
+                self._refused[key] = reason
+                if len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
+            raise InvalidInputError(reason) from exc
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=self._limits)
+        matcher.compute_bitmask()
         with self._lock:
             # The key is another object, which keeps no holder alive.
-            entry = self._compiled.setdefault(Grammar(grammar.kind, grammar.source), _Compiled(matcher))
+            own_key = Grammar(grammar.kind, grammar.source)
+            entry = self._compiled.setdefault(own_key, _Compiled(matcher, num_bytes))
             entry.hold(grammar)
             self._evict()
         return matcher.deep_copy()
 
+    def close(self) -> None:
+        """End compilations that are under way; nothing is compiled any more. Idempotent."""
+        self._trials.close()
+
     def _evict(self) -> None:
         """The least recently used entries go, except those that a request holds."""
-        excess = len(self._compiled) - MAX_COMPILED
-        if excess > 0:
-            free = [grammar for grammar, entry in self._compiled.items() if not entry.is_held]
-            for grammar in free[:excess]:
+        num_bytes = sum(entry.num_bytes for entry in self._compiled.values())
+        for grammar, entry in tuple(self._compiled.items()):
+            if len(self._compiled) <= MAX_COMPILED and num_bytes <= MAX_COMPILED_BYTES:
+                return
+            if not entry.is_held:
+                num_bytes -= entry.num_bytes
                 del self._compiled[grammar]
 
     def _vocabulary(self) -> LLTokenizer:
@@ -229,7 +265,7 @@ def _source(grammar: Grammar) -> str:
     try:
         return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides=_JSON_OPTIONS))
     except ValueError as exc:
-        raise InvalidInputError(f"json_schema cannot be used: {_one_line(str(exc))}") from exc
+        raise InvalidInputError(str(exc)) from exc
 
 
 def _one_line(message: str) -> str:

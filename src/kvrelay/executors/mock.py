@@ -135,6 +135,7 @@ class MockExecutor:
     def shutdown(self) -> None:
         """The pool's memory is freed with its last reference, because a transport may still use it."""
         self._grammars.close()
+        self._grammars.compiler.close()
 
     def check(self) -> None:
         """No process computes that could end by itself."""

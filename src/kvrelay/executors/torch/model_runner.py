@@ -221,6 +221,7 @@ class ModelRunner:
     def shutdown(self) -> None:
         """The pool's memory is freed with its last reference, because a transport may still hold the region."""
         self._grammars.close()
+        self._grammars.compiler.close()
 
 
 def _warm_up_work(slots: list[int], num_tokens: int, num_computed: int) -> SchedulerOutput:
