@@ -6,7 +6,8 @@ between the engine and the worker. No torch, no sockets, no asyncio.
 Sequences and slots. A running sequence owns a *slot*, a row 0 <= slot < max_num_seqs of the executor's persistent state
 (tokens, block table, sampling settings). The scheduler sends a sequence's data once, when it enters (NewSequence), and
 afterwards only what changes: new block ids. The executor itself appends each token that it samples to the slot's
-tokens. Scheduler and executor both advance the slot's number of computed tokens by ``num_tokens`` per step.
+tokens. Scheduler and executor both advance the slot's number of computed tokens by ``num_tokens`` per step, and by one
+less if the row sits out the step (NO_TOKEN).
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from kvrelay.core.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
+
+NO_TOKEN = -1
+"""In ModelOutput, of a row that sits out a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,10 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """``token_ids``: one per row with ``samples`` set, in row order. ``logprobs``: by row, for requests that ask for
-    them.
+    """``token_ids``: one per row with ``samples`` set, in row order. NO_TOKEN: the row sits out, because its grammar's
+    mask is late. The last of its tokens does not count as computed, so its next step computes and samples it again.
+
+    ``logprobs``: by row, for requests that ask for them.
 
     ``prompt_logprobs``: by row, for requests that ask for them and computed prompt tokens in this step: one entry for
     each prompt position p in [computed, computed + num_tokens) with p >= 1: the logprob of token p given those before
