@@ -265,3 +265,25 @@ def test_masks_that_grow_slower_end_their_request_and_leave_the_quick_ones(masks
         assert num_tokens < 2000
     assert walk.is_slow
     assert "ambiguous" in failures[0]
+
+
+TAGGED = [{"type": "object", "properties": {"k": {"const": name}}, "required": ["k"]} for name in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_obeyed"),
+    [
+        ([{"type": "string"}, {"type": "integer"}], True),
+        (TAGGED, True),
+        ([{"type": "integer"}, {"type": "number"}], False),
+        ([{"type": "string", "maxLength": 5}, {"type": "string", "pattern": "^a"}], False),
+    ],
+    ids=["types", "constants", "numbers", "texts"],
+)
+def test_one_of_is_obeyed_if_its_options_can_be_told_apart(options: list[Schema], is_obeyed: bool) -> None:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"oneOf": options}))
+    if is_obeyed:
+        COMPILER.compile(grammar)
+    else:
+        with pytest.raises(InvalidInputError, match="oneOf"):
+            COMPILER.compile(grammar)

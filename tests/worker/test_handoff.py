@@ -451,7 +451,7 @@ async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, caplog, 
 async def test_rows_sit_out_steps_on_both_sides(monkeypatch):
     sat_out = sit_out(monkeypatch, 1)
     async with cluster() as shared:
-        prefill, decode, client = await shared.pair()
+        _, decode, client = await shared.pair()
         prompts = {f"r{n}": prompt(60 + 31 * (n % 13), n % 3) for n in range(20)}
         for name, tokens in prompts.items():
             client.send(name, tokens)

@@ -129,9 +129,8 @@ class Executor(Protocol):
     def prepare(self, sampling: SamplingParams) -> None:
         """Compile what a request with these settings needs: its grammar. From any thread; may take long.
 
-        Raises InvalidInputError if the request cannot be served; WorkerUnavailableError if it cannot be found out now, or
-        ``shutdown`` has begun. A grammar that was not prepared is compiled when its
-        request enters.
+        Raises InvalidInputError if the request cannot be served; WorkerUnavailableError if nothing can be compiled now,
+        or ``shutdown`` has begun. A grammar that was not prepared is compiled when its request enters.
         """
 
     def execute(self, work: SchedulerOutput) -> ModelOutput: ...

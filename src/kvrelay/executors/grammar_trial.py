@@ -40,8 +40,8 @@ _BEGUN = b"b"
 
 
 class TrialSettings(TypedDict):
-    """``limits``: the arguments of LLParserLimits. A grammar may take ``cpu_s`` and ``memory_bytes`` (on Linux) more than
-    the helper has."""
+    """``limits``: the arguments of LLParserLimits. A grammar may take ``cpu_s``, and (on Linux) ``memory_bytes`` beside
+    what the helper has."""
 
     tokenizer_file: str
     vocab_size: int
@@ -164,7 +164,7 @@ def _verdict(answer: bytes) -> int:
     return int(verdict["num_bytes"])
 
 
-# -- in the helper ------------------------------------------------------------------------------------------------------
+# -- in the helper -----------------------------------------------------------------------------------------------------
 
 
 def _serve(control: socket.socket, settings: TrialSettings) -> None:

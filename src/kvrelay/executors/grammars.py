@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,7 +86,7 @@ class GrammarCompiler:
         self._file = tokenizer_file
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        limits = {
+        limits: dict[str, Any] = {
             "initial_lexer_fuel": INITIAL_LEXER_FUEL,
             "step_lexer_fuel": STEP_LEXER_FUEL,
             "max_lexer_states": MAX_LEXER_STATES,

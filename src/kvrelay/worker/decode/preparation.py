@@ -1,7 +1,7 @@
 """Requests that need compilation before they go to the engine: those with a grammar.
 
 Compiling may take a second, and neither the event loop nor the engine's thread may wait for it. Each client (by
-``tenant``) has one grammar compiled at a time, and clients take turns, so that one client's slow grammars delay no other
+``tenant``) has one grammar compiled at a time, and clients take turns. So one client's slow grammars delay no other
 client's. Grammars that were compiled before wait for no turn. Requests without a grammar skip this module.
 """
 
