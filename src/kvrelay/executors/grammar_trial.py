@@ -36,7 +36,7 @@ DEADLINE_S = 40.0
 NICENESS = 5
 """The engine's steps come first."""
 
-_BEGUN = b"b"
+_BEGUN, _END = b"b", b"\n"
 
 
 class TrialSettings(TypedDict):
@@ -141,13 +141,13 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 def _ask(channel: socket.socket, source: str) -> bytes | None:
-    """All that the trial says until its end; None if that is too late."""
+    """What the trial says, up to its verdict or its end; None if that is too late."""
     channel.settimeout(DEADLINE_S)
     answer = b""
     try:
         channel.sendall(source.encode())
         channel.shutdown(socket.SHUT_WR)
-        while part := channel.recv(4096):
+        while not answer.endswith(_END) and (part := channel.recv(4096)):
             answer += part
     except TimeoutError:
         return None
@@ -175,6 +175,9 @@ def _serve(control: socket.socket, settings: TrialSettings) -> None:
         settings["tokenizer_file"], n_vocab=settings["vocab_size"], eos_token=settings["eos_token_ids"]
     )
     limits = LLParserLimits(**settings["limits"])
+    # What the library sets up at first use is not set up by each fork.
+    warm_up = LLMatcher.grammar_from_json_schema('{"type": "object"}')
+    LLMatcher(tokenizer, warm_up, log_level=0, limits=limits).compute_bitmask()
     gc.freeze()
     while True:
         data, fds, _, _ = socket.recv_fds(control, 1, 1)
@@ -202,7 +205,7 @@ def _try(channel: socket.socket, tokenizer: LLTokenizer, limits: LLParserLimits,
             matcher.compute_bitmask()
         error = matcher.get_error() if matcher.is_error() else ""
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        channel.sendall(json.dumps({"error": error, "num_bytes": grown * 1024}).encode())
+        channel.sendall(json.dumps({"error": error, "num_bytes": grown * 1024}).encode() + _END)
     finally:
         os._exit(0)
 
