@@ -7,8 +7,9 @@ that nobody begins one when the others are done.
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -48,6 +49,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_shared_compiler() -> Iterator[None]:
+    """Files share a compiler of grammars, and with it a process."""
+    yield
+    if (constrained := sys.modules.get("tests.executors.constrained")) is not None:
+        constrained.COMPILER.close()
 
 
 @pytest.hookimpl(trylast=True)

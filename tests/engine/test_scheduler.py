@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
+from tests.executors.sitting_out import sit_out
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
@@ -275,3 +276,21 @@ def test_a_slot_given_on_within_a_step_keeps_its_own_blocks(make_engine: MakeEng
     for name, first, length in (("a", 10, 8), ("b", 60, 8), ("c", 110, 3)):
         prompt = list(range(first, first + length))
         assert answers[name] == mock_generate(prompt, 10, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_that_sit_out_steps_get_the_same_tokens_later(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """With chunks, prefix hits, and a pool so small that sequences are preempted."""
+    sat_out = sit_out(monkeypatch, seed)
+    engine = make_engine(max_num_batched_tokens=16, num_blocks=20)
+    prompts = {f"r{n}": list(range(10, 10 + length)) for n, length in enumerate((1, 6, 8, 9, 21, 33, 40, 12))}
+    for name, tokens in prompts.items():
+        engine.add_request(request(name, len(tokens), max_tokens=14))
+    answers = drain(engine)
+    for name, tokens in prompts.items():
+        assert answers[name] == mock_generate(tokens, 14, vocab_size=VOCAB_SIZE, eos_token_ids=EOS), name
+    assert set(sat_out) == {"chunk", "decode"}
+    assert engine.scheduler.num_generated_tokens == 14 * len(prompts)
+    engine.check_integrity()

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.step import Executor, ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.engine.step import NO_TOKEN, Executor, ModelOutput, NewSequence, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -104,6 +104,9 @@ class Harness:
             sequence.computed += count
             if sampled:
                 token = next(token_ids)
+                if token == NO_TOKEN:
+                    sequence.computed -= 1
+                    continue
                 sequence.tokens.append(token)
                 sequence.outputs.append(token)
             if row in output.logprobs:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -10,14 +12,16 @@ import hypothesis
 import hypothesis.strategies as st
 import jsonschema_rs
 import pytest
-from tests.executors.constrained import COMPILER, EOS, VOCAB_SIZE, random_answer
+from tests.executors.constrained import COMPILER, EOS, TOKENIZER, VOCAB_SIZE, random_answer
+from tests.patience import PATIENCE_S
 
 from kvrelay.core.grammar import MAX_GRAMMAR_LINKS, Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.data import bundled_checkpoint_path
+from kvrelay.engine.step import NO_TOKEN
 from kvrelay.errors import InvalidInputError
 from kvrelay.executors import grammars
-from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
+from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks, StepMasks, _Walk
 
 NUM_SCHEMAS = 200
 NAMES = ["name", "age", "größe", "a b", "x", "tags", "$y", "deep/er"]
@@ -184,9 +188,106 @@ def test_a_compiled_grammar_outlives_the_cache_while_a_request_holds_it(monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(grammars, "LLMatcher", refuse)
         masks = GrammarMasks(compiler, VOCAB_SIZE)
-        masks.enter(0, held[0], [])
+        masks.enter(0, SamplingParams(grammar=held[0]), [])
         masks.release(0)
     del held[0]
     for number in range(5):
         compiler.compile(Grammar(GrammarKind.REGEX, f"later {number}"))
     assert repr(compiler) == "GrammarCompiler(2 compiled)"
+
+
+AMBIGUOUS = Grammar(GrammarKind.LARK, 'start: e\ne: e e e | e e | "a"')
+
+
+@pytest.fixture
+def masks() -> Iterator[GrammarMasks]:
+    made = GrammarMasks(COMPILER, VOCAB_SIZE)
+    yield made
+    made.close()
+
+
+def begin(masks: GrammarMasks, slots: list[int]) -> StepMasks:
+    computing = masks.begin(slots)
+    assert computing is not None
+    return computing.result()
+
+
+def test_a_slow_mask_makes_its_own_row_late_alone(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step goes on with the other rows, and a later step has the mask."""
+    may_go_on, compute = threading.Event(), _Walk.compute
+
+    def slow_compute(walk: _Walk, num_words: int) -> None:
+        assert walk is not slow or may_go_on.wait(PATIENCE_S)
+        compute(walk, num_words)
+
+    for slot in (3, 5):
+        masks.enter(slot, SamplingParams(grammar=Grammar(GrammarKind.REGEX, "yes|no")), [])
+    slow = masks._walks[3]
+    slow._spent_s = 60.0  # so far
+    monkeypatch.setattr(_Walk, "compute", slow_compute)
+    monkeypatch.setattr(grammars, "BUDGET_S", 1e9)
+    monkeypatch.setattr(grammars, "PATIENCE_S", PATIENCE_S)
+    for _ in range(3):
+        step = begin(masks, [3, 4, 5])
+        assert (step.rows, step.late, step.failures) == ([2], [0], {})
+        masks.advance([3, 4, 5], [NO_TOKEN, 7, 7])
+        masks.enter(5, SamplingParams(grammar=Grammar(GrammarKind.REGEX, "yes|no")), [])
+    may_go_on.set()
+    step = begin(masks, [3])  # alone it is waited for
+    assert (step.rows, step.late, step.failures) == ([0], [], {})
+
+
+def test_a_sequence_left_during_its_mask_hinders_no_other_one(
+    masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks.enter(0, SamplingParams(grammar=AMBIGUOUS), [])
+    masks.begin([0])
+    masks.enter(0, SamplingParams(grammar=Grammar(GrammarKind.REGEX, "yes|no")), [])
+    (forbidden,) = begin(masks, [0]).forbidden()
+    assert forbidden[TOKENIZER.encode("a")[-1]]
+
+
+def test_the_budget_of_a_request_ends_it_alone(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "BUDGET_S", 0.0)
+    monkeypatch.setattr(grammars, "BUDGET_TOKEN_S", 1e9)
+    masks.enter(0, SamplingParams(grammar=AMBIGUOUS), TOKENIZER.encode("a")[-1:] * 3)
+    assert begin(masks, [0]).failures == {}
+    masks.enter(1, SamplingParams(grammar=AMBIGUOUS), [])  # no token that would count
+    failures = begin(masks, [0, 1]).failures
+    assert list(failures) == [1]
+    assert "CPU time" in failures[1]
+
+
+def test_masks_that_grow_slower_end_their_request_and_leave_the_quick_ones(masks: GrammarMasks) -> None:
+    """The tokens of an ambiguous grammar take more time the longer the answer is."""
+    masks.enter(0, SamplingParams(grammar=AMBIGUOUS), [])
+    walk, (token,) = masks._walks[0], TOKENIZER.encode("a")[-1:]
+    num_tokens = 0
+    while not (failures := begin(masks, [0]).failures):
+        masks.advance([0], [token])
+        num_tokens += 1
+        assert num_tokens < 2000
+    assert walk.is_slow
+    assert "ambiguous" in failures[0]
+
+
+TAGGED = [{"type": "object", "properties": {"k": {"const": name}}, "required": ["k"]} for name in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_obeyed"),
+    [
+        ([{"type": "string"}, {"type": "integer"}], True),
+        (TAGGED, True),
+        ([{"type": "integer"}, {"type": "number"}], False),
+        ([{"type": "string", "maxLength": 5}, {"type": "string", "pattern": "^a"}], False),
+    ],
+    ids=["types", "constants", "numbers", "texts"],
+)
+def test_one_of_is_obeyed_if_its_options_can_be_told_apart(options: list[Schema], is_obeyed: bool) -> None:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"oneOf": options}))
+    if is_obeyed:
+        COMPILER.compile(grammar)
+    else:
+        with pytest.raises(InvalidInputError, match="oneOf"):
+            COMPILER.compile(grammar)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -138,3 +139,32 @@ def test_schemas_that_cannot_be_are_400_and_hold_nobody_up(server: Serve, schema
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == (None if schema is DEEP else "response_format")
     assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
+
+
+def endless(number: int) -> dict[str, Any]:
+    """A request with 1.2 kB of schema that no machine could compile."""
+    patterns = [{"type": "string", "pattern": f".*a.{{{k}}}"} for k in range(5, 35)]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"allOf": patterns, "title": str(number)}}}
+    return {"messages": [USER], "max_tokens": 4, "response_format": form}
+
+
+def leave_at_once(server: Serve, number: int) -> None:
+    with suppress(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/chat/completions", json=endless(number), timeout=httpx.Timeout(60.0, read=0.5))
+
+
+def test_schemas_that_never_compile_hold_up_neither_others_nor_the_exit(server: Serve) -> None:
+    """The exit: the server ends after this test, while some of them are under way."""
+    for number in range(6):
+        leave_at_once(server, number)
+    answer = httpx.post(
+        f"{server.url}/v1/completions",
+        json={"prompt": LONG, "max_tokens": 20, "guided_choice": ["north", "south"]},
+        timeout=PATIENCE_S,
+    )
+    assert answer.json()["choices"][0]["text"] in ("north", "south")
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json=endless(0), timeout=PATIENCE_S)
+    assert refused.status_code == 400
+    assert "CPU time" in refused.json()["error"]["message"]
+    for number in range(10, 13):
+        leave_at_once(server, number)

@@ -8,6 +8,7 @@ import threading
 
 import msgspec
 import pytest
+from tests.executors.sitting_out import sit_out
 from tests.patience import PATIENCE_S
 from tests.worker.cluster import VOCAB_SIZE, cluster, expected, prompt
 
@@ -446,3 +447,16 @@ async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, caplog, 
         "lease lost": [(logging.WARNING, EndReason.LEASE_LOST)],
     }
     assert ends_logged(caplog) == ended.get(ending, [])
+
+
+async def test_rows_sit_out_steps_on_both_sides(monkeypatch):
+    sat_out = sit_out(monkeypatch, 1)
+    async with cluster() as shared:
+        _, decode, client = await shared.pair()
+        prompts = {f"r{n}": prompt(60 + 31 * (n % 13), n % 3) for n in range(20)}
+        for name, tokens in prompts.items():
+            client.send(name, tokens)
+        for name, tokens in prompts.items():
+            assert await client.answer(name) == expected(tokens, 8)
+        assert decode.worker._decode.stats.num_remote_done > 5
+        assert set(sat_out) == {"chunk", "decode"}

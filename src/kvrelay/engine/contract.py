@@ -186,7 +186,7 @@ class EngineHost(Protocol):
     def prepare(self, sampling: SamplingParams) -> None:
         """Compile what a request with these settings needs. From any thread; may take long.
 
-        Raises InvalidInputError if the request cannot be served.
+        Raises InvalidInputError if the request cannot be served, WorkerUnavailableError if another worker may do it.
         """
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from kvrelay.engine.reports import report_blocks, report_last_blocks, report_tok
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.request_blocks import cache_full_blocks, free_blocks, transfer_may_run
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch
-from kvrelay.engine.step import KvLoad, ModelOutput, SchedulerOutput, StepOutput
+from kvrelay.engine.step import NO_TOKEN, KvLoad, ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.engine.stopping import finish_reason
 from kvrelay.engine.times import EngineTimes
 
@@ -297,7 +297,7 @@ class Scheduler:
     def update(self, result: ModelOutput) -> None:
         """Apply the executor's output for the last schedule."""
         self.num_steps += 1
-        self.num_generated_tokens += len(result.token_ids)
+        self.num_generated_tokens += len(result.token_ids) - result.token_ids.count(NO_TOKEN)
         self.num_prefill_tokens += self._scheduled.num_prefill_tokens
         tokens = iter(result.token_ids)
         self._update_decodes(tokens, result)
@@ -313,6 +313,8 @@ class Scheduler:
             token_id = next(tokens)
             if failures and row in failures:
                 failed.append((request, failures[row]))
+                continue
+            if token_id == NO_TOKEN:
                 continue
             known = request.token_ids
             known.append(token_id)
@@ -339,7 +341,9 @@ class Scheduler:
             self._fail(request, reason_text)
 
     def _update_chunk(self, request: Request, count: int, row: int, tokens: Iterator[int], result: ModelOutput) -> None:
-        request.num_computed_tokens += count
+        is_last = request.num_computed_tokens + count == len(request.token_ids)
+        token_id = next(tokens) if is_last and not request.is_prefill_only else None
+        request.num_computed_tokens += count - 1 if token_id == NO_TOKEN else count
         cache_full_blocks(self.pool, request)
         if request.wants_prompt_logprobs and row in result.prompt_logprobs:
             request.prompt_logprobs.extend(result.prompt_logprobs[row])
@@ -350,18 +354,19 @@ class Scheduler:
             report_token(self.output, request, None, None, FinishReason.LENGTH)
             self.finish(request, RequestStatus.FINISHED_LENGTH)
         elif request.mode is PrefillMode.HANDOFF and row not in result.failures:
-            report_last_blocks(self.output, request, next(tokens), result.logprobs.get(row))
+            assert token_id is not None
+            report_last_blocks(self.output, request, token_id, result.logprobs.get(row))
             self._batch.leave(request)
             now_s = self._clock.now()
             self.times.prefill.observe(now_s - request.entered_s)
             request.move(RequestStatus.PREFILL_SENDING, now_s)
         elif row in result.failures:
-            next(tokens)
             self._fail(request, result.failures[row])
         else:
+            assert token_id is not None
             self._batch.start_decoding(request)
             self.times.prefill.observe(self._clock.now() - request.entered_s)
-            self._accept_first(request, next(tokens), result.logprobs.get(row))
+            self._accept_first(request, token_id, result.logprobs.get(row))
 
     def _fail(self, request: Request, reason: str) -> None:
         """End one request that the executor cannot continue."""

@@ -6,7 +6,8 @@ between the engine and the worker. No torch, no sockets, no asyncio.
 Sequences and slots. A running sequence owns a *slot*, a row 0 <= slot < max_num_seqs of the executor's persistent state
 (tokens, block table, sampling settings). The scheduler sends a sequence's data once, when it enters (NewSequence), and
 afterwards only what changes: new block ids. The executor itself appends each token that it samples to the slot's
-tokens. Scheduler and executor both advance the slot's number of computed tokens by ``num_tokens`` per step.
+tokens. Scheduler and executor both advance the slot's number of computed tokens by ``num_tokens`` per step, and by one
+less if the row sits out the step (NO_TOKEN).
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from kvrelay.core.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
+
+NO_TOKEN = -1
+"""In ModelOutput, of a row that sits out a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +80,10 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """``token_ids``: one per row with ``samples`` set, in row order. ``logprobs``: by row, for requests that ask for
-    them.
+    """``token_ids``: one per row with ``samples`` set, in row order. NO_TOKEN: the row sits out, because its grammar's
+    mask is late. The last of its tokens does not count as computed, so its next step computes and samples it again.
+
+    ``logprobs``: by row, for requests that ask for them.
 
     ``prompt_logprobs``: by row, for requests that ask for them and computed prompt tokens in this step: one entry for
     each prompt position p in [computed, computed + num_tokens) with p >= 1: the logprob of token p given those before
@@ -124,8 +130,8 @@ class Executor(Protocol):
     def prepare(self, sampling: SamplingParams) -> None:
         """Compile what a request with these settings needs: its grammar. From any thread; may take long.
 
-        Raises InvalidInputError if the request cannot be served. A grammar that was not prepared is compiled when its
-        request enters.
+        Raises InvalidInputError if the request cannot be served; WorkerUnavailableError if nothing can be compiled now,
+        or ``shutdown`` has begun. A grammar that was not prepared is compiled when its request enters.
         """
 
     def execute(self, work: SchedulerOutput) -> ModelOutput: ...

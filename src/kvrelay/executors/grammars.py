@@ -4,47 +4,66 @@ Grammars are compiled and walked by llguidance (Rust): a derivative-based lexer 
 vocabulary's trie. Its state is a function of the output tokens alone, so preemption, hand-off and migration need only
 those tokens. Masks are computed beside the forward pass, in a thread that holds no interpreter lock.
 
-All work is bounded by fuel, not by time: a grammar that grows too large fails with a reason, at the same token on any
-machine. This module knows no logits and no torch.
+Compilation is bounded by a trial in another process (``grammar_trial.py``). A walk's lexer is bounded by fuel: one that
+grows too large fails with a reason, at the same token on any machine. Its parser is bounded by CPU time. This module
+knows no logits and no torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
 
 from kvrelay.core.grammar import Grammar, GrammarKind
-from kvrelay.errors import CheckpointError, InvalidInputError
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.step import NO_TOKEN
+from kvrelay.errors import CheckpointError, InvalidInputError, KvrelayError
+from kvrelay.executors.grammar_trial import GrammarTrials
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 Int32Array = npt.NDArray[np.int32]
 
-MAX_COMPILED = 256
+COMPILE_CPU_S, COMPILE_MEMORY_BYTES = 1.0, 256 * 2**20
+"""Of one grammar. 2,000 optional parts take 0.4 s."""
+MAX_COMPILED, MAX_COMPILED_BYTES = 256, 256 * 2**20
+MAX_REFUSED = 1024
+"""Grammars that do not compile and are known by their hashes."""
 INITIAL_LEXER_FUEL, STEP_LEXER_FUEL, MAX_LEXER_STATES = 500_000, 20_000, 20_000
-"""At most about 10 ms to compile and 2 ms per mask, by llguidance's own figures for an idle core."""
+"""At most about 2 ms per mask for the lexer, by llguidance's own figures for an idle core."""
 
+SLOW_S = 0.001
+"""Mean CPU time of a token in a sequence whose masks others do not wait for. A mask takes 0.05 ms in general."""
+PATIENCE_S = 0.02
+BUDGET_S, BUDGET_TOKEN_S = 1.0, 0.005
+"""CPU time of one sequence's masks: altogether, and more for each token."""
+
+_NUM_FIRST = 8
+_TOKENS_AT_ONCE = 64
 _BITS = 32
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"(\n[ \t]{0,16}|[ ])?"}
 """Enough for indented documents, but not for a model that writes spaces without end."""
 
 
 class _Compiled:
-    """An entry of the cache: a matcher at the start, and who holds the grammar."""
+    """An entry of the cache: a matcher at the start, about how much memory it takes, and who holds the grammar."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, num_bytes: int) -> None:
         self.matcher = matcher
+        self.num_bytes = num_bytes
         self._holders: list[weakref.ref[Grammar]] = []
 
     @property
@@ -67,15 +86,27 @@ class GrammarCompiler:
         self._file = tokenizer_file
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._limits = LLParserLimits(
-            initial_lexer_fuel=INITIAL_LEXER_FUEL,
-            step_lexer_fuel=STEP_LEXER_FUEL,
-            max_lexer_states=MAX_LEXER_STATES,
-            verbose_errors=False,
+        limits: dict[str, Any] = {
+            "initial_lexer_fuel": INITIAL_LEXER_FUEL,
+            "step_lexer_fuel": STEP_LEXER_FUEL,
+            "max_lexer_states": MAX_LEXER_STATES,
+            "verbose_errors": False,
+        }
+        self._limits = LLParserLimits(**limits)
+        self._trials = GrammarTrials(
+            {
+                "tokenizer_file": str(tokenizer_file.absolute()),
+                "vocab_size": vocab_size,
+                "eos_token_ids": self._eos_token_ids,
+                "limits": limits,
+                "cpu_s": COMPILE_CPU_S,
+                "memory_bytes": COMPILE_MEMORY_BYTES,
+            }
         )
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"GrammarCompiler({len(self._compiled)} compiled)"
@@ -86,7 +117,7 @@ class GrammarCompiler:
         rank, which gets a copy of each request's grammar, only the cache's size keeps it.)
 
         Raises InvalidInputError for a grammar that does not compile, cannot be satisfied or is too complex;
-        CheckpointError if the vocabulary cannot be read.
+        CheckpointError if the vocabulary cannot be read; WorkerUnavailableError if nothing can be compiled now.
         """
         grammar.check()
         with self._lock:
@@ -95,26 +126,43 @@ class GrammarCompiler:
                 self._compiled.move_to_end(grammar)
                 found.hold(grammar)
                 return found.matcher.deep_copy()
+            key = hashlib.blake2b(f"{grammar.kind} {grammar.source}".encode(errors="surrogatepass")).digest()
+            if key in self._refused:
+                self._refused.move_to_end(key)
+                raise InvalidInputError(self._refused[key])
             tokenizer = self._vocabulary()
-        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=self._limits)
-        if not matcher.is_error():
-            # The first mask builds the lexer's first states: a grammar that fails there is refused before it runs.
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            raise InvalidInputError(f"{grammar.kind} cannot be used: {_one_line(matcher.get_error())}")
+        try:
+            source = _source(grammar)
+            num_bytes = self._trials.run(source)
+        except InvalidInputError as exc:
+            reason = f"{grammar.kind} cannot be used: {_one_line(exc.message)}"
+            with self._lock:
+                self._refused[key] = reason
+                if len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
+            raise InvalidInputError(reason) from exc
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=self._limits)
+        matcher.compute_bitmask()
         with self._lock:
             # The key is another object, which keeps no holder alive.
-            entry = self._compiled.setdefault(Grammar(grammar.kind, grammar.source), _Compiled(matcher))
+            own_key = Grammar(grammar.kind, grammar.source)
+            entry = self._compiled.setdefault(own_key, _Compiled(matcher, num_bytes))
             entry.hold(grammar)
             self._evict()
         return matcher.deep_copy()
 
+    def close(self) -> None:
+        """End compilations that are under way; nothing is compiled any more. Idempotent."""
+        self._trials.close()
+
     def _evict(self) -> None:
         """The least recently used entries go, except those that a request holds."""
-        excess = len(self._compiled) - MAX_COMPILED
-        if excess > 0:
-            free = [grammar for grammar, entry in self._compiled.items() if not entry.is_held]
-            for grammar in free[:excess]:
+        num_bytes = sum(entry.num_bytes for entry in self._compiled.values())
+        for grammar, entry in tuple(self._compiled.items()):
+            if len(self._compiled) <= MAX_COMPILED and num_bytes <= MAX_COMPILED_BYTES:
+                return
+            if not entry.is_held:
+                num_bytes -= entry.num_bytes
                 del self._compiled[grammar]
 
     def _vocabulary(self) -> LLTokenizer:
@@ -128,85 +176,190 @@ class GrammarCompiler:
         return self._tokenizer
 
 
+class _Walk:
+    """One sequence's way through its grammar: the mask at its present position, once it is computed.
+
+    ``compute`` runs on a thread of GrammarMasks, all else between two computations. Reading a token may take as long as
+    a mask, so it happens there too.
+    """
+
+    def __init__(self, matcher: LLMatcher, output_token_ids: Sequence[int], *, is_awaited: bool) -> None:
+        self._matcher = matcher
+        self._unread = list(output_token_ids)
+        self._num_tokens, self._spent_s = 0, 0.0
+        self.words: Int32Array | None = None
+        self.failure = ""
+        """Why the sequence cannot continue."""
+        self.is_asked, self.is_ready, self.is_dropped = False, False, False
+        self.is_awaited = is_awaited
+        """The step waits for the first mask."""
+
+    @property
+    def mean_s(self) -> float:
+        """CPU time of a token. The first ones build the lexer, and count less."""
+        return self._spent_s / (self._num_tokens + _NUM_FIRST)
+
+    @property
+    def is_slow(self) -> bool:
+        return self.mean_s > SLOW_S
+
+    def advance(self, token_id: int) -> None:
+        self._unread.append(token_id)
+        self.words = None
+        self.is_asked = self.is_ready = self.is_awaited = False
+
+    def compute(self, num_words: int) -> None:
+        """Read the tokens and compute the mask after them. Tokens that do not match are an error of the mask."""
+        began_s = time.thread_time()
+        for first in range(0, len(self._unread), _TOKENS_AT_ONCE):  # each call holds the interpreter's lock
+            self._matcher.consume_tokens(self._unread[first : first + _TOKENS_AT_ONCE])
+        words = np.zeros((1, num_words), dtype=np.int32)
+        fill_next_token_bitmask(self._matcher, words)
+        self._num_tokens += len(self._unread)
+        self._unread = []
+        self._spent_s += time.thread_time() - began_s
+        if self._matcher.is_error():
+            self.failure = f"the grammar failed: {_one_line(self._matcher.get_error())}"
+        elif self._spent_s > BUDGET_S + BUDGET_TOKEN_S * self._num_tokens:
+            self.failure = (
+                f"the grammar failed: its masks took {self._spent_s:.1f} s of CPU time for {self._num_tokens} tokens; "
+                "use a grammar with fewer ambiguous rules"
+            )
+        self.words = words[0]
+
+
 class GrammarMasks:
-    """The matchers of the running sequences, by slot. Used from the engine's thread."""
+    """The matchers of the running sequences, by slot. Used from the engine's thread.
+
+    Masks are computed on two threads: one for sequences whose masks take long on average, so that no others wait for
+    those. A step waits for the masks of the other ones, for PATIENCE_S at most. A sequence whose mask is late sits out
+    this step. What that changes is when its next token comes, never which one.
+    """
 
     def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
         self.compiler = compiler
         self._vocab_size = vocab_size
-        self._matchers: dict[int, LLMatcher] = {}
+        self._walks: dict[int, _Walk] = {}
         self._broken: dict[int, str] = {}
         """Slots whose grammar did not compile, with the reason: the step that samples for them reports it."""
-        self._executor: LLExecutor | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+        """For quick and for slow masks."""
+        self._changed = threading.Condition()
+        """Guards ``is_ready``."""
 
     def __bool__(self) -> bool:
         """Whether any sequence is constrained."""
-        return bool(self._matchers or self._broken)
+        return bool(self._walks or self._broken)
 
-    def enter(self, slot: int, grammar: Grammar | None, output_token_ids: Sequence[int]) -> None:
+    def enter(self, slot: int, sampling: SamplingParams, output_token_ids: Sequence[int]) -> None:
         """Begin a sequence in ``slot``, or continue one after these tokens of its answer."""
         self.release(slot)
-        if grammar is None:
+        if sampling.grammar is None:
             return
         try:
-            matcher = self.compiler.compile(grammar)
-        except InvalidInputError as exc:
+            matcher = self.compiler.compile(sampling.grammar)
+        except KvrelayError as exc:
             self._broken[slot] = exc.message
             return
-        # Tokens that do not match put the matcher into an error, which its next mask reports.
-        matcher.consume_tokens(list(output_token_ids))
-        self._matchers[slot] = matcher
+        # The logprobs of the prompt's last token must not come twice.
+        is_awaited = sampling.prompt_logprobs is not None and not output_token_ids
+        self._walks[slot] = _Walk(matcher, output_token_ids, is_awaited=is_awaited)
 
     def release(self, slot: int) -> None:
-        self._matchers.pop(slot, None)
+        walk = self._walks.pop(slot, None)
+        if walk is not None:
+            walk.is_dropped = True
         self._broken.pop(slot, None)
 
-    def begin(self, slots: Sequence[int]) -> Future[StepMasks] | None:
+    def begin(self, slots: Sequence[int]) -> ComputingMasks | None:
         """Start to compute the masks of the constrained rows of ``slots``; None if no row is constrained."""
-        rows = [row for row, slot in enumerate(slots) if slot in self._matchers]
+        walks = {row: self._walks[slot] for row, slot in enumerate(slots) if slot in self._walks}
         broken = {row: self._broken[slot] for row, slot in enumerate(slots) if slot in self._broken}
-        if not rows and not broken:
+        if not walks and not broken:
             return None
-        if self._thread is None:
-            self._executor = LLExecutor(num_threads=1)
-            self._thread = ThreadPoolExecutor(1, "grammar-masks")
-        matchers = [self._matchers[slots[row]] for row in rows]
-        return self._thread.submit(self._compute, rows, matchers, broken)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, "grammar-masks"), ThreadPoolExecutor(1, "slow-grammar-masks")
+        asked = sorted((walk for walk in walks.values() if not walk.is_asked), key=lambda walk: walk.mean_s)
+        for is_slow, thread in enumerate(self._threads):
+            if chosen := [walk for walk in asked if walk.is_slow == is_slow]:
+                thread.submit(self._compute, chosen)
+        for walk in asked:
+            walk.is_asked = True
+        is_alone = len(walks) + len(broken) == len(slots)
+        return ComputingMasks(walks, broken, self._vocab_size, self._changed, is_alone=is_alone)
 
     def advance(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Advance each slot's matcher by its next token."""
+        """Advance each slot's walk by its next token; NO_TOKEN: the row sat out."""
         for slot, token_id in zip(slots, token_ids, strict=True):
-            matcher = self._matchers.get(slot)
-            if matcher is not None:
-                matcher.consume_token(token_id)
+            walk = self._walks.get(slot)
+            if walk is not None and token_id != NO_TOKEN and not walk.failure:
+                walk.advance(token_id)
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
+        for slot in tuple(self._walks):
+            self.release(slot)
+        for thread in self._threads or ():
+            thread.shutdown(cancel_futures=True)
 
-    def _compute(self, rows: list[int], matchers: list[LLMatcher], broken: dict[int, str]) -> StepMasks:
-        words = np.zeros((len(rows), -(-self._vocab_size // _BITS)), dtype=np.int32)
-        assert self._executor is not None
-        if matchers:
-            fill_next_token_bitmask_par(self._executor, [(matcher, row) for row, matcher in enumerate(matchers)], words)
-        failures = {
-            row: f"the grammar failed: {_one_line(matcher.get_error())}"
-            for row, matcher in zip(rows, matchers)
-            if matcher.is_error()
-        }
-        return StepMasks(rows, words, self._vocab_size, broken | failures)
+    def _compute(self, walks: list[_Walk]) -> None:
+        """On one of the threads."""
+        for walk in walks:
+            if not walk.is_dropped:
+                walk.compute(-(-self._vocab_size // _BITS))
+                with self._changed:
+                    walk.is_ready = True
+                    self._changed.notify()
+
+
+class ComputingMasks:
+    """The masks of one step, by row, while they are being computed. ``is_alone``: no other row samples in this step."""
+
+    def __init__(
+        self,
+        walks: dict[int, _Walk],
+        broken: dict[int, str],
+        vocab_size: int,
+        changed: threading.Condition,
+        *,
+        is_alone: bool,
+    ) -> None:
+        self._walks = walks
+        self._broken = broken
+        self._vocab_size = vocab_size
+        self._changed = changed
+        self._is_alone = is_alone
+
+    def result(self) -> StepMasks:
+        """The masks that are ready in time. If nothing else is sampled, wait for one at least."""
+        walks = self._walks.values()
+        quick = [walk for walk in walks if not walk.is_slow]
+        awaited = [walk for walk in walks if walk.is_awaited]
+        with self._changed:
+            self._changed.wait_for(lambda: all(walk.is_ready for walk in quick), PATIENCE_S)
+            self._changed.wait_for(lambda: all(walk.is_ready for walk in awaited))
+            if self._is_alone and not self._broken:
+                self._changed.wait_for(lambda: any(walk.is_ready for walk in walks))
+            ready = {row: walk for row, walk in self._walks.items() if walk.is_ready}
+        words = [walk.words for walk in ready.values() if walk.words is not None]
+        failures = {row: walk.failure for row, walk in ready.items() if walk.failure}
+        late = [row for row in self._walks if row not in ready]
+        stacked = np.stack(words) if words else np.zeros((0, -(-self._vocab_size // _BITS)), dtype=np.int32)
+        return StepMasks(list(ready), stacked, self._vocab_size, self._broken | failures, late)
 
 
 class StepMasks:
     """The masks of one step: the constrained rows (``rows`` [R]) and the tokens that each may take.
 
-    ``failures``: rows whose grammar cannot continue, with the reason; such a row may be in ``rows`` or not.
+    ``failures``: rows whose grammar cannot continue, with the reason; such a row may be in ``rows`` or not. ``late``:
+    other rows, which sit out this step.
     """
 
-    def __init__(self, rows: list[int], words: Int32Array, vocab_size: int, failures: dict[int, str]) -> None:
+    def __init__(
+        self, rows: list[int], words: Int32Array, vocab_size: int, failures: dict[int, str], late: list[int]
+    ) -> None:
         self.rows = rows
         self.failures = failures
+        self.late = late
         self._words = words
         self._vocab_size = vocab_size
 
@@ -229,7 +382,7 @@ def _source(grammar: Grammar) -> str:
     try:
         return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides=_JSON_OPTIONS))
     except ValueError as exc:
-        raise InvalidInputError(f"json_schema cannot be used: {_one_line(str(exc))}") from exc
+        raise InvalidInputError(str(exc)) from exc
 
 
 def _one_line(message: str) -> str:

@@ -28,7 +28,7 @@ from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.step import ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.engine.step import NO_TOKEN, ModelOutput, NewSequence, SchedulerOutput
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
@@ -135,6 +135,7 @@ class MockExecutor:
     def shutdown(self) -> None:
         """The pool's memory is freed with its last reference, because a transport may still use it."""
         self._grammars.close()
+        self._grammars.compiler.close()
 
     def check(self) -> None:
         """No process computes that could end by itself."""
@@ -198,7 +199,7 @@ class MockExecutor:
         self._num_computed[slot] = num_computed
         self._damaged[slot] = 0
         outputs = sequence.token_ids[sequence.num_prompt_tokens :]
-        self._grammars.enter(slot, sequence.sampling.grammar, outputs)
+        self._grammars.enter(slot, sequence.sampling, outputs)
         if num_computed:
             keys, hashes = self._read(slot, num_computed)
             tokens = self._tokens[slot, :num_computed]
@@ -224,17 +225,24 @@ class MockExecutor:
         sampled = np.flatnonzero(work.samples)
         chosen = slots[sampled]
         token_ids = next_tokens(last_hashes[sampled], self._vocab_size, self._eos_token_ids, self._damaged[chosen])
-        failures = self._obey_grammars(chosen, sampled, token_ids) if self._grammars else {}
+        outputs = token_ids.tolist()
+        failures = self._obey_grammars(chosen, sampled, outputs) if self._grammars else {}
+        if self._grammars:
+            drawn = np.array(outputs, dtype=np.int64)
+            sits_out = drawn == NO_TOKEN
+            self._num_computed[chosen[sits_out]] -= 1
+            chosen, token_ids = chosen[~sits_out], drawn[~sits_out].astype(np.uint32)
         self._tokens[chosen, self._num_computed[chosen]] = token_ids
-        result = ModelOutput(token_ids.tolist(), prompt_logprobs=prompt_logprobs, failures=failures)
+        result = ModelOutput(outputs, prompt_logprobs=prompt_logprobs, failures=failures)
         if self._asking:
             self._add_logprobs(result, sampled.tolist(), slots)
         return result
 
     def _obey_grammars(
-        self, slots: npt.NDArray[np.int32], rows: npt.NDArray[np.intp], token_ids: Uint32Array
+        self, slots: npt.NDArray[np.int32], rows: npt.NDArray[np.intp], token_ids: list[int]
     ) -> dict[int, str]:
-        """Replace tokens that a grammar forbids by one that it allows, in place; returns failures by row."""
+        """Replace tokens that a grammar forbids by one that it allows, or by NO_TOKEN if its mask is late, in place;
+        returns failures by row."""
         computing = self._grammars.begin(slots.tolist())
         if computing is None:
             return {}
@@ -242,8 +250,10 @@ class MockExecutor:
         for number, forbidden in zip(masks.rows, masks.forbidden()):
             allowed = np.flatnonzero(~forbidden)
             if forbidden[token_ids[number]]:
-                token_ids[number] = allowed[int(token_ids[number]) % len(allowed)]
-        self._grammars.advance(slots.tolist(), token_ids.tolist())
+                token_ids[number] = int(allowed[token_ids[number] % len(allowed)])
+        for number in masks.late:
+            token_ids[number] = NO_TOKEN
+        self._grammars.advance(slots.tolist(), token_ids)
         return {int(rows[number]): reason for number, reason in masks.failures.items()}
 
     def _decode(self, slots: npt.NDArray[np.int32]) -> Uint32Array:
@@ -296,7 +306,7 @@ class MockExecutor:
     def _add_logprobs(self, result: ModelOutput, rows: list[int], slots: npt.NDArray[np.int32]) -> None:
         for row, token_id in zip(rows, result.token_ids, strict=True):
             count = self._sequences[int(slots[row])].sampling.logprobs
-            if count is not None:
+            if count is not None and token_id != NO_TOKEN:
                 result.logprobs[row] = mock_logprobs(token_id, count, self._vocab_size)
 
     def _prompt_logprobs(self, work: SchedulerOutput) -> dict[int, list[PositionLogprobs]]:

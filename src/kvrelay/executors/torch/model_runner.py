@@ -8,7 +8,6 @@ hand-offs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -19,8 +18,8 @@ import torch
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.step import Int32Array, ModelOutput, NewSequence, SchedulerOutput
-from kvrelay.executors.grammars import GrammarMasks, StepMasks
+from kvrelay.engine.step import NO_TOKEN, Int32Array, ModelOutput, NewSequence, SchedulerOutput
+from kvrelay.executors.grammars import ComputingMasks, GrammarMasks
 from kvrelay.executors.torch.attention.base import Attention
 from kvrelay.executors.torch.kv_pool import KvPool
 from kvrelay.executors.torch.models.decoder import Decoder
@@ -109,7 +108,7 @@ class ModelRunner:
             self._grammars.release(slot)
         for sequence in work.new_seqs:
             outputs = sequence.token_ids[sequence.num_prompt_tokens :]
-            self._grammars.enter(sequence.slot, sequence.sampling.grammar, outputs)
+            self._grammars.enter(sequence.slot, sequence.sampling, outputs)
         states.apply(work)
         if work.num_seqs == 0:
             return ModelOutput([])
@@ -158,7 +157,7 @@ class ModelRunner:
         batch: StepBatch,
         hidden: torch.Tensor,
         prompt_logprobs: dict[int, list[PositionLogprobs]],
-        computing: Future[StepMasks] | None,
+        computing: ComputingMasks | None,
     ) -> ModelOutput:
         if not len(hidden):
             if self._device.type == "cuda":
@@ -170,6 +169,8 @@ class ModelRunner:
         logits = self._decoder.logits(hidden)
         masks = None if computing is None else computing.result()
         token_ids = self._sampler.sample(logits, slots, self._states, masks)
+        if masks is not None:
+            token_ids[masks.late] = NO_TOKEN
         self._states.append(slots, token_ids)
         chosen = token_ids.tolist()
         failures: dict[int, str] = {}
@@ -185,7 +186,7 @@ class ModelRunner:
         rows: npt.NDArray[np.intp],
         slots: Int32Array,
     ) -> dict[int, PositionLogprobs]:
-        wanted = np.flatnonzero(self._states.sampling.wants_logprobs[slots])
+        wanted = np.flatnonzero(self._states.sampling.wants_logprobs[slots] & (token_ids != NO_TOKEN))
         if not len(wanted):
             return {}
         counts = [self._states.sampling.params[int(slots[i])].logprobs or 0 for i in wanted]
@@ -221,6 +222,7 @@ class ModelRunner:
     def shutdown(self) -> None:
         """The pool's memory is freed with its last reference, because a transport may still hold the region."""
         self._grammars.close()
+        self._grammars.compiler.close()
 
 
 def _warm_up_work(slots: list[int], num_tokens: int, num_computed: int) -> SchedulerOutput:

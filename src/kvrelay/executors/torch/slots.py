@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.engine.step import BoolArray, Int32Array, NewSequence, SchedulerOutput
+from kvrelay.engine.step import NO_TOKEN, BoolArray, Int32Array, NewSequence, SchedulerOutput
 from kvrelay.executors.torch.sampling.table import SamplingTable
 
 Int64Array = npt.NDArray[np.int64]
@@ -99,7 +99,11 @@ class SlotStates:
         self.computed[batch.slots] += batch.num_tokens
 
     def append(self, slots: Int32Array, token_ids: Int64Array) -> None:
-        """Append one sampled token per slot."""
+        """Append one sampled token per slot. With NO_TOKEN the slot's last token does not count as computed."""
+        sits_out = token_ids == NO_TOKEN
+        if sits_out.any():
+            self.computed[slots[sits_out]] -= 1
+            slots, token_ids = slots[~sits_out], token_ids[~sits_out]
         self.tokens[slots, self.known[slots]] = token_ids
         self.known[slots] += 1
 

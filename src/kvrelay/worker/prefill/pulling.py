@@ -20,7 +20,7 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.layout import KVLayout
 from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.engine.contract import EngineHost
-from kvrelay.errors import InvalidInputError, KvrelayError
+from kvrelay.errors import KvrelayError
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason
 from kvrelay.handoff.prefill_state import PrefillRules
@@ -211,7 +211,7 @@ class PrefillSide:
         """Compile the grammar on a thread of its own, so that neither the loop nor the engine waits for it."""
         try:
             await asyncio.to_thread(self._engine.prepare, job.request.sampling)
-        except InvalidInputError as exc:
+        except KvrelayError as exc:
             _log.warning("hand-off %s is not computed: %s", job.request.handoff_id, exc)
             self.handoffs.decline(job, EndReason.ENGINE_REFUSED)
             return

@@ -1,0 +1,156 @@
+"""Grammars that never compile: they end by themselves, and other grammars compile meanwhile and afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from llguidance import LLMatcher
+from tests.executors.constrained import EOS, VOCAB_SIZE
+from tests.patience import PATIENCE_S, until
+
+from kvrelay.core.grammar import Grammar, GrammarKind
+from kvrelay.data import bundled_checkpoint_path
+from kvrelay.errors import InvalidInputError, KvrelayError, WorkerUnavailableError
+from kvrelay.executors import grammar_trial
+from kvrelay.executors.grammar_trial import GrammarTrials, TrialSettings
+from kvrelay.executors.grammars import GrammarCompiler
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def all_of(*patterns: str) -> Grammar:
+    schema = {"allOf": [{"type": "string", "pattern": pattern} for pattern in patterns]}
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+COUNTING = all_of(*(f".*a.{{{k}}}" for k in range(5, 35)))
+"""1.2 kB whose automaton has 2 ** 30 states."""
+CONTAINING = all_of(*(f".*x{n}.*" for n in range(300)))
+ORDINARY = Grammar(GrammarKind.REGEX, "yes|no")
+
+
+@pytest.fixture
+def compiler() -> Iterator[GrammarCompiler]:
+    found = GrammarCompiler(bundled_checkpoint_path() / "tokenizer.json", VOCAB_SIZE, [EOS])
+    yield found
+    found.close()
+
+
+def own_memory() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def helper_pid(compiler: GrammarCompiler) -> int:
+    helper = compiler._trials._helper
+    assert helper is not None
+    details = helper.end.peek()
+    assert details is not None
+    pid: int = details[2][0].pid
+    return pid
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.mark.parametrize("grammar", [COUNTING, CONTAINING], ids=["counting", "containing"])
+def test_six_schemas_that_never_compile_are_refused_and_an_ordinary_grammar_compiles(
+    compiler: GrammarCompiler, grammar: Grammar
+) -> None:
+    compiler.compile(ORDINARY)
+    before = own_memory()
+    refused: list[str] = []
+
+    def compile_one(number: int) -> None:
+        with pytest.raises(InvalidInputError, match="CPU time or 256 MiB") as failure:
+            compiler.compile(Grammar(grammar.kind, grammar.source + " " * number))
+        refused.append(failure.value.message)
+
+    threads = [threading.Thread(target=compile_one, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    compiler.compile(Grammar(GrammarKind.REGEX, "maybe"))
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 6
+    assert own_memory() - before < 64 * 2**20
+    compiler.compile(Grammar(GrammarKind.REGEX, "perhaps"))
+
+
+def test_memory_alone_ends_a_trial() -> None:
+    source = LLMatcher.grammar_from_json_schema(COUNTING.source)
+    settings = TrialSettings(
+        tokenizer_file=str(bundled_checkpoint_path() / "tokenizer.json"), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS],
+        limits={"verbose_errors": False, "initial_lexer_fuel": 500_000}, cpu_s=10_000.0, memory_bytes=16 * 2**20,
+    )  # fmt: skip
+    trials = GrammarTrials(settings)
+    with pytest.raises(InvalidInputError, match="16 MiB"):
+        trials.run(source)
+    assert trials.run(LLMatcher.grammar_from_regex("yes|no")) < 16 * 2**20
+    trials.close()
+
+
+def test_a_verdict_is_remembered(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = Grammar(GrammarKind.REGEX, "a(b")
+    with pytest.raises(InvalidInputError, match="unclosed group") as first:
+        compiler.compile(bad)
+    compiler.compile(ORDINARY)
+    compiler.close()  # nothing can be tried any more
+    with pytest.raises(InvalidInputError) as again:
+        compiler.compile(bad)
+    assert again.value.message == first.value.message
+    compiler.compile(ORDINARY)
+    with pytest.raises(WorkerUnavailableError):
+        compiler.compile(Grammar(GrammarKind.REGEX, "new"))
+
+
+def test_closing_ends_what_is_under_way(compiler: GrammarCompiler) -> None:
+    compiler.compile(ORDINARY)
+    pid = helper_pid(compiler)
+    failures: list[KvrelayError] = []
+
+    def compile_one() -> None:
+        try:
+            compiler.compile(COUNTING)
+        except KvrelayError as exc:
+            failures.append(exc)
+
+    thread = threading.Thread(target=compile_one)
+    thread.start()
+    until(lambda: children(pid))
+    trials = children(pid)
+    compiler.close()
+    thread.join(PATIENCE_S)
+    assert len(failures) == 1
+    until(lambda: not any(Path(f"/proc/{each}").exists() for each in (str(pid), *trials)))
+
+
+def test_a_helper_that_was_killed_is_replaced(compiler: GrammarCompiler) -> None:
+    compiler.compile(ORDINARY)
+    pid = helper_pid(compiler)
+    os.kill(pid, 9)
+    compiler.compile(Grammar(GrammarKind.REGEX, "maybe"))
+    assert helper_pid(compiler) != pid
+
+
+def test_a_helper_ends_with_its_owner() -> None:
+    owner = GrammarCompiler(bundled_checkpoint_path() / "tokenizer.json", VOCAB_SIZE, [EOS])
+    owner.compile(ORDINARY)
+    pid = helper_pid(owner)
+    del owner
+    until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_a_helper_that_cannot_start_refuses_no_grammar_for_good(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_trial, "__file__", "/nowhere.py")
+        with pytest.raises(WorkerUnavailableError):
+            compiler.compile(ORDINARY)
+    compiler.compile(ORDINARY)
