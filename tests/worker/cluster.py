@@ -321,7 +321,7 @@ class Cluster:
         """A prefill worker, a decode worker that knows of it, and a client of the latter."""
         prefill = await self.join(WorkerRole.PREFILL)
         decode = await self.join(WorkerRole.DECODE)
-        await self.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        await self.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
         return prefill, decode, await self.client(decode)
 
     async def until(self, condition, timeout_s: float = PATIENCE_S) -> None:

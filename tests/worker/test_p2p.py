@@ -36,7 +36,7 @@ async def test_workers_hand_over_and_leave_nothing_behind(send_type: str) -> Non
         for number in range(3):
             client.send(f"r{number}", prompt(900, number))
             assert await client.answer(f"r{number}") == expected(prompt(900, number), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 3)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 3)
         assert counters(decode).num_connections == 1
         assert counters(decode).num_spilled == counters(decode).num_lost == counters(decode).num_refused == 0
         await shared.until(lambda: decode.transport.grants.num_open == 0)
@@ -56,7 +56,7 @@ async def test_what_does_not_fit_into_the_buffer_goes_through_the_pool(send_type
             assert await client.answer(f"r{number}") == expected(prompt(900, number), 8)
         assert counters(decode).num_spilled > 0
         assert counters(decode).num_lost == 0
-        assert prefill.worker._prefill.stats.num_prefills > 0
+        assert prefill.worker.stats().prefill.num_prefills > 0
 
 
 async def test_kv_that_finds_no_room_at_all_is_computed_again_by_the_decode_worker() -> None:
@@ -67,9 +67,9 @@ async def test_kv_that_finds_no_room_at_all_is_computed_again_by_the_decode_work
             client.send(f"r{number}", prompt(900, number))
             assert await client.answer(f"r{number}") == expected(prompt(900, number), 8)
         assert counters(decode).num_lost >= 3
-        assert decode.worker._decode.stats.num_recomputed == 3
-        await shared.until(lambda: prefill.worker._prefill.stats.num_failed == 3)
-        assert prefill.worker._prefill.stats.num_prefills == 0
+        assert decode.worker.stats().decode.num_recomputed == 3
+        await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 3)
+        assert prefill.worker.stats().prefill.num_prefills == 0
         assert sum((await decode.status())["recomputed"].values()) == 3
         assert (await prefill.status())["prefills_ended"] == {"transfer_failed": 3}
         assert counters(decode).num_failed == 0, "the communicator is good: only the KV was lost"
