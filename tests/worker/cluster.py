@@ -31,7 +31,6 @@ from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.step import Executor
 from kvrelay.engine.thread import EngineThread
-from kvrelay.engines.hosted.host import StreamedHost
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.prefill_ledger import PrefillLedger
@@ -63,6 +62,7 @@ class Node:
     """One worker and what a test wants to reach of it."""
 
     worker: Worker
+    engine: EngineHost
     core: EngineCore
     server: LoopbackRpcServer
     transport: LoopbackTransport
@@ -83,18 +83,9 @@ class Node:
         """Of the hand-offs that take KV elsewhere."""
         return self.worker._prefill.handoffs.ledger
 
-    def granted_blocks(self) -> set[int]:
+    def granted_blocks(self) -> frozenset[int]:
         """Blocks that some prefill worker may write now."""
-        grants = [
-            (handoff.handoff_id, grant.loan)
-            for handoff in list(self.ledger.handoffs.values())
-            for grant in handoff.grants
-        ]
-        if isinstance(self.worker._engine, StreamedHost):
-            staged = self.worker._engine._engine._loans
-            return {block for grant in grants if grant in staged for block in staged[grant].block_ids}
-        lent = [self.core.loans.find(*grant) for grant in grants]
-        return {block for loan in lent if loan is not None for block in loan.quarantined}
+        return self.worker.inspect().writable_blocks
 
     async def status(self) -> dict:
         return await self.worker.status()
@@ -118,7 +109,7 @@ class Node:
         await worker._prefill._tasks.close()
         await worker._prefill.handoffs.close()
         worker._watchdog.stop()
-        worker._engine.close()
+        self.engine.close()
         worker._transfer.close()
         worker._checksums.close()
         await self.control.close()
@@ -275,7 +266,7 @@ class Cluster:
             self._watch_writes(transport)
         worker = Worker(settings, engine_host, transport, control, server, partial(self.connect, key))
         await worker.start()
-        node = Node(worker, core, server, transport, control, asyncio.create_task(worker.run()))
+        node = Node(worker, engine_host, core, server, transport, control, asyncio.create_task(worker.run()))
         self.nodes.append(node)
         return node
 
@@ -285,7 +276,7 @@ class Cluster:
         def checked(post: object) -> str | None:
             owner = next((node for node in self.nodes if node.id == post.worker_id), None)
             if owner is not None and post.op is TransferOp.WRITE:
-                block_bytes = owner.worker._engine.facts.kv_layout.block_bytes
+                block_bytes = owner.engine.facts.kv_layout.block_bytes
                 pieces = zip(post.plan.remote_offsets.tolist(), post.plan.lengths.tolist(), strict=True)
                 blocks = {
                     block for at, size in pieces for block in range(at // block_bytes, -(-(at + size) // block_bytes))
@@ -338,7 +329,7 @@ class Cluster:
                     not node.core.has_unfinished() and node.core.pool.num_free == node.core.pool.num_blocks
                 )
             )
-            await node.worker._engine.call(lambda core: core.check_integrity())
+            await node.engine.call(lambda core: core.check_integrity())
             node.worker.check_integrity()
 
     async def gone(self, node: Node) -> BaseException | None:

@@ -85,10 +85,12 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """``stats`` are the counts, the engine's included. ``is_accepting``: requests of frontends; ``is_pairing``: prefills
-    that a frontend pairs with another worker's decode. ``loans``: the blocks that peers may write to, by hand-off and
-    loan, as the engine knows them. ``num_requests`` are those of frontends that have not ended, ``num_paired`` those
-    whose first token is computed here for another worker."""
+    """``stats`` are the counts, the engine's included.
+
+    ``is_accepting``: requests of frontends. ``is_pairing``: prefills whose decode worker a frontend has chosen.
+    ``loans``: the blocks that peers may write to, by hand-off and loan, as the engine knows them. ``num_requests``: of
+    frontends, not ended. ``num_paired``: those whose first token is computed here for another worker.
+    """
 
     stats: WorkerStats
     is_accepting: bool
