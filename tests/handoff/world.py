@@ -407,7 +407,7 @@ class World(Hazards, Memory):
                 d.todo += (("verify", action.handoff_id, action.generation, action.block_ids),)
             case de.EndLoan():
                 self._end_loan(action)
-            case de.Discard():
+            case de.Discard() | de.Avoid():
                 pass
             case de.Resume():
                 self._resume(action)

@@ -164,7 +164,7 @@ async def test_a_peer_loses_its_permission_before_the_engine_gets_the_blocks_bac
             post(run)
 
         def ending(handoff_id: HandoffId, loan: int) -> None:
-            ended[str(handoff_id), loan] = running.posted
+            ended.setdefault((str(handoff_id), loan), running.posted)
             end_loan(handoff_id, loan)
 
         grants.close, engine.post, core.end_loan = closing, posting, ending

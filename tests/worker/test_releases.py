@@ -10,7 +10,7 @@ from tests.patience import PATIENCE_S
 from tests.worker.cluster import cluster, expected, prompt
 
 from kvrelay.control import redelivery
-from kvrelay.core.handoff import HandoffGrant
+from kvrelay.core.handoff import HandoffClaim, HandoffGrant
 from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, TransferError, WorkerUnavailableError
 from kvrelay.handoff.base import RefusalReason
@@ -103,6 +103,31 @@ async def test_a_decode_worker_that_no_one_can_reach_computes_by_itself(monkeypa
         assert prefill.worker.stats().prefill.num_returned == 2
         peers._connect = connect
         await shared.until(lambda: prefill.outgoing.num_unheard == 0)
+
+
+async def test_an_entry_whose_claim_may_have_arrived_does_not_go_back():
+    """Sending failed, but the decode worker has the claim: another worker would claim it a second time."""
+    async with cluster() as shared:
+        connect = shared.connect
+
+        async def connecting(*arguments):
+            client = await connect(*arguments)
+            send = client.send
+
+            def sending(message):
+                send(message)
+                if isinstance(message, HandoffClaim):
+                    raise WorkerUnavailableError("the connection has ended")
+
+            client.send = sending
+            return client
+
+        shared.connect = connecting
+        prefill, _, client = await shared.pair()
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
+        assert prefill.worker.stats().prefill.num_returned == 0
 
 
 async def test_the_owner_of_an_expired_entry_hears_at_once_and_computes_it():

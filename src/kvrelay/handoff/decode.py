@@ -76,6 +76,7 @@ class DecodeHandoff(DecodeClaims):
             return
         tell_fetched(message, connection or turn.connections.get(grant.worker_id, grant.connection), turn)
         self._end_grant(grant)
+        turn.conduct.done(grant.worker_id)
         is_current = message.generation == self.generation
         if not is_current or self.state not in (DecodeState.GRANTED, DecodeState.RENEWING):
             turn.counters.num_stale += 1
@@ -142,6 +143,8 @@ class DecodeHandoff(DecodeClaims):
             kind = HandoffAbandon if _is_by_engine(self.arrived) and not ok else HandoffFetched
             turn.out.append(Send(grant.connection, kind(self.handoff_id, generation)))
             self._end_grant(grant)
+            if ok:
+                turn.conduct.done(grant.worker_id)
         if self.state is not DecodeState.READING or self.arrived is None:
             return
         if ok:

@@ -70,6 +70,7 @@ class DecodeClaims(DecodeEnds):
         worker_id = event.claim.prefill_worker_id
         self.generation += 1
         self.deadline_s = turn.now_s + turn.rules.grant_timeout_s
+        self.granted_s, self.is_overtaken = turn.now_s, False
         if self.state is not DecodeState.GRANTED:
             self._move(DecodeState.GRANTED)
         turn.counters.num_granted += 1

@@ -90,6 +90,7 @@ class Inspection:
     ``is_accepting``: requests of frontends. ``is_pairing``: prefills whose decode worker a frontend has chosen.
     ``loans``: the blocks that peers may write to, by hand-off and loan, as the engine knows them. ``num_requests``: of
     frontends, not ended. ``num_paired``: those whose first token is computed here for another worker.
+    ``avoided``: prefill workers whose claims are refused, because they have failed hand-offs in a row.
     """
 
     stats: WorkerStats
@@ -107,6 +108,7 @@ class Inspection:
     num_paired: int
     disagg: DisaggConfig
     kv_compatibility: str
+    avoided: frozenset[str]
 
     @property
     def num_grants(self) -> int:

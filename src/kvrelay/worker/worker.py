@@ -352,6 +352,7 @@ class Worker:
             num_paired=self._paired.num_waiting,
             disagg=self._policy.config,
             kv_compatibility=self._membership.kv_compatibility,
+            avoided=incoming.read(incoming.avoided),
         )
 
     async def status(self) -> dict[str, object]:
