@@ -329,6 +329,8 @@ class Cluster:
                     not node.core.has_unfinished() and node.core.pool.num_free == node.core.pool.num_blocks
                 )
             )
+            # Its transfer thread sleeps again.
+            await self.until(lambda node=node: node.worker.stats().transfer.num_open_handoffs == 0)
             await node.engine.call(lambda core: core.check_integrity())
             node.worker.check_integrity()
 

@@ -8,7 +8,7 @@ import threading
 
 import msgspec
 import pytest
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.worker.cluster import VOCAB_SIZE, cluster, expected, prompt
 
 from kvrelay.config import EngineConfig, MockConfig
@@ -90,6 +90,26 @@ async def test_a_grant_of_blocks_that_cannot_be_is_given_up(forge):
         client.send("next", prompt(300, 5))
         assert await client.answer("next") == expected(prompt(300, 5), 8)
         await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
+
+
+async def test_done_never_arrives_after_a_write_of_the_same_hand_off_has_failed():
+    """The later writes are submitted before the ledger hears of the failure, and their connection is made anew."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        poll = prefill.transport.poll
+
+        def polling():
+            completions, notifications = poll()
+            if any(completion.error for completion in completions):
+                until(lambda: prefill.worker.stats().transfer.num_unfinished == 3)
+            return completions, notifications
+
+        prefill.transport.poll = polling
+        shared.fabric.faults.fail_next = 1
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        assert decode.worker.stats().decode.num_recomputed == 1
+        assert decode.worker.stats().decode.num_remote_done == 0
 
 
 async def test_abort_at_every_stage_frees_everything():
