@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S
 
 from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig
 from kvrelay.control import connect_control
-from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.control.base import ControlPlane, Keys, Lease
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import AbortRequest, GenerateRequest, Message, OutputBatch, RequestRefused, TokenOutput
@@ -37,7 +37,7 @@ from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient, LoopbackRpcServer
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
-from kvrelay.transfer.base import TransferOp
+from kvrelay.transfer.base import Completion, Notification, TransferOp
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
 from kvrelay.worker.worker import Worker
@@ -68,6 +68,7 @@ class Node:
     transport: LoopbackTransport
     control: ControlPlane
     running: asyncio.Task[None]
+    lease: Lease
 
     @property
     def id(self) -> str:
@@ -155,6 +156,18 @@ class Node:
         self.core.executor.checksum_blocks = held
         return waiting, go_on
 
+    def lose_notifications(self, on_lost: Callable[[], object] = lambda: None) -> None:
+        """What peers notify after their last writes does not arrive. ``on_lost`` runs on the transfer thread."""
+        poll = self.transport.poll
+
+        def polling() -> tuple[list[Completion], list[Notification]]:
+            completions, notifications = poll()
+            for _ in notifications:
+                on_lost()
+            return completions, []
+
+        self.transport.poll = polling
+
     def fail_at_step(self, number: int) -> None:
         """The device breaks."""
         execute = self.core.executor.execute
@@ -229,6 +242,8 @@ class Cluster:
     network: LoopbackNetwork = field(default_factory=LoopbackNetwork)
     nodes: list[Node] = field(default_factory=list)
     late_writes: list[str] = field(default_factory=list)
+    connectors: dict[str, Callable[[str, str], Awaitable[RpcClient]]] = field(default_factory=dict)
+    """By worker id: what a worker connects by, instead of ``connect``."""
 
     async def join(
         self,
@@ -264,9 +279,21 @@ class Cluster:
         transport = build_transport(self.transfer, worker_id, self.fabric, memory)
         if isinstance(transport, LoopbackTransport):
             self._watch_writes(transport)
-        worker = Worker(settings, engine_host, transport, control, server, partial(self.connect, key))
+        grant, leases = control.discovery.grant, []
+
+        async def granting(ttl_s: float) -> Lease:
+            leases.append(await grant(ttl_s))
+            return leases[-1]
+
+        async def connect(address: str, public_key: str) -> RpcClient:
+            return await self.connectors.get(worker_id, partial(self.connect, key))(address, public_key)
+
+        control.discovery.grant = granting
+        worker = Worker(settings, engine_host, transport, control, server, connect)
         await worker.start()
-        node = Node(worker, engine_host, core, server, transport, control, asyncio.create_task(worker.run()))
+        control.discovery.grant = grant
+        running = asyncio.create_task(worker.run())
+        node = Node(worker, engine_host, core, server, transport, control, running, leases[0])
         self.nodes.append(node)
         return node
 

@@ -23,7 +23,7 @@ async def granted(shared: Cluster, decode: Node) -> None:
 
 async def expire_lease(node: Node) -> str:
     """As another worker's watch does after a pause: at once, whatever is in flight."""
-    lease = node.worker._membership._lease
+    lease = node.lease
     old = lease.lease_id
     await lease._bucket.expire_lease(old, lease._seq)
     return old
@@ -31,7 +31,7 @@ async def expire_lease(node: Node) -> str:
 
 async def revoke_lease(node: Node) -> None:
     """As an operator does with ``nats kv del``."""
-    lease = node.worker._membership._lease
+    lease = node.lease
     await lease._bucket.end_lease(lease.lease_id)
 
 
@@ -62,7 +62,7 @@ async def test_a_prefill_worker_cut_off_from_the_control_plane_stops_in_time():
         await shared.until(lambda: prefill.worker.inspect().queue.num_held == 0)
         await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 0)
         mend()
-        await shared.until(lambda: prefill.worker._membership._lease.alive_until_s > time.monotonic())
+        await shared.until(lambda: prefill.lease.alive_until_s > time.monotonic())
         await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
         await shared.until(lambda: prefill.id in decode.worker.inspect().peers.leased)
         client.send("again", prompt(300, 5))
@@ -89,7 +89,7 @@ async def test_a_grant_that_comes_after_the_lease_was_lost_is_not_used():
         hold_back(decode, HandoffAbandon)
         client.send("r", prompt(3000))
         await shared.until(lambda: bool(held))
-        lease = prefill.worker._membership._lease
+        lease = prefill.lease
         old = await expire_lease(prefill)
         await shared.until(lambda: lease.lease_id not in ("", old))
         await shared.until(lambda: decode.ledger.num_grants == 0)
@@ -116,7 +116,7 @@ async def test_transfers_stop_before_the_lease_is_given_back():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         order = []
-        revoke, close = prefill.worker._membership._lease.revoke, prefill.transport.close
+        revoke, close = prefill.lease.revoke, prefill.transport.close
 
         async def revoking():
             order.append("lease")
@@ -126,7 +126,7 @@ async def test_transfers_stop_before_the_lease_is_given_back():
             order.append("transfers")
             close()
 
-        prefill.worker._membership._lease.revoke, prefill.transport.close = revoking, closing
+        prefill.lease.revoke, prefill.transport.close = revoking, closing
         shared.fabric.faults.delay_polls = STUCK
         prefill.fail_at_step(6)
         client.send("r", prompt(3000))
@@ -221,7 +221,7 @@ async def test_a_revoked_lease_is_replaced_when_the_last_write_under_it_has_ende
         try:
             client.send("r", prompt(3000))
             await shared.until(began.is_set)
-            lease = prefill.worker._membership._lease
+            lease = prefill.lease
             old = lease.lease_id
             await revoke_lease(prefill)
             await shared.until(lambda: lease.lease_id not in ("", old))
@@ -265,7 +265,7 @@ async def test_what_a_worker_may_write_outlives_a_lease_that_ended_before_its_ti
         hold_back(decode, HandoffAbandon)
         client.send("r", prompt(3000))
         await granted(shared, decode)
-        async with prefill.worker._membership._lease._lock:  # no keepalive
+        async with prefill.lease._lock:  # no keepalive
             await revoke_lease(prefill)
             await shared.until(lambda: prefill.id not in decode.worker.inspect().peers.leased)
             num_bytes = prefill.worker.stats().transfer.num_bytes

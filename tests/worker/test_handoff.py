@@ -328,7 +328,7 @@ async def test_a_worker_whose_kv_no_hand_off_reaches_prefills_itself_and_keeps_i
 async def test_a_hand_off_whose_notification_is_lost_is_done_a_moment_later():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
-        decode.worker._transfer.on_notification(lambda notification: None)
+        decode.lose_notifications()
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
         assert decode.worker.stats().decode.num_remote_done == 1
@@ -340,7 +340,7 @@ async def test_blocks_return_when_a_notification_is_lost_with_the_connection():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
 
-        def lose(notification: object) -> None:
+        def lose() -> None:
             asyncio.run_coroutine_threadsafe(break_connections(), loop)
 
         async def break_connections() -> None:
@@ -348,7 +348,7 @@ async def test_blocks_return_when_a_notification_is_lost_with_the_connection():
             decode.server.drop(peer)
 
         loop = asyncio.get_running_loop()
-        decode.worker._transfer.on_notification(lose)
+        decode.lose_notifications(lose)
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
         await shared.until(lambda: decode.ledger.num_grants == 0)

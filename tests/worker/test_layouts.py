@@ -121,12 +121,12 @@ async def test_a_layout_that_no_plan_joins_is_computed_by_the_decode_worker(layo
         key = Keys(shared.control.namespace).worker_kv_metadata(decode.id, 0)
         entry = msgspec.json.decode(await decode.control.discovery.get(key), type=KvMetadata)
         forged = msgspec.json.encode(msgspec.structs.replace(entry, layout=layout))
-        load = prefill.worker._peers._discovery.get
+        load = prefill.control.discovery.get
 
         async def get(asked: str) -> bytes | None:
             return forged if asked == key else await load(asked)
 
-        prefill.worker._peers._discovery = Lookup(get)
+        prefill.control.discovery.get = get
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
         assert decode.worker.stats().decode.num_remote_done == 0
@@ -139,9 +139,9 @@ async def test_a_worker_whose_memory_is_not_in_discovery_computes_by_itself(capl
     """Its prefill worker cannot reach it, not even to tell it: the hand-off ends by its deadline."""
     async with cluster(remote_prefill_timeout_s=1.0) as shared:
         prefill, decode, client = await shared.pair()
-        load = prefill.worker._peers._discovery.get
+        load = prefill.control.discovery.get
         # Not deleted, because the worker would put its entry back.
-        prefill.worker._peers._discovery = Lookup(lambda key: load(key.replace("kv_metadata", "nowhere")))
+        prefill.control.discovery.get = lambda key: load(key.replace("kv_metadata", "nowhere"))
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
         assert decode.worker.stats().decode.num_remote_done == 0
@@ -159,10 +159,3 @@ async def test_a_grant_in_other_blocks_than_the_registered_ones_is_computed_here
         await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
         assert decode.worker.stats().decode.num_remote_done == 0
         await shared.check_idle()
-
-
-class Lookup:
-    """Discovery with an answer of its own to ``get``."""
-
-    def __init__(self, get: object) -> None:
-        self.get = get

@@ -61,7 +61,7 @@ async def cannot_connect(address, public_key):
 async def test_an_entry_goes_to_a_prefill_worker_that_can_reach_the_decode_worker():
     async with cluster(remote_prefill_timeout_s=PATIENCE_S) as shared:
         astray, decode, client = await shared.pair()
-        astray.worker._peers._connect = cannot_connect
+        shared.connectors[astray.id] = cannot_connect
         other = await shared.join(WorkerRole.PREFILL)
         other.worker._prefill.stop()
         await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 2)
@@ -78,13 +78,12 @@ async def test_an_entry_goes_to_a_prefill_worker_that_can_reach_the_decode_worke
 async def test_a_prefill_worker_tries_again_once_discovery_has_the_decode_workers_memory(missing_after):
     async with cluster(remote_prefill_timeout_s=PATIENCE_S) as shared:
         prefill, decode, client = await shared.pair()
-        discovery, missing = prefill.worker._peers._discovery, [0] * missing_after + [1]
+        load, missing = prefill.control.discovery.get, [0] * missing_after + [1]
 
-        class Lacking:
-            async def get(self, key):
-                return None if missing and missing.pop(0) else await discovery.get(key)
+        async def lacking(key):
+            return None if missing and missing.pop(0) else await load(key)
 
-        prefill.worker._peers._discovery = Lacking()
+        prefill.control.discovery.get = lacking
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
         assert prefill.worker.stats().prefill.num_returned == 1
@@ -95,13 +94,12 @@ async def test_a_decode_worker_that_no_one_can_reach_computes_by_itself(monkeypa
     monkeypatch.setattr(redelivery, "RETURN_DELAYS_S", (0.01, 0.01))
     async with cluster(remote_prefill_timeout_s=1.0) as shared:
         prefill, _, client = await shared.pair()
-        peers = prefill.worker._peers
-        connect, peers._connect = peers._connect, cannot_connect
+        shared.connectors[prefill.id] = cannot_connect
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
         await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
         assert prefill.worker.stats().prefill.num_returned == 2
-        peers._connect = connect
+        del shared.connectors[prefill.id]
         await shared.until(lambda: prefill.outgoing.num_unheard == 0)
 
 
@@ -182,7 +180,7 @@ async def test_an_abandon_of_something_unknown_is_answered():
     """HandoffDone got lost; only the question after it can free the blocks."""
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
-        decode.worker._transfer.on_notification(lambda _: None)
+        decode.lose_notifications()
         client.send("r", prompt(600))
         await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
         assert decode.ledger.num_grants == 1
