@@ -97,7 +97,7 @@ async def test_an_entry_put_again_waits_behind_its_end_and_others_do_not():
     ends.on_event(WatchEvent(WatchKind.PUT, "kv/b/0", b""))
     assert told == [(WatchKind.PUT, "kv/b/0")]
     async with asyncio.timeout(WAIT_S):
-        while ends.num_held:
+        while len(ends.held):
             await asyncio.sleep(0.01)
     assert told[1:] == [(WatchKind.DELETE, "kv/a/0"), (WatchKind.PUT, "kv/a/0")]
     assert transfer.calls == ["admit b", "bar a", "bar a", "bar a", "admit a"]
@@ -117,7 +117,7 @@ async def test_a_refused_entry_behind_an_end_does_not_keep_the_next():
     for kind, value in ((WatchKind.DELETE, b""), (WatchKind.PUT, b"bad"), (WatchKind.PUT, b"good")):
         ends.on_event(WatchEvent(kind, "kv/a/0", value))
     async with asyncio.timeout(WAIT_S):
-        while ends.num_held:
+        while len(ends.held):
             await asyncio.sleep(0.01)
     assert told == [b"", b"bad", b"good"]
     transfer.answers = [TransferError("closed")]
