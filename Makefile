@@ -60,6 +60,7 @@ test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on eac
 check: env  ## ruff, mypy and import-linter
 	@$(BIN)/ruff format --check src tests tools
 	@$(BIN)/ruff check src tests tools
+	@$(BIN)/python tools/private_access.py --max 296 > /dev/null
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 

@@ -7,19 +7,32 @@ import random
 import socket
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from tests.dp.groups import CARRIERS, FACTS, Heard, address_for, formed, join_all
-from tests.patience import until
+from tests.patience import PATIENCE_S, until
 
 from kvrelay.dp import member as member_module
 from kvrelay.dp import server as server_module
 from kvrelay.dp.addresses import GroupAddress
 from kvrelay.dp.beats import SilenceDetector
 from kvrelay.dp.member import GroupMember
-from kvrelay.dp.messages import AllLeft, Ended, FrameReader, FromRank, RankInfo, RegPart, encode
+from kvrelay.dp.messages import (
+    AllLeft,
+    AllReady,
+    Ended,
+    Formed,
+    FrameReader,
+    FromRank,
+    Hello,
+    RankInfo,
+    RegPart,
+    encode,
+)
 from kvrelay.dp.protocol import StartStep, StepsUntil
+from kvrelay.dp.shared_steps import SharedSteps, create_descriptors
 from kvrelay.errors import AddressInUseError, ConfigError, FatalError, ProtocolError
 
 each_carrier = pytest.mark.parametrize("carrier", CARRIERS)
@@ -82,6 +95,34 @@ def test_all_have_left_when_the_last_has(carrier: str, tmp_path: Path):
             # Nothing that was begun before is told after.
             assert each.step == 25
             assert each.notices[-1] == AllLeft()
+
+
+def test_a_step_whose_bell_comes_after_the_last_message_is_told_before_it(tmp_path: Path):
+    """Shared memory and connection are two ways: a rank that ended without the step would leave the others in it."""
+    address, descriptors = GroupAddress(directory=tmp_path), create_descriptors(2)
+    with address.listen(1) as listener, ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(GroupMember.join, address, RankInfo(1, 2, "place 1", FACTS))
+        coordinator, _ = listener.accept()
+        with coordinator:
+            coordinator.sendall(encode(Hello()))
+            assert coordinator.recv(4096)
+            socket.send_fds(coordinator, [encode(Formed("a group", len(descriptors)))], descriptors)
+            member, other = joining.result(), SharedSteps(descriptors, 0, 24)
+            notices, is_over = [], threading.Event()
+
+            def deliver(notice: object) -> None:
+                notices.append(notice)
+                if notice == AllReady():
+                    other.start_step(StartStep(26))
+                if notice == AllLeft():
+                    is_over.set()
+
+            coordinator.sendall(encode(AllReady()) + encode(AllLeft()))
+            member.listen(deliver)
+            assert is_over.wait(PATIENCE_S)
+            member.close()
+            other.close()
+    assert notices == [AllReady(), StepsUntil(50), AllLeft()]
 
 
 @each_carrier

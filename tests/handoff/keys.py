@@ -91,7 +91,7 @@ def leases_key(leases: PeerLeases, frame: Frame) -> tuple[Any, ...]:
 _DECODE_FIELDS = [
     f.name
     for f in fields(DecodeHandoff)
-    if f.name not in ("deadline_s", "heard_s", "grants", "term", "waiting", "owed", "request_id")
+    if f.name not in ("deadline_s", "heard_s", "grants", "term", "waiting", "owed", "request_id", "granted_s")
 ]
 _LONG_OVER = ("arrived", "given_up_by", "block_ids", "num_hit_blocks", "claimant")
 """Of a closed hand-off nothing reads these."""
@@ -118,15 +118,20 @@ def decode_ledger_key(ledger: DecodeLedger, frame: Frame) -> tuple[Any, ...]:
         deadline = max(handoff.deadline_s - now, 0) if waits else 0
         silent = max(handoff.heard_s + ledger.rules.silence_timeout_s - now, 0) if handoff.is_awaited else 0
         term = 0 if is_closed else frame.term("d", handoff.term)
-        special = (deadline, silent, grants, _claimed_key(handoff.waiting, frame), handoff.owed is None, term)
+        held = max(handoff.granted_s + ledger.rules.held_s - now, -1) if handoff.holder is not None else 0
+        special = (deadline, silent, held, grants, _claimed_key(handoff.waiting, frame), handoff.owed is None, term)
         names = _CLOSED_FIELDS if is_closed else _DECODE_FIELDS
         handoffs.append((*special, *(getattr(handoff, name) for name in names)))
     early = tuple(
         (handoff_id, _claimed_key(e.event, frame), max(e.until_s - now, 0)) for handoff_id, e in ledger.early.items()
     )
     paired = (tuple(ledger.expected.items()), tuple(ledger.declined.items()))
+    conduct = tuple(
+        (worker, failures, max(ledger.conduct.until_s.get(worker, now) - now, 0))
+        for worker, failures in sorted(ledger.conduct.failures.items())
+    )
     connections = tuple(sorted((worker, frame.conn(conn)) for worker, conn in ledger.connections.items()))  # type: ignore[arg-type]
-    return (tuple(handoffs), leases_key(ledger.leases, frame), connections, early, paired)
+    return (tuple(handoffs), leases_key(ledger.leases, frame), connections, early, paired, conduct)
 
 
 def _claimed_key(event: Any, frame: Frame) -> Any:

@@ -102,6 +102,10 @@ class Memory:
             self._expect_lent(handoff_id, task[3])
             ok = all(self.d.content.get(block, ("damaged",))[0] == "kv" for block in task[3])
             self._handle(D, de.Verified(handoff_id, task[2], ok))
+        elif kind == "compute here":
+            if self.d.status[handoff_id] == "waiting":
+                self.d.status[handoff_id] = "local"
+                self.d.blocks.pop(handoff_id, None)
         elif kind == "not sent":
             self._handle(D, de.GrantNotSent(handoff_id, task[2]))
         elif kind == "unreachable":

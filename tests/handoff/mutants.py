@@ -164,6 +164,16 @@ def abandoned_while_read(ready: Any) -> Any:
     return mutated
 
 
+def forgotten_once_closed(allocated: Any) -> Any:
+    def mutated(self: DecodeHandoff, event: Any, turn: Any) -> None:
+        if self.state is DecodeState.CLOSED:
+            self.allocating = 0
+        else:
+            allocated(self, event, turn)
+
+    return mutated
+
+
 def nothing(original: Any) -> Any:
     return lambda self, *arguments: None
 
@@ -217,6 +227,12 @@ MUTANTS = [
         scenario("lose", "stop decode", num_faults=2),
         replacing(PrefillLedger, "_release_unknown", nothing),
         is_long=True,
+    ),
+    Mutant(
+        "a loan that arrives after its hand-off has closed is forgotten",
+        2,
+        scenario("redeliver", "break", num_faults=2, num_prefill=2),
+        replacing(DecodeHandoff, "allocated", forgotten_once_closed),
     ),
     Mutant("a write is posted past the fence", 3, scenario("stop prefill", transport_fence=False)),
     Mutant(

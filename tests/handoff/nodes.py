@@ -87,6 +87,9 @@ class Scenario:
             max_attempts=2,
             early_claim_timeout_s=3 if self.slow else 1,
             abandon_repeat_s=1,
+            held_s=1,
+            avoid_s=2,
+            overtaken_s=1,
             can_replace_blocks=self.can_replace_blocks,
             checksums=self.checksums,
         )
@@ -282,6 +285,9 @@ def clone_decode_ledger(ledger: DecodeLedger) -> DecodeLedger:
     other.early = dict(ledger.early)
     other.expected = dict(ledger.expected)
     other.declined = clone_latest(ledger.declined)
+    other.conduct = copied(ledger.conduct)
+    other.conduct.failures = clone_latest(ledger.conduct.failures)
+    other.conduct.until_s = clone_latest(ledger.conduct.until_s)
     return other
 
 

@@ -191,6 +191,44 @@ def test_without_other_blocks_a_second_claimant_is_refused() -> None:
     assert isinstance(ledger.handle(done(), 4.0)[1], de.Resume)
 
 
+def test_without_other_blocks_and_without_its_first_claimant_the_request_is_computed_here() -> None:
+    """The first claimant released it while the second waited, so no one else would continue it before the deadline."""
+    ledger = decode_ledger()
+    ledger.handle(de.Registered("q", 10.0, 2), 0.0)
+    ledger.handle(claim(), 1.0)
+    ledger.handle(claim("q", 2), 2.0)
+    assert ledger.handle(de.Released(HandoffReleased("h", "p")), 3.0) == []
+    actions = ledger.handle(de.Allocated("h", 2, None), 4.0)
+    assert refusal_of(actions) == RefusalReason.NO_BLOCKS
+    assert actions[1:] == [de.EndLoan("h", 1), de.ComputeHere("h", "r", EndReason.RELEASED)]
+    assert not ledger.handoffs
+
+
+def test_a_repeated_claim_changes_nothing_while_it_waits_for_blocks_or_holds_a_grant() -> None:
+    ledger = decode_ledger()
+    ledger.handle(de.Registered("q", 10.0, 2), 0.0)
+    ledger.handle(claim(), 1.0)
+    assert ledger.handle(claim(), 1.0) == []
+    ledger.handle(claim("q", 2), 2.0)
+    assert ledger.handle(claim("q", 2), 2.0) == [], "a refusal would make it give up, and then get the grant"
+    assert grant_of(ledger.handle(de.Allocated("h", 2, (0, 1, 7, 8, 9)), 3.0)).generation == 2
+    assert ledger.handle(claim("q", 2), 3.0) == []
+    assert ledger.counters.num_refused == 0
+
+
+@pytest.mark.parametrize("block_ids", [(0, 1, 7, 8, 9), None])
+def test_a_loan_that_arrives_after_the_end_goes_back(block_ids: tuple[int, ...] | None) -> None:
+    """The engine lent the blocks before it heard that the request is computed here."""
+    ledger = decode_ledger()
+    ledger.handle(de.Registered("q", 10.0, 2), 0.0)
+    ledger.handle(claim(), 1.0)
+    assert ledger.handle(claim("q", 2), 2.0) == [de.Allocate("h", 2)]
+    ledger.handle(de.Released(HandoffReleased("h", "p")), 3.0)
+    assert de.ComputeHere("h", "r", EndReason.RELEASED) in ledger.handle(de.Released(HandoffReleased("h", "q")), 3.0)
+    assert ledger.handle(de.Allocated("h", 2, block_ids), 4.0) == [de.EndLoan("h", 2)] * (block_ids is not None)
+    assert not ledger.handoffs
+
+
 def test_claims_are_bounded() -> None:
     ledger = decode_ledger(max_attempts=1)
     ledger.handle(de.Registered("q", 10.0, 2), 0.0)
@@ -279,6 +317,23 @@ def test_pull_without_room_waits_for_it() -> None:
     assert ledger.handle(de.Allocated("h", 1, (3, 4)), 3.0) == [de.Read("h", 1, "p", (8, 9), (3, 4), 0, 0, 4)]
     actions = ledger.handle(de.ReadEnded("h", 1, True), 4.0)
     assert actions[-2:] == [de.Resume("h", "r", 1, ready.message), de.EndLoan("h", 1)]
+
+
+def test_while_one_generation_is_read_the_release_of_an_earlier_one_ends_its_grant() -> None:
+    ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
+    for worker_id in ("p", "q"):
+        ledger.handle(de.Registered(worker_id, 10.0, 1), 0.0)
+    ledger.handle(de.Opened("h", "r", BLOCKS, 2, direction=KvDirection.PULL), 0.0)
+    for worker_id in ("p", "q"):
+        ledger.handle(claim(worker_id), 1.0)
+    ready = HandoffReady("h", 2, (8, 9, 10), 7, None, 0.0, secret=SECRET)
+    assert [type(action) for action in ledger.handle(de.Ready(ready, "to q"), 2.0)] == [de.Read]
+    ledger.handle(de.Released(HandoffReleased("h", "p")), 3.0)
+    assert [grant.worker_id for grant in ledger.handoffs["h"].grants] == ["q"]
+    ledger.handle(de.Released(HandoffReleased("h", "q")), 3.0)
+    assert ledger.num_grants == 1, "its blocks are being read"
+    ledger.handle(de.ReadEnded("h", 2, True), 4.0)
+    assert not ledger.handoffs
 
 
 PARAMS = b'{"remote_engine_id": "e"}'

@@ -406,7 +406,7 @@ class World(Hazards, Memory):
                 d.todo += (("verify", action.handoff_id, action.generation, action.block_ids),)
             case de.EndLoan():
                 self._end_loan(action)
-            case de.Discard():
+            case de.Discard() | de.Avoid():
                 pass
             case de.Resume():
                 self._resume(action)
@@ -459,8 +459,8 @@ class World(Hazards, Memory):
             raise Violation(f"to be computed here, but it is {d.status[action.handoff_id]}")
         if not self.scenario.can_replace_blocks and any(owner == action.handoff_id for owner, _ in d.loans):
             raise Violation("to be computed in blocks that are lent")
-        d.status[action.handoff_id] = "local"
-        d.blocks.pop(action.handoff_id, None)
+        # The engine hears of it after what was asked of it before, such as other blocks for the same request.
+        d.todo += (("compute here", action.handoff_id),)
 
     def _prefill_action(self, number: int, action: Any) -> None:
         p = self.ps[number]

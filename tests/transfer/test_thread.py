@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import IncompatiblePeerError, TransferError
 from kvrelay.transfer import thread as thread_module
-from kvrelay.transfer.base import Notification
+from kvrelay.transfer.base import Completion, Notification
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
 from kvrelay.transfer.queues import MAX_POSTS_PER_PEER
@@ -41,6 +42,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 @dataclass
 class Side:
     thread: TransferThread
+    transport: LoopbackTransport
     pool: np.ndarray
     metadata: KvMetadata
     payloads: list[bytes] = field(default_factory=list)
@@ -60,8 +62,9 @@ class Cluster:
         self.log: list[tuple[object, str | None]] = []
 
     def make(self, worker_id: str) -> Side:
+        transport = LoopbackTransport(self.fabric, worker_id)
         thread = TransferThread(
-            LoopbackTransport(self.fabric, worker_id),
+            transport,
             CONFIG,
             self.clock,
             fence=lambda: self.fence_s,
@@ -76,7 +79,7 @@ class Cluster:
         metadata = KvMetadata(
             worker_id, 0, "loopback", agent, region.address, region.num_bytes, LAYOUT.block_bytes, "cpu", 0, "k"
         )
-        side = Side(thread, pool, metadata)
+        side = Side(thread, transport, pool, metadata)
         thread.on_notification(lambda notification: side.payloads.append(notification.payload))
         return side
 
@@ -94,7 +97,7 @@ class Cluster:
     def until_full(self) -> None:
         """All that was submitted is queued, and as much of it as may be is posted."""
         self.prefill.thread._post_call(lambda: None).result(60)
-        wait_for(lambda: len(self.prefill.thread._transport._posts) == MAX_POSTS_PER_PEER)
+        wait_for(lambda: self.prefill.transport.num_pending == MAX_POSTS_PER_PEER)
 
     def wait(self, count: int) -> list[tuple[object, str | None]]:
         wait_for(lambda: len(self.log) >= count)
@@ -248,6 +251,31 @@ def test_bad_plans_fail_alone(cluster: Cluster) -> None:
     assert "pool" in (log["bad"] or "")
 
 
+def test_no_further_part_of_a_refused_transfer_is_posted(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is good: other transfers go on."""
+    monkeypatch.setattr(thread_module, "MAX_POST_BYTES", LAYOUT.block_bytes)
+    transport, num_posts = cluster.prefill.transport, itertools.count()
+    poll, post = transport.poll, transport.post
+
+    def refusing() -> tuple[list[Completion], list[Notification]]:
+        completions, notifications = poll()
+        return [replace(each, is_refused=each.error is not None) for each in completions], notifications
+
+    def counted(*arguments: object) -> int:
+        next(num_posts)
+        return post(*arguments)
+
+    transport.poll, transport.post = refusing, counted
+    cluster.fabric.faults.fail_next = 1
+    cluster.write("large", list(range(0, 2 * (MAX_POSTS_PER_PEER + 2), 2)), b"never")
+    assert cluster.wait(1) == [("large", "injected failure")]
+    assert next(num_posts) == MAX_POSTS_PER_PEER
+    assert transport.has_peer("d")
+    cluster.write("next", [1], b"done")
+    assert cluster.wait(2)[1] == ("next", None)
+    wait_for(lambda: cluster.decode.payloads == [b"done"])
+
+
 def test_large_plans_are_posted_in_parts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_module, "MAX_POST_BYTES", LAYOUT.block_bytes // 2 + 3)
     cluster.decode.pool[:] = 0
@@ -362,7 +390,7 @@ def test_fail_all_stops_what_is_on_its_way(cluster: Cluster) -> None:
     cluster.until_full()
     cluster.prefill.thread.fail_all("lease lost")
     assert {error for _, error in cluster.wait(20)} == {"lease lost"}
-    assert not cluster.prefill.thread._transport._posts
+    assert not cluster.prefill.transport._posts
     assert not cluster.decode.pool.any()
 
 
@@ -370,7 +398,7 @@ def test_a_peer_that_was_disconnected_while_another_was_served_is_left_alone(clu
     """A post to one peer may take so long that another's deadline passes meanwhile."""
     other = cluster.make("e")
     cluster.prefill.thread.add_peer(other.metadata).result(60)
-    transport = cluster.prefill.thread._transport
+    transport = cluster.prefill.transport
     posted: list[str] = []
     post = transport.post
     post_s = 0.0
@@ -418,8 +446,8 @@ def test_a_thread_that_fails_says_so_after_it_has_failed_everything(cluster: Clu
 
     cluster.fabric.faults.drop_next = 1
     cluster.write("open", [1])
-    wait_for(lambda: len(cluster.prefill.thread._transport._posts) == 1)
-    cluster.prefill.thread._transport.poll = broken
+    wait_for(lambda: cluster.prefill.transport.num_pending == 1)
+    cluster.prefill.transport.poll = broken
     wait_for(lambda: bool(cluster.failures))
     assert cluster.log == [("open", "the transfer thread is closed")]
     assert str(cluster.failures[0]) == "no such device"
@@ -465,7 +493,7 @@ def test_nothing_is_polled_while_nothing_is_open(cluster: Cluster, monkeypatch: 
     cluster.write("a", [1])
     cluster.wait(1)
     polls = 0
-    transport = cluster.decode.thread._transport
+    transport = cluster.decode.transport
     original = transport.poll
 
     def counted() -> object:
@@ -559,14 +587,14 @@ def test_a_read_that_ends_behind_the_fence_does_not_count() -> None:
     """This process may have been stopped in the middle of it, and the peer have reused what it read."""
     cluster = Cluster()
     try:
-        perform = cluster.prefill.thread._transport._perform
+        perform = cluster.prefill.transport._perform
 
         def late(post: object) -> str | None:
             error = perform(post)
             cluster.fence_s = cluster.clock.now()
             return error
 
-        cluster.prefill.thread._transport._perform = late
+        cluster.prefill.transport._perform = late
         errors: list[str | None] = []
         cluster.prefill.thread.submit(
             TransferOp.READ, "d", plan_blocks(LAYOUT, [1], [2]), on_done=errors.append, timeout_s=20.0

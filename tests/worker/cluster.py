@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S
 
 from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig
 from kvrelay.control import connect_control
-from kvrelay.control.base import ControlPlane, Keys
+from kvrelay.control.base import ControlPlane, Keys, Lease
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.messages import AbortRequest, GenerateRequest, OutputBatch, RequestRefused, TokenOutput
@@ -31,7 +31,6 @@ from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.step import Executor
 from kvrelay.engine.thread import EngineThread
-from kvrelay.engines.hosted.host import StreamedHost
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.prefill_ledger import PrefillLedger
@@ -39,6 +38,7 @@ from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient, LoopbackRpcServer
 from kvrelay.rpc.wire import Message
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
+from kvrelay.transfer.base import Completion, Notification
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.values import TransferOp
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
@@ -64,11 +64,13 @@ class Node:
     """One worker and what a test wants to reach of it."""
 
     worker: Worker
+    engine: EngineHost
     core: EngineCore
     server: LoopbackRpcServer
     transport: LoopbackTransport
     control: ControlPlane
     running: asyncio.Task[None]
+    lease: Lease
 
     @property
     def id(self) -> str:
@@ -84,18 +86,9 @@ class Node:
         """Of the hand-offs that take KV elsewhere."""
         return self.worker._prefill.handoffs.ledger
 
-    def granted_blocks(self) -> set[int]:
+    def granted_blocks(self) -> frozenset[int]:
         """Blocks that some prefill worker may write now."""
-        grants = [
-            (handoff.handoff_id, grant.loan)
-            for handoff in list(self.ledger.handoffs.values())
-            for grant in handoff.grants
-        ]
-        if isinstance(self.worker._engine, StreamedHost):
-            staged = self.worker._engine._engine._loans
-            return {block for grant in grants if grant in staged for block in staged[grant].block_ids}
-        lent = [self.core.loans.find(*grant) for grant in grants]
-        return {block for loan in lent if loan is not None for block in loan.quarantined}
+        return self.worker.inspect().writable_blocks
 
     async def status(self) -> dict:
         return await self.worker.status()
@@ -119,7 +112,7 @@ class Node:
         await worker._prefill._tasks.close()
         await worker._prefill.handoffs.close()
         worker._watchdog.stop()
-        worker._engine.close()
+        self.engine.close()
         worker._transfer.close()
         worker._checksums.close()
         await self.control.close()
@@ -164,6 +157,18 @@ class Node:
 
         self.core.executor.checksum_blocks = held
         return waiting, go_on
+
+    def lose_notifications(self, on_lost: Callable[[], object] = lambda: None) -> None:
+        """What peers notify after their last writes does not arrive. ``on_lost`` runs on the transfer thread."""
+        poll = self.transport.poll
+
+        def polling() -> tuple[list[Completion], list[Notification]]:
+            completions, notifications = poll()
+            for _ in notifications:
+                on_lost()
+            return completions, []
+
+        self.transport.poll = polling
 
     def fail_at_step(self, number: int) -> None:
         """The device breaks."""
@@ -239,6 +244,8 @@ class Cluster:
     network: LoopbackNetwork = field(default_factory=LoopbackNetwork)
     nodes: list[Node] = field(default_factory=list)
     late_writes: list[str] = field(default_factory=list)
+    connectors: dict[str, Callable[[str, str], Awaitable[RpcClient]]] = field(default_factory=dict)
+    """By worker id: what a worker connects by, instead of ``connect``."""
 
     async def join(
         self,
@@ -274,9 +281,21 @@ class Cluster:
         transport = build_transport(self.transfer, worker_id, self.fabric, memory)
         if isinstance(transport, LoopbackTransport):
             self._watch_writes(transport)
-        worker = Worker(settings, engine_host, transport, control, server, partial(self.connect, key))
+        grant, leases = control.discovery.grant, []
+
+        async def granting(ttl_s: float) -> Lease:
+            leases.append(await grant(ttl_s))
+            return leases[-1]
+
+        async def connect(address: str, public_key: str) -> RpcClient:
+            return await self.connectors.get(worker_id, partial(self.connect, key))(address, public_key)
+
+        control.discovery.grant = granting
+        worker = Worker(settings, engine_host, transport, control, server, connect)
         await worker.start()
-        node = Node(worker, core, server, transport, control, asyncio.create_task(worker.run()))
+        control.discovery.grant = grant
+        running = asyncio.create_task(worker.run())
+        node = Node(worker, engine_host, core, server, transport, control, running, leases[0])
         self.nodes.append(node)
         return node
 
@@ -286,7 +305,7 @@ class Cluster:
         def checked(post: object) -> str | None:
             owner = next((node for node in self.nodes if node.id == post.worker_id), None)
             if owner is not None and post.op is TransferOp.WRITE:
-                block_bytes = owner.worker._engine.facts.kv_layout.block_bytes
+                block_bytes = owner.engine.facts.kv_layout.block_bytes
                 pieces = zip(post.plan.remote_offsets.tolist(), post.plan.lengths.tolist(), strict=True)
                 blocks = {
                     block for at, size in pieces for block in range(at // block_bytes, -(-(at + size) // block_bytes))
@@ -322,7 +341,7 @@ class Cluster:
         """A prefill worker, a decode worker that knows of it, and a client of the latter."""
         prefill = await self.join(WorkerRole.PREFILL)
         decode = await self.join(WorkerRole.DECODE)
-        await self.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        await self.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
         return prefill, decode, await self.client(decode)
 
     async def until(self, condition, timeout_s: float = PATIENCE_S) -> None:
@@ -339,7 +358,9 @@ class Cluster:
                     not node.core.has_unfinished() and node.core.pool.num_free == node.core.pool.num_blocks
                 )
             )
-            await node.worker._engine.call(lambda core: core.check_integrity())
+            # Its transfer thread sleeps again.
+            await self.until(lambda node=node: node.worker.stats().transfer.num_open_handoffs == 0)
+            await node.engine.call(lambda core: core.check_integrity())
             node.worker.check_integrity()
 
     async def gone(self, node: Node) -> BaseException | None:

@@ -187,7 +187,7 @@ class Rogue:
         """As a prefill worker, under a lease that it keeps alive."""
         self.control = node.control
         self.lease = await self.control.discovery.grant(1.0)
-        compatibility = self._node.worker._membership.kv_compatibility
+        compatibility = self._node.worker.inspect().kv_compatibility
         metadata = KvMetadata(
             self.worker_id, 0, "loopback", b"", 0, 0, 1, "cpu", 0, compatibility, "key of the rogue", 1.0
         )
@@ -205,7 +205,7 @@ class Rogue:
             self.grants.append(message)
 
     def claim(self, handoff_id: HandoffId, name: str | None = None) -> None:
-        compatibility = self._node.worker._membership.kv_compatibility
+        compatibility = self._node.worker.inspect().kv_compatibility
         self.client.send(HandoffClaim(handoff_id, name or self.worker_id, compatibility))
 
 
@@ -247,7 +247,7 @@ async def test_a_worker_takes_no_hand_off_in_anothers_name() -> None:
         await rogue.connect()
         prefill.slow_down(0.05)
         client.send("r", prompt(1500))
-        await shared.until(lambda: decode.worker._decode.num_open_grants == 1)
+        await shared.until(lambda: decode.worker.inspect().num_grants == 1)
         (handoff_id,) = decode.ledger.handoffs
         rogue.claim(handoff_id, prefill.id)
         for message in (
@@ -258,9 +258,9 @@ async def test_a_worker_takes_no_hand_off_in_anothers_name() -> None:
             rogue.client.send(message)
         await shared.until(lambda: bool(rogue.heard))
         assert rogue.heard == [Pong(1, decode.id)]
-        assert (decode.ledger.num_grants, decode.worker._decode.num_open_grants) == (1, 1)
+        assert (decode.ledger.num_grants, decode.worker.inspect().num_grants) == (1, 1)
         assert await client.answer("r") == expected(prompt(1500), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
         await rogue.lease.revoke()
 
 
@@ -284,7 +284,7 @@ async def test_blocks_return_from_a_claimant_that_is_gone() -> None:
         for number in range(6):
             assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
         await shared.until(lambda: ledger.num_grants == 0)
-        assert decode.worker._decode.num_open_grants == 0
+        assert decode.worker.inspect().num_grants == 0
 
 
 async def test_a_claimant_that_lives_and_says_nothing_does_not_keep_a_request() -> None:
@@ -313,7 +313,7 @@ async def test_nobody_but_the_claimant_says_that_a_hand_off_is_done() -> None:
         await rogue.connect()
         prefill.slow_down(0.05)
         client.send("r", prompt(1500))
-        await shared.until(lambda: decode.worker._decode.num_open_grants == 1)
+        await shared.until(lambda: decode.worker.inspect().num_grants == 1)
         (handoff_id,) = decode.ledger.handoffs
         forged = HandoffDone(handoff_id, 1, 7, None, 0, 0.0)
         decode.worker._decode.handoffs.notified(encode_message(forged))
@@ -322,7 +322,7 @@ async def test_nobody_but_the_claimant_says_that_a_hand_off_is_done() -> None:
         await shared.until(lambda: bool(rogue.heard))
         assert decode.ledger.counters.num_stale == 3
         assert await client.answer("r") == expected(prompt(1500), 8)
-        assert decode.worker._decode.stats.num_remote_done == 1
+        assert decode.worker.stats().decode.num_remote_done == 1
         await rogue.lease.revoke()
 
 
@@ -384,10 +384,10 @@ async def test_a_decode_worker_takes_back_its_own_hand_offs_only(monkeypatch: py
         await prefill.worker._peers.get(rogue.id)
         prefill.slow_down(0.05)
         client.send("r", prompt(1500))
-        await shared.until(lambda: prefill.worker._prefill.num_handoffs == decode.ledger.num_grants == 1)
+        await shared.until(lambda: prefill.worker.inspect().queue.num_held == decode.ledger.num_grants == 1)
         (handoff_id,) = decode.ledger.handoffs
         (peer,) = [peer for peer in prefill.worker._peers._peers.values() if peer.worker_id == rogue.id]
         prefill.worker._prefill.handoffs.on_message(peer, HandoffAbandon(handoff_id, 1))
         assert await client.answer("r") == expected(prompt(1500), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
-        assert prefill.worker._prefill.stats.num_abandoned == 0
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
+        assert prefill.worker.stats().prefill.num_abandoned == 0

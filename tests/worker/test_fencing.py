@@ -23,7 +23,7 @@ async def granted(shared: Cluster, decode: Node) -> None:
 
 async def expire_lease(node: Node) -> str:
     """As another worker's watch does after a pause: at once, whatever is in flight."""
-    lease = node.worker._membership._lease
+    lease = node.lease
     old = lease.lease_id
     await lease._bucket.expire_lease(old, lease._seq)
     return old
@@ -31,7 +31,7 @@ async def expire_lease(node: Node) -> str:
 
 async def revoke_lease(node: Node) -> None:
     """As an operator does with ``nats kv del``."""
-    lease = node.worker._membership._lease
+    lease = node.lease
     await lease._bucket.end_lease(lease.lease_id)
 
 
@@ -59,12 +59,12 @@ async def test_a_prefill_worker_cut_off_from_the_control_plane_stops_in_time():
         await granted(shared, decode)
         mend = prefill.cut_from_nats()
         assert await client.answer("r") == expected(prompt(3000), 8)
-        await shared.until(lambda: prefill.worker._prefill.num_handoffs == 0)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 0)
+        await shared.until(lambda: prefill.worker.inspect().queue.num_held == 0)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 0)
         mend()
-        await shared.until(lambda: prefill.worker._membership._lease.alive_until_s > time.monotonic())
-        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
-        await shared.until(lambda: not decode.worker._fleet.has_ended(prefill.id))
+        await shared.until(lambda: prefill.lease.alive_until_s > time.monotonic())
+        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+        await shared.until(lambda: prefill.id in decode.worker.inspect().peers.leased)
         client.send("again", prompt(300, 5))
         assert await client.answer("again") == expected(prompt(300, 5), 8)
 
@@ -74,11 +74,11 @@ async def test_a_lost_lease_withdraws_what_is_queued_and_what_moves():
         prefill, decode, client = await shared.pair()
         shared.fabric.faults.delay_polls = STUCK
         client.send("r", prompt(3000))
-        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished >= 5)
+        await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished >= 5)
         await expire_lease(prefill)
         assert await client.answer("r") == expected(prompt(3000), 8)
         await shared.until(lambda: decode.ledger.num_grants == 0)
-        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished == 0)
+        await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished == 0)
         assert not prefill.transport._posts
 
 
@@ -89,16 +89,16 @@ async def test_a_grant_that_comes_after_the_lease_was_lost_is_not_used():
         hold_back(decode, HandoffAbandon)
         client.send("r", prompt(3000))
         await shared.until(lambda: bool(held))
-        lease = prefill.worker._membership._lease
+        lease = prefill.lease
         old = await expire_lease(prefill)
         await shared.until(lambda: lease.lease_id not in ("", old))
         await shared.until(lambda: decode.ledger.num_grants == 0)
         assert await client.answer("r") == expected(prompt(3000), 8)
         for deliver in held:
             deliver()
-        await shared.until(lambda: prefill.worker._prefill.stats.num_failed == 1)
-        assert prefill.worker._prefill.stats.num_sent_bytes == 0
-        assert decode.worker._decode.num_open_grants == 0
+        await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
+        assert prefill.worker.stats().prefill.num_sent_bytes == 0
+        assert decode.worker.inspect().num_grants == 0
 
 
 async def test_a_claim_by_a_worker_whose_lease_has_ended_is_turned_down():
@@ -107,7 +107,7 @@ async def test_a_claim_by_a_worker_whose_lease_has_ended_is_turned_down():
         decode.ledger.leases.ended(prefill.id, 0.0)
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_refused == 1)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_refused == 1)
         assert decode.ledger.counters.num_granted == 0
 
 
@@ -116,7 +116,7 @@ async def test_transfers_stop_before_the_lease_is_given_back():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         order = []
-        revoke, close = prefill.worker._membership._lease.revoke, prefill.transport.close
+        revoke, close = prefill.lease.revoke, prefill.transport.close
 
         async def revoking():
             order.append("lease")
@@ -126,14 +126,14 @@ async def test_transfers_stop_before_the_lease_is_given_back():
             order.append("transfers")
             close()
 
-        prefill.worker._membership._lease.revoke, prefill.transport.close = revoking, closing
+        prefill.lease.revoke, prefill.transport.close = revoking, closing
         shared.fabric.faults.delay_polls = STUCK
         prefill.fail_at_step(6)
         client.send("r", prompt(3000))
         assert await client.answer("r") == expected(prompt(3000), 8)
         assert isinstance(await shared.gone(prefill), EngineDeadError)
         assert order == ["transfers", "lease"]
-        assert prefill.worker._prefill.num_handoffs == 0
+        assert prefill.worker.inspect().queue.num_held == 0
         await shared.until(lambda: decode.ledger.num_grants == 0)
 
 
@@ -174,7 +174,7 @@ async def test_a_role_change_and_a_drain_at_once_end_outside():
         assert await shared.gone(decode) is None
         await asyncio.gather(ordered, return_exceptions=True)
         assert ordered.exception() is not None
-        assert decode.worker._prefill._pulling is None
+        assert not decode.worker.inspect().queue.is_pulling
         assert decode.id not in str(await prefill.control.discovery.list("kvrelay/"))
 
 
@@ -221,7 +221,7 @@ async def test_a_revoked_lease_is_replaced_when_the_last_write_under_it_has_ende
         try:
             client.send("r", prompt(3000))
             await shared.until(began.is_set)
-            lease = prefill.worker._membership._lease
+            lease = prefill.lease
             old = lease.lease_id
             await revoke_lease(prefill)
             await shared.until(lambda: lease.lease_id not in ("", old))
@@ -265,11 +265,11 @@ async def test_what_a_worker_may_write_outlives_a_lease_that_ended_before_its_ti
         hold_back(decode, HandoffAbandon)
         client.send("r", prompt(3000))
         await granted(shared, decode)
-        async with prefill.worker._membership._lease._lock:  # no keepalive
+        async with prefill.lease._lock:  # no keepalive
             await revoke_lease(prefill)
-            await shared.until(lambda: decode.worker._fleet.has_ended(prefill.id))
-            num_bytes = prefill.worker._transfer.stats().num_bytes
-            await shared.until(lambda: prefill.worker._transfer.stats().num_bytes > num_bytes)
+            await shared.until(lambda: prefill.id not in decode.worker.inspect().peers.leased)
+            num_bytes = prefill.worker.stats().transfer.num_bytes
+            await shared.until(lambda: prefill.worker.stats().transfer.num_bytes > num_bytes)
             assert decode.ledger.num_grants == 1
         assert await client.answer("r") == expected(prompt(3000), 8)
         assert await shared.gone(prefill) is None

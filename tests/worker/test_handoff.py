@@ -9,7 +9,7 @@ import threading
 import msgspec
 import pytest
 from tests.executors.sitting_out import sit_out
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.worker.cluster import VOCAB_SIZE, cluster, expected, prompt
 
 from kvrelay.config import EngineConfig, MockConfig
@@ -41,8 +41,8 @@ async def test_long_prompts_are_prefilled_remotely_and_short_ones_locally():
         for number, length in enumerate([1, 16, 64, 65, 300, 1000, 3000]):
             client.send(str(number), prompt(length, number))
             assert await client.answer(str(number)) == expected(prompt(length, number), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 4)
-        stats = decode.worker._decode.stats
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 4)
+        stats = decode.worker.stats().decode
         assert (stats.num_remote_done, stats.places["local_short"], stats.places["remote"]) == (4, 3, 4)
         assert stats.num_received_bytes >= (65 + 300 + 1000 + 3000) * 8
 
@@ -55,7 +55,7 @@ async def test_many_at_once_with_shared_prefixes():
             client.send(name, tokens)
         for name, tokens in prompts.items():
             assert await client.answer(name) == expected(tokens, 8)
-        assert decode.worker._decode.stats.num_remote_done > 10
+        assert decode.worker.stats().decode.num_remote_done > 10
 
 
 async def test_hit_blocks_are_read_from_the_decode_worker():
@@ -86,12 +86,32 @@ async def test_a_grant_of_blocks_that_cannot_be_is_given_up(forge):
         decode.server.send = forging
         client.send("forged", prompt(300))
         assert await client.answer("forged") == expected(prompt(300), 8)
-        assert prefill.worker._prefill.stats.num_failed == 1
+        assert prefill.worker.stats().prefill.num_failed == 1
 
         decode.server.send = send
         client.send("next", prompt(300, 5))
         assert await client.answer("next") == expected(prompt(300, 5), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
+
+
+async def test_done_never_arrives_after_a_write_of_the_same_hand_off_has_failed():
+    """The later writes are submitted before the ledger hears of the failure, and their connection is made anew."""
+    async with cluster() as shared:
+        prefill, decode, client = await shared.pair()
+        poll = prefill.transport.poll
+
+        def polling():
+            completions, notifications = poll()
+            if any(completion.error for completion in completions):
+                until(lambda: prefill.worker.stats().transfer.num_unfinished == 3)
+            return completions, notifications
+
+        prefill.transport.poll = polling
+        shared.fabric.faults.fail_next = 1
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        assert decode.worker.stats().decode.num_recomputed == 1
+        assert decode.worker.stats().decode.num_remote_done == 0
 
 
 async def test_abort_at_every_stage_frees_everything():
@@ -117,7 +137,7 @@ async def test_a_cancelled_request_costs_the_prefill_worker_no_warning(monkeypat
         client.send("cancelled", prompt(300))
         await shared.until(lambda: decode.ledger.num_grants == 1)
         client.abort("cancelled")
-        await shared.until(lambda: not prefill.worker._prefill.handoffs.jobs)
+        await shared.until(lambda: not prefill.worker.inspect().queue.num_held)
         may_go_on.set()
     assert ends_logged(caplog) == [(logging.INFO, EndReason.ABANDONED)]
 
@@ -129,7 +149,7 @@ async def test_a_client_that_disconnects_cancels_its_requests():
             client.send(f"r{number}", prompt(300, number), max_tokens=3000)
         await client.until(lambda: len(client.tokens) > 2)
         await client.connection.close()
-        await shared.until(lambda: decode.worker._decode.num_requests == 0)
+        await shared.until(lambda: decode.worker.inspect().num_requests == 0)
 
 
 async def test_failed_and_lost_transfers_lead_to_local_prefill():
@@ -143,8 +163,8 @@ async def test_failed_and_lost_transfers_lead_to_local_prefill():
         assert await client.answer("dropped") == expected(prompt(300, 2), 8)
         client.send("good", prompt(300, 3))
         assert await client.answer("good") == expected(prompt(300, 3), 8)
-        assert decode.worker._decode.stats.num_remote_done == 1
-        assert prefill.worker._prefill.stats.num_failed == 2
+        assert decode.worker.stats().decode.num_remote_done == 1
+        assert prefill.worker.stats().prefill.num_failed == 2
 
 
 async def test_late_and_reordered_writes():
@@ -194,7 +214,7 @@ async def test_a_prefill_is_not_sent_away_when_the_last_prefill_worker_has_just_
         decode.worker._decode._queued._num_prefill_workers = lambda: int(threading.get_ident() != is_loop)
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
-        assert decode.worker._decode.stats.places == {PrefillPlace.REMOTE: 1}
+        assert decode.worker.stats().decode.places == {PrefillPlace.REMOTE: 1}
         assert EndReason.NO_PREFILL_WORKER.value in caplog.text
 
 
@@ -202,15 +222,18 @@ async def test_a_second_prefill_worker_joins_by_starting():
     async with cluster() as shared:
         first, decode, client = await shared.pair()
         second = await shared.join(WorkerRole.PREFILL)
-        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 2)
+        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 2)
         for number in range(40):
             client.send(f"r{number}", prompt(200, number))
         for number in range(40):
             await client.answer(f"r{number}")
+
         # A prefill worker counts its last write maybe only after the answer.
-        stats = [node.worker._prefill.stats for node in (first, second)]
-        await shared.until(lambda: sum(each.num_prefills for each in stats) == 40)
-        assert min(each.num_prefills for each in stats) > 0
+        def counts():
+            return [node.worker.stats().prefill.num_prefills for node in (first, second)]
+
+        await shared.until(lambda: sum(counts()) == 40)
+        assert min(counts()) > 0
 
 
 async def test_a_drained_prefill_worker_leaves_no_trace():
@@ -222,7 +245,7 @@ async def test_a_drained_prefill_worker_leaves_no_trace():
         await prefill.running
         for number in range(10):
             assert await client.answer(f"r{number}") == expected(prompt(300, number), 8)
-        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 0)
+        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 0)
         await prefill.control.close()
         shared.nodes.remove(prefill)
 
@@ -245,12 +268,12 @@ async def test_a_draining_decode_worker_finishes_and_refuses():
     async with cluster() as shared:
         await shared.join(WorkerRole.PREFILL)
         decode = await shared.join(WorkerRole.DECODE, lambda config: Held(config, shared.mock))
-        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
         client = await shared.client(decode)
         client.send("old", prompt(300), max_tokens=500)
         await client.until(lambda: "old" in client.tokens)
         decode.worker.request_drain()
-        await shared.until(lambda: not decode.worker._decode.accepting)
+        await shared.until(lambda: not decode.worker.inspect().is_accepting)
         client.send("new", prompt(10))
         await client.until(lambda: "new" in client.refused)
         assert client.refused["new"].retryable
@@ -266,15 +289,15 @@ async def test_roles_change_without_a_restart():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
         await prefill.worker.set_role(WorkerRole.DECODE)
-        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 0)
+        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 0)
         other = await shared.client(prefill)
         other.send("here", prompt(300))
         assert await other.answer("here") == expected(prompt(300), 8)
         await prefill.worker.set_role(WorkerRole.PREFILL)
-        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
         client.send("there", prompt(300, 9))
         assert await client.answer("there") == expected(prompt(300, 9), 8)
-        assert decode.worker._decode.stats.num_remote_done == 1
+        assert decode.worker.stats().decode.num_remote_done == 1
         assert prefill.worker.epoch == 2
 
 
@@ -293,11 +316,11 @@ async def test_a_worker_whose_kv_no_hand_off_reaches_prefills_itself_and_keeps_i
         alone = await shared.join(
             WorkerRole.BOTH, lambda config: Apart(config, shared.mock, vocab_size=VOCAB_SIZE, max_model_len=4096)
         )
-        await shared.until(lambda: alone.worker._fleet.num_prefill_workers == 1)
+        await shared.until(lambda: len(alone.worker.inspect().peers.prefill) == 1)
         client = await shared.client(alone)
         client.send("long", prompt(300))
         assert await client.answer("long") == expected(prompt(300), 8)
-        assert alone.worker._decode.stats.num_remote_done == 0
+        assert alone.worker.stats().decode.num_remote_done == 0
         for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
             with pytest.raises(ConfigError, match=f"cannot be a {role} worker: its engine hands no KV over"):
                 await alone.worker.set_role(role)
@@ -307,10 +330,10 @@ async def test_a_worker_whose_kv_no_hand_off_reaches_prefills_itself_and_keeps_i
 async def test_a_hand_off_whose_notification_is_lost_is_done_a_moment_later():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
-        decode.worker._transfer.on_notification(lambda notification: None)
+        decode.lose_notifications()
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
-        assert decode.worker._decode.stats.num_remote_done == 1
+        assert decode.worker.stats().decode.num_remote_done == 1
         await shared.until(lambda: not prefill.outgoing.handoffs)
 
 
@@ -319,7 +342,7 @@ async def test_blocks_return_when_a_notification_is_lost_with_the_connection():
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
 
-        def lose(notification: object) -> None:
+        def lose() -> None:
             asyncio.run_coroutine_threadsafe(break_connections(), loop)
 
         async def break_connections() -> None:
@@ -327,7 +350,7 @@ async def test_blocks_return_when_a_notification_is_lost_with_the_connection():
             decode.server.drop(peer)
 
         loop = asyncio.get_running_loop()
-        decode.worker._transfer.on_notification(lose)
+        decode.lose_notifications(lose)
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
         await shared.until(lambda: decode.ledger.num_grants == 0)
@@ -342,7 +365,7 @@ async def test_stale_and_forged_notifications_are_dropped():
         decode.worker._decode.handoffs.notified(b"")
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
-        assert decode.worker._decode.stats.num_stale == 1
+        assert decode.worker.stats().decode.num_stale == 1
 
 
 @pytest.mark.parametrize(
@@ -394,10 +417,10 @@ async def test_a_grammar_is_compiled_beside_the_prefill_workers_loop_and_engine(
         await shared.until(lambda: threads)
         client.send("free", prompt(300, 5))
         assert await client.answer("free") == expected(prompt(300, 5), 8)
-        assert prefill.worker._prefill.num_handoffs == 1
+        assert prefill.worker.inspect().queue.num_held == 1
         may_go_on.set()
         assert await client.answer("bound") == expected(prompt(300), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 2)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 2)
         assert len(threads) == 1
         assert threads[0] not in ("engine", "MainThread")
 
@@ -412,8 +435,8 @@ async def test_a_prefill_whose_grammar_does_not_compile_is_computed_by_its_owner
         monkeypatch.setattr(prefill.core.executor, "prepare", refuse)
         client.send("bound", prompt(300), grammar=GRAMMAR)
         assert await client.answer("bound") == expected(prompt(300), 8)
-        assert prefill.worker._prefill.stats.num_prefills == 0
-        assert decode.worker._decode.stats.num_remote_done == 0
+        assert prefill.worker.stats().prefill.num_prefills == 0
+        assert decode.worker.stats().decode.num_remote_done == 0
 
 
 @pytest.mark.usefixtures("unbound")

@@ -36,7 +36,7 @@ async def mixed_pair(shared: Cluster, of_prefill: bool, of_decode: bool) -> tupl
     prefill = await shared.join(WorkerRole.PREFILL)
     shared.transfer = replace(LOOPBACK, kv_checksums=of_decode)
     decode = await shared.join(WorkerRole.DECODE)
-    await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+    await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
     return prefill, decode, await shared.client(decode)
 
 
@@ -49,7 +49,7 @@ async def answers_are_right(client: Client, **prompts: tuple[int, ...]) -> None:
 
 def mismatches(prefill: Node, decode: Node) -> tuple[int, int]:
     """How many each has found."""
-    stats = prefill.worker._prefill.stats, decode.worker._decode.stats
+    stats = prefill.worker.stats().prefill, decode.worker.stats().decode
     return stats[0].num_kv_checksum_mismatches, stats[1].num_kv_checksum_mismatches
 
 
@@ -61,7 +61,7 @@ async def test_without_checksums_a_flipped_bit_is_a_wrong_answer():
         client.send("r", prompt(320))
         assert await client.answer("r") != expected(prompt(320), 8)
         assert mismatches(prefill, decode) == (0, 0)
-        assert decode.worker._decode.stats.num_verified_blocks == 0
+        assert decode.worker.stats().decode.num_verified_blocks == 0
 
 
 @either_end
@@ -71,9 +71,9 @@ async def test_undisturbed_hand_offs_are_verified_in_both_directions(of_prefill,
         await answers_are_right(client, base=BASE)
         await answers_are_right(client, r=BASE + prompt(700, 5))
         assert mismatches(prefill, decode) == (0, 0)
-        assert decode.worker._decode.stats.num_remote_done == 1
-        assert decode.worker._decode.stats.num_verified_blocks == 44
-        assert prefill.worker._prefill.stats.num_verified_blocks == 4
+        assert decode.worker.stats().decode.num_remote_done == 1
+        assert decode.worker.stats().decode.num_verified_blocks == 44
+        assert prefill.worker.stats().prefill.num_verified_blocks == 4
 
 
 @either_end
@@ -84,15 +84,15 @@ async def test_a_block_damaged_by_a_write_is_computed_again(of_prefill, of_decod
         await answers_are_right(client, r=prompt(320))
         # It is counted, then logged, maybe only after the answer.
         await eventually(lambda: "is refused" in caplog.text)
-        stats = decode.worker._decode.stats
+        stats = decode.worker.stats().decode
         assert mismatches(prefill, decode) == (0, 1)
         assert (stats.num_remote_done, stats.num_verified_blocks, stats.num_stale) == (0, 0, 0)
         (warning,) = (record.getMessage() for record in caplog.records if "is refused" in record.getMessage())
         assert prefill.id in warning
         assert "1 of 20 blocks changed on the way, block" in warning
-        assert decode.worker._decode.num_open_grants == 0
+        assert decode.worker.inspect().num_grants == 0
         await answers_are_right(client, again=prompt(320), after=prompt(320, 3))
-        assert stats.num_remote_done == 1
+        assert decode.worker.stats().decode.num_remote_done == 1
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -123,13 +123,13 @@ async def test_a_block_damaged_by_a_read_is_computed_by_the_prefill_worker(of_pr
         shared.fabric.faults.corrupt_next = 1
         await answers_are_right(client, r=BASE + prompt(200, 5))
         assert mismatches(prefill, decode) == (1, 0)
-        assert prefill.worker._prefill.stats.num_verified_blocks == 0
-        assert decode.worker._decode.stats.num_remote_done == 1
+        assert prefill.worker.stats().prefill.num_verified_blocks == 0
+        assert decode.worker.stats().decode.num_remote_done == 1
         (warning,) = (record.getMessage() for record in caplog.records if "computed instead" in record.getMessage())
         assert decode.id in warning
         assert "1 of 4 blocks changed on the way, block" in warning
         await answers_are_right(client, again=BASE + prompt(240, 6))
-        assert prefill.worker._prefill.stats.num_kv_checksum_mismatches == 1
+        assert prefill.worker.stats().prefill.num_kv_checksum_mismatches == 1
 
 
 async def test_much_damage_among_many_requests():
@@ -140,7 +140,7 @@ async def test_much_damage_among_many_requests():
         assert shared.fabric.faults.corrupt_next == 0
         assert sum(mismatches(prefill, decode)) > 0
         await answers_are_right(client, after=prompt(600, 77))
-        assert decode.worker._decode.stats.num_verified_blocks > 0
+        assert decode.worker.stats().decode.num_verified_blocks > 0
 
 
 def tamper(node: Node, checksums: Callable[[HandoffDone], tuple[int, ...] | None]) -> None:
@@ -166,7 +166,7 @@ async def test_what_is_required_and_does_not_come_is_a_mismatch(checksums):
         tamper(decode, checksums)
         await answers_are_right(client, r=prompt(320))
         assert mismatches(prefill, decode) == (0, 1)
-        assert decode.worker._decode.stats.num_remote_done == 0
+        assert decode.worker.stats().decode.num_remote_done == 0
 
 
 async def test_who_sends_none_is_accepted_where_none_are_required():
@@ -175,7 +175,7 @@ async def test_who_sends_none_is_accepted_where_none_are_required():
         tamper(decode, lambda done: None)
         await answers_are_right(client, r=prompt(320))
         assert mismatches(prefill, decode) == (0, 0)
-        assert decode.worker._decode.stats.num_remote_done == 1
+        assert decode.worker.stats().decode.num_remote_done == 1
 
 
 async def test_hit_blocks_that_come_without_checksums_are_not_trusted_where_they_are_required():
@@ -192,7 +192,7 @@ async def test_hit_blocks_that_come_without_checksums_are_not_trusted_where_they
         await answers_are_right(client, base=BASE)
         await answers_are_right(client, r=BASE + prompt(200, 5))
         assert mismatches(prefill, decode) == (1, 0)
-        assert decode.worker._decode.stats.num_remote_done == 1
+        assert decode.worker.stats().decode.num_remote_done == 1
 
 
 async def test_abort_while_what_arrived_is_verified():
@@ -208,7 +208,7 @@ async def test_abort_while_what_arrived_is_verified():
         assert decode.core.pool.num_quarantined == 20, "they are being read"
         decode.core.executor.pool.fill(0)
         go_on.set()
-        await shared.until(lambda: decode.worker._decode.stats.num_stale == 1)
+        await shared.until(lambda: decode.worker.stats().decode.num_stale == 1)
         assert mismatches(prefill, decode) == (0, 0)
         await answers_are_right(client, after=prompt(320, 3))
 
@@ -225,8 +225,8 @@ async def test_abort_before_what_was_computed_is_written():
         await shared.until(lambda: outgoing.state is PrefillState.STOPPING)
         assert prefill.core.metrics().kv_active_blocks > 0, "they are being read"
         go_on.set()
-        await shared.until(lambda: prefill.worker._prefill.num_handoffs == 0)
-        assert prefill.worker._prefill.stats.num_sent_bytes == 0
+        await shared.until(lambda: prefill.worker.inspect().queue.num_held == 0)
+        assert prefill.worker.stats().prefill.num_sent_bytes == 0
         await shared.until(lambda: decode.ledger.num_grants == 0)
 
 
@@ -237,10 +237,10 @@ async def test_a_claim_that_was_given_up_while_hits_were_checksummed(monkeypatch
         await answers_are_right(client, base=BASE)
         _, go_on = decode.hold_checksums()
         await answers_are_right(client, r=BASE + prompt(320, 5))
-        await shared.until(lambda: prefill.worker._prefill.num_handoffs == 0)
+        await shared.until(lambda: prefill.worker.inspect().queue.num_held == 0)
         go_on.set()
         await shared.until(lambda: not decode.ledger.handoffs)
-        assert (decode.ledger.num_grants, decode.worker._decode.num_open_grants) == (0, 0)
+        assert (decode.ledger.num_grants, decode.worker.inspect().num_grants) == (0, 0)
 
 
 @pytest.mark.parametrize("device_of", ["prefill", "decode"])
@@ -253,7 +253,7 @@ async def test_kv_that_cannot_be_read_is_not_trusted(device_of):
 
         {"prefill": prefill, "decode": decode}[device_of].core.executor.checksum_blocks = fail
         await answers_are_right(client, r=prompt(320))
-        assert decode.worker._decode.stats.num_remote_done == 0
+        assert decode.worker.stats().decode.num_remote_done == 0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="NIXL is not installed")
@@ -265,12 +265,12 @@ async def test_over_nixl():
         prompts = {f"r{n}": BASE * (n % 2) + prompt(100 + 97 * n, n + 1) for n in range(12)}
         await answers_are_right(client, **prompts)
         assert mismatches(prefill, decode) == (0, 0)
-        assert decode.worker._decode.stats.num_remote_done == 12
-        assert prefill.worker._prefill.stats.num_verified_blocks > 0
+        assert decode.worker.stats().decode.num_remote_done == 12
+        assert prefill.worker.stats().prefill.num_verified_blocks > 0
         damage_last_block(decode)
         await answers_are_right(client, damaged=prompt(3000, 50))
         assert mismatches(prefill, decode) == (0, 1)
-        assert decode.worker._decode.stats.num_remote_done == 12
+        assert decode.worker.stats().decode.num_remote_done == 12
 
 
 def damage_last_block(decode: Node) -> None:

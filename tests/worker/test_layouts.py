@@ -25,7 +25,7 @@ async def pair_of(shared: Cluster, of_prefill: int, of_decode: int) -> tuple[Nod
     """A pair with these block sizes."""
     prefill = await shared.join(WorkerRole.PREFILL, block_size=of_prefill)
     decode = await shared.join(WorkerRole.DECODE, block_size=of_decode)
-    await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+    await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
     return prefill, decode, await shared.client(decode)
 
 
@@ -43,10 +43,10 @@ async def test_blocks_of_two_sizes_are_handed_over(sizes: tuple[int, int], check
             tokens = BASE + prompt(length, number + 1)
             client.send(f"r{number}", tokens)
             assert await client.answer(f"r{number}") == expected(tokens, 8)
-        assert decode.worker._decode.stats.num_remote_done == len(lengths)
-        assert prefill.worker._prefill.stats.num_failed == 0
-        assert decode.worker._decode.stats.num_kv_checksum_mismatches == 0
-        assert prefill.worker._prefill.stats.num_kv_checksum_mismatches == 0
+        assert decode.worker.stats().decode.num_remote_done == len(lengths)
+        assert prefill.worker.stats().prefill.num_failed == 0
+        assert decode.worker.stats().decode.num_kv_checksum_mismatches == 0
+        assert prefill.worker.stats().prefill.num_kv_checksum_mismatches == 0
         await shared.check_idle()
 
 
@@ -56,7 +56,7 @@ async def test_prefill_first_between_two_block_sizes(sizes: tuple[int, int], che
     """The decode worker's hits are known from its grant only, and may end within a block of the prefill worker."""
     async with cluster(lease_ttl_s=CALM_LEASE_S, transfer=replace(CALM, kv_checksums=checksums)) as shared:
         prefill, decode, client = await pair_of(shared, *sizes)
-        await shared.until(lambda: prefill.worker._fleet.address_of(decode.id) is not None)
+        await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
         pair = PairedClient(shared, prefill, decode, await shared.client(prefill), client)
         base = prompt(48)
         client.send("base", base, max_tokens=1)
@@ -65,7 +65,7 @@ async def test_prefill_first_between_two_block_sizes(sizes: tuple[int, int], che
             tokens = base + prompt(length, number + 1)
             assert await pair.answer(pair.send(tokens)) == expected(tokens, 8)
         assert pair.num_remote == 2
-        assert decode.worker._decode.stats.num_kv_checksum_mismatches == 0
+        assert decode.worker.stats().decode.num_kv_checksum_mismatches == 0
         await shared.check_idle()
 
 
@@ -79,8 +79,8 @@ async def test_the_peer_to_peer_transport_pairs_block_sizes_too(send_type: str):
         for tokens in (BASE, BASE + prompt(333, 1)):
             client.send(f"r{len(tokens)}", tokens)
             assert await client.answer(f"r{len(tokens)}") == expected(tokens, 8)
-        assert decode.worker._decode.stats.num_remote_done == 1
-        assert prefill.worker._prefill.stats.num_failed == 0
+        assert decode.worker.stats().decode.num_remote_done == 1
+        assert prefill.worker.stats().prefill.num_failed == 0
         await shared.check_idle()
 
 
@@ -90,7 +90,7 @@ async def test_block_sizes_whose_checksums_cannot_be_compared_are_computed_here(
         _, decode, client = await pair_of(shared, 8, 16)
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
-        assert decode.worker._decode.stats.num_kv_checksum_mismatches == 1
+        assert decode.worker.stats().decode.num_kv_checksum_mismatches == 1
         await shared.check_idle()
 
 
@@ -100,7 +100,7 @@ async def test_a_flipped_bit_between_blocks_of_two_sizes_is_found():
         shared.fabric.faults.corrupt_next = 1
         client.send("r", prompt(320))
         assert await client.answer("r") == expected(prompt(320), 8)
-        assert decode.worker._decode.stats.num_kv_checksum_mismatches == 1
+        assert decode.worker.stats().decode.num_kv_checksum_mismatches == 1
         await shared.check_idle()
 
 
@@ -121,16 +121,16 @@ async def test_a_layout_that_no_plan_joins_is_computed_by_the_decode_worker(layo
         key = Keys(shared.control.namespace).worker_kv_metadata(decode.id, 0)
         entry = msgspec.json.decode(await decode.control.discovery.get(key), type=KvMetadata)
         forged = msgspec.json.encode(msgspec.structs.replace(entry, layout=layout))
-        load = prefill.worker._peers._discovery.get
+        load = prefill.control.discovery.get
 
         async def get(asked: str) -> bytes | None:
             return forged if asked == key else await load(asked)
 
-        prefill.worker._peers._discovery = Lookup(get)
+        prefill.control.discovery.get = get
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
-        assert decode.worker._decode.stats.num_remote_done == 0
-        await shared.until(lambda: prefill.worker._prefill.stats.num_failed == 1)
+        assert decode.worker.stats().decode.num_remote_done == 0
+        await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
         assert "cannot be claimed" in caplog.text
         await shared.check_idle()
 
@@ -139,13 +139,13 @@ async def test_a_worker_whose_memory_is_not_in_discovery_computes_by_itself(capl
     """Its prefill worker cannot reach it, not even to tell it: the hand-off ends by its deadline."""
     async with cluster(remote_prefill_timeout_s=1.0) as shared:
         prefill, decode, client = await shared.pair()
-        load = prefill.worker._peers._discovery.get
+        load = prefill.control.discovery.get
         # Not deleted, because the worker would put its entry back.
-        prefill.worker._peers._discovery = Lookup(lambda key: load(key.replace("kv_metadata", "nowhere")))
+        prefill.control.discovery.get = lambda key: load(key.replace("kv_metadata", "nowhere"))
         client.send("r", prompt(300))
         assert await client.answer("r") == expected(prompt(300), 8)
-        assert decode.worker._decode.stats.num_remote_done == 0
-        await shared.until(lambda: prefill.worker._prefill.stats.num_failed == 1)
+        assert decode.worker.stats().decode.num_remote_done == 0
+        await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
         assert "has no KV metadata in discovery" in caplog.text
         await shared.check_idle()
 
@@ -156,13 +156,6 @@ async def test_a_grant_in_other_blocks_than_the_registered_ones_is_computed_here
         decode.ledger.rules = replace(decode.ledger.rules, block_size=8)
         client.send("r", prompt(160))
         assert await client.answer("r") == expected(prompt(160), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_failed == 1)
-        assert decode.worker._decode.stats.num_remote_done == 0
+        await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
+        assert decode.worker.stats().decode.num_remote_done == 0
         await shared.check_idle()
-
-
-class Lookup:
-    """Discovery with an answer of its own to ``get``."""
-
-    def __init__(self, get: object) -> None:
-        self.get = get

@@ -25,15 +25,15 @@ async def test_malformed_entries_are_passed_over(value: bytes) -> None:
         for key in ("workers/stranger", "kv_metadata/stranger/0", "config/disagg.max_local_prefill_length"):
             await discovery.put(ROOT + key, value, lease)
         await discovery.put(f"{ROOT}config/disagg.max_local_prefill_length", b"10")
-        await shared.until(lambda: decode.worker._policy.config.max_local_prefill_length == 10)
+        await shared.until(lambda: decode.worker.inspect().disagg.max_local_prefill_length == 10)
         prefill = await shared.join(WorkerRole.PREFILL)
-        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
         client = await shared.client(decode)
         client.send("r", prompt(20))
         await client.answer("r")
         prefill.worker.request_drain()
         await shared.gone(prefill)
-        await shared.until(lambda: decode.worker._fleet.has_ended(prefill.id))
+        await shared.until(lambda: prefill.id not in decode.worker.inspect().peers.leased)
 
 
 async def _restored(node: Node, key: str, value: bytes) -> None:
@@ -68,11 +68,11 @@ async def test_a_worker_puts_its_own_entries_back(key: str) -> None:
         for change in changes:
             await change()
             await _restored(decode, key, value)
-        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
-        await shared.until(lambda: not decode.worker._fleet.has_ended(prefill.id))
+        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+        await shared.until(lambda: prefill.id in decode.worker.inspect().peers.leased)
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
 
 
 async def test_an_entry_that_leaves_for_good_is_not_put_back() -> None:
@@ -87,7 +87,7 @@ async def test_an_entry_that_leaves_for_good_is_not_put_back() -> None:
 async def test_an_entry_of_the_queue_that_is_out_of_range_ends_no_prefill_worker() -> None:
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
-        partition = prefill.worker._membership.kv_compatibility
+        partition = prefill.worker.inspect().kv_compatibility
         evil = RemotePrefillRequest(
             HandoffId(decode.id, 1),
             decode.id,
@@ -105,5 +105,5 @@ async def test_an_entry_of_the_queue_that_is_out_of_range_ends_no_prefill_worker
         await queue._jetstream.publish(f"kvrelay.default.prefill.queue.{partition}", msgspec.msgpack.encode(evil))
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
         assert prefill.control.prefill_queue.num_malformed == 1

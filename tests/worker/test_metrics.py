@@ -58,9 +58,9 @@ async def test_both_sides_of_a_remote_prefill():
         client.send("short", prompt(20, 3), max_tokens=4)
         assert await client.answer("short") == expected(prompt(20, 3), 4)
         await shared.check_idle()
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
         there, here = samples(prefill.worker), samples(decode.worker)
-        stats = decode.worker._decode.stats
+        stats = decode.worker.stats().decode
         (published,) = prefill.worker._publisher._transfer_costs()
 
     assert there["prefill_tokens_total"] == 300

@@ -62,8 +62,8 @@ async def test_a_frontend_that_does_not_read_loses_its_connection() -> None:
         await slow.until(lambda: bool(slow.tokens.get("a")))
         slow.connection.is_paused = True  # type: ignore[attr-defined]
         assert await other.answer("b") == expected(prompt(30), 100)
-        await c.until(lambda: node.worker._decode.num_requests == 0)
-        assert node.worker._decode.stats.num_aborted == 1
+        await c.until(lambda: node.worker.inspect().num_requests == 0)
+        assert node.worker.stats().decode.num_aborted == 1
         slow.connection.resume()  # type: ignore[attr-defined]
         await c.until(lambda: bool(losses))
         got = slow.tokens["a"]
@@ -84,4 +84,4 @@ async def test_an_output_that_fits_into_no_message_is_refused(monkeypatch: pytes
         refusal = client.refused["large"]
         assert (refusal.status, refusal.retryable) == (413, False)
         assert await client.answer("small") == expected(prompt(30), 20)
-        await c.until(lambda: node.worker._decode.num_requests == 0)
+        await c.until(lambda: node.worker.inspect().num_requests == 0)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tests.worker.cluster import WAIT_S, Node, cluster, expected, prompt
 from tests.worker.test_metrics import PAGE, samples
 
 from kvrelay.config import TransferConfig
+from kvrelay.core.handoff import HandoffId
+from kvrelay.handoff.messages import HandoffGrant
 from kvrelay.transfer.p2p import shared as p2p_shared
+from kvrelay.transfer.values import GrantRef, TransferOp
 
 P2P = TransferConfig(transport="p2p", transfer_timeout_s=60.0, p2p_room_wait_s=30.0)
 BLOCK_BYTES = 4096
@@ -36,7 +42,7 @@ async def test_workers_hand_over_and_leave_nothing_behind(send_type: str) -> Non
         for number in range(3):
             client.send(f"r{number}", prompt(900, number))
             assert await client.answer(f"r{number}") == expected(prompt(900, number), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 3)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 3)
         assert counters(decode).num_connections == 1
         assert counters(decode).num_spilled == counters(decode).num_lost == counters(decode).num_refused == 0
         await shared.until(lambda: decode.transport.grants.num_open == 0)
@@ -56,7 +62,7 @@ async def test_what_does_not_fit_into_the_buffer_goes_through_the_pool(send_type
             assert await client.answer(f"r{number}") == expected(prompt(900, number), 8)
         assert counters(decode).num_spilled > 0
         assert counters(decode).num_lost == 0
-        assert prefill.worker._prefill.stats.num_prefills > 0
+        assert prefill.worker.stats().prefill.num_prefills > 0
 
 
 async def test_kv_that_finds_no_room_at_all_is_computed_again_by_the_decode_worker() -> None:
@@ -67,9 +73,9 @@ async def test_kv_that_finds_no_room_at_all_is_computed_again_by_the_decode_work
             client.send(f"r{number}", prompt(900, number))
             assert await client.answer(f"r{number}") == expected(prompt(900, number), 8)
         assert counters(decode).num_lost >= 3
-        assert decode.worker._decode.stats.num_recomputed == 3
-        await shared.until(lambda: prefill.worker._prefill.stats.num_failed == 3)
-        assert prefill.worker._prefill.stats.num_prefills == 0
+        assert decode.worker.stats().decode.num_recomputed == 3
+        await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 3)
+        assert prefill.worker.stats().prefill.num_prefills == 0
         assert sum((await decode.status())["recomputed"].values()) == 3
         assert (await prefill.status())["prefills_ended"] == {"transfer_failed": 3}
         assert counters(decode).num_failed == 0, "the communicator is good: only the KV was lost"
@@ -90,6 +96,89 @@ async def test_bytes_that_come_after_their_grant_has_ended_touch_no_block() -> N
             go_on.set()
             await shared.until(lambda: counters(decode).num_refused >= 1)
             assert decode.core.executor._bytes.tobytes() == before
+
+
+async def test_a_claimant_may_read_hits_and_write_the_rest_before_it_hears_of_its_grant() -> None:
+    async with cluster(transfer=P2P) as shared:
+        prefill, decode, client = await shared.pair()
+        client.send("local", prompt(60))
+        await client.answer("local")
+        grants, open_grant, send = decode.transport.grants, decode.transport.grants.open, decode.server.send
+        opened: list[GrantRef] = []
+        seen: list[tuple[HandoffGrant, list[GrantRef], list[bool]]] = []
+
+        def opening(ref: GrantRef, *arguments: object) -> None:
+            opened.append(ref)
+            open_grant(ref, *arguments)
+
+        def may(op: TransferOp, ref: GrantRef, block: int) -> bool:
+            size = decode.engine.facts.kv_layout.block_bytes
+            where = np.array([block * size]), np.array([size])
+            return grants.refusal(op, prefill.id, ref, *where) is None
+
+        def sending(peer: object, message: object) -> bool:
+            if isinstance(message, HandoffGrant):
+                ref = GrantRef(str(message.handoff_id), message.generation)
+                access = [
+                    (may(TransferOp.READ, ref, block), may(TransferOp.WRITE, ref, block)) for block in message.block_ids
+                ]
+                seen.append((message, [*opened], access))
+            return send(peer, message)
+
+        grants.open, decode.server.send = opening, sending
+        tokens = prompt(60) + prompt(200, 5)
+        client.send("remote", tokens)
+        assert await client.answer("remote") == expected(tokens, 8)
+        ((grant, opened_before, access),) = seen
+        num_hits = grant.num_cached_tokens // 16
+        assert opened_before == [GrantRef(str(grant.handoff_id), grant.generation)]
+        assert num_hits == 3
+        assert access == [(True, False)] * num_hits + [(False, True)] * (len(grant.block_ids) - num_hits)
+
+
+async def test_a_peer_loses_its_permission_before_the_engine_gets_the_blocks_back() -> None:
+    """The engine may give them to another request at once, and a late copy would still be allowed."""
+    async with cluster(transfer=P2P) as shared:
+        _, decode, client = await shared.pair()
+        grants, engine, core = decode.transport.grants, decode.engine, decode.core
+        close, post, end_loan = grants.close, engine.post, core.end_loan
+        order, lock = itertools.count(), threading.Lock()
+        closed: dict[tuple[str, int], int] = {}
+        ended: dict[tuple[str, int], int] = {}
+        running = threading.local()
+
+        def number() -> int:
+            with lock:
+                return next(order)
+
+        def closing(handoff: str, loan: int) -> None:
+            close(handoff, loan)
+            closed[handoff, loan] = number()
+
+        def posting(callback: Callable[[object], object]) -> None:
+            posted = number()
+
+            def run(engine: object) -> object:
+                running.posted = posted
+                return callback(engine)
+
+            post(run)
+
+        def ending(handoff_id: HandoffId, loan: int) -> None:
+            ended.setdefault((str(handoff_id), loan), running.posted)
+            end_loan(handoff_id, loan)
+
+        grants.close, engine.post, core.end_loan = closing, posting, ending
+        for request in range(4):
+            client.send(f"r{request}", prompt(900, request))
+        client.abort("r3")
+        for request in range(3):
+            await client.answer(f"r{request}")
+        await shared.until(lambda: not decode.worker.inspect().loans)
+        assert ended.keys() == closed.keys()
+        assert len(ended) >= 3
+        for loan, posted in ended.items():
+            assert closed[loan] < posted
 
 
 @contextmanager

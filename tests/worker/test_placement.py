@@ -21,9 +21,9 @@ async def test_decisions_are_told_on_request_and_counted():
         client.send("silent", prompt(20))
         await client.answer("silent")
         assert "silent" not in client.decisions
-        stats = decode.worker._decode.stats
+        stats = decode.worker.stats().decode
         assert sum(stats.places.values()) == 13
-        assert stats.places.get(PrefillPlace.REMOTE, 0) == prefill.worker._prefill.stats.num_prefills
+        assert stats.places.get(PrefillPlace.REMOTE, 0) == prefill.worker.stats().prefill.num_prefills
         await shared.check_idle()
 
 
@@ -46,7 +46,7 @@ async def test_a_burst_by_cost_is_answered_whole_with_aborts_between():
         kept = [number for number in range(40) if number % 4 != 3]
         answers = await asyncio.gather(*(client.answer(f"r{number}") for number in kept))
         assert answers == [expected(prompt(400, number), 8) for number in kept]
-        await shared.until(lambda: decode.worker._decode.num_requests == 0)
+        await shared.until(lambda: decode.worker.inspect().num_requests == 0)
         assert len(decode.worker._decode._arrivals) == 0
         assert decode.worker._decode._arrival_of == {}
         await shared.check_idle()

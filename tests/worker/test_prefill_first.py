@@ -69,14 +69,14 @@ class PairedClient:
 
     @property
     def num_remote(self) -> int:
-        return self.decode.worker._decode.stats.num_remote_done
+        return self.decode.worker.stats().decode.num_remote_done
 
 
 @asynccontextmanager
 async def paired(**settings: float) -> AsyncIterator[PairedClient]:
     async with cluster(**settings) as shared:
         prefill, decode, client = await shared.pair()
-        await shared.until(lambda: prefill.worker._fleet.address_of(decode.id) is not None)
+        await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
         yield PairedClient(shared, prefill, decode, await shared.client(prefill), client)
 
 
@@ -88,19 +88,19 @@ async def test_the_first_token_comes_from_the_prefill_worker_and_all_from_the_de
             assert await pair.answer(request_id) == expected(tokens, 8)
             assert await pair.first(request_id) == expected(tokens, 1)
         assert pair.num_remote == 6
-        assert pair.decode.worker._decode.stats.places == {"remote": 6}
-        assert pair.prefill.worker._prefill.stats.num_prefills == 6
-        assert pair.prefill.worker._paired.num_waiting == 0
+        assert pair.decode.worker.stats().decode.places == {"remote": 6}
+        assert pair.prefill.worker.stats().prefill.num_prefills == 6
+        assert pair.prefill.worker.inspect().num_paired == 0
 
 
 async def test_blocks_that_the_decode_worker_holds_are_not_sent():
     async with paired() as pair:
         base = prompt(160)
         await pair.answer(pair.send(base))
-        before = pair.prefill.worker._prefill.stats.num_sent_bytes
+        before = pair.prefill.worker.stats().prefill.num_sent_bytes
         longer = base + prompt(32, 5)
         assert await pair.answer(pair.send(longer)) == expected(longer, 8)
-        sent = pair.prefill.worker._prefill.stats.num_sent_bytes - before
+        sent = pair.prefill.worker.stats().prefill.num_sent_bytes - before
         block_bytes = pair.decode.core.executor.kv_layout.block_bytes
         assert sent == block_bytes * 2
 
@@ -125,7 +125,7 @@ async def test_without_a_pair_the_decode_worker_prefills():
         )
         pair.to_decode.connection.send(message)
         assert await pair.answer("alone") == expected(prompt(300), 8)
-        assert pair.decode.worker._decode.stats.places == {"local_unpaired": 1}
+        assert pair.decode.worker.stats().decode.places == {"local_unpaired": 1}
 
 
 @pytest.mark.parametrize("late", ["prefill", "decode"])
@@ -148,8 +148,8 @@ async def test_a_decode_worker_without_room_makes_the_kv_wait_not_the_client():
     async with cluster() as shared:
         prefill = await shared.join(WorkerRole.PREFILL)
         decode = await shared.join(WorkerRole.DECODE, num_blocks=40)
-        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
-        await shared.until(lambda: prefill.worker._fleet.address_of(decode.id) is not None)
+        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
+        await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
         client = await shared.client(decode)
         pair = PairedClient(shared, prefill, decode, await shared.client(prefill), client)
         decode.slow_down(0.01)
@@ -222,7 +222,7 @@ async def test_a_frontend_that_disconnects_cancels_both_halves():
         await pair.to_decode.until(lambda: len(pair.to_decode.tokens) > 2)
         await pair.to_prefill.connection.close()
         await pair.to_decode.connection.close()
-        await pair.shared.until(lambda: pair.decode.worker._decode.num_requests == 0)
+        await pair.shared.until(lambda: pair.decode.worker.inspect().num_requests == 0)
 
 
 async def test_failed_and_lost_transfers_lead_to_local_prefill():
@@ -292,7 +292,7 @@ async def test_a_claim_in_anothers_name_gets_nothing():
     """Whoever guesses the id of a request still has to be its prefill worker."""
     async with paired() as pair:
         other = await pair.shared.join(WorkerRole.PREFILL)
-        await pair.shared.until(lambda: pair.decode.worker._fleet.num_prefill_workers == 2)
+        await pair.shared.until(lambda: len(pair.decode.worker.inspect().peers.prefill) == 2)
         pair_id = pair.new_id()
         _, to_decode = pair.halves(prompt(300), pair_id=pair_id)
         pair.to_decode.connection.send(to_decode)
@@ -300,7 +300,7 @@ async def test_a_claim_in_anothers_name_gets_nothing():
         handoff_id = pair_id.handoff_id(pair.decode.id)
         other.worker._prefill.handoffs._peers.remember(pair.decode.id, pair.decode.server.address)
         peer = await other.worker._prefill.handoffs._peers.get(pair.decode.id)
-        claim = HandoffClaim(handoff_id, other.id, other.worker._membership.kv_compatibility, term=0)
+        claim = HandoffClaim(handoff_id, other.id, other.worker.inspect().kv_compatibility, term=0)
         peer.client.send(claim)
         peer.client.send(msgspec.structs.replace(claim, prefill_worker_id=pair.prefill.id))
         await pair.shared.until(lambda: pair.decode.ledger.counters.num_refused == 1)
@@ -340,7 +340,7 @@ async def test_a_prefill_worker_that_leaves_finishes_what_it_has_and_takes_nothi
         ids = [pair.send(prompt(600, number)) for number in range(4)]
         await pair.shared.until(lambda: len(pair.prefill.outgoing.handoffs) == 4)
         pair.prefill.worker.request_drain()
-        await pair.shared.until(lambda: not pair.prefill.worker._paired.accepting)
+        await pair.shared.until(lambda: not pair.prefill.worker.inspect().is_pairing)
         late = pair.send(prompt(300, 9))
         await pair.to_prefill.until(lambda: late in pair.to_prefill.refused)
         assert pair.to_prefill.refused[late].retryable
@@ -371,7 +371,7 @@ async def test_an_overloaded_prefill_worker_refuses_at_once():
     async with cluster() as shared:
         prefill = await shared.join(WorkerRole.PREFILL, max_num_waiting=1, max_num_seqs=1)
         decode = await shared.join(WorkerRole.DECODE)
-        await shared.until(lambda: prefill.worker._fleet.address_of(decode.id) is not None)
+        await shared.until(lambda: decode.id in prefill.worker.inspect().peers.addresses)
         pair = PairedClient(shared, prefill, decode, await shared.client(prefill), await shared.client(decode))
         prefill.slow_down(0.05)
         ids = [pair.send(prompt(300, number)) for number in range(8)]

@@ -49,7 +49,7 @@ async def pair_of(shared: Cluster, of_prefill: int, of_decode: int) -> tuple[Nod
     prefill, decode = await asyncio.gather(
         shared.join(WorkerRole.PREFILL, ranks(of_prefill)), shared.join(WorkerRole.DECODE, ranks(of_decode))
     )
-    await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+    await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
     return prefill, decode, await shared.client(decode)
 
 
@@ -59,11 +59,11 @@ async def test_a_rank_killed_in_mid_transfer_costs_a_prefill(expected: list[int]
         prefill, decode, client = await pair_of(shared, 2, 1)
         shared.fabric.faults.drop_next = 1000
         client.send("r", PROMPT, ignore_eos=True)
-        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished > 0)
+        await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished > 0)
         os.kill(prefill.core.executor.rank_pids[1], signal.SIGKILL)
         assert isinstance(await shared.gone(prefill), EngineDeadError)
         assert await client.answer("r") == expected
-        assert decode.worker._decode.stats.num_remote_done == 0
+        assert decode.worker.stats().decode.num_remote_done == 0
 
 
 async def test_lost_writes_of_one_rank_are_found_and_computed_again(expected: list[int]) -> None:
@@ -84,11 +84,11 @@ async def test_lost_writes_of_one_rank_are_found_and_computed_again(expected: li
         prefill.transport._perform = lossy
         client.send("r", PROMPT, ignore_eos=True)
         assert await client.answer("r") == expected
-        assert decode.worker._decode.stats.num_kv_checksum_mismatches == 1
-        assert decode.worker._decode.stats.num_remote_done == 0
+        assert decode.worker.stats().decode.num_kv_checksum_mismatches == 1
+        assert decode.worker.stats().decode.num_remote_done == 0
         prefill.transport._perform = perform
         again = tuple(reversed(PROMPT))
         client.send("again", again, ignore_eos=True)
         await client.answer("again")
-        assert decode.worker._decode.stats.num_remote_done == 1
-        assert decode.worker._decode.stats.num_kv_checksum_mismatches == 1
+        assert decode.worker.stats().decode.num_remote_done == 1
+        assert decode.worker.stats().decode.num_kv_checksum_mismatches == 1

@@ -13,7 +13,7 @@ from kvrelay.control import redelivery
 from kvrelay.core.workers import WorkerRole
 from kvrelay.errors import ControlUnavailableError, PayloadTooLargeError, TransferError, WorkerUnavailableError
 from kvrelay.handoff.base import RefusalReason
-from kvrelay.handoff.messages import HandoffGrant
+from kvrelay.handoff.messages import HandoffClaim, HandoffGrant
 from kvrelay.worker.prefill import pulling as prefill_side
 
 STUCK = 1_000_000_000
@@ -24,7 +24,7 @@ async def test_a_broken_connection_costs_no_blocks_and_no_drain():
         prefill, decode, client = await shared.pair()
         shared.fabric.faults.delay_polls = STUCK
         client.send("r", prompt(600))
-        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished > 0)
+        await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished > 0)
         decode.server.drop(decode.ledger.connections[prefill.id])
         assert await client.answer("r") == expected(prompt(600), 8)
         # Both live: nobody's lease ends, so only a release over a new connection can do this.
@@ -33,7 +33,7 @@ async def test_a_broken_connection_costs_no_blocks_and_no_drain():
         shared.fabric.faults.delay_polls = 0
         client.send("after", prompt(700, 3))
         assert await client.answer("after") == expected(prompt(700, 3), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
         decode.worker.request_drain()
         assert await shared.gone(decode) is None
 
@@ -43,7 +43,7 @@ async def test_a_release_waits_until_the_decode_worker_can_be_reached():
         prefill, decode, client = await shared.pair()
         shared.fabric.faults.delay_polls = STUCK
         client.send("r", prompt(600))
-        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished > 0)
+        await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished > 0)
         shared.network.unlisten(decode.server)
         decode.server.drop(decode.ledger.connections[prefill.id])
         assert await client.answer("r") == expected(prompt(600), 8)
@@ -61,16 +61,16 @@ async def cannot_connect(address, public_key):
 async def test_an_entry_goes_to_a_prefill_worker_that_can_reach_the_decode_worker():
     async with cluster(remote_prefill_timeout_s=PATIENCE_S) as shared:
         astray, decode, client = await shared.pair()
-        astray.worker._peers._connect = cannot_connect
+        shared.connectors[astray.id] = cannot_connect
         other = await shared.join(WorkerRole.PREFILL)
         other.worker._prefill.stop()
-        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 2)
+        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 2)
         client.send("r", prompt(600))
-        await shared.until(lambda: astray.worker._prefill.stats.num_returned > 0)
+        await shared.until(lambda: astray.worker.stats().prefill.num_returned > 0)
         astray.worker._prefill.stop()
         other.worker._prefill.start()
         assert await client.answer("r") == expected(prompt(600), 8)
-        assert decode.worker._decode.stats.num_remote_done == 1
+        assert decode.worker.stats().decode.num_remote_done == 1
         assert astray.outgoing.num_unheard == 0
 
 
@@ -78,32 +78,54 @@ async def test_an_entry_goes_to_a_prefill_worker_that_can_reach_the_decode_worke
 async def test_a_prefill_worker_tries_again_once_discovery_has_the_decode_workers_memory(missing_after):
     async with cluster(remote_prefill_timeout_s=PATIENCE_S) as shared:
         prefill, decode, client = await shared.pair()
-        discovery, missing = prefill.worker._peers._discovery, [0] * missing_after + [1]
+        load, missing = prefill.control.discovery.get, [0] * missing_after + [1]
 
-        class Lacking:
-            async def get(self, key):
-                return None if missing and missing.pop(0) else await discovery.get(key)
+        async def lacking(key):
+            return None if missing and missing.pop(0) else await load(key)
 
-        prefill.worker._peers._discovery = Lacking()
+        prefill.control.discovery.get = lacking
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
-        assert prefill.worker._prefill.stats.num_returned == 1
-        assert decode.worker._decode.stats.num_remote_done == 1
+        assert prefill.worker.stats().prefill.num_returned == 1
+        assert decode.worker.stats().decode.num_remote_done == 1
 
 
 async def test_a_decode_worker_that_no_one_can_reach_computes_by_itself(monkeypatch):
     monkeypatch.setattr(redelivery, "RETURN_DELAYS_S", (0.01, 0.01))
     async with cluster(remote_prefill_timeout_s=1.0) as shared:
         prefill, _, client = await shared.pair()
-        peers = prefill.worker._peers
-        connect, peers._connect = peers._connect, cannot_connect
+        shared.connectors[prefill.id] = cannot_connect
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
-        stats = prefill.worker._prefill.stats
-        await shared.until(lambda: stats.num_failed == 1)
-        assert stats.num_returned == 2
-        peers._connect = connect
+        await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
+        assert prefill.worker.stats().prefill.num_returned == 2
+        del shared.connectors[prefill.id]
         await shared.until(lambda: prefill.outgoing.num_unheard == 0)
+
+
+async def test_an_entry_whose_claim_may_have_arrived_does_not_go_back():
+    """Sending failed, but the decode worker has the claim: another worker would claim it a second time."""
+    async with cluster() as shared:
+        connect = shared.connect
+
+        async def connecting(*arguments):
+            client = await connect(*arguments)
+            send = client.send
+
+            def sending(message):
+                send(message)
+                if isinstance(message, HandoffClaim):
+                    raise WorkerUnavailableError("the connection has ended")
+
+            client.send = sending
+            return client
+
+        shared.connect = connecting
+        prefill, _, client = await shared.pair()
+        client.send("r", prompt(600))
+        assert await client.answer("r") == expected(prompt(600), 8)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_failed == 1)
+        assert prefill.worker.stats().prefill.num_returned == 0
 
 
 async def test_the_owner_of_an_expired_entry_hears_at_once_and_computes_it():
@@ -123,7 +145,7 @@ async def test_the_owner_of_an_expired_entry_hears_at_once_and_computes_it():
         prefill.worker._prefill.start()
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
-        assert decode.worker._decode.stats.num_remote_done == 0
+        assert decode.worker.stats().decode.num_remote_done == 0
         await shared.until(lambda: prefill.outgoing.num_unheard == 0)
 
 
@@ -135,8 +157,8 @@ async def test_a_grant_that_cannot_be_sent_is_taken_back_at_once(monkeypatch):
         decode.server.send = lambda peer, message: not isinstance(message, HandoffGrant) and send(peer, message)
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
-        await shared.until(lambda: prefill.worker._prefill.num_handoffs == 0)
-        assert (decode.ledger.num_grants, decode.worker._decode.num_open_grants) == (0, 0)
+        await shared.until(lambda: prefill.worker.inspect().queue.num_held == 0)
+        assert (decode.ledger.num_grants, decode.worker.inspect().num_grants) == (0, 0)
 
 
 async def test_a_claim_without_an_answer_is_undone(monkeypatch):
@@ -149,18 +171,18 @@ async def test_a_claim_without_an_answer_is_undone(monkeypatch):
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
         assert decode.ledger.counters.num_granted == 1
-        await shared.until(lambda: decode.worker._decode.num_open_grants == 0)
+        await shared.until(lambda: decode.worker.inspect().num_grants == 0)
         assert decode.ledger.num_grants == 0
-        assert prefill.worker._prefill.stats.num_failed == 1
+        assert prefill.worker.stats().prefill.num_failed == 1
 
 
 async def test_an_abandon_of_something_unknown_is_answered():
     """HandoffDone got lost; only the question after it can free the blocks."""
     async with cluster() as shared:
         prefill, decode, client = await shared.pair()
-        decode.worker._transfer.on_notification(lambda _: None)
+        decode.lose_notifications()
         client.send("r", prompt(600))
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 1)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 1)
         assert decode.ledger.num_grants == 1
         client.abort("r")
         await shared.until(lambda: decode.ledger.num_grants == 0)
@@ -182,7 +204,7 @@ async def test_an_entry_that_is_delivered_twice_is_served_once():
             client.send(f"r{number}", prompt(600, number))
             assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
         assert decode.ledger.counters.num_granted == 5
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 5)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 5)
 
 
 @pytest.mark.parametrize("error", [ControlUnavailableError("away"), PayloadTooLargeError("too large")])
@@ -215,7 +237,7 @@ async def test_what_the_prefill_worker_cannot_do_is_computed_here_at_once(fault,
             decode.ledger.rules = replace(decode.ledger.rules, kv_compatibility="another")
         client.send("r", prompt(600))
         assert await client.answer("r") == expected(prompt(600), 8)
-        stats = side.stats
+        stats = prefill.worker.stats().prefill
         assert (stats.num_failed, stats.num_refused) == ((0, 1) if fault == "compatibility" else (1, 0))
     assert (RefusalReason.INCOMPATIBLE.value in caplog.text) == (fault == "compatibility")
 
@@ -231,7 +253,7 @@ async def test_a_worker_of_another_kind_leaves_our_entries_alone():
             client.send(f"r{number}", prompt(600, number))
         for number in range(6):
             assert await client.answer(f"r{number}") == expected(prompt(600, number), 8)
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 6)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 6)
 
 
 async def test_two_first_hand_offs_meet_their_decode_worker_once():
@@ -245,7 +267,7 @@ async def test_two_first_hand_offs_meet_their_decode_worker_once():
         assert await client.answer("r1") == expected(prompt(1000), 8)
         assert await client.answer("r2") == expected(prompt(1000, 5), 8)
         assert added == [decode.id]
-        await shared.until(lambda: prefill.worker._prefill.stats.num_prefills == 2)
+        await shared.until(lambda: prefill.worker.stats().prefill.num_prefills == 2)
 
 
 async def test_the_load_goes_down_without_a_step():
@@ -254,7 +276,7 @@ async def test_the_load_goes_down_without_a_step():
         prefill, decode, client = await shared.pair()
         shared.fabric.faults.delay_polls = STUCK
         client.send("r", prompt(600))
-        await shared.until(lambda: prefill.worker._transfer.stats().num_unfinished > 0)
+        await shared.until(lambda: prefill.worker.stats().transfer.num_unfinished > 0)
         await shared.until(lambda: decode.worker._publisher._load.kv_active_blocks > 0)
         client.abort("r")
         shared.fabric.faults.delay_polls = 0
@@ -307,8 +329,8 @@ async def test_a_role_change_that_fails_half_way_is_registered_as_soon_as_possib
         with pytest.raises(ControlUnavailableError):
             await decode.worker.set_role(WorkerRole.PREFILL)
         assert decode.worker.role is WorkerRole.DECODE
-        assert decode.worker._prefill._pulling is None
-        assert decode.worker._decode.accepting
+        assert not decode.worker.inspect().queue.is_pulling
+        assert decode.worker.inspect().is_accepting
         key = f"kvrelay/default/workers/{decode.id}"
         async with asyncio.timeout(60):
             while (entry := await prefill.control.discovery.get(key)) is None:

@@ -39,7 +39,7 @@ async def test_workers_hand_over_through_shared_memory():
         for number in range(3):
             client.send(f"r{number}", prompt(900, number))
             assert await client.answer(f"r{number}") == expected(prompt(900, number), 8)
-        assert prefill.worker._prefill.stats.num_prefills == 3
+        assert prefill.worker.stats().prefill.num_prefills == 3
 
 
 async def test_blocks_under_a_copy_that_is_stopped_stay_quarantined_beyond_every_lease():
@@ -50,20 +50,20 @@ async def test_blocks_under_a_copy_that_is_stopped_stay_quarantined_beyond_every
         client.send("r", prompt(900))
         assert await asyncio.to_thread(held.is_held.wait, WAIT_S)
         await expire_lease(prefill)
-        await shared.until(lambda: decode.worker._fleet._lease_ends.num_held == 1)
+        await shared.until(lambda: len(decode.worker.inspect().peers.held_ends) == 1)
         # A stopped process is silent, which ends its connections; the request is computed here.
         for peer in [peer for peer in decode.server._clients if prefill.id in decode.server.identity(peer)]:
             decode.server.drop(peer)
         assert await client.answer("r") == expected(prompt(900), 8)
         # Three times as long as the time after which a worker that cannot be asked is fenced.
         await asyncio.sleep(3 * lease_ttl_s)
-        assert not decode.worker._fleet.has_ended(prefill.id)
+        assert prefill.id in decode.worker.inspect().peers.leased
         assert decode.core.metrics().kv_active_blocks > 0
         held.go_on.set()
         await shared.until(lambda: decode.core.metrics().kv_active_blocks == 0)
-        await shared.until(lambda: decode.worker._fleet._lease_ends.num_held == 0)
+        await shared.until(lambda: len(decode.worker.inspect().peers.held_ends) == 0)
         # The worker has a lease again, so it may write again.
-        await shared.until(lambda: decode.worker._fleet.num_prefill_workers == 1)
+        await shared.until(lambda: len(decode.worker.inspect().peers.prefill) == 1)
         client.send("again", prompt(700, 5))
         assert await client.answer("again") == expected(prompt(700, 5), 8)
 
@@ -97,7 +97,7 @@ async def test_an_entry_put_again_waits_behind_its_end_and_others_do_not():
     ends.on_event(WatchEvent(WatchKind.PUT, "kv/b/0", b""))
     assert told == [(WatchKind.PUT, "kv/b/0")]
     async with asyncio.timeout(WAIT_S):
-        while ends.num_held:
+        while len(ends.held):
             await asyncio.sleep(0.01)
     assert told[1:] == [(WatchKind.DELETE, "kv/a/0"), (WatchKind.PUT, "kv/a/0")]
     assert transfer.calls == ["admit b", "bar a", "bar a", "bar a", "admit a"]
@@ -117,7 +117,7 @@ async def test_a_refused_entry_behind_an_end_does_not_keep_the_next():
     for kind, value in ((WatchKind.DELETE, b""), (WatchKind.PUT, b"bad"), (WatchKind.PUT, b"good")):
         ends.on_event(WatchEvent(kind, "kv/a/0", value))
     async with asyncio.timeout(WAIT_S):
-        while ends.num_held:
+        while len(ends.held):
             await asyncio.sleep(0.01)
     assert told == [b"", b"bad", b"good"]
     transfer.answers = [TransferError("closed")]

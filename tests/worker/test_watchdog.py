@@ -91,7 +91,7 @@ async def test_a_worker_whose_engine_hangs_leaves_and_its_frontends_hear_of_it()
     async with cluster() as c:
         node, other = await c.join(WorkerRole.BOTH), await c.join(WorkerRole.BOTH)
         clock = ManualClock()
-        progress = node.worker._engine.progress
+        progress = node.engine.progress
         progress._clock = clock
         node.worker._watchdog = watchdog = Watchdog(
             progress, 10.0, node.worker._ending.fail, clock, dump=lambda: None, end_process=never
@@ -120,7 +120,7 @@ async def test_a_worker_whose_engine_hangs_leaves_and_its_frontends_hear_of_it()
         spared.send("b", prompt(20))
         assert await spared.answer("b") == expected(prompt(20), 8)
         go_on.set()
-        await asyncio.to_thread(node.worker._engine.close)
+        await asyncio.to_thread(node.engine.close)
 
 
 async def test_load_samples_say_how_long_the_step_has_been_running() -> None:

@@ -40,7 +40,7 @@ ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -104,6 +104,9 @@ class Engine(Protocol):
 
     def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
         """No peer touches the blocks of this loan any more. Raises KeyError: a loan ends once."""
+
+    def writable_blocks(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
+        """The lent blocks that a peer may write to, by hand-off and loan. From any thread."""
 
     def keep_prefills_here(self) -> None:
         """No prefill worker is left: compute waiting remote prefills here."""

@@ -12,7 +12,7 @@ Who frees what. Blocks of a finished request are free at once, with two exceptio
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -293,6 +293,10 @@ class EngineCore:
     def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
         """No peer touches the blocks of this loan any more."""
         self.loans.end(handoff_id, loan)
+
+    def writable_blocks(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
+        """The lent blocks that a peer may write to, by hand-off and loan. From any thread."""
+        return self.loans.writable_blocks()
 
     def keep_prefills_here(self) -> None:
         """No prefill worker is left: compute waiting remote prefills here."""

@@ -41,6 +41,10 @@ class Loans:
     def find(self, handoff_id: HandoffId, number: int) -> Loan | None:
         return self._loans.get((handoff_id, number))
 
+    def writable_blocks(self) -> dict[tuple[HandoffId, int], tuple[int, ...]]:
+        """Of each loan, those that a peer may write to. From any thread."""
+        return {key: loan.quarantined for key, loan in self._loans.copy().items()}
+
     def lend(self, handoff_id: HandoffId, block_ids: list[int], num_hit_blocks: int) -> Loan:
         """The first loan: the blocks of a waiting request, which also keeps its references."""
         loan = Loan(tuple(block_ids[:num_hit_blocks]), tuple(block_ids[num_hit_blocks:]))

@@ -120,11 +120,13 @@ class EndReason(enum.StrEnum):
     NOT_QUEUED = "it could not be queued"
     NO_PREFILL_WORKER = "no prefill worker is left"
     DEADLINE = "its deadline has passed"
+    OVERTAKEN = "a later one has been claimed, and it has not"
     CLAIMS_EXHAUSTED = "it was claimed too often"
     CLAIMANT_REFUSED = "its claimant was refused"
     CLAIMANT_SILENT = "its claimant has not been heard for too long"
     CLAIMANT_LOST = "the connection to its claimant has ended"
     CLAIMANT_LEASE_ENDED = "the lease of its claimant has ended"
+    CLAIMANT_AVOIDED = "its claimant has failed other hand-offs"
     RELEASED = "its claimant has given it up"
     GRANT_NOT_SENT = "the grant could not be sent"
     KV_DAMAGED = "its KV is not what was sent"
@@ -159,6 +161,7 @@ class RefusalReason(enum.StrEnum):
     EXHAUSTED = "it was claimed too often"
     NO_BLOCKS = "no free blocks for another claimant"
     BUSY = "another claimant is being served"
+    AVOIDED = "the claimant has failed other hand-offs"
 
 
 def count_end(ends: dict[EndReason, int], reason: EndReason) -> None:

@@ -91,6 +91,11 @@ class DecodeHandoff:
     """Whether our own reads or checksums touch the current loan."""
     heard_s: float = 0.0
     """The time of the current claimant's grant or of its last sign of progress."""
+    granted_s: float = 0.0
+    """The time of the current claimant's claim."""
+    is_queued: bool = False
+    """Decode-first, and pushed to the queue."""
+    is_overtaken: bool = False
     owed: EndReason | None = None
     """Why the request will be computed here, until the engine has been told."""
 
@@ -151,6 +156,7 @@ class DecodeHandoff:
         worker_id = event.claim.prefill_worker_id
         self.generation += 1
         self.deadline_s = turn.now_s + turn.rules.grant_timeout_s
+        self.granted_s, self.is_overtaken = turn.now_s, False
         if self.state is not DecodeState.GRANTED:
             self._move(DecodeState.GRANTED)
         turn.counters.num_granted += 1
@@ -242,6 +248,7 @@ class DecodeHandoff:
             return
         tell_fetched(message, connection or turn.connections.get(grant.worker_id, grant.connection), turn)
         self._end_grant(grant)
+        turn.conduct.done(grant.worker_id)
         is_current = message.generation == self.generation
         if not is_current or self.state not in (DecodeState.GRANTED, DecodeState.RENEWING):
             turn.counters.num_stale += 1
@@ -306,6 +313,8 @@ class DecodeHandoff:
             kind = HandoffAbandon if _is_by_engine(self.arrived) and not ok else HandoffFetched
             turn.out.append(Send(grant.connection, kind(self.handoff_id, generation)))
             self._end_grant(grant)
+            if ok:
+                turn.conduct.done(grant.worker_id)
         if self.state is not DecodeState.READING or self.arrived is None:
             return
         if ok:
@@ -383,6 +392,9 @@ class DecodeHandoff:
         turn.counters.num_released += len(mine)
         turn.counters.num_stale += not mine and worker_id in self.given_up_by
         self.given_up_by |= {worker_id}
+        holder = self.holder
+        if holder is not None and holder.worker_id == worker_id and self.state in WAITING_FOR_CLAIMANT:
+            self._failed(turn)
         for grant in mine:
             self._stopped(grant)
         self._drop_waiting(self.waiting is not None and self.waiting.claim.prefill_worker_id == worker_id)
@@ -421,6 +433,8 @@ class DecodeHandoff:
             self._lose_holder(EndReason.CLAIMANT_LOST, turn)
 
     def _lose_holder(self, reason: EndReason, turn: Turn) -> None:
+        if self.state in WAITING_FOR_CLAIMANT:
+            self._failed(turn)
         if self.state in WAITING_FOR_CLAIMANT and self.waiting is None:
             self.compute_here(reason, turn)
 
@@ -439,14 +453,35 @@ class DecodeHandoff:
     def tick(self, turn: Turn) -> None:
         """Check deadlines, and repeat abandons that are not answered."""
         if self.deadline_s <= turn.now_s and self.state in WAITING_FOR_CLAIMANT:
-            turn.counters.num_expired += 1
-            self.compute_here(EndReason.DEADLINE, turn)
+            self._expire(EndReason.OVERTAKEN if self.is_overtaken else EndReason.DEADLINE, turn)
         elif self.is_awaited and self.heard_s + turn.rules.silence_timeout_s <= turn.now_s:
-            turn.counters.num_expired += 1
-            self.compute_here(EndReason.CLAIMANT_SILENT, turn)
+            self._expire(EndReason.CLAIMANT_SILENT, turn)
         for grant in self.grants:
             if grant.state is GrantState.ABANDONED and grant.told_s + turn.rules.abandon_repeat_s <= turn.now_s:
                 self.tell_to_stop(grant, turn)
+
+    def _expire(self, reason: EndReason, turn: Turn) -> None:
+        turn.counters.num_expired += 1
+        self._failed(turn)
+        self.compute_here(reason, turn)
+
+    def _failed(self, turn: Turn) -> None:
+        """The holder has had its grant for long, and has not done what it is for."""
+        holder = self.holder
+        if holder is not None and holder.state is GrantState.OUT and self.granted_s + turn.rules.held_s < turn.now_s:
+            turn.conduct.failed(holder.worker_id, turn.now_s, turn.rules.avoid_s)
+
+    def avoid(self, worker_ids: frozenset[str], turn: Turn) -> None:
+        """Do not wait for these workers."""
+        holder = self.holder
+        if self.state is DecodeState.GRANTED and holder is not None and holder.worker_id in worker_ids:
+            self.compute_here(EndReason.CLAIMANT_AVOIDED, turn)
+
+    def overtaken(self, turn: Turn) -> None:
+        """A later one of the same queue has been claimed: whoever has pulled this one, if anyone has, keeps silent."""
+        if self.state is DecodeState.OPEN and turn.now_s + turn.rules.overtaken_s < self.deadline_s:
+            self.deadline_s = turn.now_s + turn.rules.overtaken_s
+            self.is_overtaken = True
 
     def next_s(self, rules: DecodeRules) -> float | None:
         """When ``tick`` is due next."""

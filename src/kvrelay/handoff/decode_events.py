@@ -304,6 +304,12 @@ class Discard(Value, frozen=True):
     kv_transfer_params: bytes
 
 
+class Avoid(Value, frozen=True):
+    """The worker has failed hand-offs in a row: for a while its claims are refused. The ledger has done it."""
+
+    worker_id: str
+
+
 class ComputeHere(Value, frozen=True):
     """No KV will arrive. A loan that is still out keeps its blocks: use others."""
 
@@ -313,5 +319,5 @@ class ComputeHere(Value, frozen=True):
 
 
 DecodeAction = (
-    Push | Allocate | ChecksumHits | SendGrant | Send | Read | Verify | EndLoan | Resume | Discard | ComputeHere
+    Push | Allocate | ChecksumHits | SendGrant | Send | Read | Verify | EndLoan | Resume | Discard | Avoid | ComputeHere
 )

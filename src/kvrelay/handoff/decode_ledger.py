@@ -14,9 +14,11 @@ from typing import Any
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
 from kvrelay.core.latest import Latest
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason
+from kvrelay.handoff.conduct import Conduct
 from kvrelay.handoff.decode import DecodeHandoff
 from kvrelay.handoff.decode_events import (
     Allocated,
+    Avoid,
     ClaimantGone,
     Claimed,
     Closed,
@@ -77,6 +79,7 @@ class DecodeLedger:
         self.counters = DecodeCounters()
         self.handoffs: dict[HandoffId, DecodeHandoff] = {}
         self.leases = PeerLeases()
+        self.conduct = Conduct()
         self.connections: dict[str, Connection] = {}
         """By claimant: the connection of its last message."""
         self.early: dict[tuple[HandoffId, str], EarlyClaim] = {}
@@ -100,8 +103,13 @@ class DecodeLedger:
 
     def handle(self, event: DecodeEvent, now_s: float) -> list[DecodeAction]:
         """Handle an event at ``now_s`` (monotonic); returns the actions, in order."""
-        turn = Turn(now_s, self.rules, self.counters, self.connections, self.new_secret)
-        for handoff in _HANDLERS[type(event)](self, event, turn):
+        turn = Turn(now_s, self.rules, self.counters, self.connections, self.new_secret, self.conduct)
+        changed = _HANDLERS[type(event)](self, event, turn)
+        avoided = self.conduct.take_new()
+        if avoided:
+            turn.out += [Avoid(worker_id) for worker_id in sorted(avoided)]
+            changed = self._all(lambda handoff: handoff.avoid(avoided, turn))
+        for handoff in changed:
             handoff.settle(turn)
             if handoff.is_over:
                 self.handoffs.pop(handoff.handoff_id, None)
@@ -133,6 +141,7 @@ class DecodeLedger:
             deadline_s=turn.now_s + self.rules.remote_prefill_timeout_s,
             loans=(1,) if has_blocks else (),
             loan=1 if has_blocks else 0,
+            is_queued=event.order is HandoffOrder.DECODE_FIRST,
         )
         self.handoffs[event.handoff_id] = handoff
         self.expected.pop(event.handoff_id, None)
@@ -208,10 +217,23 @@ class DecodeLedger:
         elif self.leases.is_over(claim.prefill_worker_id, claim.term):
             refuse(event, RefusalReason.LEASE_ENDED, turn)
             handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_LEASE_ENDED, turn)
+        elif claim.prefill_worker_id in self.conduct.avoided(turn.now_s):
+            refuse(event, RefusalReason.AVOIDED, turn)
+            handoff.declined(claim.prefill_worker_id, EndReason.CLAIMANT_AVOIDED, turn)
         elif self.leases.is_live(claim.prefill_worker_id, claim.term):
+            self._overtake(handoff, turn)
             handoff.claimed(event, turn)
         else:
             self._park(event, turn)
+
+    def _overtake(self, claimed: DecodeHandoff, turn: Turn) -> None:
+        """The queue is in order, so whatever was pushed before ``claimed`` has been pulled."""
+        if claimed.is_queued and claimed.state is DecodeState.OPEN:
+            for handoff in self.handoffs.values():
+                if handoff is claimed:
+                    return
+                if handoff.is_queued and not handoff.is_overtaken:
+                    handoff.overtaken(turn)
 
     def _park(self, event: Claimed, turn: Turn) -> None:
         """Hold a claim until its request has arrived, or its claimant's term is known."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.handoff import base
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason
+from kvrelay.handoff.conduct import Conduct
 from kvrelay.handoff.decode_events import Claimed, DecodeAction, Send
 from kvrelay.handoff.messages import HandoffDone, HandoffFetched, HandoffRefused
 
@@ -94,6 +95,13 @@ class DecodeRules:
     early_claim_timeout_s: float = 1.0
     """How long a claim waits for its request (prefill-first), or for its claimant's term to be known."""
     abandon_repeat_s: float = 2.0
+    held_s: float = 1.0
+    """A claimant that holds a grant for longer and does not finish has failed. A quick release costs its request
+    nothing, so it does not count: else a client whose requests no engine takes could have an honest worker avoided."""
+    avoid_s: float = 30.0
+    """For so long a claimant that has failed twice in a row gets no grant."""
+    overtaken_s: float = 1.0
+    """How long a hand-off waits for its claim once a later one of the same queue has been claimed."""
     can_replace_blocks: bool = True
     """Whether the engine can give a waiting request other blocks. If not, a later claimant is refused, and the request
     is computed here only when no peer can write to its blocks any more."""
@@ -120,10 +128,11 @@ class DecodeCounters:
 
 @dataclass(slots=True)
 class Turn(base.Turn[DecodeRules, DecodeCounters, DecodeAction]):
-    """One event at the decode worker. ``connections``: by claimant."""
+    """One event at the decode worker. ``connections``: by claimant. ``conduct``: of all claimants."""
 
     connections: dict[str, Connection]
     new_secret: Callable[[], int]
+    conduct: Conduct
 
 
 def refuse(event: Claimed, reason: RefusalReason, turn: Turn) -> None:

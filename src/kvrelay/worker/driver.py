@@ -23,6 +23,7 @@ TICK_INTERVAL_S = 0.02
 """Precision of the ledgers' timers while they have something to wait for."""
 
 E = TypeVar("E")
+T = TypeVar("T")
 E_contra = TypeVar("E_contra", contravariant=True)
 
 
@@ -60,6 +61,11 @@ class LedgerDriver(Generic[E]):
             if self._is_idle and self._ledger.next_tick_s() is not None:
                 self._is_idle = False
                 self.on_loop(self._wake.set)
+
+    def read(self, view: Callable[[], T]) -> T:
+        """Run ``view`` while no event is handled. From any thread; it must be short."""
+        with self._lock:
+            return view()
 
     def handled(self, event: E) -> None:
         """For subclasses: called under the lock, after an event and before its actions are carried out."""

@@ -44,12 +44,13 @@ from kvrelay.worker.cluster.peer_events import PeerEvents
 from kvrelay.worker.decode.refusals import Refusals
 from kvrelay.worker.decode.serving import DecodeSide
 from kvrelay.worker.inbox import Inbox
+from kvrelay.worker.inspection import Inspection, QueueView, view_incoming, view_outgoing
 from kvrelay.worker.prefill.connections import Connect, DecodePeers
 from kvrelay.worker.prefill.paired import PairedPrefills
 from kvrelay.worker.prefill.pulling import PrefillSide
 from kvrelay.worker.reporting.metrics import WorkerStats
 from kvrelay.worker.reporting.publisher import Publisher
-from kvrelay.worker.reporting.stats import by_reason
+from kvrelay.worker.reporting.stats import by_reason, copied
 from kvrelay.worker.roles import FIRST_EPOCH, Roles
 from kvrelay.worker.runtime import follow_settings, warn_of_settings_in_vain
 from kvrelay.worker.settings import WorkerSettings
@@ -348,31 +349,56 @@ class Worker:
 
     # -- what it says of itself ---------------------------------------------------------------------------------------
 
+    def inspect(self) -> Inspection:
+        """What this worker holds and knows now. Waits neither for the engine nor for a server, and changes nothing.
+        On the event loop."""
+        incoming, outgoing = self._decode.handoffs, self._prefill.handoffs
+        return Inspection(
+            stats=self.stats(),
+            is_accepting=self._decode.accepting,
+            is_pairing=self._paired.accepting,
+            is_stalled=self.is_stalled,
+            step_age_s=self._engine.progress.age_s,
+            lease=self._membership.view(),
+            peers=self._fleet.view(),
+            queue=QueueView(self._prefill.is_pulling, self._prefill.num_handoffs, self._decode.push_error),
+            incoming=incoming.read(lambda: view_incoming(incoming.ledger)),
+            outgoing=outgoing.read(lambda: view_outgoing(outgoing.ledger)),
+            loans=self._engine.peek(lambda engine: engine.writable_blocks()),
+            num_requests=self._decode.num_requests,
+            num_paired=self._paired.num_waiting,
+            disagg=self._policy.config,
+            kv_compatibility=self._membership.kv_compatibility,
+            avoided=incoming.read(incoming.avoided),
+        )
+
     async def status(self) -> dict[str, object]:
         """The full status for operators, as JSON values."""
         metrics = await self._engine.call(lambda core: core.metrics())
+        now = self.inspect()
+        stats = now.stats
         return {
-            "worker_id": self.settings.worker_id,
-            "role": self.role,
-            "epoch": self.epoch,
-            "lease_id": self._membership.lease_id,
-            "model": self.settings.model,
+            "worker_id": stats.worker_id,
+            "role": stats.role,
+            "epoch": stats.epoch,
+            "lease_id": now.lease.lease_id,
+            "model": stats.model,
             "pid": os.getpid(),
             "dp_group": self.settings.dp_group,
             "dp_rank": self.settings.dp_rank,
             "load": msgspec.to_builtins(metrics),
-            "step_age_s": self._engine.progress.age_s,
-            "requests": self._decode.num_requests,
-            "handoffs_in": self._decode.num_open_grants,
-            "handoffs_out": self._prefill.num_handoffs,
-            "refusals": self._refusals.counts,
-            "recomputed": by_reason(self._decode.handoffs.ledger.counters.ends),
-            "prefills_ended": by_reason(self._prefill.handoffs.ledger.counters.ends),
-            "decode": asdict(self._decode.stats),
-            "prefill_queue_error": self._decode.push_error,
-            "prefill": asdict(self._prefill.stats),
-            "transfer": msgspec.to_builtins(self._transfer.stats()),
-            "disagg": asdict(self._policy.config) | {"unused": self._policy.unused},
+            "step_age_s": now.step_age_s,
+            "requests": now.num_requests,
+            "handoffs_in": now.num_grants,
+            "handoffs_out": now.queue.num_held,
+            "refusals": stats.refusals,
+            "recomputed": by_reason(stats.handoffs.ends),
+            "prefills_ended": by_reason(stats.prefill_ends),
+            "decode": asdict(stats.decode),
+            "prefill_queue_error": now.queue.push_error,
+            "prefill": asdict(stats.prefill),
+            "transfer": msgspec.to_builtins(stats.transfer),
+            "disagg": asdict(now.disagg) | {"unused": self._policy.unused},
         }
 
     def check_integrity(self) -> None:
@@ -391,6 +417,7 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         """All counts, at once: waits neither for the engine nor for a server."""
+        decode, prefill = self._decode.handoffs.ledger, self._prefill.handoffs.ledger
         return WorkerStats(
             worker_id=self.settings.worker_id,
             model=self.settings.model,
@@ -399,15 +426,15 @@ class Worker:
             epoch=self.epoch,
             is_ready=self.is_ready,
             engine=self._engine.stats(),
-            num_open_handoffs=self._decode.handoffs.ledger.num_open,
-            num_grants=self._decode.handoffs.ledger.num_grants,
-            handoffs=self._decode.handoffs.ledger.counters,
-            decode=self._decode.stats,
-            prefill=self._prefill.stats,
+            num_open_handoffs=decode.num_open,
+            num_grants=decode.num_grants,
+            handoffs=copied(decode.counters),
+            decode=copied(self._decode.stats),
+            prefill=copied(self._prefill.stats),
             transfer=self._transfer.stats(),
             remote=self._decode.cost_stats(),
-            refusals=self._refusals.counts,
-            prefill_ends=self._prefill.handoffs.ledger.counters.ends,
+            refusals=dict(self._refusals.counts),
+            prefill_ends=prefill.counters.ends.copy(),
             num_unleased_entries=self._control.discovery.num_unleased,
             transfer_cost_error=self._transfer_rates.relative_error,
             transfer_durations=self._transfer.durations,

@@ -6,7 +6,7 @@ the host's thread, except for ``check_room`` and the numbers that ``stats`` read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrelay.config import EngineConfig
@@ -342,6 +342,9 @@ class StreamedEngine:
 
     def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
         raise KeyError(handoff_id, loan)
+
+    def writable_blocks(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
+        return {}
 
     # -- hand-offs, prefill side --------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ that the whole pool could not hold is computed here.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -115,6 +116,9 @@ class StagedEngine(StreamedEngine):
 
     def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
         self._release(self._loans.pop((handoff_id, loan)))
+
+    def writable_blocks(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
+        return {loan: blocks.block_ids for loan, blocks in self._loans.copy().items()}
 
     def resume_handoff(
         self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None

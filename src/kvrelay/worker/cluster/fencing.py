@@ -38,9 +38,9 @@ class LeaseEnds:
         self._tasks = TaskSet()
 
     @property
-    def num_held(self) -> int:
+    def held(self) -> frozenset[str]:
         """Workers whose end is held back."""
-        return len(self._held)
+        return frozenset(self._held)
 
     def on_event(self, event: WatchEvent) -> None:
         """An event of the watch. Raises what ``on_change`` raises for an entry that it refuses at once."""

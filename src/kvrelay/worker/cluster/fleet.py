@@ -20,6 +20,7 @@ from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import KvMetadata, WorkerRole
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.cluster.fencing import LeaseEnds
+from kvrelay.worker.inspection import PeersView
 
 
 class Fleet:
@@ -62,6 +63,16 @@ class Fleet:
     def num_takers(self) -> int:
         """Workers of this model that take requests of frontends."""
         return len(self._takers)
+
+    def view(self) -> PeersView:
+        """What is known now."""
+        return PeersView(
+            prefill=frozenset(self._prefill_workers),
+            takers=frozenset(self._takers),
+            leased=frozenset(self._ranks),
+            held_ends=frozenset() if self._lease_ends is None else self._lease_ends.held,
+            addresses=dict(self._addresses),
+        )
 
     def address_of(self, worker_id: str) -> str | None:
         """The address of a worker of this model; None unless it is listed."""

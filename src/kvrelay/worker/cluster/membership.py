@@ -31,6 +31,7 @@ from kvrelay.core.tasks import end_tasks
 from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
 from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import ControlUnavailableError, LeaseLostError
+from kvrelay.worker.inspection import LeaseView
 from kvrelay.worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)
@@ -101,6 +102,10 @@ class Membership:
     def is_listed(self) -> bool:
         """Whether this worker is in the list of workers, by local knowledge."""
         return self._is_listed and self._is_alive
+
+    def view(self) -> LeaseView:
+        """The lease as it is now."""
+        return LeaseView(self.lease_id, self.term, self.is_listed, self.fence_s())
 
     def fence_s(self) -> float:
         """The monotonic time until which writes may be posted. From any thread."""

@@ -28,6 +28,7 @@ from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import KvrelayError, PayloadTooLargeError, ProtocolError
 from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.conduct import MAX_FAILURES
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.messages import HandoffDone
@@ -88,6 +89,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self._on_arrived = on_arrived
         self._block_bytes = engine.facts.kv_layout.block_bytes
         self._prefills: dict[HandoffId, RemotePrefillRequest] = {}
+        """Those that are being opened."""
         self._fetching: dict[HandoffId, int] = {}
         """Hand-offs whose KV the engine gets by itself, with the generation of their grants."""
         self._fetched_ids: Latest[HandoffId, None] = Latest(MAX_FETCHED)
@@ -110,6 +112,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
                 de.EndLoan: self._end_loan,
                 de.Resume: lambda action: self._engine.post(partial(self._resume, action)),
                 de.Discard: self._discard,
+                de.Avoid: self._avoid,
                 de.ComputeHere: self._compute_here,
             },
         )
@@ -134,6 +137,10 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         """Read nothing more."""
         await self._tasks.close()
 
+    def avoided(self) -> frozenset[str]:
+        """The prefill workers that get no grant now."""
+        return self.ledger.conduct.avoided(self._clock.now())
+
     # -- engine thread ------------------------------------------------------------------------------------------------
 
     def on_step(self, step: StepOutput) -> None:
@@ -143,8 +150,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             num_hit_blocks = prefill.num_cached_tokens // self.ledger.rules.block_size
             claimant = self.ledger.expected.get(handoff_id)
             order = HandoffOrder.DECODE_FIRST if claimant is None else HandoffOrder.PREFILL_FIRST
-            if order is HandoffOrder.DECODE_FIRST:
-                self._prefills[handoff_id] = prefill
+            self._prefills[handoff_id] = prefill
             opened = de.Opened(
                 handoff_id,
                 prefill.request_id,
@@ -157,6 +163,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
                 num_tokens=len(prefill.token_ids),
             )
             self.handle(opened)
+            self._prefills.pop(handoff_id, None)  # not pushed
         for handoff_id in step.closed_handoffs:
             self.handle(de.Closed(handoff_id))
         for handoff_id, ok in step.fetched_handoffs:
@@ -298,6 +305,15 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             # Before the engine may use the blocks, so that later writes of the peer are refused.
             self._transfer.grants.close(str(action.handoff_id), action.loan)
         self._engine.post(lambda core: core.end_loan(action.handoff_id, action.loan))
+
+    def _avoid(self, action: de.Avoid) -> None:
+        _log.warning(
+            "prefill worker %s has failed %d hand-offs in a row: its claims are refused for %g s, and what it holds is "
+            "computed here",
+            action.worker_id,
+            MAX_FAILURES,
+            self.ledger.rules.avoid_s,
+        )
 
     def _compute_here(self, action: de.ComputeHere) -> None:
         _log.info("hand-off %s of request %s ended: %s", action.handoff_id, action.request_id, action.reason)

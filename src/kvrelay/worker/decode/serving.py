@@ -170,10 +170,6 @@ class DecodeSide:
         """Why the last push to the prefill queue failed; None if it succeeded."""
         return self._queued.push_error
 
-    @property
-    def num_open_grants(self) -> int:
-        return self.handoffs.ledger.num_grants
-
     # -- frontends ----------------------------------------------------------------------------------------------------
 
     def generate(self, peer: Peer, message: GenerateRequest) -> None:

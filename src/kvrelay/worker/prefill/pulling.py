@@ -107,6 +107,10 @@ class PrefillSide:
         """Hand-offs that hold blocks, or whose entries are not acknowledged."""
         return len(self.handoffs.jobs) + len(self._preparing)
 
+    @property
+    def is_pulling(self) -> bool:
+        return self._pulling is not None
+
     def start(self) -> None:
         """Begin to pull."""
         if self._pulling is None:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from kvrelay.handoff.base import EndReason, RefusalReason
 from kvrelay.placement.cost_model import RemoteCost
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+C = TypeVar("C", bound="DataclassInstance")
 
 
 def by_reason(counts: Mapping[EndReason, int] | Mapping[RefusalReason, int]) -> dict[str, int]:
     """For metrics and status: the reasons' names, since their values are sentences."""
     return {reason.name.lower(): count for reason, count in dict(counts).items()}
+
+
+def copied(counts: C) -> C:
+    """A copy that later counting does not change: every field is a number or a mapping of numbers."""
+    mappings = {f.name: value.copy() for f in fields(counts) if isinstance(value := getattr(counts, f.name), dict)}
+    return replace(counts, **mappings)
 
 
 @dataclass(slots=True)
