@@ -200,7 +200,8 @@ def test_a_key_keeps_its_blocks_beside_a_flood_at_a_better_priority(make_engine:
         engine.add_request(one)
     drain(engine)
     preempted = [one for one in (modest, *flood) if RequestStatus.PREEMPTED in [status for status, _ in one.times]]
-    assert preempted and modest not in preempted
+    assert preempted
+    assert modest not in preempted
 
 
 def test_admission_leaves_a_reserve_unless_nothing_runs(make_engine: MakeEngine) -> None:
