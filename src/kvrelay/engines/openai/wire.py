@@ -56,7 +56,7 @@ def completion_body(request: Request, model: str, num_tokens: int, *, with_token
         "min_tokens": max(sampling.min_tokens - request.num_output_tokens, 0) or None,
         "logit_bias": {str(token): bias for token, bias in (sampling.logit_bias or {}).items()} or None,
         "cache_salt": sampling.cache_salt,
-        "priority": request.priority or None,
+        "priority": request.keyless_priority or None,
         "logprobs": sampling.logprobs,
         "return_tokens_as_token_ids": True if sampling.logprobs is not None else None,
         "return_token_ids": True if with_token_ids else None,
