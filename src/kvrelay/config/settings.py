@@ -243,6 +243,12 @@ class FrontendConfig(Settings):
     api_key: str = setting("", "Key that clients must send as a bearer token; empty: none.")
     api_keys_file: str = setting("", "File of hashed API keys, one a line; see kvrelay api-key.")
     requests_per_minute: int = setting(0, "Maximum requests of an API key per minute (429); 0: no limit.", low=0)
+    tokens_per_minute: int = setting(
+        0, "Maximum prompt and answer tokens of an API key per minute (429); 0: no limit.", low=0
+    )
+    requests_at_once: int = setting(
+        0, "Maximum sequences of an API key in flight, each choice one (429); 0: no limit.", low=0
+    )
     tls_cert: str = setting("", "Certificate chain (PEM) for HTTPS; empty: HTTP.")
     tls_key: str = setting("", "Private key (PEM) of the certificate.")
     max_body_bytes: int = setting(16 * 1024 * 1024, "Largest request body.", low=1024)
@@ -282,6 +288,14 @@ class KeyLimits(Settings):
     requests_per_minute: int | None = setting(
         None, "Maximum requests per minute (429) instead of the frontend's; 0: no limit.", low=0
     )
+    tokens_per_minute: int | None = setting(
+        None, "Maximum prompt and answer tokens per minute (429) instead of the frontend's; 0: no limit.", low=0
+    )
+    requests_at_once: int | None = setting(
+        None, "Maximum sequences in flight (429) instead of the frontend's; 0: no limit.", low=0
+    )
+    min_priority: int | None = setting(None, "Lowest priority number that a request may have (400).", low=-(2**31))
+    max_priority: int | None = setting(None, "Highest priority number that a request may have (400).", low=-(2**31))
     max_body_bytes: int | None = setting(None, "Maximum request body (413), if below the frontend's limit.", low=1)
     max_prompt_tokens: int | None = setting(None, "Maximum prompt tokens of a request over all prompts (413).", low=1)
     max_output_tokens: int | None = setting(

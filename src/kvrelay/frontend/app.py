@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from kvrelay.config import FrontendConfig
+from kvrelay.config import FrontendConfig, KeyLimits
 from kvrelay.core.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.handoff import HandoffOrder
@@ -95,12 +95,12 @@ class FrontendApp:
 
     def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
         """Raises ConfigError if the API keys cannot be read."""
-        self._keys = ApiKeys.load(config.api_key, config.api_keys_file)
+        common = KeyLimits(config.requests_per_minute, config.tokens_per_minute, config.requests_at_once)
+        self._keys = ApiKeys.load(config.api_key, config.api_keys_file, common)
         self._keys_file = config.api_keys_file
         self._admission = Admission(config.max_waiting_requests, MonotonicClock())
         metrics.num_in_flight_of = lambda: self._admission.num_in_flight
         metrics.rejections_of = lambda: self._admission.rejections
-        self._requests_per_minute = config.requests_per_minute
         self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
         self._cluster = cluster
         self._metrics = metrics
@@ -196,9 +196,8 @@ class FrontendApp:
         """Raises OverloadedError for a client that exceeds its request rate, and KeyRevokedError for one whose key was
         revoked. The head alone must not decide this: a refusal there ends the connection, and with it other answers
         that the client still waits for."""
-        own = self._keys.limits_of(request.client).requests_per_minute
-        per_minute = self._requests_per_minute if own is None else own
-        self._admission.count_request(request.client, per_minute)
+        per_minute = self._keys.limits_of(request.client).requests_per_minute
+        self._admission.count_request(request.client, per_minute or 0)
 
     def _refusal(
         self,

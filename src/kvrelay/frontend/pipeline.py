@@ -95,7 +95,8 @@ class Pipeline:
             plan_size, plan_completion, request, model.tokenizer.default_sampling, self._config.max_n
         )
         plan.check(model.vocab_size)
-        with self._admission.admitted(plan.n * len(items)):
+        client = exchange.request.client
+        with self._admission.admitted(plan.n * len(items), client, self._keys.limits_of(client)):
             prompts = await self._prepared(
                 exchange,
                 size,
@@ -130,7 +131,8 @@ class Pipeline:
         with api.own_names():
             form, plan = await self._threads.call(size, self._chat_plan, request, model)
             plan.check(model.vocab_size)
-            with self._admission.admitted(plan.n):
+            client = exchange.request.client
+            with self._admission.admitted(plan.n, client, self._keys.limits_of(client)):
                 prompts = await self._prepared(exchange, size, _chat_prompt(request, model, form, plan.keep_last))
                 context = AnswerContext(
                     request_id,
@@ -185,7 +187,9 @@ class Pipeline:
         form: AnswerFormat,
     ) -> None:
         lengths = [len(prompt.token_ids) for prompt in prompts]
-        plan = plan.within(self._keys.limits_of(exchange.request.client), lengths)
+        client = exchange.request.client
+        limits = self._keys.limits_of(client)
+        plan = plan.within(limits, lengths)
         plan = _with_objectives(plan, exchange.request)
         plan.check_prompts(lengths)
         timeout_s = self._timeout_s(exchange, plan)
@@ -196,6 +200,8 @@ class Pipeline:
         sequences = sequences_of(
             request_id, prompts, plan, model, answer, self._metrics, self._config.migration_limit, order
         )
+        tokens_per_minute = limits.tokens_per_minute or 0
+        self._admission.count_tokens(client, tokens_per_minute, sum(lengths))
         try:
             await self._run(answer, exchange, sequences, plan.n * len(prompts), timeout_s)
         except ClientGoneError:
@@ -206,6 +212,8 @@ class Pipeline:
             answer.finish_broken(failure_of(exc))
             raise BrokenStreamError(exc.message) from exc
         finally:
+            if tokens_per_minute:
+                self._admission.count_tokens(client, tokens_per_minute, answer.generated().output_tokens)
             if self._access_log.is_on:
                 self._access_log.note(request_id, answer.generated())
         if isinstance(answer, StreamedAnswer):
