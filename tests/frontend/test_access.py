@@ -184,6 +184,42 @@ async def test_a_key_asks_within_its_priorities_and_its_tokens(model_dir: Path, 
         assert (await send(port, "POST", "/v1/completions", {**BODY, "priority": -9}, bearer(bob))).status == 200
 
 
+async def test_no_key_learns_what_another_has_cached(model_dir: Path, tmp_path: Path) -> None:
+    made = dict(new_api_key(name) for name in ("alice", "bob"))
+    (alice, bob), path = made, tmp_path / "keys"
+    path.write_text("\n".join(made.values()))
+    async with running(model_dir, Script((10,)), api_keys_file=str(path)) as cluster:
+        port = cluster.frontend.port
+        for key, fields in (
+            (alice, {}),
+            (bob, {}),
+            (bob, {"cache_salt": "x"}),
+            (alice, {"cache_salt": "x"}),
+            (bob, {"cache_salt": "kvrelay-key:alice"}),
+        ):
+            assert (await send(port, "POST", "/v1/completions", {**BODY, **fields}, bearer(key))).status == 200
+        salts = [request.sampling.cache_salt for request in cluster.workers["w0"].requests]
+        assert salts[:2] == ["kvrelay-key:alice", "kvrelay-key:bob"], "a renewed key has the same name"
+        assert len(set(salts)) == 5
+        refused = await send(port, "GET", "/v1/kvrelay/router?blocks=1", headers=bearer(bob))
+        assert (refused.status, refused.error["param"]) == (400, "blocks")
+
+
+async def test_keys_that_trust_each_other_share_the_cache(model_dir: Path, tmp_path: Path) -> None:
+    key, line = new_api_key("alice")
+    path = tmp_path / "keys"
+    path.write_text(line)
+    async with running(model_dir, Script((10,)), api_keys_file=str(path), share_prefix_cache=True) as cluster:
+        port = cluster.frontend.port
+        for fields in ({}, {"cache_salt": "x"}):
+            assert (await send(port, "POST", "/v1/completions", {**BODY, **fields}, bearer(key))).status == 200
+        assert [request.sampling.cache_salt for request in cluster.workers["w0"].requests] == [None, "x"]
+        forged = {**BODY, "cache_salt": "kvrelay-key:bob"}
+        refused = await send(port, "POST", "/v1/completions", forged, bearer(key))
+        assert (refused.status, refused.error["param"]) == (400, "cache_salt")
+        assert (await send(port, "GET", "/v1/kvrelay/router?blocks=1", headers=bearer(key))).status == 200
+
+
 async def test_a_key_in_a_trailer_is_ignored(model_dir: Path, tmp_path: Path) -> None:
     """A chunked body ends with headers of its own, behind the head by which the client was let in."""
     key, line = new_api_key("alice", KeyLimits(requests_per_minute=1))

@@ -249,6 +249,9 @@ class FrontendConfig(Settings):
     requests_at_once: int = setting(
         0, "Maximum sequences of an API key in flight, each choice one (429); 0: no limit.", low=0
     )
+    share_prefix_cache: bool = setting(
+        False, "API keys share cached prefixes, so each can find out the others' prompts; false: one cache per key."
+    )
     tls_cert: str = setting("", "Certificate chain (PEM) for HTTPS; empty: HTTP.")
     tls_key: str = setting("", "Private key (PEM) of the certificate.")
     max_body_bytes: int = setting(16 * 1024 * 1024, "Largest request body.", low=1024)

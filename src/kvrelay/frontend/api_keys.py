@@ -24,6 +24,8 @@ NUMBER = re.compile(r"-?[0-9]{1,18}")
 MAX_FILE_BYTES = 1 << 20
 LIMIT_NAMES = tuple(item.name for item in fields(KeyLimits))
 NO_LIMITS = KeyLimits()
+SALT_PREFIX = "kvrelay-key:"
+"""How the salts of keys begin; no client may name one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,21 @@ def new_api_key(name: str, limits: KeyLimits = NO_LIMITS) -> tuple[str, str]:
 def digest_of(key: str) -> bytes:
     """The digest that is stored of a key. Header text arrives as Latin-1, whatever the client's encoding."""
     return hashlib.sha256(key.encode("latin-1")).digest()
+
+
+def cache_salt_of(name: str, salt: str | None, *, is_shared: bool) -> str | None:
+    """The cache salt of a request with the key of this name, whose client named ``salt``. Without ``is_shared`` no two
+    keys share cached prefixes, so no key can find out what others have asked. The salt comes from the name: a renewed
+    key keeps its cached prefixes, and all frontends agree.
+
+    Raises InvalidInputError for a client's salt that could be a key's.
+    """
+    if not name or is_shared:
+        if salt is not None and salt.startswith(SALT_PREFIX):
+            raise InvalidInputError(f"cache_salt must not begin with {SALT_PREFIX}", param="cache_salt")
+        return salt
+    own = "" if salt is None else ":" + hashlib.sha256(salt.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{SALT_PREFIX}{name}{own}"
 
 
 class KeyRevokedError(InvalidInputError):

@@ -116,7 +116,9 @@ class FrontendApp:
             config, cluster, metrics, self._keys, self._admission, self._threads, self._access_log, fields
         )
         neighbours = NeighbourEndpoints(cluster, document)
-        routing = RoutingEndpoints(cluster, self._threads, fields, HandoffOrder(config.order), metrics)
+        routing = RoutingEndpoints(
+            cluster, self._threads, fields, HandoffOrder(config.order), metrics, is_shared=config.share_prefix_cache
+        )
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
             "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),

@@ -24,7 +24,7 @@ from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.admission import Admission
 from kvrelay.frontend.answers import ClientGoneError, CollectedAnswer, StreamedAnswer, origin_headers, require_client
-from kvrelay.frontend.api_keys import ApiKeys
+from kvrelay.frontend.api_keys import ApiKeys, cache_salt_of
 from kvrelay.frontend.chat_api import AnswerContext, ChatApi, ChatTask
 from kvrelay.frontend.choices import sequences_of
 from kvrelay.frontend.cluster import Cluster
@@ -191,6 +191,9 @@ class Pipeline:
         limits = self._keys.limits_of(client)
         plan = plan.within(limits, lengths)
         plan = _with_objectives(plan, exchange.request)
+        salt = cache_salt_of(client, plan.sampling.cache_salt, is_shared=self._config.share_prefix_cache)
+        if salt != plan.sampling.cache_salt:
+            plan = replace(plan, sampling=replace(plan.sampling, cache_salt=salt))
         plan.check_prompts(lengths)
         timeout_s = self._timeout_s(exchange, plan)
         order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)
