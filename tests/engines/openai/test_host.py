@@ -189,6 +189,7 @@ async def test_an_answer_that_goes_wrong_is_another_workers_to_finish(wrong: str
         last = await engine.end("a")
         assert (last.finish_reason, last.is_final) == (FinishReason.ERROR, False)
         assert last.error
+        assert not any(said in last.error for said in ("127.0.0.1", "out of memory", "tool_calls")), "not for clients"
         assert engine.tokens("a") == EXPECTED[:2]
         assert last.position == 2
         assert isinstance(engine.events[-1], AllBlocksCleared), "its cache may be gone"
@@ -198,13 +199,15 @@ async def test_an_answer_that_goes_wrong_is_another_workers_to_finish(wrong: str
         assert engine.tokens("b") == EXPECTED
 
 
-async def test_what_the_server_finds_wrong_is_final() -> None:
+async def test_what_the_server_finds_wrong_is_final(caplog: pytest.LogCaptureFixture) -> None:
     async with _engine() as (engine, script):
         script.status = 400
         await engine.add("a")
         last = await engine.end("a")
         assert last.is_final
-        assert "not now" in (last.error or "")
+        assert last.error == "the server refused the request with status 400"
+        assert "not now" in caplog.text, "what it said, and where, is for the operator"
+        assert "http://127.0.0.1" in caplog.text
 
 
 async def test_a_full_server_is_not_asked_again_before_its_time() -> None:
@@ -274,6 +277,7 @@ async def test_a_server_that_is_gone_ends_the_engine(monkeypatch: pytest.MonkeyP
         last = await engine.end("a")
         assert (last.finish_reason, last.is_final) == (FinishReason.ERROR, False)
         assert "health" in engine.dead[0].message
+        assert last.error == "the server is gone"
         with pytest.raises(EngineDeadError):
             await engine.add("b")
 

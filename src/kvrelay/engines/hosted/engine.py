@@ -265,8 +265,8 @@ class StreamedEngine:
             self._start_held()
 
     def die(self, error: EngineDeadError) -> None:
-        """The backend is gone: every request ends here."""
-        self._dead = error
+        """The backend is gone: every request ends here. The reason is for the log, not for clients."""
+        self._dead = error = EngineDeadError(f"{self._backend.name} is gone")
         for request_id in list(self._running):
             self._cancel(request_id)
             self.failed(request_id, error)
