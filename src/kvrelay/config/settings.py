@@ -274,7 +274,8 @@ class FrontendConfig(Settings):
         "auto", "Format of the model's function calls; auto: by its chat template."
     )
     reasoning_parser: Literal["none", "deepseek_r1", "qwen3"] = setting(
-        "none", "Format of the model's reasoning, returned as reasoning_content; none: it stays in the content."
+        "none",
+        "Format of the model's reasoning, returned as reasoning and reasoning_content; none: it stays in the content.",
     )
     shutdown_timeout_s: float = setting(30.0, "Seconds that open requests may take after SIGTERM.", low=0)
 
