@@ -97,6 +97,20 @@ def test_a_key_has_so_many_sequences_at_once() -> None:
     assert admission.rejections["requests_at_once"] == 1
 
 
+def test_no_key_keeps_another_one_out() -> None:
+    admission = Admission(4, ManualClock())
+    with admission.admitted(4, "a"):
+        with pytest.raises(OverloadedError), admission.admitted(1, "a"):
+            pass
+        with admission.admitted(2, "b"):
+            with pytest.raises(OverloadedError), admission.admitted(1, "b"):
+                pass
+            with admission.admitted(1, "c"):
+                assert admission.num_in_flight == 7
+        with pytest.raises(OverloadedError), admission.admitted(1):
+            pass
+
+
 def test_a_key_pays_for_its_tokens_afterwards() -> None:
     clock = ManualClock()
     admission, limits = Admission(9, clock), KeyLimits(tokens_per_minute=60)

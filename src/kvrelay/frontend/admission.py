@@ -42,6 +42,8 @@ class Admission:
     def admitted(self, num_sequences: int, key: str = "", limits: KeyLimits = NO_LIMITS) -> Iterator[None]:
         """Count the sequences of this API key as in flight while the block runs.
 
+        No key keeps another one out: above the bound a key may have its equal share.
+
         Raises OverloadedError at once if there are too many, or if the key has used up its tokens; InvalidInputError if
         the request alone exceeds the bound.
         """
@@ -60,7 +62,7 @@ class Admission:
             message = f"this API key allows {at_once} sequences at once (requests_at_once)"
             raise OverloadedError(message, retry_after_s=self._ended.retry_after_s(num_sequences))
         excess = self.num_in_flight + num_sequences - self._max_in_flight
-        if excess > 0:
+        if excess > 0 and not self._is_below_share(key, num_sequences):
             self.rejections[IN_FLIGHT] += 1
             wait_s = self._returns.next_s(self._ended.retry_after_s(excess), self._ended.spacing_s(num_sequences))
             raise OverloadedError(f"{self.num_in_flight} requests are in flight already", retry_after_s=wait_s)
@@ -78,6 +80,13 @@ class Admission:
             if not self._at_once[key]:
                 del self._at_once[key]
             self._ended.add(num_sequences)
+
+    def _is_below_share(self, key: str, num_sequences: int) -> bool:
+        """Whether other keys fill the frontend, and this one stays within an equal share of it. So at most twice the
+        bound is in flight."""
+        num_own, num_keys = self._at_once[key], len(self._at_once)
+        num_keys += not num_own
+        return key != "" and num_keys > 1 and (num_own + num_sequences) * num_keys <= self._max_in_flight
 
     def count_request(self, key: str, requests_per_minute: int) -> None:
         """Count one request of an API key; ``requests_per_minute`` 0 means no limit. Raises OverloadedError."""

@@ -67,6 +67,17 @@ class Shares:
         """Only comparable between keys that wait."""
         return self._served[tenant]
 
+    def may_exceed(self, tenant: str, bound: int) -> bool:
+        """Whether this key may send another request although ``bound`` requests wait: others fill the queue, and the
+        key has less than an equal share of it. So at most twice the bound wait. From any thread."""
+        num_own, num_keys = self._num_waiting[tenant], len(self._num_waiting)
+        num_keys += not num_own
+        return tenant != "" and num_keys > 1 and (num_own + 1) * num_keys <= bound
+
+    def is_newcomer(self, tenant: str) -> bool:
+        """Whether other keys wait and this one does not. From any thread."""
+        return tenant != "" and len(self._num_waiting) > 0 and not self._num_waiting[tenant]
+
     def enter(self, tenant: str) -> None:
         """A request of this key begins to wait."""
         if tenant not in self._num_waiting:

@@ -102,13 +102,13 @@ class StreamedEngine:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals) -> None:
+    def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals, tenant: str = "") -> None:
         wait_s = self._busy_until_s - self._clock.now()
         if wait_s > 0 and is_new:
             raise OverloadedError(f"{self._backend.name} is full", retry_after_s=wait_s)
         num_running = len(self._running) + ahead.num_requests
         excess = num_running + 1 - self._config.max_num_seqs - self._config.max_num_waiting
-        if excess > 0:
+        if excess > 0 and not self._shares.may_exceed(tenant, self._config.max_num_waiting):
             raise OverloadedError(
                 f"{num_running} requests are running or waiting already",
                 retry_after_s=self._ended.retry_after_s(excess),
@@ -125,7 +125,9 @@ class StreamedEngine:
         self._validate(request)
         if not self._running:
             self._ended.restart()
-        self.check_room(len(request.token_ids), is_new=not request.is_resumed, ahead=NONE_PENDING)
+        self.check_room(
+            len(request.token_ids), is_new=not request.is_resumed, ahead=NONE_PENDING, tenant=request.tenant
+        )
         self._num_arrived += 1
         request.arrival = self._num_arrived
         request.stop_ids = stop_token_ids(request.sampling, self._eos_token_ids)
