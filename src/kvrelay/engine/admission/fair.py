@@ -247,7 +247,10 @@ class FairQueue:
             return [found for key in self._keys.values() for found in key.candidates(now_s, self._ageing_s, limit)]
         served = self._shares.served
         found: list[Candidate] = []
-        for tenant in nsmallest(limit, self._keys, key=served):
-            own = self._keys[tenant].candidates(now_s, self._ageing_s, limit)
+        first = nsmallest(limit, self._keys, key=served)
+        # Twice each key's part, for keys that have less.
+        most = min(-(-2 * limit // max(len(first), 1)), limit)
+        for tenant in first:
+            own = self._keys[tenant].candidates(now_s, self._ageing_s, most)
             found += [entry._replace(turn=(position, served(tenant))) for position, entry in enumerate(own)]
         return sorted(found, key=lambda candidate: candidate.turn)[:limit]
