@@ -47,7 +47,8 @@ def section() -> str:
         for line in (
             *_table(("field", *COLUMNS), ((f"`{name}`", *verdicts[name]) for name in rest)),
             "",
-            "Refused everywhere, unless the value asks for nothing (null, false, empty, or the one named here):",
+            "Refused everywhere, unless the value asks for nothing: null, empty, the one named here, or false unless "
+            "that is `True`. Other than null, such a value is logged once.",
             "",
             *_table(("field", "why", "harmless"), map(_refused_row, refused)),
         )

@@ -8,8 +8,10 @@ from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch
 
 
-def request(name: str, length: int, *, mode: PrefillMode = PrefillMode.LOCAL, priority: int = 0) -> Request:
-    return Request(name, range(length), SamplingParams(), mode=mode, priority=priority)
+def request(
+    name: str, length: int, *, mode: PrefillMode = PrefillMode.LOCAL, priority: int = 0, tenant: str = ""
+) -> Request:
+    return Request(name, range(length), SamplingParams(), mode=mode, priority=priority, tenant=tenant)
 
 
 def batch_of(decoding: list[Request], prefilling: list[Request]) -> Batch:
@@ -31,6 +33,24 @@ def test_decodes_come_first_and_chunks_share_what_is_left() -> None:
     rows = BatchPlanner(batch, 11, exclusive_prefill=False).plan()
     assert shown(rows) == (["d"], [("urgent", 4), ("first", 5), ("last", 1)])
     assert (rows.num_prefill_tokens, rows.num_tokens) == (10, 11)
+
+
+def test_keys_share_the_chunks_whatever_their_priorities() -> None:
+    greedy = [request(f"greedy-{number}", 40, priority=-9, tenant="a") for number in range(3)]
+    short, long = request("short", 4, tenant="b"), request("long", 40, tenant="c")
+    rows = BatchPlanner(batch_of([], [*greedy, short, long]), 28, exclusive_prefill=False).plan()
+    # A quarter is for the oldest; of 21, "b" needs 4 of its 7, and the others share the rest.
+    assert dict(rows.chunks) == {short: 4, long: 8, greedy[0]: 7 + 9}
+
+
+def test_keys_take_exclusive_prefills_by_age() -> None:
+    low, high = (
+        request(name, 20, mode=PrefillMode.HANDOFF, priority=priority, tenant="a")
+        for name, priority in (("low", 0), ("high", -9))
+    )
+    other = request("other", 20, mode=PrefillMode.HANDOFF, tenant="b")
+    planner = BatchPlanner(batch_of([], [low, other, high]), 8, exclusive_prefill=True)
+    assert shown(planner.plan()) == ([], [("other", 8)]), "the high one of the other key is younger"
 
 
 def test_without_budget_there_is_no_chunk() -> None:

@@ -168,6 +168,43 @@ def test_priority_decides_who_is_preempted(make_engine: MakeEngine) -> None:
     assert RequestStatus.PREEMPTED not in [status for status, _ in urgent.times]
 
 
+def test_a_key_without_share_is_served_beside_a_flood_at_a_better_priority(make_engine: MakeEngine) -> None:
+    """Ten requests of one key with n = 32 at the best priority. The four tokens of another key wait for their turn."""
+    engine = make_engine(num_blocks=256, max_num_seqs=8)
+    num_flood = 320
+    for number in range(num_flood):
+        flood = request(f"flood-{number}", 12, max_tokens=8, first=10 + number // 32, priority=-(2**30), tenant="a")
+        engine.add_request(flood)
+    for _ in range(5):
+        engine.step()
+    admitted_before = num_flood - engine.scheduler.num_waiting
+    modest = request("modest", 4, max_tokens=4, first=200, tenant="b")
+    engine.add_request(modest)
+    while modest.status is RequestStatus.WAITING:
+        engine.step()
+    assert num_flood - engine.scheduler.num_waiting - admitted_before <= 2, "the next free slots are shared"
+    num_steps = 0
+    while "modest" in engine.scheduler.requests:
+        engine.step()
+        num_steps += 1
+    assert num_steps <= 5, "its chunk and its tokens do not wait either"
+
+
+def test_a_key_keeps_its_blocks_beside_a_flood_at_a_better_priority(make_engine: MakeEngine) -> None:
+    engine = make_engine(num_blocks=24, max_num_seqs=8)
+    modest = request("modest", 8, max_tokens=30, first=200, tenant="b")
+    engine.add_request(modest)
+    flood = [
+        request(f"flood-{number}", 8, max_tokens=30, first=10 * number, priority=-9, tenant="a") for number in range(9)
+    ]
+    for one in flood:
+        engine.add_request(one)
+    drain(engine)
+    preempted = [one for one in (modest, *flood) if RequestStatus.PREEMPTED in [status for status, _ in one.times]]
+    assert preempted
+    assert modest not in preempted
+
+
 def test_admission_leaves_a_reserve_unless_nothing_runs(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=10)
     engine.add_request(request("all", 40, max_tokens=0, first=10))

@@ -51,7 +51,16 @@ def test_without_keys_every_request_is_admitted() -> None:
 
 
 def test_limits_stand_behind_the_key(tmp_path: Path) -> None:
-    limits = KeyLimits(requests_per_minute=0, max_body_bytes=1000, max_prompt_tokens=20, max_output_tokens=10)
+    limits = KeyLimits(
+        requests_per_minute=0,
+        tokens_per_minute=100,
+        requests_at_once=3,
+        min_priority=-2,
+        max_priority=0,
+        max_body_bytes=1000,
+        max_prompt_tokens=20,
+        max_output_tokens=10,
+    )
     alice, alice_line = new_api_key("alice", limits)
     bob, bob_line = new_api_key("bob")
     path = tmp_path / "keys"
@@ -62,6 +71,10 @@ def test_limits_stand_behind_the_key(tmp_path: Path) -> None:
     assert keys.limits_of("alice") == limits
     assert keys.limits_of("key-3") == KeyLimits(max_body_bytes=5)
     assert keys.limits_of("bob") == keys.limits_of("default") == KeyLimits()
+    common = ApiKeys.load("plain", str(path), KeyLimits(requests_per_minute=7))
+    assert common.limits_of("key-3") == KeyLimits(requests_per_minute=7, max_body_bytes=5)
+    assert common.limits_of("") == common.limits_of("bob") == KeyLimits(requests_per_minute=7)
+    assert common.limits_of("alice") == limits
 
 
 @pytest.mark.parametrize(
@@ -75,7 +88,8 @@ def test_limits_stand_behind_the_key(tmp_path: Path) -> None:
         ("a:" + "a" * 64 + " kvr-secret", "line 1: expected limits like requests_per_minute"),
         ("a:" + "a" * 64 + " max_body_bytes=1 max_body_bytes=2", "line 1: .* once"),
         ("#\na:" + "a" * 64 + " max_body_bytes=0", "line 2: max_body_bytes must be at least 1"),
-        ("a:" + "a" * 64 + " max_body_bytes=-1", "line 1: max_body_bytes must be a whole number"),
+        ("a:" + "a" * 64 + " max_body_bytes=-1", "line 1: max_body_bytes must be at least 1"),
+        ("a:" + "a" * 64 + " max_priority=--1", "line 1: max_priority must be a whole number"),
         ("a:" + "a" * 64 + " max_body_bytes=" + "9" * 5000, "line 1: max_body_bytes must be a whole number"),
         ("a:" + "a" * 64 + " max_body_bytes", "line 1: max_body_bytes must be a whole number"),
     ],
@@ -145,6 +159,65 @@ async def test_a_key_with_limits_of_its_own_beside_one_without(model_dir: Path, 
         refused = await send(port, "POST", "/v1/completions", BODY, bearer(bob))
         assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
         assert "6 requests per minute (requests_per_minute)" in refused.error["message"]
+
+
+async def test_a_key_asks_within_its_priorities_and_its_tokens(model_dir: Path, tmp_path: Path) -> None:
+    limits = KeyLimits(min_priority=-1, max_priority=4, tokens_per_minute=6, requests_at_once=2)
+    alice, line = new_api_key("alice", limits)
+    bob, bob_line = new_api_key("bob")
+    path = tmp_path / "keys"
+    path.write_text(f"{line}\n{bob_line}")
+    async with running(model_dir, Script((10, 11)), api_keys_file=str(path)) as cluster:
+        port = cluster.frontend.port
+        for priority in (-2, 5):
+            refused = await send(port, "POST", "/v1/completions", {**BODY, "priority": priority}, bearer(alice))
+            assert (refused.status, refused.error["param"]) == (400, "priority")
+            assert "from -1 to 4 (min_priority, max_priority)" in refused.error["message"]
+        refused = await send(port, "POST", "/v1/completions", {**BODY, "n": 3}, bearer(alice))
+        assert (refused.status, refused.error["param"]) == (400, "n"), "each choice is one"
+        for _ in range(2):
+            answer = await send(port, "POST", "/v1/completions", {**BODY, "priority": -1}, bearer(alice))
+            assert answer.status == 200, "two tokens of the prompt and two of the answer each: the second goes below 0"
+        refused = await send(port, "POST", "/v1/completions", BODY, bearer(alice))
+        assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
+        assert "6 tokens per minute (tokens_per_minute)" in refused.error["message"]
+        assert (await send(port, "POST", "/v1/completions", {**BODY, "priority": -9}, bearer(bob))).status == 200
+
+
+async def test_no_key_learns_what_another_has_cached(model_dir: Path, tmp_path: Path) -> None:
+    made = dict(new_api_key(name) for name in ("alice", "bob"))
+    (alice, bob), path = made, tmp_path / "keys"
+    path.write_text("\n".join(made.values()))
+    async with running(model_dir, Script((10,)), api_keys_file=str(path)) as cluster:
+        port = cluster.frontend.port
+        for key, fields in (
+            (alice, {}),
+            (bob, {}),
+            (bob, {"cache_salt": "x"}),
+            (alice, {"cache_salt": "x"}),
+            (bob, {"cache_salt": "kvrelay-key:alice"}),
+        ):
+            assert (await send(port, "POST", "/v1/completions", {**BODY, **fields}, bearer(key))).status == 200
+        salts = [request.sampling.cache_salt for request in cluster.workers["w0"].requests]
+        assert salts[:2] == ["kvrelay-key:alice", "kvrelay-key:bob"], "a renewed key has the same name"
+        assert len(set(salts)) == 5
+        refused = await send(port, "GET", "/v1/kvrelay/router?blocks=1", headers=bearer(bob))
+        assert (refused.status, refused.error["param"]) == (400, "blocks")
+
+
+async def test_keys_that_trust_each_other_share_the_cache(model_dir: Path, tmp_path: Path) -> None:
+    key, line = new_api_key("alice")
+    path = tmp_path / "keys"
+    path.write_text(line)
+    async with running(model_dir, Script((10,)), api_keys_file=str(path), share_prefix_cache=True) as cluster:
+        port = cluster.frontend.port
+        for fields in ({}, {"cache_salt": "x"}):
+            assert (await send(port, "POST", "/v1/completions", {**BODY, **fields}, bearer(key))).status == 200
+        assert [request.sampling.cache_salt for request in cluster.workers["w0"].requests] == [None, "x"]
+        forged = {**BODY, "cache_salt": "kvrelay-key:bob"}
+        refused = await send(port, "POST", "/v1/completions", forged, bearer(key))
+        assert (refused.status, refused.error["param"]) == (400, "cache_salt")
+        assert (await send(port, "GET", "/v1/kvrelay/router?blocks=1", headers=bearer(key))).status == 200
 
 
 async def test_a_key_in_a_trailer_is_ignored(model_dir: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvrelay.config import KeyLimits
 from kvrelay.core.clock import ManualClock
 from kvrelay.errors import InvalidInputError, OverloadedError
 from kvrelay.frontend.admission import Admission
@@ -39,7 +40,12 @@ def test_a_refusal_says_when_there_is_room() -> None:
     for stack in running:
         stack.close()
     assert admission.num_in_flight == 0
-    assert admission.rejections == {"in_flight": 3, "requests_per_minute": 0}
+    assert admission.rejections == {
+        "in_flight": 3,
+        "requests_per_minute": 0,
+        "tokens_per_minute": 0,
+        "requests_at_once": 0,
+    }
     clock.advance(10.0)
     with admission.admitted(4):
         assert retry_after_s(admission, 1) == 1.0, "what was before the frontend was idle says nothing"
@@ -75,6 +81,54 @@ def test_a_key_may_spend_its_minute_at_once_and_then_goes_on_at_the_average_rate
     clock.advance(3600.0)
     assert [wait_s(admission, "a", 3) is None for _ in range(4)] == [True, True, True, False]
     assert all(wait_s(admission, "c", 0) is None for _ in range(1000))
+
+
+def test_a_key_has_so_many_sequences_at_once() -> None:
+    admission, limits = Admission(9, ManualClock()), KeyLimits(requests_at_once=4)
+    with admission.admitted(3, "a", limits):
+        with pytest.raises(OverloadedError, match="4 sequences at once"), admission.admitted(2, "a", limits):
+            pass
+        with admission.admitted(4, "b", limits), admission.admitted(1, "a", limits):
+            pass
+    with admission.admitted(4, "a", limits):
+        pass
+    with pytest.raises(InvalidInputError, match="above 4"), admission.admitted(5, "a", limits):
+        pass
+    assert admission.rejections["requests_at_once"] == 1
+
+
+def test_no_key_keeps_another_one_out() -> None:
+    admission = Admission(4, ManualClock())
+    with admission.admitted(4, "a"):
+        with pytest.raises(OverloadedError), admission.admitted(1, "a"):
+            pass
+        with admission.admitted(2, "b"):
+            with pytest.raises(OverloadedError), admission.admitted(1, "b"):
+                pass
+            with admission.admitted(1, "c"):
+                assert admission.num_in_flight == 7
+        with pytest.raises(OverloadedError), admission.admitted(1):
+            pass
+
+
+def test_a_key_pays_for_its_tokens_afterwards() -> None:
+    clock = ManualClock()
+    admission, limits = Admission(9, clock), KeyLimits(tokens_per_minute=60)
+
+    def refused_s() -> float:
+        with pytest.raises(OverloadedError, match="60 tokens per minute") as caught, admission.admitted(1, "a", limits):
+            pass
+        return caught.value.retry_after_s
+
+    with admission.admitted(1, "a", limits):
+        admission.count_tokens("a", 60, 40)
+        admission.count_tokens("a", 60, 50)
+    assert refused_s() == pytest.approx(31.0), "30 tokens too many, and one for the next request"
+    with admission.admitted(1, "b", limits):
+        pass
+    clock.advance(31.0)
+    with admission.admitted(1, "a", limits):
+        pass
 
 
 def test_only_keys_that_remain_keep_what_they_have_used() -> None:

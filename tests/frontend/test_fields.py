@@ -107,8 +107,21 @@ def test_refused_fields_are_refused_by_name_and_null_is_absent(kind: type[msgspe
         assert name in caught.value.message
         fields.check(kind, {name: msgspec.Raw(b"null")})
     for name, refusal in table.refused.items():
-        for value in (refusal.harmless, False, [], {}, ""):
+        for value in (refusal.harmless, refusal.harmless is True, [], {}, ""):
             fields.check(kind, {name: msgspec.Raw(msgspec.json.encode(value))})
+        if refusal.harmless is True:
+            with pytest.raises(InvalidInputError, match=name):
+                fields.check(kind, {name: msgspec.Raw(b"false")})
+
+
+def test_a_refused_field_that_asks_for_nothing_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    fields = RequestFields("ignore")
+    given = {"use_beam_search": msgspec.Raw(b"false"), "suffix": msgspec.Raw(b"null")}
+    for _ in range(2):
+        fields.check(CompletionRequest, given)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the field use_beam_search is accepted and has no effect (this is logged once)"
+    ]
 
 
 async def test_refused_and_harmless_fields_in_requests(model_dir: Path) -> None:

@@ -142,11 +142,13 @@ async def test_reasoning_stands_apart(model_dir: Path, stream: bool) -> None:
         if stream:
             deltas = [c["delta"] for event in events(answer.body) for c in event["choices"]]
             message = {
-                name: "".join(delta.get(name, "") for delta in deltas) for name in ("content", "reasoning_content")
+                name: "".join(delta.get(name, "") for delta in deltas)
+                for name in ("content", "reasoning", "reasoning_content")
             }
         else:
             message = answer.json["choices"][0]["message"]
         assert (message["content"], message["reasoning_content"]) == ("Yes.", "I wonder.")
+        assert message["reasoning"] == "I wonder."
 
 
 async def test_a_bound_answer_has_no_reasoning(model_dir: Path) -> None:
@@ -154,4 +156,4 @@ async def test_a_bound_answer_has_no_reasoning(model_dir: Path) -> None:
         body = {"messages": [USER], "response_format": {"type": "json_object"}}
         message = (await send(cluster.frontend.port, "POST", CHAT, body)).json["choices"][0]["message"]
         assert message["content"] == '{"a": 1}'
-        assert "reasoning_content" not in message
+        assert not {"reasoning", "reasoning_content"} & message.keys()

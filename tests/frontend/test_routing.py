@@ -75,7 +75,9 @@ async def test_a_decision_is_explained_and_nothing_is_placed(model_dir: Path) ->
                 "fallbacks": 0,
                 "places": {},
                 "refusals": {},
-                "rejections": {"in_flight": 0, "requests_per_minute": 0},
+                "rejections": dict.fromkeys(
+                    ("in_flight", "requests_per_minute", "tokens_per_minute", "requests_at_once"), 0
+                ),
             }
         assert not any(worker.requests for worker in cluster.workers.values())
 

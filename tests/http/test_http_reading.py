@@ -68,6 +68,12 @@ PIECES = [0, 1, 7, 4096]
     [
         (b"GET /a HTTP/1.1\r\n\r\n", 400),
         (b"GET /a HTTP/1.1\r\nhost: x\r\nhost: x\r\n\r\n", 400),
+        (b"GET /a HTTP/1.1\r\nhost: x\r\nauthorization: Bearer a\r\nAuthorization: Bearer b\r\n\r\n", 400),
+        (b"GET /a HTTP/1.1\r\nhost: x\r\nx-api-key: a\r\nx-api-key: a\r\n\r\n", 400),
+        (
+            b"GET /a HTTP/1.1\r\nhost: x\r\nauthorization: Bearer a\r\nx-api-key: a\r\naccept: a\r\naccept: b\r\n\r\n",
+            None,
+        ),
         (b"GET /a HTTP/1.0\r\n\r\n", None),
         (b"GET /a HTTP/2.0\r\nhost: x\r\n\r\n", 505),
         (b"GET /a HTTP/0.9\r\nhost: x\r\n\r\n", 400),

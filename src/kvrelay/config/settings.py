@@ -255,6 +255,15 @@ class FrontendConfig(Settings):
     api_key: str = setting("", "Key that clients must send as a bearer token; empty: none.")
     api_keys_file: str = setting("", "File of hashed API keys, one a line; see kvrelay api-key.")
     requests_per_minute: int = setting(0, "Maximum requests of an API key per minute (429); 0: no limit.", low=0)
+    tokens_per_minute: int = setting(
+        0, "Maximum prompt and answer tokens of an API key per minute (429); 0: no limit.", low=0
+    )
+    requests_at_once: int = setting(
+        0, "Maximum sequences of an API key in flight, each choice one (429); 0: no limit.", low=0
+    )
+    share_prefix_cache: bool = setting(
+        False, "API keys share cached prefixes, so each can find out the others' prompts; false: one cache per key."
+    )
     tls_cert: str = setting("", "Certificate chain (PEM) for HTTPS; empty: HTTP.")
     tls_key: str = setting("", "Private key (PEM) of the certificate.")
     max_body_bytes: int = setting(16 * 1024 * 1024, "Largest request body.", low=1024)
@@ -278,7 +287,8 @@ class FrontendConfig(Settings):
         "auto", "Format of the model's function calls; auto: by its chat template."
     )
     reasoning_parser: Literal["none", "deepseek_r1", "qwen3"] = setting(
-        "none", "Format of the model's reasoning, returned as reasoning_content; none: it stays in the content."
+        "none",
+        "Format of the model's reasoning, returned as reasoning and reasoning_content; none: it stays in the content.",
     )
     shutdown_timeout_s: float = setting(30.0, "Seconds that open requests may take after SIGTERM.", low=0)
 
@@ -295,6 +305,14 @@ class KeyLimits(Settings):
     requests_per_minute: int | None = setting(
         None, "Maximum requests per minute (429) instead of the frontend's; 0: no limit.", low=0
     )
+    tokens_per_minute: int | None = setting(
+        None, "Maximum prompt and answer tokens per minute (429) instead of the frontend's; 0: no limit.", low=0
+    )
+    requests_at_once: int | None = setting(
+        None, "Maximum sequences in flight (429) instead of the frontend's; 0: no limit.", low=0
+    )
+    min_priority: int | None = setting(None, "Lowest priority number that a request may have (400).", low=-(2**31))
+    max_priority: int | None = setting(None, "Highest priority number that a request may have (400).", low=-(2**31))
     max_body_bytes: int | None = setting(None, "Maximum request body (413), if below the frontend's limit.", low=1)
     max_prompt_tokens: int | None = setting(None, "Maximum prompt tokens of a request over all prompts (413).", low=1)
     max_output_tokens: int | None = setting(

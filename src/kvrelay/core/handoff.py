@@ -71,7 +71,8 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     tokens that were already generated. ``block_ids`` are D's blocks for them, the first ``num_cached_tokens`` tokens of
     which are already computed there (a multiple of the block size). Block ids only: memory is described in discovery.
     ``timeout_s`` after it was pushed, by the queue server's clock, the entry is void: D has prefilled locally by then
-    (0: never). A duration, because no two machines' clocks are ever compared.
+    (0: never). A duration, because no two machines' clocks are ever compared. ``tenant`` is the API key's name, as in
+    ``GenerateRequest``.
     """
 
     handoff_id: HandoffId
@@ -88,12 +89,14 @@ class RemotePrefillRequest(msgspec.Struct, frozen=True):
     kv_compatibility: str = ""
     timeout_s: float = 0.0
     version: int = 1
+    tenant: str = ""
 
     @property
     def queue_class(self) -> QueueClass:
-        """The class in which it waits in the prefill queue."""
+        """The class in which it waits in the prefill queue. A priority orders the requests of one API key only, and the
+        queue knows no keys: there all keys are equal, first come, first served."""
         if self.num_output_tokens > 0:
             return QueueClass.RESUMED
-        if self.priority == 0:
+        if self.priority == 0 or self.tenant:
             return QueueClass.NORMAL
         return QueueClass.HIGH if self.priority < 0 else QueueClass.LOW

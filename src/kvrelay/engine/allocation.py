@@ -1,4 +1,5 @@
-"""Blocks for sequences that have filled their last one; if the pool is empty, the least urgent sequence is preempted.
+"""Blocks for sequences that have filled their last one; if the pool is empty, the least urgent sequence of the API key
+with the most blocks is preempted.
 
 It owns the list of decodes that need a block, and the choice of the victim. A preempted sequence loses its slot and all
 its blocks, waits again, and is prefilled again. What else happens in a step it does not know.
@@ -6,6 +7,7 @@ its blocks, waits again, and is prefilled again. What else happens in a step it 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from kvrelay.core.clock import Clock
@@ -44,12 +46,19 @@ class Growth:
         return self.num_preemptions > num_before
 
     def _choose_victim(self, request: Request) -> Request:
-        """The least urgent sequence with a slot. Hand-offs are exempt: a transfer may read their blocks."""
-        return max(
-            (other for other in self._batch if other.mode is not PrefillMode.HANDOFF),
-            key=service_order,
-            default=request,
-        )
+        """The least urgent sequence of the API key that holds the most blocks: no key's priority takes blocks from
+        another key. Hand-offs are exempt: a transfer may read their blocks."""
+        victims: dict[str, Request] = {}
+        num_blocks: Counter[str] = Counter()
+        for other in self._batch:
+            if other.mode is PrefillMode.HANDOFF:
+                continue
+            num_blocks[other.tenant] += len(other.block_ids)
+            known = victims.setdefault(other.tenant, other)
+            victims[other.tenant] = max(known, other, key=service_order)
+        if not victims:
+            return request
+        return victims[max(victims, key=lambda tenant: (num_blocks[tenant], victims[tenant].arrival))]
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1

@@ -64,9 +64,9 @@ class Engine(Protocol):
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals) -> None:
-        """Raise OverloadedError if a request of ``num_tokens`` is above a limit now. From any thread, also during a
-        step."""
+    def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals, tenant: str = "") -> None:
+        """Raise OverloadedError if a request of ``num_tokens`` of this API key is above a limit now. From any thread,
+        also during a step."""
 
     def num_cached_tokens(self, request: Request) -> int:
         """Tokens of this request's prompt whose KV need not be computed."""

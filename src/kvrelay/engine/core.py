@@ -175,7 +175,7 @@ class EngineCore:
         if not self.scheduler.requests:
             self.limits.reset_rates()
         is_new = request.num_output_tokens == 0 and request.mode is not PrefillMode.HANDOFF
-        self.limits.check(len(request.token_ids), is_new=is_new)
+        self.limits.check(len(request.token_ids), is_new=is_new, tenant=request.tenant)
         if request.refuses_late and is_new:
             self.limits.check_objective(request)
         sampling = request.sampling
@@ -207,10 +207,12 @@ class EngineCore:
         if request is not None:
             self._end(request, FinishReason.ABORT)
 
-    def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals = NONE_PENDING) -> None:
-        """Raise OverloadedError if a request of ``num_tokens`` is above a limit now. From any thread, also during a
-        step."""
-        self.limits.check(num_tokens, is_new=is_new, ahead=ahead)
+    def check_room(
+        self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals = NONE_PENDING, tenant: str = ""
+    ) -> None:
+        """Raise OverloadedError if a request of ``num_tokens`` of this API key is above a limit now. From any thread,
+        also during a step."""
+        self.limits.check(num_tokens, is_new=is_new, tenant=tenant, ahead=ahead)
 
     def num_cached_tokens(self, request: Request) -> int:
         """Tokens of the request that the prefix cache holds now. Its hashes are kept for admission."""

@@ -40,4 +40,5 @@ def remote_prefill(
         block_ids=block_ids,
         num_cached_tokens=num_cached_tokens,
         priority=request.priority,
+        tenant=request.tenant,
     )

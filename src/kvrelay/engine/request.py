@@ -206,6 +206,11 @@ class Request:
         return self.sampling.max_tokens == 0
 
     @property
+    def keyless_priority(self) -> int:
+        """The priority for a queue that knows no API keys: a key's priorities order its own requests only."""
+        return 0 if self.tenant else self.priority
+
+    @property
     def must_prefill_here(self) -> bool:
         """Whether no other worker may compute the prompt: prompt logprobs arise where the prompt is computed."""
         return self.is_prefill_only or self.wants_prompt_logprobs

@@ -63,7 +63,12 @@ class BatchPlanner:
         if not handoffs or is_others_turn:
             return self._together(others)
         self._is_others_turn = bool(others) or self._batch.num_decoding > 0
-        return ScheduledBatch([], _chunks([min(handoffs, key=service_order)], self._max_num_tokens))
+        # Each key's most urgent hand-off competes; between keys the older one goes first.
+        heads: dict[str, Request] = {}
+        for request in sorted(handoffs, key=service_order):
+            heads.setdefault(request.tenant, request)
+        first = min(heads.values(), key=lambda request: request.arrival)
+        return ScheduledBatch([], _chunks([first], self._max_num_tokens))
 
     def _together(self, prefilling: list[Request]) -> ScheduledBatch:
         decodes = self._batch.decode_rows()
@@ -77,18 +82,31 @@ class BatchPlanner:
 
 
 def _chunks(prefilling: list[Request], budget: int) -> list[tuple[Request, int]]:
-    """Split ``budget`` over the prefills: a share for the oldest, then the most urgent and shortest first."""
+    """Split ``budget`` over the prefills: a share for the oldest; then equal shares for the API keys, each for its most
+    urgent and shortest prompts first. What a key does not need is for the others."""
     if not prefilling or budget <= 0:
         return []
     oldest = min(prefilling, key=lambda request: request.arrival)
     counts = {oldest: min(max(budget // OLDEST_SHARE, 1), oldest.num_missing_tokens)}
     budget -= counts[oldest]
-    in_order = sorted(prefilling, key=_chunk_order)
-    for request in in_order:
-        given = counts.get(request, 0)
-        counts[request] = given + min(budget, request.num_missing_tokens - given)
-        budget -= counts[request] - given
-    return [(request, counts[request]) for request in in_order if counts[request]]
+    by_key: dict[str, list[Request]] = {}
+    for request in sorted(prefilling, key=_chunk_order):
+        by_key.setdefault(request.tenant, []).append(request)
+    shared = sorted(by_key.values(), key=_num_missing) if len(by_key) > 1 else list(by_key.values())
+    for num_before, requests in enumerate(shared):
+        share = budget // (len(shared) - num_before)
+        budget -= share
+        for request in requests:
+            given = counts.get(request, 0)
+            more = min(share, request.num_missing_tokens - given)
+            counts[request] = given + more
+            share -= more
+        budget += share
+    return [(request, counts[request]) for requests in shared for request in requests if counts[request]]
+
+
+def _num_missing(requests: list[Request]) -> int:
+    return sum([request.num_missing_tokens for request in requests])
 
 
 def _chunk_order(request: Request) -> tuple[int, bool, int, int]:

@@ -164,6 +164,7 @@ class Scheduler:
             self._away.forget(request)
         else:
             self.admission.discard(request)
+        self.admission.shares.charge(request.tenant, request.num_output_tokens)
         request.move(status, self._clock.now())
         free_blocks(self.pool, request)
         self.num_ended_requests += 1

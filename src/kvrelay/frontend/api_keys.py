@@ -11,7 +11,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from kvrelay.config import KeyLimits
@@ -20,10 +20,12 @@ from kvrelay.errors import ConfigError, InvalidInputError
 KEY_PREFIX = "kvr-"
 NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 DIGEST = re.compile(r"[0-9a-fA-F]{64}")
-COUNT = re.compile(r"[0-9]{1,18}")
+NUMBER = re.compile(r"-?[0-9]{1,18}")
 MAX_FILE_BYTES = 1 << 20
 LIMIT_NAMES = tuple(item.name for item in fields(KeyLimits))
 NO_LIMITS = KeyLimits()
+SALT_PREFIX = "kvrelay-key:"
+"""How the salts of keys begin; no client may name one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,21 @@ def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("latin-1")).digest()
 
 
+def cache_salt_of(name: str, salt: str | None, *, is_shared: bool) -> str | None:
+    """The cache salt of a request with the key of this name, whose client named ``salt``. Without ``is_shared`` no two
+    keys share cached prefixes, so no key can find out what others have asked. The salt comes from the name: a renewed
+    key keeps its cached prefixes, and all frontends agree.
+
+    Raises InvalidInputError for a client's salt that could be a key's.
+    """
+    if not name or is_shared:
+        if salt is not None and salt.startswith(SALT_PREFIX):
+            raise InvalidInputError(f"cache_salt must not begin with {SALT_PREFIX}", param="cache_salt")
+        return salt
+    own = "" if salt is None else ":" + hashlib.sha256(salt.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{SALT_PREFIX}{name}{own}"
+
+
 class KeyRevokedError(InvalidInputError):
     """The key that admitted a request has been removed."""
 
@@ -85,15 +102,21 @@ class ApiKeys:
     The file's keys may be replaced while requests run; requests that were admitted before are looked up by name only.
     """
 
-    def __init__(self, own: Mapping[str, ApiKey], from_file: Mapping[str, ApiKey]) -> None:
+    def __init__(
+        self, own: Mapping[str, ApiKey], from_file: Mapping[str, ApiKey], common: KeyLimits = NO_LIMITS
+    ) -> None:
+        """``common``: the limits of every key that has no own ones."""
+        self._common = common
         self._own = dict(own)
-        self._keys = {**own, **from_file}
+        self._keys: dict[str, ApiKey] = {}
+        self._limits: dict[str, KeyLimits] = {}
+        self.replace_file(from_file)
 
     @classmethod
-    def load(cls, api_key: str, keys_file: str) -> ApiKeys:
+    def load(cls, api_key: str, keys_file: str, common: KeyLimits = NO_LIMITS) -> ApiKeys:
         """The key of the settings (named ``default``) and the keys of the file. Raises ConfigError."""
         own = {"default": ApiKey(hashlib.sha256(api_key.encode()).digest())} if api_key else {}
-        return cls(own, read_keys_file(Path(keys_file)) if keys_file else {})
+        return cls(own, read_keys_file(Path(keys_file)) if keys_file else {}, common)
 
     def __repr__(self) -> str:
         return f"ApiKeys({', '.join(self._keys)})"
@@ -109,17 +132,19 @@ class ApiKeys:
     def replace_file(self, from_file: Mapping[str, ApiKey]) -> KeyChanges:
         """Replace the keys of the file. Returns the changes."""
         before, self._keys = self._keys, {**self._own, **from_file}
+        self._limits = {name: _over(self._common, key.limits) for name, key in self._keys.items()}
         return KeyChanges.between(before, self._keys)
 
     def limits_of(self, name: str) -> KeyLimits:
-        """The limits of the key of this name; ``""`` (no key is needed) has none. Raises KeyRevokedError if the key was
-        removed after the request was admitted: the request must not continue without the key's limits."""
+        """The limits of the key of this name: its own, else the common ones; ``""`` (no key is needed) has only those.
+        Raises KeyRevokedError if the key was removed after the request was admitted: the request must not continue
+        without the key's limits."""
         if not name:
-            return NO_LIMITS
-        known = self._keys.get(name)
-        if known is None:
+            return self._common
+        limits = self._limits.get(name)
+        if limits is None:
             raise KeyRevokedError("this API key has been revoked", code="invalid_api_key")
-        return known.limits
+        return limits
 
     def name_of(self, authorization: str) -> str | None:
         """The name of the key in an authorization header, ``""`` if no key is needed, None if no key matches."""
@@ -132,6 +157,11 @@ class ApiKeys:
             if hmac.compare_digest(digest, known.digest):
                 found = name
         return found if scheme.lower() == "bearer" else None
+
+
+def _over(common: KeyLimits, own: KeyLimits) -> KeyLimits:
+    """The key's own limits, and the common ones where it has none."""
+    return replace(common, **{name: value for name in LIMIT_NAMES if (value := getattr(own, name)) is not None})
 
 
 def read_keys_file(path: Path) -> dict[str, ApiKey]:
@@ -179,7 +209,7 @@ def _parse_limits(words: Sequence[str]) -> KeyLimits:
         name, _, text = word.partition("=")
         if name not in LIMIT_NAMES or name in values:
             raise ConfigError(f"expected limits like {LIMIT_NAMES[0]}=60; each of {', '.join(LIMIT_NAMES)} once")
-        if COUNT.fullmatch(text) is None:
+        if NUMBER.fullmatch(text) is None:
             raise ConfigError(f"{name} must be a whole number")
         values[name] = int(text)
     return KeyLimits(**values)

@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from kvrelay.config import FrontendConfig
+from kvrelay.config import FrontendConfig, KeyLimits
 from kvrelay.core.addresses import is_loopback
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.handoff import HandoffOrder
@@ -96,12 +96,12 @@ class FrontendApp:
 
     def __init__(self, config: FrontendConfig, cluster: Cluster, metrics: FrontendMetrics) -> None:
         """Raises ConfigError if the API keys cannot be read."""
-        self._keys = ApiKeys.load(config.api_key, config.api_keys_file)
+        common = KeyLimits(config.requests_per_minute, config.tokens_per_minute, config.requests_at_once)
+        self._keys = ApiKeys.load(config.api_key, config.api_keys_file, common)
         self._keys_file = config.api_keys_file
         self._admission = Admission(config.max_waiting_requests, MonotonicClock())
         metrics.num_in_flight_of = lambda: self._admission.num_in_flight
         metrics.rejections_of = lambda: self._admission.rejections
-        self._requests_per_minute = config.requests_per_minute
         self._open_paths = OPEN_PATHS | {"/metrics"} if is_loopback(config.host) else OPEN_PATHS
         self._cluster = cluster
         self._metrics = metrics
@@ -117,7 +117,9 @@ class FrontendApp:
             config, cluster, metrics, self._keys, self._admission, self._threads, self._access_log, fields
         )
         neighbours = NeighbourEndpoints(cluster, document)
-        routing = RoutingEndpoints(cluster, self._threads, fields, HandoffOrder(config.order), metrics)
+        routing = RoutingEndpoints(
+            cluster, self._threads, fields, HandoffOrder(config.order), metrics, is_shared=config.share_prefix_cache
+        )
         self._routes = {
             "/v1/completions": Route("POST", pipeline.complete, "cmpl-"),
             "/v1/chat/completions": Route("POST", partial(pipeline.chat, CHAT_COMPLETIONS), "chatcmpl-"),
@@ -199,9 +201,8 @@ class FrontendApp:
         """Raises OverloadedError for a client that exceeds its request rate, and KeyRevokedError for one whose key was
         revoked. The head alone must not decide this: a refusal there ends the connection, and with it other answers
         that the client still waits for."""
-        own = self._keys.limits_of(request.client).requests_per_minute
-        per_minute = self._requests_per_minute if own is None else own
-        self._admission.count_request(request.client, per_minute)
+        per_minute = self._keys.limits_of(request.client).requests_per_minute
+        self._admission.count_request(request.client, per_minute or 0)
 
     def _refusal(
         self,

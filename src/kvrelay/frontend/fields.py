@@ -38,7 +38,7 @@ _EMPTY = frozenset({_NULL, b"false", b"[]", b"{}", b'""'})
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """``reason`` completes "NAME is not supported"; empty: there is nothing more to say. ``harmless`` is a value that
-    asks for nothing; null, false and empty values never do."""
+    asks for nothing. Null and empty values never do, nor does false unless true is the harmless one."""
 
     reason: str = ""
     harmless: object = None
@@ -62,7 +62,7 @@ class FieldTable:
         if name in self.renamed and value != _NULL:
             raise InvalidInputError(f"{name} is not a field here; use {self.renamed[name]}", param=name)
         refusal = self.refused.get(name)
-        if refusal is None or value in _EMPTY:
+        if refusal is None or (value in _EMPTY and not (value == b"false" and refusal.harmless is True)):
             return
         is_short = len(value) <= _MAX_HARMLESS_BYTES
         if refusal.harmless is not None and is_short and msgspec.json.decode(value) == refusal.harmless:
@@ -316,7 +316,7 @@ class RequestFields:
             if name in table.done:
                 continue
             table.check(name, bytes(value))
-            if name in table.advice:
+            if name in table.advice or (name in table.refused and bytes(value) != _NULL):
                 self._log_once(f"the field {name} is accepted and has no effect")
             elif name not in table.renamed and name not in table.refused:
                 self._unknown(name[:64])

@@ -24,7 +24,7 @@ from kvrelay.errors import InvalidInputError, KvrelayError
 from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.admission import Admission
 from kvrelay.frontend.answers import ClientGoneError, CollectedAnswer, StreamedAnswer, origin_headers, require_client
-from kvrelay.frontend.api_keys import ApiKeys
+from kvrelay.frontend.api_keys import ApiKeys, cache_salt_of
 from kvrelay.frontend.chat_api import AnswerContext, ChatApi, ChatTask
 from kvrelay.frontend.choices import sequences_of
 from kvrelay.frontend.cluster import Cluster
@@ -96,7 +96,8 @@ class Pipeline:
             plan_size, plan_completion, request, model.tokenizer.default_sampling, self._config.max_n
         )
         plan.check(model.vocab_size)
-        with self._admission.admitted(plan.n * len(items)):
+        client = exchange.request.client
+        with self._admission.admitted(plan.n * len(items), client, self._keys.limits_of(client)):
             prompts = await self._prepared(
                 exchange,
                 size,
@@ -131,7 +132,8 @@ class Pipeline:
         with api.own_names():
             form, plan = await self._threads.call(size, self._chat_plan, request, model)
             plan.check(model.vocab_size)
-            with self._admission.admitted(plan.n):
+            client = exchange.request.client
+            with self._admission.admitted(plan.n, client, self._keys.limits_of(client)):
                 prompts = await self._prepared(exchange, size, _chat_prompt(request, model, form, plan.keep_last))
                 context = AnswerContext(
                     request_id,
@@ -188,8 +190,13 @@ class Pipeline:
         form: AnswerFormat,
     ) -> None:
         lengths = [len(prompt.token_ids) for prompt in prompts]
-        plan = plan.within(self._keys.limits_of(exchange.request.client), lengths)
+        client = exchange.request.client
+        limits = self._keys.limits_of(client)
+        plan = plan.within(limits, lengths)
         plan = _with_objectives(plan, exchange.request)
+        salt = cache_salt_of(client, plan.sampling.cache_salt, is_shared=self._config.share_prefix_cache)
+        if salt != plan.sampling.cache_salt:
+            plan = replace(plan, sampling=replace(plan.sampling, cache_salt=salt))
         plan.check_prompts(lengths)
         timeout_s = self._timeout_s(exchange, plan)
         order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)
@@ -199,6 +206,8 @@ class Pipeline:
         sequences = sequences_of(
             request_id, prompts, plan, model, answer, self._metrics, self._config.migration_limit, order
         )
+        tokens_per_minute = limits.tokens_per_minute or 0
+        self._admission.count_tokens(client, tokens_per_minute, sum(lengths))
         try:
             await self._run(answer, exchange, sequences, plan.n * len(prompts), timeout_s)
         except ClientGoneError:
@@ -209,6 +218,8 @@ class Pipeline:
             answer.finish_broken(failure_of(exc))
             raise BrokenStreamError(exc.message) from exc
         finally:
+            if tokens_per_minute:
+                self._admission.count_tokens(client, tokens_per_minute, answer.generated().output_tokens)
             if self._access_log.is_on:
                 self._access_log.note(request_id, answer.generated())
         if isinstance(answer, StreamedAnswer):

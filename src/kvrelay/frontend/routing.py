@@ -13,6 +13,7 @@ import msgspec
 
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.errors import InvalidInputError
+from kvrelay.frontend.api_keys import cache_salt_of
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.fields import RequestFields
 from kvrelay.frontend.metrics import FrontendMetrics
@@ -83,7 +84,11 @@ class RoutingEndpoints:
         fields: RequestFields,
         order: HandoffOrder,
         metrics: FrontendMetrics,
+        *,
+        is_shared: bool,
     ) -> None:
+        """``is_shared``: all API keys share cached prefixes."""
+        self._is_shared = is_shared
         self._cluster = cluster
         self._metrics = metrics
         self._fields = fields
@@ -99,7 +104,8 @@ class RoutingEndpoints:
         add_special_tokens = request.add_special_tokens is not False
         (prompt,) = await self._threads.run(size, completion_prompts(items, model, add_special_tokens))
         order = read_order(exchange.request.headers.get(ORDER_HEADER), self._order)
-        routed = RoutingRequest(request_id, prompt.token_ids, request.max_tokens or 0, cache_salt=request.cache_salt)
+        salt = cache_salt_of(exchange.request.client, request.cache_salt, is_shared=self._is_shared)
+        routed = RoutingRequest(request_id, prompt.token_ids, request.max_tokens or 0, cache_salt=salt)
         decision = model.router.explain(routed)
         pair = model.pairs.explain(routed) if order is HandoffOrder.PREFILL_FIRST else None
         num_tokens, block_size = len(prompt.token_ids), model.router.block_size
@@ -118,6 +124,10 @@ class RoutingEndpoints:
     async def show(self, exchange: Exchange, request_id: str) -> None:
         """Every model's routing. Raises InvalidInputError."""
         with_blocks = _flag(exchange.request.query, "blocks")
+        if with_blocks and exchange.request.client and not self._is_shared:
+            # Salts are not secret: whoever sees the hashes can tell which prompts other keys have sent.
+            message = "blocks of all API keys are shown only with --share-prefix-cache; see the admin command cache"
+            raise InvalidInputError(message, param="blocks")
         models = [_routing(model, with_blocks) for model in self._cluster.models]
         exchange.respond(Response(200, msgspec.json.encode(RouterAnswer(os.getpid(), models))))
 

@@ -28,7 +28,8 @@ def parse_target(target: str) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class HttpRequest:
-    """A request. Header names are lower case; of repeated headers the last one counts. ``body`` comes last.
+    """A request. Header names are lower case; of repeated headers the last one counts; some may not be
+    repeated (``reading.SINGLE``). ``body`` comes last.
 
     When it checks the head, the application sets ``client``, the sender's name, and ``max_body_bytes``, the largest
     body that this client may send. Its handler sets ``model``, the served model's name, for the metrics.

@@ -16,6 +16,8 @@ import httptools
 from kvrelay.http.limits import HttpLimits
 from kvrelay.http.messages import HttpRequest, Response, parse_target
 
+SINGLE = frozenset({"host", "authorization", "x-api-key", "content-encoding"})
+"""Of these headers, two would let one process see another request than the next: each may come once."""
 HOST = re.compile(r"(\[[0-9a-zA-Z:.%~_-]+\]|[0-9a-zA-Z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 """RFC 3986, 3.2.2, with a port; it may be empty."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -133,8 +135,8 @@ class RequestReader:
             return
         key = name.decode("latin-1").lower()
         if key in self._headers:
-            if key == "host":
-                self._has_many_hosts = True
+            if key in SINGLE:
+                self._repeated = key
             elif key == "transfer-encoding":
                 value = self._headers[key].encode("latin-1") + b", " + value
         self._headers[key] = value.decode("latin-1")
@@ -195,8 +197,8 @@ class RequestReader:
         """Ready for the next request."""
         self._url = b""
         self._headers: dict[str, str] = {}
-        self._has_many_hosts = False
-        """More than one Host header."""
+        self._repeated = ""
+        """A header of SINGLE that came more than once."""
         self._num_head_bytes = 0
         self._max_body_bytes = self._limits.max_body_bytes
         self._is_resumed = False
@@ -235,7 +237,9 @@ class RequestReader:
             return error(400, "the request line has no HTTP version")
         if version not in ("1.0", "1.1"):
             return error(505, f"HTTP/{version} is not supported; use HTTP/1.1")
-        if self._has_many_hosts or ("host" not in request.headers and version == "1.1"):
+        if self._repeated:
+            return error(400, f"the header {self._repeated} came more than once")
+        if "host" not in request.headers and version == "1.1":
             return error(400, "an HTTP/1.1 request has one Host header")
         if not HOST.fullmatch(request.headers.get("host", "")):
             return error(400, "the Host header is malformed")

@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
-from kvrelay.engine.admission.fair import OVERTAKE, FairQueue
+from kvrelay.engine.admission.fair import OVERTAKE, FairQueue, Shares
 from kvrelay.engine.request import Request
 
 
@@ -16,7 +16,8 @@ class Line:
     """A queue whose requests are served one by one, with a number of arrival and a time."""
 
     def __init__(self, ageing_s: float = 10.0) -> None:
-        self.queue = FairQueue(ageing_s)
+        self.shares = Shares()
+        self.queue = FairQueue(ageing_s, self.shares)
         self.now_s = 0.0
         self._num_arrived = 0
 
@@ -93,6 +94,59 @@ def test_keys_share_in_tokens_whatever_they_send() -> None:
         served[found.tenant] += found.num_queued_tokens
         assert abs(served["a"] - served["b"]) <= 700
     assert served["a"] == pytest.approx(served["b"], rel=0.1)
+
+
+def test_no_priority_takes_the_turn_of_another_key() -> None:
+    line = Line(ageing_s=0)
+    for _ in range(50):
+        line.add(5, tenant="greedy", priority=-(2**30))
+    modest = [line.add(5, tenant="modest", priority=9) for _ in range(5)]
+    own = line.add(5, tenant="modest")
+    first = [line.serve() for _ in range(12)]
+    assert [request.tenant for request in first] == ["greedy", "modest"] * 6
+    assert [request for request in first if request.tenant == "modest"] == [own, *modest], "own priorities count"
+
+
+def test_a_stream_of_another_key_that_stands_still_waits_for_its_turn() -> None:
+    line = Line()
+    for _ in range(3):
+        line.add(5, tenant="a", begun=True)
+    line.add(5, tenant="b")
+    assert [line.serve().tenant for _ in range(4)] == ["a", "b", "a", "a"]
+
+
+def test_a_key_pays_for_long_answers() -> None:
+    line = Line()
+    for _ in range(5):
+        line.add(10, tenant="talker")
+        line.add(10, tenant="other")
+    assert line.serve().tenant == "talker"
+    line.shares.charge("talker", 25)
+    assert [line.serve().tenant for _ in range(5)] == ["other"] * 4 + ["talker"]
+
+
+def test_a_key_that_asks_one_by_one_pays_as_well() -> None:
+    """Its line is empty each time that it asks again. What it has been served must not be forgotten."""
+    line, served = Line(), {"a": 0, "b": 0}
+    for _ in range(60):
+        line.add(10, tenant="a")
+    line.add(100, tenant="b")
+    for _ in range(50):
+        found = line.serve()
+        served[found.tenant] += found.num_queued_tokens
+        if found.tenant == "b":
+            line.add(100, tenant="b")
+    assert abs(served["a"] - served["b"]) <= 100
+
+
+def test_without_competition_nothing_is_owed() -> None:
+    line = Line()
+    line.add(5000, tenant="a")
+    line.serve()
+    line.shares.charge("a", 1000)
+    line.add(5, tenant="a")
+    line.add(5, tenant="b")
+    assert [line.serve().tenant for _ in range(2)] == ["a", "b"]
 
 
 def test_a_key_that_comes_late_neither_waits_for_the_others_nor_catches_up() -> None:

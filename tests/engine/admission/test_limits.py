@@ -42,6 +42,32 @@ def run(engine: EngineCore) -> None:
         engine.check_integrity()
 
 
+def test_no_key_fills_the_queue_for_another(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=1, max_num_waiting=4)
+    for name in range(5):
+        engine.add_request(request(name, 1, tenant="a"))
+    engine.step()
+    with pytest.raises(OverloadedError):
+        engine.add_request(request(6, 1, tenant="a"))
+    for name in (7, 8):
+        engine.add_request(request(name, 1, tenant="b"))
+    for name, tenant in ((9, "b"), (10, "")):
+        with pytest.raises(OverloadedError):
+            engine.add_request(request(name, 1, tenant=tenant))
+    engine.add_request(request(11, 1, tenant="c"))
+    run(engine)
+    assert engine.num_requests == 0
+
+
+def test_above_the_watermark_each_key_may_send_one_request(engine: EngineCore) -> None:
+    for name in range(4):
+        engine.add_request(request(name, 8, tenant="a"))
+    engine.add_request(request(5, 8, tenant="b"))
+    for name, tenant in ((6, "a"), (7, "b"), (8, "")):
+        with pytest.raises(OverloadedError, match="watermark"):
+            engine.add_request(request(name, 1, tenant=tenant))
+
+
 def test_demand_above_the_watermark_is_refused_until_some_of_it_has_ended(engine: EngineCore) -> None:
     for name in range(4):
         engine.add_request(request(name, 8))

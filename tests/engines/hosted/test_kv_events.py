@@ -110,12 +110,28 @@ def test_a_block_whose_predecessor_was_missed_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [[7, "GPU"], [None, "GPU", "adapter"], [None, "GPU", None, [["salt"]]]], ids=["id", "name", "salt"]
+    "more",
+    [
+        [7, "GPU"],
+        [None, "GPU", "adapter", [["adapter"]]],
+        [None, "GPU", None, [["image", "salt"]]],
+        [None, "GPU", None, [[["image", 0], "salt"]]],
+    ],
+    ids=["id", "name", "two", "image"],
 )
 def test_blocks_of_more_than_tokens_are_left_out(more: list[Any]) -> None:
     mirror = MirroredCache(SIZE)
     assert mirror.apply(batch([*stored([1], None, [5, 6, 7, 8])[:5], *more])) == []
     assert mirror.apply(batch([*stored([2], None, [5, 6, 7, 8])[:5], None, "GPU", None, [None], 0]))
+
+
+def test_blocks_with_a_salt_have_the_hashes_of_its_requests() -> None:
+    mirror = MirroredCache(SIZE)
+    tokens = [5, 6, 7, 8, 1, 2, 3, 4, 9, 9, 9, 9]
+    first = stored([1, 2], None, tokens[:8])
+    assert len(mirror.apply(batch([*first, None, [["alice"], None]], stored([3], 2, tokens[8:])))) == 3
+    for salt, num_hits in (("alice", 6), ("bob", 0), (None, 0)):
+        assert mirror.num_leading(compute_sequence_hashes(tokens, SIZE, salt=salt)) == num_hits
 
 
 @pytest.mark.parametrize("more", [{"medium": "STORAGE"}, {"group_idx": 1}])

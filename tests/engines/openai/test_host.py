@@ -193,6 +193,7 @@ async def test_an_answer_that_goes_wrong_is_another_workers_to_finish(wrong: str
         last = await engine.end("a")
         assert (last.finish_reason, last.is_final) == (FinishReason.ERROR, False)
         assert last.error
+        assert not any(said in last.error for said in ("127.0.0.1", "out of memory", "tool_calls")), "not for clients"
         assert engine.tokens("a") == EXPECTED[:2]
         assert last.position == 2
         assert isinstance(engine.events[-1], AllBlocksCleared), "its cache may be gone"
@@ -202,13 +203,15 @@ async def test_an_answer_that_goes_wrong_is_another_workers_to_finish(wrong: str
         assert engine.tokens("b") == EXPECTED
 
 
-async def test_what_the_server_finds_wrong_is_final() -> None:
+async def test_what_the_server_finds_wrong_is_final(caplog: pytest.LogCaptureFixture) -> None:
     async with _engine() as (engine, script):
         script.status = 400
         await engine.add("a")
         last = await engine.end("a")
         assert last.is_final
-        assert "not now" in (last.error or "")
+        assert last.error == "the server refused the request with status 400"
+        assert "not now" in caplog.text, "what it said, and where, is for the operator"
+        assert "http://127.0.0.1" in caplog.text
 
 
 async def test_a_full_server_is_left_alone_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +259,38 @@ async def test_more_than_may_wait_is_refused() -> None:
         assert engine.host.stats().num_waiting == 2
 
 
+async def test_keys_take_turns_at_the_server_whatever_their_priorities() -> None:
+    """Four requests are at the server, two wait here: the one of the other key is next when a place is free."""
+    async with _engine() as (engine, script):
+        script.is_paused = True
+        for number in range(5):
+            await engine.add(f"a{number}", tenant="a", priority=-(2**30))
+        await engine.add("b", tenant="b")
+        await engine.until(lambda: len(script.bodies) == 4)
+        assert engine.host.stats().num_waiting == 2
+        await engine.host.call(lambda inner: inner.abort("a0"))
+        await engine.until(lambda: engine.outputs.get("b"))
+        assert "a4" not in engine.outputs
+        script.is_paused = False
+        for name in ("b", "a1", "a2", "a3", "a4"):
+            await engine.end(name)
+            assert engine.tokens(name) == EXPECTED
+        assert all("priority" not in body for body in script.bodies), "the server knows no keys"
+
+
+async def test_a_held_request_ends_by_an_abort_and_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "HEALTH_INTERVAL_S", 0.01)
+    async with _engine() as (engine, script):
+        script.is_paused = True
+        for number in range(6):
+            await engine.add(str(number), tenant="a")
+        await engine.host.call(lambda inner: inner.abort("4"))
+        assert engine.host.stats().num_waiting == 1
+        script.health = 503
+        assert (await engine.end("5")).finish_reason is FinishReason.ERROR
+        assert len(script.bodies) <= 4, "it never began"
+
+
 async def test_a_server_that_is_gone_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_module, "HEALTH_INTERVAL_S", 0.01)
     async with _engine() as (engine, script):
@@ -267,6 +302,7 @@ async def test_a_server_that_is_gone_ends_the_engine(monkeypatch: pytest.MonkeyP
         last = await engine.end("a")
         assert (last.finish_reason, last.is_final) == (FinishReason.ERROR, False)
         assert "health" in engine.dead[0].message
+        assert last.error == "the server is gone"
         with pytest.raises(EngineDeadError):
             await engine.add("b")
 

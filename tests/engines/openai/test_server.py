@@ -127,8 +127,9 @@ async def test_no_redirect_is_followed() -> None:
         writer.write(b"HTTP/1.1 307 Moved\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n")
 
     async with raw_server(answer) as (raw, upstream):
-        with pytest.raises(RefusedError, match=r"this one is to 'http://127\.0\.0\.1:1/'"):
+        with pytest.raises(RefusedError) as caught:
             await tokens_of(upstream)
+        assert "this one is to 'http://127.0.0.1:1/'" in caught.value.detail
         assert await upstream.is_healthy(), "it answers"
         assert len(raw.heads) == 2
 

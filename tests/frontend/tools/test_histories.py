@@ -63,3 +63,9 @@ def test_histories_that_do_not_match_are_refused(shapes: list[object], message: 
     with pytest.raises(InvalidInputError, match=message) as caught:
         template_messages(messages(*shapes))
     assert caught.value.param == "messages"
+
+
+def test_reasoning_has_two_names() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        (_, past) = template_messages(messages(USER, {"role": "assistant", "content": "Yes.", name: "I wonder."}))
+        assert past["reasoning_content"] == "I wonder."

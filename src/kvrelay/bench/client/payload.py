@@ -39,6 +39,7 @@ class BodyOptions:
 
 class Delta(msgspec.Struct):
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
 
 

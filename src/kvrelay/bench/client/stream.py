@@ -99,7 +99,9 @@ class StreamRecorder:
         text, ids = "", None
         for choice in chunk.choices:
             delta = choice.delta
-            text += choice.text or ((delta.content or delta.reasoning_content or "") if delta else "")
+            text += choice.text or (
+                (delta.content or delta.reasoning_content or delta.reasoning or "") if delta else ""
+            )
             ids = choice.token_ids if ids is None else ids + (choice.token_ids or [])
             self._finished = self._finished or choice.finish_reason is not None
         before = self._usage.completion_tokens if self._usage else None

@@ -27,7 +27,7 @@ class AdmissionControl:
             self._num_admitted - self._num_received, self._num_tokens_admitted - self._num_tokens_received
         )
         is_new = not message.output_token_ids
-        self._engine.peek(lambda core: core.check_room(num_tokens, is_new=is_new, ahead=ahead))
+        self._engine.peek(lambda core: core.check_room(num_tokens, is_new=is_new, ahead=ahead, tenant=message.tenant))
         self._num_admitted += 1
         self._num_tokens_admitted += num_tokens
 

@@ -45,17 +45,20 @@ class AdmissionLimits:
         self._ended_blocks = CompletionRate(clock)
         self._num_requests_seen = self._num_blocks_seen = 0
 
-    def check(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals = NONE_PENDING) -> None:
+    def check(self, num_tokens: int, *, is_new: bool, tenant: str = "", ahead: PendingArrivals = NONE_PENDING) -> None:
         """Raise OverloadedError if a request of ``num_tokens`` is above a limit. Reads numbers only, so any thread may
         call it, also while a step runs.
 
         The watermark does not apply to a migrated request (not ``is_new``), whose client would lose the tokens that it
         has, nor to a request to an idle engine, which accepts whatever fits into its pool.
+
+        No API key keeps another one out: above the length of the queue a key may have its equal share of it, and above
+        the watermark one request.
         """
-        scheduler, pool = self._scheduler, self._scheduler.pool
+        scheduler, pool, shares = self._scheduler, self._scheduler.pool, self._scheduler.admission.shares
         num_waiting = scheduler.num_waiting + ahead.num_requests
         num_too_many = num_waiting + 1 - self._max_num_waiting - scheduler.num_places
-        if num_too_many > 0:
+        if num_too_many > 0 and not shares.may_exceed(tenant, self._max_num_waiting):
             raise OverloadedError(
                 f"{num_waiting} requests are waiting already",
                 retry_after_s=self._ended_requests.retry_after_s(num_too_many),
@@ -66,7 +69,7 @@ class AdmissionLimits:
         num_demanded = scheduler.num_demanded_blocks + pool.blocks_for(ahead.num_tokens)
         num_needed = pool.blocks_for(num_tokens)
         excess = num_demanded + num_needed - self._max_blocks
-        if excess > 0:
+        if excess > 0 and not shares.is_newcomer(tenant):
             raise KvDemandError(
                 f"requests hold or wait for {num_demanded} KV blocks; with the {num_needed} of this one that is above "
                 f"the watermark of {self._max_blocks:g}",

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.status import RequestStatus
-from kvrelay.engine.admission.fair import Candidate, FairQueue
+from kvrelay.engine.admission.fair import Candidate, FairQueue, Shares
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.prefill_budget import Pace
 from kvrelay.engine.request import PrefillMode, Request
@@ -99,8 +99,9 @@ class AdmissionQueue:
         self._max_backlog_tokens = max_backlog_tokens
         self._clock = clock
         self._watermark = max(1, pool.num_blocks // 100)
-        self._here = FairQueue(ageing_s)
-        self._elsewhere = FairQueue(ageing_s)
+        self.shares = Shares()
+        self._here = FairQueue(ageing_s, self.shares)
+        self._elsewhere = FairQueue(ageing_s, self.shares)
         self._short: _Shortage | None = None
 
     def __repr__(self) -> str:

@@ -16,15 +16,29 @@ from kvrelay.engine.request import Request
 from kvrelay.errors import KvrelayError
 
 
-class AnswerError(KvrelayError):
+class BackendError(KvrelayError):
+    """``message`` may reach clients: it names no address and repeats nothing that a server said. ``detail`` is for
+    the log."""
+
+    def __init__(self, message: str, *, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail
+
+    @property
+    def in_full(self) -> str:
+        """For the log."""
+        return f"{self.message}: {self.detail}" if self.detail else self.message
+
+
+class AnswerError(BackendError):
     """The answer is malformed, or ends with an error. Another worker may succeed."""
 
 
-class RefusedError(KvrelayError):
+class RefusedError(BackendError):
     """The backend refuses the request. ``status`` is HTTP's; ``retry_after_s`` is the requested wait."""
 
-    def __init__(self, message: str, status: int, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, status: int, retry_after_s: float = 1.0, *, detail: str = "") -> None:
+        super().__init__(message, detail=detail)
         self.status = status
         self.retry_after_s = retry_after_s
 
@@ -59,7 +73,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages, e.g. "the server http://127.0.0.1:8001"."""
+        """For messages, also to clients: without an address."""
 
     @property
     def samples_ids(self) -> bool:

@@ -17,6 +17,7 @@ from kvrelay.core.handoff import HandoffId
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
+from kvrelay.engine.admission.fair import FairQueue, Shares
 from kvrelay.engine.admission.limits import NONE_PENDING, PendingArrivals
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engine.reports import handed_off_token, report_token
@@ -49,7 +50,7 @@ class _Running:
 
     request: Request
     num_sent_tokens: int
-    is_probe: bool
+    is_probe: bool = False
     """See ``Backoff.tries``."""
 
 
@@ -60,6 +61,9 @@ def _at_rest() -> None:
 class StreamedEngine:
     """An Engine whose requests a backend computes. Its KV stays there; with ``EngineFacts.moves_kv`` backends exchange
     it by themselves, and hand-offs tell them from where. ``staged.StagedEngine`` gives it to kvrelay's transports.
+
+    The backend knows no API keys. With keys it gets at most ``max_num_seqs`` requests at once; the others wait here,
+    where keys take turns. Requests without a key go to the backend at once, which orders them by priority.
 
     ``begin`` and ``begin_prefill`` call their last argument when the backend is done with the request.
     """
@@ -89,6 +93,9 @@ class StreamedEngine:
         self._begin, self._begin_prefill, self._begin_discard = begin, begin_prefill, begin_discard
         self._cancel, self._clear = cancel, clear
         self._running: dict[str, _Running] = {}
+        """With the requests in ``_held``."""
+        self._shares = Shares()
+        self._held = FairQueue(config.priority_ageing_s, self._shares)
         self._remote = RemotePrefills(worker_id)
         self._cache = cache
         self._clock = clock
@@ -100,12 +107,12 @@ class StreamedEngine:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals) -> None:
+    def check_room(self, num_tokens: int, *, is_new: bool, ahead: PendingArrivals, tenant: str = "") -> None:
         if (wait_s := self._backoff.wait_s) and is_new:
             raise OverloadedError(f"{self._backend.name} is full", retry_after_s=wait_s)
         num_running = len(self._running) + ahead.num_requests
         excess = num_running + 1 - self._config.max_num_seqs - self._config.max_num_waiting
-        if excess > 0:
+        if excess > 0 and not self._shares.may_exceed(tenant, self._config.max_num_waiting):
             raise OverloadedError(
                 f"{num_running} requests are running or waiting already",
                 retry_after_s=self._ended.retry_after_s(excess),
@@ -122,7 +129,9 @@ class StreamedEngine:
         self._validate(request)
         if not self._running:
             self._ended.restart()
-        self.check_room(len(request.token_ids), is_new=not request.is_resumed, ahead=NONE_PENDING)
+        self.check_room(
+            len(request.token_ids), is_new=not request.is_resumed, ahead=NONE_PENDING, tenant=request.tenant
+        )
         self._num_arrived += 1
         request.arrival = self._num_arrived
         request.stop_ids = stop_token_ids(request.sampling, self._eos_token_ids)
@@ -134,7 +143,36 @@ class StreamedEngine:
             report_token(self.output, request, None, None, FinishReason.LENGTH)
             return
         self._tally.num_queried_tokens += len(request.token_ids)
-        self._running[request.request_id] = _Running(request, len(request.token_ids), self._backoff.tries())
+        self._running[request.request_id] = _Running(request, len(request.token_ids))
+        # The other half of a pair may hold a place at its backend for this one: it must not wait for one here.
+        if request.tenant and not request.handoff_number:
+            request.times.append((request.status, self._clock.now()))
+            request.num_queued_tokens = max(len(request.token_ids) - self.num_cached_tokens(request), 1)
+            self._held.push(request)
+            self._start_held()
+        else:
+            self._open(request)
+
+    def _start_held(self) -> None:
+        """Give requests to the backend while it has room for them."""
+        while self._held and len(self._running) - len(self._held) < self._config.max_num_seqs:
+            request = self._held.candidates(self._clock.now(), 1)[0].request
+            self._held.remove(request, is_admitted=True)
+            self._open(request)
+
+    def _forget_running(self, request_id: str) -> _Running | None:
+        """The request is over at the backend, or has not begun there; None if it was over before."""
+        running = self._running.pop(request_id, None)
+        if running is None:
+            return None
+        if running.request in self._held:
+            self._held.remove(running.request)
+        else:
+            self._shares.charge(running.request.tenant, running.request.num_output_tokens)
+        return running
+
+    def _open(self, request: Request) -> None:
+        self._running[request.request_id].is_probe = self._backoff.tries()
         if request.mode is PrefillMode.REMOTE:
             self._open_remote(request)
         elif request.mode is PrefillMode.HANDOFF:
@@ -152,9 +190,10 @@ class StreamedEngine:
         self._begin(request, request.length_limit - len(request.token_ids), kv_transfer_params, on_rest)
 
     def abort(self, request_id: str) -> None:
-        if self._running.pop(request_id, None) is not None:
+        if self._forget_running(request_id) is not None:
             self._handoff_ended(request_id)
             self._cancel(request_id)
+            self._start_held()
 
     def _validate(self, request: Request) -> None:
         sampling, vocab_size = request.sampling, self._facts.vocab_size
@@ -216,7 +255,7 @@ class StreamedEngine:
         fault."""
         if self._dead is None and self._fetch_failed(request_id):
             return  # its hand-off decides
-        running = self._running.pop(request_id, None)
+        running = self._forget_running(request_id)
         if running is None:
             return
         self._handoff_ended(request_id)
@@ -235,10 +274,12 @@ class StreamedEngine:
                 is_final=status in (400, 413, 422),
             )
         )
+        if self._dead is None:
+            self._start_held()
 
     def die(self, error: EngineDeadError) -> None:
-        """The backend is gone: every request ends here."""
-        self._dead = error
+        """The backend is gone: every request ends here. The reason is for the log, not for clients."""
+        self._dead = error = EngineDeadError(f"{self._backend.name} is gone")
         for request_id in list(self._running):
             self._cancel(request_id)
             self.failed(request_id, error)
@@ -270,12 +311,13 @@ class StreamedEngine:
             raise AnswerError(f"{self._backend.name} answers with more tokens than the {num_asked} it was asked for")
 
     def _finished(self, request: Request, *, at_backend: bool) -> None:
-        del self._running[request.request_id]
+        self._forget_running(request.request_id)
         if not at_backend:
             self._cancel(request.request_id)
         self._ended.add(1)
         # The last token's KV was never needed, so it was not computed.
         self._place(request, len(request.token_ids) - 1)
+        self._start_held()
 
     def _place(self, request: Request, num_tokens: int) -> None:
         """The backend has computed, or got, the KV of the first ``num_tokens``."""
@@ -330,7 +372,10 @@ class StreamedEngine:
         self._ask(self._running[request_id].request)
 
     def keep_prefills_here(self) -> None:
-        """Hand-offs that no one has claimed are computed here one by one."""
+        """Requests that are held here open no hand-off. Those that no one has claimed are computed here one by one."""
+        for request in self._held.members():
+            if request.mode is PrefillMode.REMOTE and self._facts.prefills_here:
+                request.mode = PrefillMode.LOCAL
 
     def resume_handoff(
         self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
@@ -374,8 +419,9 @@ class StreamedEngine:
 
     def sending_finished(self, request_id: str) -> None:
         """The decode worker's backend has the KV, or none will get it. The answer may still be ending."""
-        if self._running.pop(request_id, None) is not None:
+        if self._forget_running(request_id) is not None:
             self._ended.add(1)
+            self._start_held()
 
     def set_exclusive_prefill(self, exclusive: bool) -> None:
         """The backend schedules."""

@@ -26,7 +26,7 @@ from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.engine.stats import EngineStats
 from kvrelay.engine.step import StepOutput
-from kvrelay.engines.hosted.backend import AnswerError, Backend, RefusedError, UnconfirmedError
+from kvrelay.engines.hosted.backend import AnswerError, Backend, BackendError, RefusedError, UnconfirmedError
 from kvrelay.engines.hosted.engine import StreamedEngine
 from kvrelay.engines.hosted.kv_events import KvEventReader
 from kvrelay.engines.hosted.mirrored import MirroredCache
@@ -336,13 +336,15 @@ class StreamedHost:
             raise
         except (AnswerError, RefusedError) as exc:
             self._fail(request_id, exc, task)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, somebody waits for the answer
+        except Exception:  # noqa: BLE001 - whatever it is, somebody waits for the answer
             _log.exception("request %s failed at %s", request_id, self._backend.name)
-            self._fail(request_id, AnswerError(f"asking {self._backend.name} failed: {exc!r}"), task)
+            self._fail(request_id, AnswerError(f"asking {self._backend.name} failed"), task)
 
     def _fail(self, request_id: str, error: KvrelayError, task: asyncio.Task[Any] | None) -> None:
         if self._streams.get(request_id) is task:
-            _log.warning("request %s: %s", request_id, error.message)
+            _log.warning(
+                "request %s: %s", request_id, error.in_full if isinstance(error, BackendError) else error.message
+            )
             self._engine.failed(request_id, error)
             self._flush_soon()
 

@@ -40,9 +40,11 @@ class _Batch(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class _Held:
-    """A block of the server: our blocks in it, in order. The server may hold it several times."""
+    """A block of the server: our blocks in it, in order. The server may hold it several times. ``salt`` is that of the
+    requests that may use it."""
 
     blocks: tuple[int, ...]
+    salt: str | None = None
     num_copies: int = 1
 
 
@@ -53,7 +55,7 @@ class MirroredCache:
         self._block_size = block_size
         self._held: dict[ServerHash, _Held] = {}
         self._refs: dict[int, int] = {}
-        """Our blocks, and how many of the server's blocks hold each: two salts or adapters may lead to one hash."""
+        """Our blocks, and how many of the server's blocks hold each: two images may lead to one hash."""
         self.num_unknown = 0
         """Blocks without a known hash."""
 
@@ -98,8 +100,9 @@ class MirroredCache:
                     "token_ids": list() as tokens,
                     "block_size": int() as size,
                 }:
-                    if not _has_keys(event):
-                        events += self._stored(names, parent, tokens, size)
+                    salt = _salt(event)
+                    if not _has_keys(event, salt):
+                        events += self._stored(names, parent, tokens, size, salt)
                 case {"type": "BlockRemoved", "block_hashes": list() as names}:
                     events += self._removed(names)
                 case {"type": "AllBlocksCleared"}:
@@ -109,7 +112,7 @@ class MirroredCache:
         return events
 
     def _stored(
-        self, names: Sequence[object], parent: object, tokens: Sequence[object], size: int
+        self, names: Sequence[object], parent: object, tokens: Sequence[object], size: int, salt: str | None
     ) -> list[BlockStored]:
         if size <= 0 or size % self._block_size:
             raise EventsError(f"blocks of {size} tokens, no multiple of {self._block_size}: set --block-size to fit")
@@ -122,9 +125,9 @@ class MirroredCache:
             if held is None:
                 self.num_unknown += len(names)
                 return []
-            before = held.blocks[-1]
+            before, salt = held.blocks[-1], held.salt
         ids: list[int] = tokens  # type: ignore[assignment]  # each was looked at
-        hashes = compute_block_hashes(ids, self._block_size, parent=before)
+        hashes = compute_block_hashes(ids, self._block_size, parent=before, salt=salt)
         per_block = size // self._block_size
         events = []
         for number, name in enumerate(names):
@@ -136,7 +139,7 @@ class MirroredCache:
             if known is not None:
                 known.num_copies += 1
                 continue
-            self._held[key] = _Held(blocks)
+            self._held[key] = _Held(blocks, salt)
             num_known = self.num_leading(blocks)
             for block in blocks:
                 self._refs[block] = self._refs.get(block, 0) + 1
@@ -182,11 +185,19 @@ def _named(event: dict[str, object] | list[object]) -> dict[str, object]:
     return {"type": kind, **dict(zip(names, event[1:]))}
 
 
-def _has_keys(event: dict[str, object]) -> bool:
-    """Whether the server's hashes depend on more than the tokens: an adapter, an image, a salt."""
+def _salt(event: dict[str, object]) -> str | None:
+    """The salt of blocks that begin a prompt: the only key of the first one, which those after it inherit."""
+    match event:
+        case {"extra_keys": [[str() as salt], *_], "parent_block_hash": None}:
+            return salt
+    return None
+
+
+def _has_keys(event: dict[str, object], salt: str | None) -> bool:
+    """Whether the server's hashes depend on more than the tokens and this salt: an adapter, an image."""
     keys = event.get("extra_keys")
     has_adapter = event.get("lora_id") is not None or event.get("lora_name") is not None
-    return has_adapter or (isinstance(keys, list) and any(keys))
+    return has_adapter or (isinstance(keys, list) and any(keys if salt is None else keys[1:]))
 
 
 def _server_hash(name: object) -> ServerHash:

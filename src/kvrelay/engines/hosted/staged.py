@@ -176,6 +176,7 @@ class StagedEngine(StreamedEngine):
         self._serve_waiting()
 
     def keep_prefills_here(self) -> None:
+        super().keep_prefills_here()
         for request in [request for request in self._waiting if request.mode is PrefillMode.REMOTE]:
             self._waiting.remove(request)
             handoff_id = self._handoffs[request.request_id]

@@ -10,7 +10,6 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
 from kvrelay.engines.hosted.backend import AnswerError, Piece, Prefilled
 from kvrelay.engines.hosted.vllm_transfer import Body
-from kvrelay.engines.openai.address import shown_url
 from kvrelay.engines.openai.kv_transfer import KvTransfer
 from kvrelay.engines.openai.server import Description, UpstreamServer
 from kvrelay.engines.openai.text_tokens import TextTokenizer, TextTokens
@@ -30,7 +29,7 @@ class ServerBackend:
         tokenizer: TextTokenizer | None,
         kv_transfer: KvTransfer | None = None,
     ) -> None:
-        self.name = f"the server {shown_url(upstream.upstream)}"
+        self.name = "the server"
         self._upstream = upstream
         self._description = server
         self._tokenizer = tokenizer

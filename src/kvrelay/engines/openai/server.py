@@ -21,11 +21,11 @@ import aiohttp
 import msgspec
 
 from kvrelay.config import UpstreamConfig
-from kvrelay.engines.hosted.backend import AnswerError, RefusedError
+from kvrelay.engines.hosted.backend import AnswerError, BackendError, RefusedError
 from kvrelay.engines.openai.address import address_of
 from kvrelay.engines.openai.events import EventParser
 from kvrelay.engines.openai.wire import TextPiece, parse_event
-from kvrelay.errors import UNREADABLE, ConfigError, EngineDeadError, KvrelayError
+from kvrelay.errors import UNREADABLE, ConfigError, EngineDeadError
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,9 @@ class UpstreamServer:
                 return Description(model.id, model.max_model_len or 0, tells_token_ids)
             except (*FAILURES, RefusedError, AnswerError) as exc:
                 if isinstance(exc, RefusedError) and exc.status in (400, 401, 403, 404, 422):
-                    raise ConfigError(f"the server {self.url} refuses us: {exc.message}", param="upstream") from exc
+                    raise ConfigError(
+                        f"the server {self.url} refuses us: status {exc.status}, {exc.detail}", param="upstream"
+                    ) from exc
                 if time.monotonic() > deadline_s:
                     raise EngineDeadError(f"the server {self.url} is not ready: {_reason(exc)}") from exc
                 if not is_told:
@@ -155,8 +157,8 @@ class UpstreamServer:
                                 f"{self.url} sends, but no token in {timeout_s:g} s or {num_quiet_bytes} bytes"
                             )
         except FAILURES as exc:
-            raise AnswerError(f"the connection to {self.url} failed: {_reason(exc)}") from exc
-        raise AnswerError(f"{self.url} ended its stream in the middle of an answer")
+            raise AnswerError("the connection to the server failed", detail=f"{self.url}: {_reason(exc)}") from exc
+        raise AnswerError("the server ended its stream in the middle of an answer", detail=self.url)
 
     async def complete(self, body: dict[str, Any]) -> bytes:
         """One completion in one piece: the answer's JSON. Cancel the call to abort it.
@@ -170,7 +172,7 @@ class UpstreamServer:
                 async with asyncio.timeout(self._config.upstream_timeout_s):
                     answer, is_whole = await _read(response)
         except FAILURES as exc:
-            raise AnswerError(f"the connection to {self.url} failed: {_reason(exc)}") from exc
+            raise AnswerError("the connection to the server failed", detail=f"{self.url}: {_reason(exc)}") from exc
         if not is_whole:
             raise AnswerError(f"an answer of the server has more than {MAX_ANSWER_BYTES} bytes")
         return answer
@@ -277,9 +279,10 @@ async def _refusal(response: aiohttp.ClientResponse) -> RefusedError:
     except ValueError:
         retry_after_s = 1.0
     retry_after_s = 1.0 if math.isnan(retry_after_s) else min(max(retry_after_s, 0.1), MAX_RETRY_AFTER_S)
-    return RefusedError(f"status {response.status}: {said}", response.status, retry_after_s)
+    message = f"the server refused the request with status {response.status}"
+    return RefusedError(message, response.status, retry_after_s, detail=f"{response.url.with_user(None)}: {said}")
 
 
 def _reason(error: Exception) -> str:
-    text = error.message if isinstance(error, KvrelayError) else str(error)
+    text = error.in_full if isinstance(error, BackendError) else str(error)
     return " ".join(text.split())[:500] or type(error).__name__

@@ -56,7 +56,7 @@ def completion_body(request: Request, model: str, num_tokens: int, *, with_token
         "min_tokens": max(sampling.min_tokens - request.num_output_tokens, 0) or None,
         "logit_bias": {str(token): bias for token, bias in (sampling.logit_bias or {}).items()} or None,
         "cache_salt": sampling.cache_salt,
-        "priority": request.priority or None,
+        "priority": request.keyless_priority or None,
         "logprobs": sampling.logprobs,
         "return_tokens_as_token_ids": True if sampling.logprobs is not None else None,
         "return_token_ids": True if with_token_ids else None,
@@ -130,7 +130,7 @@ def parse_event(data: bytes | str) -> TextPiece:
         raise AnswerError(f"the server's answer is no completion: {exc}") from exc
     if event.error is not None:
         said = event.error if isinstance(event.error, str) else event.error.message
-        raise AnswerError(f"the server failed: {said[:500] or 'no reason given'}")
+        raise AnswerError("the server failed", detail=said[:500] or "no reason given")
     if len(event.choices) > 1:
         raise AnswerError(f"{len(event.choices)} choices came, one was asked for")
     choice = event.choices[0] if event.choices else _Choice(token_ids=[])
@@ -149,7 +149,7 @@ def _finish(reason: str | None) -> FinishReason | None:
     if reason is None:
         return None
     if reason not in FINISH_REASONS:
-        raise AnswerError(f"the server ended the answer with {reason[:100]!r}")
+        raise AnswerError("the server ended the answer with an unknown reason", detail=repr(reason[:100]))
     return FINISH_REASONS[reason]
 
 
@@ -178,5 +178,5 @@ def _position(token_id: int, logprob: float | None, top: dict[str, float | None]
 def _token_id(token: str) -> int:
     number = token.removeprefix(TOKEN_ID)
     if number == token or not number.isdecimal() or len(number) > 10:
-        raise AnswerError(f"the server's logprobs name a token {token[:50]!r}, not its id")
+        raise AnswerError("the server's logprobs name a token by its text, not its id", detail=repr(token[:50]))
     return int(number)

@@ -154,7 +154,7 @@ class VllmBackend:
             self._terms.prompt(_prompt(request)),
             self._sampling(request, values),
             request_id,
-            priority=request.priority,
+            priority=request.keyless_priority,
         )
         is_finished = False
         try:

@@ -24,12 +24,13 @@ _NO_LOGPROBS = b'},"logprobs":null'
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    """``content`` is null if there are only calls."""
+    """``content`` is null if there are only calls. The reasoning has two names: vLLM's, and the one before it."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
 
 

@@ -34,6 +34,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 class MessageDelta(msgspec.Struct, frozen=True):
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
@@ -107,6 +108,7 @@ class ParsedChatFormat(ChatFormat):
         return MessageDelta(
             delta.content or UNSET,
             delta.reasoning or UNSET,
+            delta.reasoning or UNSET,
             [self._call_delta(call) for call in delta.calls] or UNSET,
         )
 
@@ -126,9 +128,12 @@ class ParsedChatFormat(ChatFormat):
         delta = parser.push("".join(choice.text)) + parser.flush()
         calls = [ToolCall(self._call_id(), CalledFunction(name, text)) for name, text in whole_calls(delta)]
         content = None if calls and not delta.content else delta.content
+        reasoning = delta.reasoning or UNSET
         return ChatChoice(
             index=choice.index,
-            message=AssistantMessage(content, tool_calls=calls or UNSET, reasoning_content=delta.reasoning or UNSET),
+            message=AssistantMessage(
+                content, tool_calls=calls or UNSET, reasoning=reasoning, reasoning_content=reasoning
+            ),
             logprobs=chat_logprobs(choice.logprobs, self._texts) if self._with_logprobs else None,
             finish_reason=_reason(choice.finish, bool(calls)),
             stop_reason=choice.finish.stop_reason,

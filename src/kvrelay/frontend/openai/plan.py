@@ -109,10 +109,17 @@ class GenerationPlan(msgspec.Struct, frozen=True):
 
     def within(self, limits: KeyLimits, prompt_lengths: Sequence[int]) -> GenerationPlan:
         """The plan for prompts of these lengths in tokens, if the key's limits allow it. Raises
-        PayloadTooLargeError.
+        PayloadTooLargeError, and InvalidInputError for a priority that the key may not ask for.
 
         If the request gives no length, the answer is cut to the limit.
         """
+        low, high = limits.min_priority, limits.max_priority
+        if (low is not None and self.priority < low) or (high is not None and self.priority > high):
+            raise InvalidInputError(
+                f"this API key allows priorities {'up' if low is None else f'from {low}'} "
+                f"{'' if high is None else f'to {high} '}(min_priority, max_priority)",
+                param="priority",
+            )
         num_prompt_tokens, num_choices = sum(prompt_lengths), self.n * len(prompt_lengths)
         if limits.max_prompt_tokens is not None and num_prompt_tokens > limits.max_prompt_tokens:
             raise PayloadTooLargeError(

@@ -128,6 +128,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_calls: ToolCalls | None = None
     tool_call_id: Name | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    """Another name of ``reasoning_content``."""
 
 
 ChatMessages = Annotated[list[ChatMessage], Meta(max_length=4096)]

@@ -79,8 +79,9 @@ def _template_message(message: ChatMessage, calls: dict[str, str], knows_develop
     shape: dict[str, object] = {"role": role, "content": content or ""}
     if message.name is not None:
         shape["name"] = message.name
-    if message.reasoning_content is not None:
-        shape["reasoning_content"] = message.reasoning_content
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        shape["reasoning_content"] = reasoning
     if message.tool_calls:
         shape["tool_calls"] = [
             {

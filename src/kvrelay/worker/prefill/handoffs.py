@@ -301,6 +301,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                     # A block of ours that D holds only in part is computed.
                     num_load_tokens=request.num_cached_tokens // size * size,
                     priority=request.priority,
+                    tenant=request.tenant,
                 )
             )
         except KvrelayError as exc:

@@ -117,6 +117,7 @@ class PairedPrefills:
             num_cached_tokens=0,
             kv_compatibility=self._kv_compatibility,
             priority=message.priority,
+            tenant=message.tenant,
         )
         return Job(
             request,
