@@ -16,6 +16,7 @@ from unittest import mock
 
 from tests.engine.conftest import VOCAB_SIZE
 from tests.frontend.doubles import FakeCluster, Script, write_model_dir
+from tests.speed import workers
 from tests.speed.counting import Counts, counting
 
 from kvrelay.config import EngineConfig, MockConfig, RouterConfig, RunnerConfig
@@ -165,6 +166,15 @@ def repeated(act: Callable[[str], None], num_warm: int = 4, count: int = 16) -> 
     return per_unit(counts, count)
 
 
+def worker_requests(directory: Path) -> Measured:
+    """A request of 8 tokens from frame to frames: a local prefill of 48 tokens, and a remote one of 480 with what it
+    costs both workers."""
+    with workers.no_threads(), standing_still():
+        counted = asyncio.run(workers.requests())
+    yield "worker request, local prefill", per_unit(counted["local"], workers.NUM_REQUESTS)
+    yield "worker request, remote prefill, both workers", per_unit(counted["remote"], workers.NUM_REQUESTS)
+
+
 # -- the frontend -----------------------------------------------------------------------------------------------------
 
 
@@ -225,4 +235,4 @@ def standing_still() -> mock._patch:
     return mock.patch("time.monotonic", return_value=time.monotonic())
 
 
-SCENARIOS: tuple[Callable[[Path], Measured], ...] = (routing, ledgers, frontend, engine_steps)
+SCENARIOS: tuple[Callable[[Path], Measured], ...] = (routing, ledgers, worker_requests, frontend, engine_steps)
