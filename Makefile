@@ -57,11 +57,12 @@ test-matrix: env system-packages  ## long matrices: layouts by transports by ord
 test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on each core
 	@$(BIN)/python tools/busy_suite.py --runs $(RUNS) -- $(PYTEST) $(ARGS)
 
-check: env  ## ruff, mypy and import-linter
+check: env  ## ruff, mypy, import-linter and the budgets of size
 	@$(BIN)/ruff format --check src tests tools
 	@$(BIN)/ruff check src tests tools
 	@$(BIN)/python tools/private_access.py --max 296 > /dev/null
 	@$(BIN)/lint-imports
+	@$(BIN)/python tools/budgets.py
 	@$(BIN)/mypy
 
 bench: env  ## the short form of all benchmarks, into bench-results/

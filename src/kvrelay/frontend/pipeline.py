@@ -219,7 +219,7 @@ class Pipeline:
             raise BrokenStreamError(exc.message) from exc
         finally:
             if tokens_per_minute:
-                self._admission.count_tokens(client, tokens_per_minute, answer.generated().output_tokens)
+                self._admission.count_tokens(client, tokens_per_minute, answer.generated().output_tokens or 0)
             if self._access_log.is_on:
                 self._access_log.note(request_id, answer.generated())
         if isinstance(answer, StreamedAnswer):
