@@ -32,6 +32,7 @@ from kvrelay.errors import EngineDeadError, WorkerUnavailableError
 from kvrelay.executors import ExecutorSettings
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.models import Model
+from kvrelay.frontend.tokenizer import Tokenizer, load_tokenizer
 from kvrelay.launch.worker_process import load_engine
 from kvrelay.router import ReplayRequester, Router, RouterStage
 from kvrelay.rpc.base import RpcClient
@@ -84,10 +85,12 @@ class EmbeddedCluster:
         settings = self._settings
         roles = [WorkerRole.PREFILL] * settings.prefill
         roles += [WorkerRole.DECODE if settings.prefill else WorkerRole.BOTH] * settings.decode
+        # First, because it is quick, and what is wrong with its files should be the error of this call.
+        tokenizer = await asyncio.to_thread(load_tokenizer, settings.model_path)
         try:
             for role in roles:
                 await self._start_worker(role)
-            await self._start_frontend()
+            await self._start_frontend(tokenizer)
         except BaseException:
             await self.close()
             raise
@@ -138,7 +141,7 @@ class EmbeddedCluster:
         if not running.cancelled() and (error := running.exception()) is not None:
             self._failure = error
 
-    async def _start_frontend(self) -> None:
+    async def _start_frontend(self, tokenizer: Tokenizer) -> None:
         plane = self._broker.plane()
         self._stack.push_async_callback(plane.close)
         clock = MonotonicClock()
@@ -146,7 +149,7 @@ class EmbeddedCluster:
         def router_of(block_size: int, request_replay: ReplayRequester, stage: RouterStage) -> Router:
             return Router(self._settings.router, block_size, clock, stage, request_replay)
 
-        frontend = Cluster(plane, Keys(ControlConfig().namespace), self._client_of, router_of)
+        frontend = Cluster(plane, Keys(ControlConfig().namespace), self._client_of, router_of, lambda _: tokenizer)
         self._stack.push_async_callback(frontend.close)
         await frontend.start()
         self._frontend = frontend
