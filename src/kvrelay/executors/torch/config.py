@@ -179,8 +179,8 @@ class _Fields:
         value = self.raw.get(name)
         if value is None:
             return default
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and smallest <= value <= LARGEST_NUMBER):
+        # Compared before it is converted: an integer of JSON may be too large for a float.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not smallest <= value <= LARGEST_NUMBER:
             kind = "positive number" if smallest else "number of at least 0"
             raise CheckpointError(f"config.json: {name} must be a {kind}, got {_shown(value)}")
         return float(value)
