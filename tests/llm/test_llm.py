@@ -3,9 +3,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -190,3 +192,15 @@ async def test_leaving_a_stream_or_cancelling_a_call_frees_its_blocks() -> None:
 def test_a_batch_has_no_objective_between_tokens_unless_it_is_asked_for():
     assert embedded_settings(None, 1, 1, "mock", {}).disagg.disagg_policy == "threshold"
     assert embedded_settings(None, 1, 1, "mock", {"disagg_policy": "cost"}).disagg.disagg_policy == "cost"
+
+
+@pytest.mark.parametrize("engine", ["mock", "torch"])
+def test_a_damaged_tokenizer_is_the_error_of_the_constructor(tmp_path: Path, engine: str) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(bundled_checkpoint_path(), checkpoint)
+    (checkpoint / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(CheckpointError, match=r"cannot load .*tokenizer\.json"):
+        LLM(checkpoint, engine=engine, num_blocks=64)
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        LLM(checkpoint, engine=engine, num_blocks=64)

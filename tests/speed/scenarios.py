@@ -23,7 +23,6 @@ from kvrelay.config import EngineConfig, MockConfig, RouterConfig, RunnerConfig
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.event_log import KvEventLog
 from kvrelay.core.events import BlockStored, LoadMetrics
-from kvrelay.core.handoff import HandoffClaim, HandoffDone, HandoffFetched, HandoffGrant
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerInfo, WorkerRole
@@ -37,6 +36,7 @@ from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
+from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffFetched, HandoffGrant
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.router import Router, RoutingRequest

@@ -18,13 +18,14 @@ from tests.speed.counting import Counts, counting
 from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import ManualClock
-from kvrelay.core.messages import GenerateRequest, Message, OutputBatch
+from kvrelay.core.messages import GenerateRequest, OutputBatch
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.thread import EngineThread
 from kvrelay.executors.mock import MockExecutor
 from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient
+from kvrelay.rpc.wire import Message
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.worker.settings import WorkerSettings
 from kvrelay.worker.worker import Worker

@@ -1,9 +1,12 @@
-"""The thread on which an engine runs.
+"""The thread on which an engine is loaded and runs.
 
 It owns the loop "drain the inbox, step, deliver". It does not know what the callbacks in the inbox do. They run between
 two steps, so nothing else ever touches the engine, which therefore needs no locks. With nothing to step the thread
 sleeps on its inbox. When it ends, every caller that waits for a result gets an error. A closed engine of a
 data-parallel group keeps taking part in the group's steps until the other ranks are closed too.
+
+OpenMP keeps a team of threads for every thread that computes, and as soon as two teams share the cores their threads no
+longer spin between two kernels. So the thread that loads and warms up an engine also steps it (``EngineThread.load``).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -66,9 +70,29 @@ class EngineThread:
         self._on_dead: Callable[[EngineDeadError], None] = _ignore
         self._idle_wait_s = idle_wait_s
         self._inbox: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._may_run: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._dead: EngineDeadError | None = None
         self._is_shut_down = False
+
+    @classmethod
+    def load(cls, build: Callable[[], EngineCore], idle_wait_s: float = 0.5) -> EngineThread:
+        """Build the core on the thread that will step it, and wait for it. Raises what ``build`` raises. ``close`` it
+        even if it is never started."""
+        loaded: Future[EngineThread] = Future()
+
+        def main() -> None:
+            try:
+                host = cls(build(), idle_wait_s)
+            except BaseException as exc:  # noqa: BLE001 - raised again in the caller's thread
+                loaded.set_exception(exc)
+                return
+            host._thread = threading.current_thread()
+            loaded.set_result(host)
+            host._main()
+
+        threading.Thread(target=main, name="engine", daemon=True).start()
+        return loaded.result()
 
     @cached_property
     def facts(self) -> EngineFacts:
@@ -93,9 +117,12 @@ class EngineThread:
     def start(self, on_step: Callable[[StepOutput], None], on_dead: Callable[[EngineDeadError], None]) -> None:
         self._on_step, self._on_dead = on_step, on_dead
         self._core.group.listen(lambda change: self.post(lambda _: change()))
-        self._thread.start()
+        self._may_run.put(True)
+        if not self._thread.is_alive():
+            self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> bool:
+        self._may_run.put(False)
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -146,6 +173,10 @@ class EngineThread:
         if self._dead is not None:
             self._fail_waiting(self._dead)
         return await future
+
+    def _main(self) -> None:
+        if self._may_run.get():
+            self._run()
 
     def _run(self) -> None:
         try:

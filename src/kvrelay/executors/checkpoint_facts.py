@@ -31,5 +31,5 @@ def checkpoint_facts(model_path: Path) -> CheckpointFacts:
             max_model_len=int(config.get("max_position_embeddings", DEFAULT_MAX_MODEL_LEN)),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
         )
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as exc:
         raise CheckpointError(f"cannot read {file}: {exc}") from exc

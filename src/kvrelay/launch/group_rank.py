@@ -48,12 +48,12 @@ def join_group(options: WorkerOptions) -> StepGroup | None:
     return StepGroup(member, _end_process)
 
 
-def together(options: WorkerOptions, executor: Executor) -> StepsTogether | None:
+def together(ep: bool, engine_kind: str, executor: Executor) -> StepsTogether | None:
     """The executor, if its ranks must step together. Raises ConfigError."""
-    if not options.group.ep:
+    if not ep:
         return None
     if not isinstance(executor, StepsTogether):
-        raise ConfigError(f"engine {options.engine_kind} has no expert parallelism; leave out --ep", param="ep")
+        raise ConfigError(f"engine {engine_kind} has no expert parallelism; leave out --ep", param="ep")
     return executor
 
 

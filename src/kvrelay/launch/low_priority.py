@@ -2,8 +2,8 @@
 
 Loading, compiling and warming up take seconds of every core. A process may lower its priority, but raising it again
 needs a privilege. So the work has a thread of its own: its nice value applies to that thread and the threads that it
-starts, and ends with it. OpenMP's teams belong to the thread that asked for them, so the engine's thread gets a team of
-its own later.
+starts, and ends with it. OpenMP's teams belong to the thread that asked for them and end with it too, so the engine's
+thread gets a team of its own later.
 
 Nice values count only between threads that share CPUs directly. If Linux schedules by session (autogroup), those are
 the threads of one session, and the children of ``serve`` share its session. Between sessions the work does not yield;
@@ -31,7 +31,8 @@ as long, not for ever."""
 
 
 async def at_low_priority(work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread that yields the CPU; returns its result, or raises its exception."""
+    """Run ``work`` in a thread that yields the CPU; returns its result, or raises its exception, once the thread has
+    ended."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -44,8 +45,13 @@ async def at_low_priority(work: Callable[[], T]) -> T:
         else:
             _tell(loop, done, partial(done.set_result, result))
 
-    threading.Thread(target=run, name="loading").start()
-    return await done
+    thread = threading.Thread(target=run, name="loading")
+    thread.start()
+    try:
+        return await done
+    finally:
+        if not done.cancelled():
+            thread.join()  # it has nothing left to do
 
 
 def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[T], settle: Callable[[], None]) -> None:

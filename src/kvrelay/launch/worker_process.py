@@ -25,14 +25,12 @@ from kvrelay.config import (
     VllmConfig,
 )
 from kvrelay.control import connect_control
-from kvrelay.control.base import ControlPlane
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerRole
 from kvrelay.data.tokenizer_files import tokenizer_fingerprint
 from kvrelay.dp.group import StepGroup
 from kvrelay.engine.contract import EngineFacts, EngineHost
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.step import Executor
 from kvrelay.engine.thread import EngineThread
 from kvrelay.engines.registry import build_executor, build_host
 from kvrelay.errors import CheckpointError, ConfigError, EngineHungError, KvrelayError
@@ -45,12 +43,9 @@ from kvrelay.launch.security import request_plane_keys, require_metrics_key, tra
 from kvrelay.launch.signals import on_terminate
 from kvrelay.launch.stuck import ended_when_stuck
 from kvrelay.rpc import CurveKeys, Heartbeat, ZmqRpcServer
-from kvrelay.rpc.base import RpcServer
 from kvrelay.transfer import build_transport, pool_allocator, shared_memory
-from kvrelay.transfer.base import Transport
 from kvrelay.transfer.p2p.control import ControlKeys, P2pAddress
 from kvrelay.transfer.shm.memory import SharedPoolMemory
-from kvrelay.worker.prefill.connections import Connect
 from kvrelay.worker.roles import require_possible_role
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
 from kvrelay.worker.worker import Worker
@@ -92,6 +87,11 @@ class WorkerOptions:
     group: GroupConfig = field(default_factory=GroupConfig)
     """With ``dp`` above 1, ``dp_rank`` is one rank."""
 
+    @property
+    def yields_while_loading(self) -> bool:
+        """Not with ranks: they are processes, and would keep the low priority of the thread that starts them."""
+        return self.runner.yield_while_starting and not _has_ranks(self.runner, self.group)
+
 
 async def run_worker(options: WorkerOptions) -> None:
     """Run until SIGTERM, a drain command, or a failed engine. A process whose engine hangs ends here."""
@@ -119,9 +119,7 @@ async def _run_worker(options: WorkerOptions) -> None:
             stack.callback(group.close)
         control = await connect_control(options.control)
         stack.push_async_callback(control.close)
-        # Ranks are processes, and would keep the low priority of the thread that starts them.
-        is_yielding = options.runner.yield_while_starting and not _has_rank_processes(options)
-        loading = at_low_priority if is_yielding else asyncio.to_thread
+        loading = at_low_priority if options.yields_while_loading else asyncio.to_thread
         memory = shared_memory(options.transfer)
         worker_id = new_worker_id(options.role)
         engine = await loading(partial(_load_in_group, options, worker_id, memory, group))
@@ -173,35 +171,32 @@ async def _start_monitoring(config: MetricsConfig, stack: AsyncExitStack) -> Cal
     return (await stack.enter_async_context(monitoring(config))).watch
 
 
-def assemble_worker(
-    settings: WorkerSettings,
-    executor: Executor,
-    transport: Transport,
-    control: ControlPlane,
-    server: RpcServer,
-    connect: Connect,
+def load_engine(
+    name: str,
+    settings: ExecutorSettings,
+    worker_id: str,
     *,
     seed: int,
-) -> Worker:
-    """A worker with an engine over ``executor`` and these planes; not started yet. Needs a running event loop.
-
-    Raises ConfigError for a role that the engine does not allow.
-    """
-    engine = _engine_over(executor, settings.engine, settings.worker_id, seed)
-    require_possible_role(settings.role, engine.facts)
-    return Worker(settings, engine, transport, control, server, connect)
-
-
-def _engine_over(
-    executor: Executor,
-    config: EngineConfig,
-    worker_id: str,
-    seed: int,
-    idle_wait_s: float = RANKS_CHECK_INTERVAL_S,
     group: StepGroup | None = None,
+    loads_here: bool = False,
 ) -> EngineThread:
-    core = EngineCore(executor, config, MonotonicClock(), worker_id=worker_id, seed=seed, group=group)
-    return EngineThread(core, idle_wait_s)
+    """An engine over executor ``name``, loaded and warmed up: on the thread that will step it, or with ``loads_here``
+    on the caller's, which then should end. Raises what ``build_executor`` raises."""
+
+    def build() -> EngineCore:
+        executor = build_executor(name, settings)
+        executor.warm_up()
+        config = replace(settings.engine, num_blocks=executor.num_blocks, max_model_len=executor.max_model_len)
+        if group is not None:
+            group.ready(together(settings.group.ep, name, executor))
+        return EngineCore(executor, config, MonotonicClock(), worker_id=worker_id, seed=seed, group=group)
+
+    idle_wait_s = RANKS_CHECK_INTERVAL_S if _has_ranks(settings.runner, settings.group) else IDLE_CHECK_INTERVAL_S
+    return EngineThread(build(), idle_wait_s) if loads_here else EngineThread.load(build, idle_wait_s)
+
+
+def _has_ranks(runner: RunnerConfig, group: GroupConfig) -> bool:
+    return runner.num_ranks > 1 or group.ep
 
 
 def _require_possible_role(options: WorkerOptions) -> None:
@@ -213,10 +208,6 @@ def _require_possible_role(options: WorkerOptions) -> None:
             "--upstream-kv-transfer if servers exchange KV",
             param="role",
         )
-
-
-def _has_rank_processes(options: WorkerOptions) -> bool:
-    return options.runner.num_ranks > 1 or options.group.ep
 
 
 def _load_in_group(
@@ -250,13 +241,14 @@ def _load(
     host = build_host(options.engine_kind, settings, worker_id)
     if host is not None:
         return host
-    executor = build_executor(options.engine_kind, settings)
-    executor.warm_up()
-    config = replace(options.engine, num_blocks=executor.num_blocks, max_model_len=executor.max_model_len)
-    idle_wait_s = RANKS_CHECK_INTERVAL_S if _has_rank_processes(options) else IDLE_CHECK_INTERVAL_S
-    if group is not None:
-        group.ready(together(options, executor))
-    return _engine_over(executor, config, worker_id, options.runner.seed, idle_wait_s, group)
+    return load_engine(
+        options.engine_kind,
+        settings,
+        worker_id,
+        seed=options.runner.seed,
+        group=group,
+        loads_here=options.yields_while_loading,
+    )
 
 
 def _settings(options: WorkerOptions, facts: EngineFacts, worker_id: str, public_key: str) -> WorkerSettings:

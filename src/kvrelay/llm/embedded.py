@@ -26,18 +26,20 @@ from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.workers import WorkerInfo, WorkerRole
-from kvrelay.engine.step import Executor
-from kvrelay.engines.registry import build_executor
+from kvrelay.engine.contract import EngineFacts
+from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import EngineDeadError, WorkerUnavailableError
 from kvrelay.executors.settings import ExecutorSettings
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.models import Model
-from kvrelay.launch.worker_process import assemble_worker
+from kvrelay.frontend.tokenizer import Tokenizer, load_tokenizer
+from kvrelay.launch.worker_process import load_engine
 from kvrelay.router import ReplayRequester, Router, RouterStage
 from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackNetwork
 from kvrelay.transfer import build_transport
 from kvrelay.transfer.loopback import LoopbackFabric
+from kvrelay.worker.roles import require_possible_role
 from kvrelay.worker.settings import WorkerSettings, new_worker_id
 from kvrelay.worker.worker import Worker
 
@@ -65,7 +67,8 @@ class EmbeddedCluster:
     """Runs from ``start`` to ``close``, on the event loop of ``start``."""
 
     def __init__(self, settings: EmbeddedSettings) -> None:
-        self._settings = settings
+        engine = replace(settings.engine, max_num_waiting=UNBOUNDED, kv_watermark=0.0)
+        self._settings = replace(settings, engine=engine)
         self._broker = MemoryBroker()
         self._network = LoopbackNetwork()
         self._fabric = LoopbackFabric()
@@ -82,10 +85,12 @@ class EmbeddedCluster:
         settings = self._settings
         roles = [WorkerRole.PREFILL] * settings.prefill
         roles += [WorkerRole.DECODE if settings.prefill else WorkerRole.BOTH] * settings.decode
+        # First, because it is quick, and what is wrong with its files should be the error of this call.
+        tokenizer = await asyncio.to_thread(load_tokenizer, settings.model_path)
         try:
             for role in roles:
                 await self._start_worker(role)
-            await self._start_frontend()
+            await self._start_frontend(tokenizer)
         except BaseException:
             await self.close()
             raise
@@ -115,20 +120,18 @@ class EmbeddedCluster:
 
     async def _start_worker(self, role: WorkerRole) -> None:
         settings = self._settings
-        executor = await asyncio.to_thread(_load, settings)
-        worker_settings = _worker_settings(settings, role, executor)
+        worker_id = new_worker_id(role)
+        engine = await asyncio.to_thread(_load, settings, worker_id)
+        try:
+            worker_settings = _worker_settings(settings, role, worker_id, engine.facts)
+            require_possible_role(role, engine.facts)
+        except BaseException:
+            engine.close()
+            raise
         plane = self._broker.plane()
         self._stack.push_async_callback(plane.close)
-        transport = build_transport(worker_settings.transfer, worker_settings.worker_id, self._fabric)
-        worker = assemble_worker(
-            worker_settings,
-            executor,
-            transport,
-            plane,
-            self._network.server(),
-            self._connect,
-            seed=settings.runner.seed,
-        )
+        transport = build_transport(worker_settings.transfer, worker_id, self._fabric)
+        worker = Worker(worker_settings, engine, transport, plane, self._network.server(), self._connect)
         await worker.start()
         running = asyncio.get_running_loop().create_task(worker.run())
         self._workers[worker] = running
@@ -138,7 +141,7 @@ class EmbeddedCluster:
         if not running.cancelled() and (error := running.exception()) is not None:
             self._failure = error
 
-    async def _start_frontend(self) -> None:
+    async def _start_frontend(self, tokenizer: Tokenizer) -> None:
         plane = self._broker.plane()
         self._stack.push_async_callback(plane.close)
         clock = MonotonicClock()
@@ -146,7 +149,7 @@ class EmbeddedCluster:
         def router_of(block_size: int, request_replay: ReplayRequester, stage: RouterStage) -> Router:
             return Router(self._settings.router, block_size, clock, stage, request_replay)
 
-        frontend = Cluster(plane, Keys(ControlConfig().namespace), self._client_of, router_of)
+        frontend = Cluster(plane, Keys(ControlConfig().namespace), self._client_of, router_of, lambda _: tokenizer)
         self._stack.push_async_callback(frontend.close)
         await frontend.start()
         self._frontend = frontend
@@ -167,23 +170,22 @@ def available_threads(num_workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
-def _load(settings: EmbeddedSettings) -> Executor:
+def _load(settings: EmbeddedSettings, worker_id: str) -> EngineThread:
     built = ExecutorSettings(settings.model_path, settings.engine, settings.runner, settings.mock)
-    executor = build_executor(settings.engine_kind, built)
-    executor.warm_up()
-    return executor
+    return load_engine(settings.engine_kind, built, worker_id, seed=settings.runner.seed)
 
 
-def _worker_settings(settings: EmbeddedSettings, role: WorkerRole, executor: Executor) -> WorkerSettings:
-    engine = replace(settings.engine, num_blocks=executor.num_blocks, max_model_len=executor.max_model_len)
+def _worker_settings(
+    settings: EmbeddedSettings, role: WorkerRole, worker_id: str, facts: EngineFacts
+) -> WorkerSettings:
     return WorkerSettings(
         model=settings.model_path.name,
         model_path=str(settings.model_path),
         role=role,
         engine_kind=settings.engine_kind,
-        engine=replace(engine, max_num_waiting=UNBOUNDED, kv_watermark=0.0),
+        engine=replace(settings.engine, num_blocks=facts.num_blocks, max_model_len=facts.max_model_len),
         transfer=TransferConfig(transport="loopback"),
         control=ControlConfig(),
         disagg=settings.disagg,
-        worker_id=new_worker_id(role),
+        worker_id=worker_id,
     )

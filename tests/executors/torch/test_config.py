@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,21 @@ def test_unsupported_is_named(change: dict[str, object], named: str) -> None:
         ({"num_key_value_heads": 3}, "KV heads"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
         ({"architectures": []}, "architecture"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 10,000, got 1000000000"),
+        ({"hidden_size": 2**40}, "hidden_size"),
+        ({"hidden_size": 10**5000}, r"hidden_size .* got more than 10\^18"),
+        ({"max_position_embeddings": 10**15}, "max_position_embeddings"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a positive number, got nan"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": 1.0}, "rope_theta must be above 1"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": math.nan}}, "rope_theta"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": math.nan}}, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4.0}}, "low_freq_factor 4.0 must be below"),
+        ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 10**15}}, "original_max_position"),
     ],
 )
 def test_damaged_is_named(change: dict[str, object], named: str) -> None:
@@ -103,7 +119,7 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         load_model_config(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         load_model_config(tmp_path)
-    for content in ("{", "[]", "\udcff"):
+    for content in ("{", "[]", "\udcff", "[" * 100_000):
         (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
         with pytest.raises(CheckpointError, match=r"config\.json"):
             load_model_config(tmp_path)

@@ -27,6 +27,12 @@ ARCHITECTURES: dict[str, Family] = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
+LARGEST_INTEGER = 2**24
+"""Above every size and context of a real model; larger ones would exhaust memory before a tensor contradicts them."""
+MOST_LAYERS = 10_000
+LARGEST_NUMBER, SMALLEST_POSITIVE = 1e38, 1e-38
+"""Within the range of float32, in which the runner computes."""
+
 JsonObject = Mapping[str, object]
 
 
@@ -118,7 +124,7 @@ def parse_model_config(raw: JsonObject, eos_token_ids: tuple[int, ...] = ()) -> 
         raise CheckpointError(
             f"config.json: {num_heads} heads, {num_kv_heads} KV heads and head_dim {head_dim} do not fit together"
         )
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", largest=MOST_LAYERS)
     attention_bias = fields.flag("attention_bias")
     moe = _moe(family, fields)
     max_position, rope = fields.integer("max_position_embeddings", 2048), _rope(fields, head_dim)
@@ -131,7 +137,7 @@ def parse_model_config(raw: JsonObject, eos_token_ids: tuple[int, ...] = ()) -> 
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.positive("rms_norm_eps", 1e-6),
         max_position=rope.original_max_position if rope.kind == "longrope" else max_position,
         rope=rope,
         dtype=_dtype(raw),
@@ -154,20 +160,29 @@ class _Fields:
 
     raw: JsonObject
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, largest: int = LARGEST_INTEGER) -> int:
         value = self.raw.get(name)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise CheckpointError(f"config.json: {name} must be a positive integer, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= largest:
+            raise CheckpointError(f"config.json: {name} must be an integer from 1 to {largest:,}, got {_shown(value)}")
         return value
 
     def number(self, name: str, default: float) -> float:
+        """At least 0."""
+        return self._number(name, default, 0.0)
+
+    def positive(self, name: str, default: float) -> float:
+        return self._number(name, default, SMALLEST_POSITIVE)
+
+    def _number(self, name: str, default: float, smallest: float) -> float:
         value = self.raw.get(name)
         if value is None:
             return default
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise CheckpointError(f"config.json: {name} must be a number, got {value!r}")
+        # Compared before it is converted: an integer of JSON may be too large for a float.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not smallest <= value <= LARGEST_NUMBER:
+            kind = "positive number" if smallest else "number of at least 0"
+            raise CheckpointError(f"config.json: {name} must be a {kind}, got {_shown(value)}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -181,6 +196,13 @@ class _Fields:
     def nested(self, name: str) -> _Fields:
         value = self.raw.get(name)
         return _Fields(value if isinstance(value, Mapping) else {})
+
+
+def _shown(value: object) -> str:
+    """Short enough for a line; Python does not even print integers of more than 4,300 digits."""
+    if isinstance(value, int) and abs(value) > 10**18:
+        return "more than 10^18" if value > 0 else "less than -10^18"
+    return repr(value)[:80]
 
 
 def _read_json(path: Path) -> JsonObject:
@@ -239,20 +261,25 @@ def _rope(fields: _Fields, head_dim: int) -> RopeConfig:
     scaling = fields.nested("rope_parameters")
     if not scaling.raw:
         scaling = fields.nested("rope_scaling")
-    theta = scaling.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    theta = scaling.positive("rope_theta", fields.positive("rope_theta", 10_000.0))
+    if theta <= 1:
+        raise CheckpointError(f"config.json: rope_theta must be above 1, got {theta}")
     kind = scaling.raw.get("rope_type") or scaling.raw.get("type") or "default"
     # Dynamic NTK scaling changes nothing within max_position_embeddings, and no sequence here is longer.
     if kind in ("default", "dynamic"):
         return RopeConfig(theta)
     if kind == "linear":
-        return RopeConfig(theta, "linear", scaling.number("factor", 1.0))
+        return RopeConfig(theta, "linear", scaling.positive("factor", 1.0))
     if kind == "llama3":
+        low, high = scaling.positive("low_freq_factor", 1.0), scaling.positive("high_freq_factor", 4.0)
+        if low >= high:
+            raise CheckpointError(f"config.json: low_freq_factor {low} must be below high_freq_factor {high}")
         return RopeConfig(
             theta,
             "llama3",
-            scaling.number("factor", 8.0),
-            scaling.number("low_freq_factor", 1.0),
-            scaling.number("high_freq_factor", 4.0),
+            scaling.positive("factor", 8.0),
+            low,
+            high,
             scaling.integer("original_max_position_embeddings", 8192),
         )
     if kind == "yarn":
@@ -266,7 +293,7 @@ def _rope(fields: _Fields, head_dim: int) -> RopeConfig:
 def _yarn(theta: float, scaling: _Fields, fields: _Fields) -> RopeConfig:
     max_position = fields.integer("max_position_embeddings", 2048)
     original = scaling.integer("original_max_position_embeddings", max_position)
-    factor = scaling.number("factor", max_position / original)
+    factor = scaling.positive("factor", max_position / original)
     mscale, mscale_all = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
     if mscale and mscale_all:
         attention_factor = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all)
@@ -280,7 +307,7 @@ def _yarn(theta: float, scaling: _Fields, fields: _Fields) -> RopeConfig:
         beta_fast=scaling.number("beta_fast", 32.0) or 32.0,
         beta_slow=scaling.number("beta_slow", 1.0) or 1.0,
         truncate=scaling.flag("truncate", True),
-        attention_factor=scaling.number("attention_factor", attention_factor),
+        attention_factor=scaling.positive("attention_factor", attention_factor),
     )
 
 
@@ -294,14 +321,14 @@ def _longrope(theta: float, scaling: _Fields, fields: _Fields, head_dim: int) ->
     factors = scaling.raw.get("short_factor")
     if not isinstance(factors, list) or len(factors) != head_dim // 2 or not all(_is_positive(f) for f in factors):
         raise CheckpointError(f"config.json: short_factor must be {head_dim // 2} positive numbers")
-    factor = scaling.number("factor", max_position / original)
+    factor = scaling.positive("factor", max_position / original)
     attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     return RopeConfig(
         theta,
         "longrope",
         factor,
         original_max_position=original,
-        attention_factor=scaling.number("attention_factor", attention_factor),
+        attention_factor=scaling.positive("attention_factor", attention_factor),
         pair_factors=tuple(map(float, factors)),
     )
 

@@ -1,17 +1,19 @@
 """Compiles Numba's kernels once per machine, also if many workers start at the same time.
 
 Numba caches compiled kernels on disk, but does not prevent several processes from compiling the same kernels at once,
-which takes each of them many seconds. Here the first process compiles; the others wait and then find everything in the
-cache. This module knows nothing of the kernels: everything compiled within ``compile_once`` is compiled in turn.
+which takes each of them many seconds. Here the first process compiles. The others wait, however long it takes, and then
+find everything in the cache: the first process touches the lock's file for every function that it compiles. This module
+knows nothing of the kernels: everything compiled within ``compile_once`` is compiled in turn.
 """
 
 from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,24 +22,31 @@ from numba.core.event import Listener, install_listener
 _log = logging.getLogger(__name__)
 
 LOCK_NAME = "kvrelay-compiling.lock"
-MAX_WAIT_S = 120.0
+MAX_SILENCE_S = 120.0
+"""A function takes seconds even on a busy machine; after this time the compiling process has been stopped."""
 POLL_INTERVAL_S = 0.05
+REPORT_INTERVAL_S = 30.0
 
 
 @contextmanager
 def compile_once(
-    cache: Path, max_wait_s: float = MAX_WAIT_S, sleep: Callable[[float], None] = time.sleep
+    cache: Path,
+    max_silence_s: float = MAX_SILENCE_S,
+    sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.monotonic,
 ) -> Iterator[None]:
     """Compile kernels that are cached in the directory ``cache`` while no other process does.
 
-    A later process waits at most ``max_wait_s``, then continues in parallel with the others that waited: nothing should
-    be left to compile. The lock is the kernel's (flock): it ends with the process that holds it.
+    A later process waits until the first has finished, or has compiled nothing for ``max_silence_s``. Then it continues
+    in parallel with the others that waited: nothing should be left to compile. The lock is the kernel's (flock): it
+    ends with the process that holds it.
     """
     with _lock_file(cache) as lock:
         if lock is not None and not _try_lock(lock, fcntl.LOCK_EX):
-            _wait_for_share(lock, max_wait_s, sleep)
-        with install_listener("numba:compile", _Announcement()):
+            _wait_for_share(lock, max_silence_s, sleep, now)
+        with install_listener("numba:compile", announcement := _Announcement(lock, now)):
             yield
+        announcement.end()
 
 
 @contextmanager
@@ -64,22 +73,43 @@ def _try_lock(lock: IO[bytes], kind: int) -> bool:
     return True
 
 
-def _wait_for_share(lock: IO[bytes], max_wait_s: float, sleep: Callable[[float], None]) -> None:
-    deadline_s = time.monotonic() + max_wait_s
-    while not _try_lock(lock, fcntl.LOCK_SH) and time.monotonic() < deadline_s:
+def _wait_for_share(
+    lock: IO[bytes], max_silence_s: float, sleep: Callable[[float], None], now: Callable[[], float]
+) -> None:
+    began_s = progress_s = reported_s = now()
+    progress = os.fstat(lock.fileno()).st_mtime_ns
+    while not _try_lock(lock, fcntl.LOCK_SH):
+        current, now_s = os.fstat(lock.fileno()).st_mtime_ns, now()
+        if current != progress:
+            progress, progress_s = current, now_s
+        elif now_s - progress_s >= max_silence_s:
+            _log.warning("the process that compiles kernels makes no progress: compiling them here")
+            return
+        if now_s - reported_s >= REPORT_INTERVAL_S:
+            reported_s = now_s
+            _log.warning("another process compiles kernels for this machine: waiting for %.0f s", now_s - began_s)
         sleep(POLL_INTERVAL_S)
 
 
 class _Announcement(Listener):  # type: ignore[misc]
-    """Logs once why a start takes so long."""
+    """Logs once why a start takes so long, and how long it took. Shows progress to waiting processes."""
 
-    def __init__(self) -> None:
-        self._is_made = False
+    def __init__(self, lock: IO[bytes] | None, now: Callable[[], float]) -> None:
+        self._lock = lock
+        self._now = now
+        self._began_s: float | None = None
 
     def on_start(self, event: Any) -> None:
-        if not self._is_made:
-            self._is_made = True
-            _log.warning("compiling kernels for this machine, once: about 15 s")
+        if self._began_s is None:
+            self._began_s = self._now()
+            _log.warning("compiling kernels for this machine, once: about 15 s, longer on a busy machine")
+        if self._lock is not None:
+            with suppress(OSError):
+                os.utime(self._lock.fileno())
 
     def on_end(self, event: Any) -> None:
         pass
+
+    def end(self) -> None:
+        if self._began_s is not None:
+            _log.warning("compiled kernels in %.0f s", self._now() - self._began_s)

@@ -1,0 +1,138 @@
+"""An engine computes on the thread that loaded it, so that OpenMP has one team of threads and not two."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tests.patience import PATIENCE_S
+
+from kvrelay.config import EngineConfig, MockConfig, RunnerConfig
+from kvrelay.core.sampling import SamplingParams
+from kvrelay.engine.request import Request
+from kvrelay.engine.step import ModelOutput, SchedulerOutput
+from kvrelay.engine.thread import EngineThread
+from kvrelay.errors import CheckpointError
+from kvrelay.executors.mock import MockExecutor
+from kvrelay.executors.settings import ExecutorSettings
+from kvrelay.launch import worker_process
+from kvrelay.launch.worker_process import load_engine
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+CONFIG = EngineConfig(num_blocks=64, max_num_seqs=4, max_num_batched_tokens=64)
+SETTINGS = ExecutorSettings(Path("none"), CONFIG, RunnerConfig(), MockConfig(speedup_ratio=0))
+
+
+class Noting(MockExecutor):
+    """Knows which threads used it."""
+
+    def __init__(self, settings: ExecutorSettings) -> None:
+        self.threads = [threading.get_ident()]
+        super().__init__(settings.engine, settings.mock, vocab_size=100, max_model_len=256)
+
+    def warm_up(self) -> None:
+        self.threads.append(threading.get_ident())
+
+    def execute(self, work: SchedulerOutput) -> ModelOutput:
+        self.threads.append(threading.get_ident())
+        return super().execute(work)
+
+
+def answered(engine: EngineThread) -> None:
+    """Run one request."""
+    done = threading.Event()
+    engine.start(lambda step: done.set() if any(o.finish_reason for o in step.outputs) else None, lambda error: None)
+    engine.post(lambda core: core.add_request(Request("r", [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))))
+    assert done.wait(PATIENCE_S)
+
+
+def test_one_thread_loads_warms_up_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Noting] = []
+
+    def build(name: str, settings: ExecutorSettings) -> Noting:
+        made.append(Noting(settings))
+        return made[0]
+
+    monkeypatch.setattr(worker_process, "build_executor", build)
+    engine = load_engine("mock", SETTINGS, "w", seed=0)
+    answered(engine)
+    assert engine.close(PATIENCE_S)
+    assert len(made[0].threads) > 3
+    assert len(set(made[0].threads)) == 1
+    assert threading.get_ident() not in made[0].threads
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "engine"]
+
+
+def test_an_engine_that_never_starts_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "build_executor", lambda name, settings: Noting(settings))
+    engine = load_engine("mock", SETTINGS, "w", seed=0)
+    assert len(engine_threads()) == 1
+    assert engine.close(PATIENCE_S)
+    assert engine_threads() == []
+
+
+def test_a_failed_load_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, settings: ExecutorSettings) -> Noting:
+        raise CheckpointError("torn")
+
+    monkeypatch.setattr(worker_process, "build_executor", fail)
+    with pytest.raises(CheckpointError, match="torn"):
+        load_engine("mock", SETTINGS, "w", seed=0)
+
+
+STEPS = """
+import os, threading
+from kvrelay import LLM, SamplingParams
+
+def native_threads():
+    python = {thread.native_id for thread in threading.enumerate()}
+    return {int(name) for name in os.listdir("/proc/self/task")} - python
+
+with LLM(dtype="float32", num_blocks=256, max_num_seqs=16, num_threads=2, device="cpu") as llm:
+    before = native_threads()
+    prompts = [[20 + (row * 31 + i * 7) % 400 for i in range(200)] for row in range(16)]
+    llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+    after = native_threads()
+print(len(before), len(after - before))
+"""
+
+
+@linux_only
+def test_steps_start_no_compute_threads() -> None:
+    """Warming up has started all of them: those of the team of the thread that loaded the model."""
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    num_warm, num_started = map(int, done.stdout.split())
+    assert num_warm > 0
+    assert num_started == 0
+
+
+RANKS = """
+import os
+from kvrelay import LLM, SamplingParams
+
+with LLM(dtype="float32", num_blocks=256, max_num_seqs=16, num_threads=4, tp=2, device="cpu") as llm:
+    (worker,) = llm._async.cluster.workers
+    pids = worker._engine._core.executor.rank_pids
+    before = [set(os.listdir(f"/proc/{pid}/task")) for pid in pids]
+    prompts = [[20 + (row * 31 + i * 7) % 400 for i in range(200)] for row in range(16)]
+    llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+    after = [set(os.listdir(f"/proc/{pid}/task")) for pid in pids]
+print(min(map(len, before)), sum(len(later - earlier) for earlier, later in zip(before, after)))
+"""
+
+
+@linux_only
+@pytest.mark.slow
+def test_steps_start_no_compute_threads_in_ranks() -> None:
+    done = subprocess.run([sys.executable, "-c", RANKS], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    num_warm, num_started = map(int, done.stdout.split())
+    assert num_warm > 1
+    assert num_started == 0
