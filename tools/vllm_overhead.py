@@ -17,9 +17,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.own_cluster import figures, measure_load, medians, random_load
+
 from kvrelay.bench.cases import Case, CaseTimes, running, turns_of
 from kvrelay.bench.client.connection import Target
-from kvrelay.bench.own_cluster import figures, measure_load, medians, random_load
 from kvrelay.bench.report.table import table
 
 TIMES = CaseTimes(start_s=600.0)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.suite import Step, SuiteReport, run_steps, top_figures, write_sample_conversations, write_suite
 
 from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
 from kvrelay.bench.client.connection import ConnectionPool
@@ -24,7 +25,6 @@ from kvrelay.bench.interference import (
 )
 from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, ServeReport, serve_report
 from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult, Slo
-from kvrelay.bench.suite import Step, SuiteReport, run_steps, top_figures, write_sample_conversations, write_suite
 from kvrelay.bench.sweep import CaseSweep, KneeOptions, knee_search, plot_sweep, sweep_case, sweep_markdown
 from kvrelay.errors import InvalidInputError
 

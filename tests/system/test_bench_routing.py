@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from benchmarks.routing import RoutingLoad, _schedule, _summarise
 from tests.system.serving import kvrelay, kvrelay_here
-
-from kvrelay.bench.routing import RoutingLoad, _schedule, _summarise
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

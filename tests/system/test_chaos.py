@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from tests.chaos.plan import FaultKind, make_plan
 from tests.system.serving import kvrelay
-
-from kvrelay.bench.chaos.plan import FaultKind, make_plan
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1300)]
 

@@ -69,8 +69,9 @@ def bench_chaos(model: str | None, as_json: bool, **given: Any) -> None:
 
     Example: kvrelay bench chaos --duration 60 --seed 7 --engine mock
     """
-    from kvrelay.bench.chaos.report import chaos_text
-    from kvrelay.bench.chaos.run import ChaosOptions, run_chaos
+    from tests.chaos.report import chaos_text
+    from tests.chaos.run import ChaosOptions, run_chaos
+
     from kvrelay.bench.report.files import print_result
     from kvrelay.launch.models import resolve_model
 

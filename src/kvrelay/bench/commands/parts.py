@@ -40,7 +40,7 @@ def bench_engine(
     Example: kvrelay bench engine ./model --num-prompts 128 --input-len 128 --output-len 64
              kvrelay bench engine --tp 2 --num-threads 2 --beside-one-process
     """
-    from kvrelay.bench.parts.engine import (
+    from kvrelay.bench.engine import (
         BatchLoad,
         engine_text,
         run_engine_benchmark,
@@ -81,7 +81,7 @@ def bench_frontend(**given: Any) -> None:
 
     Example: kvrelay bench frontend --workers 4 --rounds 3
     """
-    from kvrelay.bench.frontend import measure_frontend
+    from benchmarks.frontend import measure_frontend
 
     measure_frontend(given)
 
@@ -121,8 +121,9 @@ def bench_router(as_json: bool, **given: Any) -> None:
     \b
     Example: kvrelay bench router --trace conversation.jsonl --max-blocks 10000000
     """
-    from kvrelay.bench.parts.router import measure_router
-    from kvrelay.bench.parts.router_text import router_text
+    from benchmarks.router import measure_router
+    from benchmarks.router_text import router_text
+
     from kvrelay.bench.report.files import print_result
 
     benchmark = measure_router(given)
@@ -147,7 +148,7 @@ def bench_routing(**given: Any) -> None:
 
     Example: kvrelay bench routing --policies kv,round-robin,least-loaded --rounds 1
     """
-    from kvrelay.bench.routing import measure_routing
+    from benchmarks.routing import measure_routing
 
     measure_routing(given)
 
@@ -190,11 +191,11 @@ def bench_burst(**given: Any) -> None:
     Example: kvrelay bench burst --rounds 3 --variant 'long queue=--max-prefill-queue-size 1000'
     """
     if given["warm"]:
-        from kvrelay.bench.warm_burst import measure_warm_burst
+        from benchmarks.warm_burst import measure_warm_burst
 
         measure_warm_burst(given)
         return
-    from kvrelay.bench.burst import measure_burst
+    from benchmarks.burst import measure_burst
 
     measure_burst(given)
 
@@ -230,8 +231,8 @@ def bench_transfer(
     Example: kvrelay bench transfer --total-mib 256
              kvrelay bench transfer --beside-compute --transport shm --rounds 15
     """
-    from kvrelay.bench.parts.transfer import run_transfer_benchmark, transfer_text
     from kvrelay.bench.report.files import print_result
+    from kvrelay.bench.transfer import run_transfer_benchmark, transfer_text
 
     config = SettingsSource((TransferConfig,), config_file, flags).build(TransferConfig)
     if peers:
@@ -242,7 +243,7 @@ def bench_transfer(
         return
     if config.transport == "p2p":
         # Imported only then: the module loads torch.
-        from kvrelay.bench.parts.p2p import p2p_text, run_p2p_benchmark
+        from benchmarks.p2p import p2p_text, run_p2p_benchmark
 
         compared = run_p2p_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
         print_result(compared, p2p_text(compared), as_json)
@@ -284,7 +285,8 @@ def bench_dp(as_json: bool, **given: Any) -> None:
              kvrelay bench dp --group 2
              kvrelay bench dp --group 2 --faults
     """
-    from kvrelay.bench.parts.dp import dp_text, run_dp_benchmark
+    from benchmarks.dp import dp_text, run_dp_benchmark
+
     from kvrelay.bench.parts.dp_simulation import Load
     from kvrelay.bench.report.files import print_result
 
@@ -316,7 +318,8 @@ def bench_dp(as_json: bool, **given: Any) -> None:
 
 
 def _print_group(size: int, num_requests: int, idle_s: float, as_json: bool) -> None:
-    from kvrelay.bench.parts.dp_group import group_text, run_group_benchmark
+    from benchmarks.dp_group import group_text, run_group_benchmark
+
     from kvrelay.bench.report.files import print_result
     from kvrelay.cli.processes import run_async
 
@@ -327,7 +330,8 @@ def _print_group(size: int, num_requests: int, idle_s: float, as_json: bool) -> 
 
 
 def _print_group_faults(size: int, rank_timeout_s: float, as_json: bool) -> None:
-    from kvrelay.bench.parts.dp_faults import faults_text, run_fault_benchmark
+    from benchmarks.dp_faults import faults_text, run_fault_benchmark
+
     from kvrelay.bench.report.files import print_result
     from kvrelay.cli.processes import run_async
 
@@ -336,7 +340,8 @@ def _print_group_faults(size: int, rank_timeout_s: float, as_json: bool) -> None
 
 
 def _print_beside_compute(config: TransferConfig, num_turns: int, mib_per_s: int, as_json: bool) -> None:
-    from kvrelay.bench.parts.beside_compute import beside_text, run_beside_compute
+    from benchmarks.beside_compute import beside_text, run_beside_compute
+
     from kvrelay.bench.report.files import print_result
     from kvrelay.data import bundled_checkpoint_path
 
@@ -345,8 +350,9 @@ def _print_beside_compute(config: TransferConfig, num_turns: int, mib_per_s: int
 
 
 def _print_peers(as_json: bool) -> None:
+    from benchmarks.p2p_peers import peers_text, run_peers_benchmark
+
     from kvrelay.bench.parts.p2p_contacts import contacts_text, simulate_contacts
-    from kvrelay.bench.parts.p2p_peers import peers_text, run_peers_benchmark
     from kvrelay.bench.report.files import print_result
 
     costs = run_peers_benchmark()

@@ -186,7 +186,7 @@ def interference_command(**given: Any) -> None:
              kvrelay bench interference --policies cost,threshold,threshold:1024,always --rates 0.5,2,6
     """
     if given["policies"] or given["rates"]:
-        from kvrelay.bench.goodput import measure_goodput
+        from benchmarks.goodput import measure_goodput
 
         measure_goodput(given)
         return

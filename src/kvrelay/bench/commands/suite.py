@@ -23,6 +23,6 @@ def all_command(model_dir: str | None, short: bool, only: str, output_dir: Path,
     \b
     Example: kvrelay bench all --short
     """
-    from kvrelay.bench.suite import run_all
+    from benchmarks.suite import run_all
 
     run_all(model_dir, short, only, output_dir, start_timeout)

@@ -1,0 +1,111 @@
+"""The peer-to-peer transport beside the others and beside raw gloo, in one run.
+
+Every contender has a peer process of its own, all alive at once, and they take turns within each round, so that what
+else the machine does hits all of them alike. It owns the turns; ``transfer`` moves bytes, ``raw_gloo`` sends messages.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+
+import msgspec
+from benchmarks.raw_gloo import raw_gloo
+
+from kvrelay.bench.report.table import table
+from kvrelay.bench.transfer import mover
+from kvrelay.config import TransferConfig, load_settings
+
+RAW = "raw gloo"
+SIZES = (16384, 65536, 262144, 1048576, 8388608)
+CONTENDERS = ("PUT", "PUT_ASYNC", "GET", "nixl", "shm", RAW)
+
+Move = Callable[[int, int], float]
+"""(bytes of a piece, bytes in all) to seconds."""
+
+
+class P2pRow(msgspec.Struct, frozen=True):
+    """Medians. ``bytes_per_s``: many pieces of ``piece_bytes`` in one transfer; raw gloo: messages of that size.
+    ``alone_s``: one piece alone. ``of_raw``: the speed over raw gloo's, by rounds."""
+
+    contender: str
+    piece_bytes: int
+    bytes_per_s: float
+    of_raw: float
+    alone_s: float
+
+
+class P2pBenchmark(msgspec.Struct, frozen=True):
+    total_bytes: int
+    num_rounds: int
+    rows: tuple[P2pRow, ...]
+
+
+def p2p_text(result: P2pBenchmark) -> str:
+    """The figures as a table."""
+    rows = (
+        (
+            row.contender,
+            f"{row.piece_bytes / 1024:g} KiB",
+            f"{row.bytes_per_s / 1e9:.2f}",
+            f"{row.of_raw:.0%}",
+            f"{row.alone_s * 1e6:.0f}",
+        )
+        for row in result.rows
+    )
+    title = f"writes of {result.total_bytes / 2**20:g} MiB in pieces, {result.num_rounds} rounds in turns"
+    return f"{title}\n\n{table(('transport', 'piece', 'GB/s', 'of raw gloo', 'us alone'), rows)}"
+
+
+def run_p2p_benchmark(
+    config: TransferConfig,
+    *,
+    contenders: Sequence[str] = CONTENDERS,
+    sizes: Sequence[int] = SIZES,
+    total_bytes: int = 32 * 1024 * 1024,
+    num_rounds: int = 7,
+) -> P2pBenchmark:
+    """Raises TransferError. Takes 8 * ``total_bytes`` of memory per contender that is no raw gloo."""
+    with ExitStack() as stack:
+        moves = {name: stack.enter_context(_contender(name, config, max(sizes), total_bytes)) for name in contenders}
+        rows: list[P2pRow] = []
+        for size in sizes:
+            rows += _measure(moves, size, total_bytes, num_rounds)
+    return P2pBenchmark(total_bytes, num_rounds, tuple(rows))
+
+
+@contextmanager
+def _contender(name: str, config: TransferConfig, max_size: int, total_bytes: int) -> Iterator[Move]:
+    if name == RAW:
+        with raw_gloo(max_size) as gloo:
+            yield gloo.move
+        return
+    is_p2p = name in ("PUT", "PUT_ASYNC", "GET")
+    changes = {"transport": "p2p", "send_type": name} if is_p2p else {"transport": name}
+    with mover(load_settings(TransferConfig, environ={}, flags={**asdict(config), **changes}), total_bytes) as move:
+        yield move
+
+
+def _measure(moves: dict[str, Move], size: int, total_bytes: int, num_rounds: int) -> list[P2pRow]:
+    many: dict[str, list[float]] = {name: [] for name in moves}
+    alone: dict[str, list[float]] = {name: [] for name in moves}
+    for number in range(num_rounds + 1):
+        for name, move in moves.items():
+            seconds, single = move(size, total_bytes), move(size, size)
+            if number:  # the first round warms up
+                many[name].append(seconds)
+                alone[name].append(single)
+    num_bytes = total_bytes // size * size
+    raw = many.get(RAW)
+    return [
+        P2pRow(
+            contender=name,
+            piece_bytes=size,
+            bytes_per_s=num_bytes / statistics.median(seconds),
+            of_raw=statistics.median(r / s for r, s in zip(raw, seconds, strict=True)) if raw else 0.0,
+            alone_s=statistics.median(alone[name]),
+        )
+        for name, seconds in many.items()
+    ]
