@@ -58,13 +58,13 @@ test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on eac
 	@$(BIN)/python tools/busy_suite.py --runs $(RUNS) -- $(PYTEST) $(ARGS)
 
 check: env  ## ruff, mypy and import-linter
-	@$(BIN)/ruff format --check src tests tools
-	@$(BIN)/ruff check src tests tools
+	@$(BIN)/ruff format --check src tests tools benchmarks
+	@$(BIN)/ruff check src tests tools benchmarks
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 
 bench: env  ## the short form of all benchmarks, into bench-results/
-	@$(BIN)/kvrelay bench all --short $(ARGS)
+	@$(BIN)/python -m benchmarks all --short $(ARGS)
 
 dist: env  ## wheel and source distribution into dist/, checked, and the wheel installed apart and served from
 	@rm -rf dist build

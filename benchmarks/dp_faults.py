@@ -15,14 +15,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import msgspec
 import psutil
 from tests.chaos.answers import KnownPrompt
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 
-from kvrelay.bench.report.files import describe_machine
+from benchmarks.dp_group import group_cluster, group_option
+from kvrelay.bench.report.files import describe_machine, print_result
 from kvrelay.bench.report.table import table
+from kvrelay.cli.options import json_option
+from kvrelay.cli.processes import run_async
 from kvrelay.errors import FatalError
 from kvrelay.launch.admin import cluster_status
 
@@ -64,6 +68,19 @@ FAULTS: tuple[tuple[str, signal.Signals, Pick], ...] = (
 )
 
 
+@click.command()
+@group_option
+@click.option("--rank-timeout-s", default=3.0, type=click.FloatRange(0.2), help="Of the group.")
+@json_option
+def dp_faults(ranks: int, rank_timeout_s: float, as_json: bool) -> None:
+    """Processes of a group are killed and stopped, idle and under load: how soon it has ended.
+
+    Example: python -m benchmarks dp-faults
+    """
+    report = run_async(run_fault_benchmark(ranks, rank_timeout_s))
+    print_result(report, faults_text(report), as_json)
+
+
 async def run_fault_benchmark(num_ranks: int, rank_timeout_s: float) -> GroupFaults:
     """Raises FatalError if the group does not start, does not end, or does not come back."""
     from kvrelay.executors.torch.checkpoints import make_model
@@ -71,9 +88,7 @@ async def run_fault_benchmark(num_ranks: int, rank_timeout_s: float) -> GroupFau
     with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as directory:
         model = Path(directory) / "mixtral"
         await asyncio.to_thread(make_model, model, "mixtral", "tiny", dtype="float32")
-        flags = [str(model), "--dp", str(num_ranks), "--ep", "--dtype", "float32", "--num-threads", "1"]
-        flags += ["--num-blocks", "512", "--max-model-len", "512", "--rank-timeout-s", f"{rank_timeout_s:g}"]
-        cluster = ClusterUnderTest(flags, [], {"prefill": 0, "decode": 1}, 1)
+        cluster = group_cluster(model, num_ranks, rank_timeout_s)
         found = []
         async with cluster, ChaosClient(cluster.url, cluster.model) as client:
             for name, number, pick in FAULTS:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import psutil
 from tests.chaos.answers import KnownPrompt, Verdict
@@ -26,8 +28,10 @@ from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 from tests.chaos.report import AskedPrompt
 
-from kvrelay.bench.report.files import describe_machine
+from kvrelay.bench.report.files import describe_machine, print_result
 from kvrelay.bench.report.table import table
+from kvrelay.cli.options import json_option
+from kvrelay.cli.processes import run_async
 from kvrelay.errors import FatalError
 from kvrelay.launch.admin import cluster_status
 from kvrelay.llm import LLM, SamplingParams
@@ -73,14 +77,32 @@ class GroupBenchmark(msgspec.Struct, frozen=True):
     num_idle_processes: int
 
 
+group_option = click.option("--ranks", default=2, type=click.IntRange(2, 8), help="Size of the group.")
+
+
+@click.command()
+@group_option
+@click.option("--requests", default=200, type=click.IntRange(1), help="Of each pattern.")
+@click.option("--idle", default=10.0, type=click.FloatRange(0.1), help="Seconds of idleness.")
+@json_option
+def dp_group(ranks: int, requests: int, idle: float, as_json: bool) -> None:
+    """A group with spread experts under load, every answer checked; its CPU time when idle. Ends with 1 if an answer
+    was wrong.
+
+    Example: python -m benchmarks dp-group --requests 20
+    """
+    report = run_async(run_group_benchmark(ranks, requests, idle))
+    print_result(report, group_text(report), as_json)
+    if any(row.num_right < row.num_requests for row in report.rows):
+        sys.exit(1)
+
+
 async def run_group_benchmark(num_ranks: int, num_requests: int, idle_s: float) -> GroupBenchmark:
     """Each pattern with ``num_requests`` requests. Raises FatalError if the group does not start."""
     with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as directory:
         model = Path(directory) / "mixtral"
         prompts = await asyncio.to_thread(_prepare, model, 3 * num_requests)
-        flags = [str(model), "--dp", str(num_ranks), "--ep", "--dtype", "float32", "--num-threads", "1"]
-        flags += ["--num-blocks", "512", "--max-model-len", "512", "--rank-timeout-s", f"{RANK_TIMEOUT_S:g}"]
-        cluster = ClusterUnderTest(flags, [], {"prefill": 0, "decode": 1}, 1)
+        cluster = group_cluster(model, num_ranks, RANK_TIMEOUT_S)
         async with cluster, ChaosClient(cluster.url, cluster.model) as client:
             group = _Group(cluster, client)
             rows = [await group.measure("both ranks", prompts[:num_requests])]
@@ -89,6 +111,13 @@ async def run_group_benchmark(num_ranks: int, num_requests: int, idle_s: float) 
             await group.drain_all_but_one()
             rows.append(await group.measure("one rank", prompts[2 * num_requests :]))
     return GroupBenchmark(describe_machine(), num_ranks, tuple(rows), idle_s, *idle)
+
+
+def group_cluster(model: Path, num_ranks: int, rank_timeout_s: float) -> ClusterUnderTest:
+    """One group of decode workers with spread experts."""
+    flags = [str(model), "--dp", str(num_ranks), "--ep", "--dtype", "float32", "--num-threads", "1"]
+    flags += ["--num-blocks", "512", "--max-model-len", "512", "--rank-timeout-s", f"{rank_timeout_s:g}"]
+    return ClusterUnderTest(flags, [], {"prefill": 0, "decode": 1}, 1)
 
 
 def group_text(report: GroupBenchmark) -> str:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from benchmarks.own_cluster import figures, measure_load, medians, random_load, serve_command
+import click
 
-from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
+from benchmarks.options import parsed, rounds_option, serve_args_option
+from kvrelay.bench.client.connection import Target
 from kvrelay.bench.client.payload import BodyOptions
 from kvrelay.bench.client.service import cpu_seconds
-from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.table import table
-from kvrelay.cli.processes import run_async
+from kvrelay.bench.compare import (
+    Row,
+    figures,
+    finish,
+    fixed_load,
+    measure_load,
+    results_table,
+    serve_case,
+    summarise,
+    take_turns,
+)
+from kvrelay.cli.options import json_option, model_argument
 
 LOADS = {
     # name: prompt tokens, output tokens, requests at once, requests per turn
@@ -29,49 +37,56 @@ _FIGURES = {
     "ttft_p99_s": "ttft_s.p99",
     "failed": "failed",
 }
-_COLUMNS = ("server", "load", "req/s", "tok/s", "TTFT p50 ms", "p99", "CPU ms a request", "failed")
-
-Figures = dict[str, dict[str, float]]
-"""The figures of each load."""
-
-
-def measure_frontend(given: dict[str, Any]) -> None:
-    """``kvrelay bench frontend``: the cases in turns, and medians over the rounds."""
-    flags = f"--engine mock --speedup-ratio 0 --prefill 0 --decode {given['workers']}"
-    own = serve_command(given["model"], flags, given["serve_args"])
-    cases = (Case("kvrelay", command=own), *(parse_case(text) for text in given["urls"]))
-    check_names(cases)
-    turns: dict[str, list[Figures]] = {case.name: [] for case in cases}
-    for seed in range(given["rounds"]):
-        for case in cases:
-            turns[case.name].append(run_async(_turn(case, given["scale"], seed, given["plain"])))
-    results = {case: {load: medians([turn[load] for turn in own]) for load in LOADS} for case, own in turns.items()}
-    report = {"workers": given["workers"], "rounds": given["rounds"], "cases": results}
-    print_result(report, frontend_text(results), given["as_json"])
+_COLUMNS = {
+    "server": "case",
+    "load": "shown",
+    "req/s": "requests_per_s:,.0f",
+    "tok/s": "output_tokens_per_s:,.0f",
+    "TTFT p50 ms": "ttft_p50_s:ms.2f",
+    "p99": "ttft_p99_s:ms.2f",
+    "CPU ms a request": "cpu_per_request_s:ms.2f",
+    "failed": "failed:.0f",
+}
 
 
-async def _turn(case: Case, scale: float, seed: int, plain: bool) -> Figures:
-    """All loads against one server."""
-    turn: Figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        async with running(case, Path(folder), CaseTimes()) as target:
-            for name, (prompt, output, at_once, count) in LOADS.items():
-                label = name.replace(" ", "_")
-                spec = random_load(label, prompt, output, at_once, round(count * scale), vocab_size=400)
-                cpu_before_s = await cpu_seconds(target)
-                load = await measure_load(target, spec, body=BodyOptions(model="", plain=plain), seed=seed)
-                used_s = await cpu_seconds(target) - cpu_before_s
-                turn[name] = {**figures(load, _FIGURES), "cpu_per_request_s": used_s / load.successful}
-    return turn
+@click.command()
+@model_argument
+@click.option("--workers", default=4, type=click.IntRange(1, 64), help="Mock workers behind the frontend.")
+@rounds_option
+@click.option("--scale", default=1.0, type=click.FloatRange(0.01, 100), help="Multiplies the number of requests.")
+@click.option("--url", "urls", multiple=True, help="NAME=URL of another server, measured in the same run; repeatable.")
+@click.option("--plain", is_flag=True, help="Send only fields that OpenAI's own API knows, to every server.")
+@serve_args_option
+@json_option
+def frontend(
+    model: str | None, workers: int, rounds: int, scale: float, plain: bool, as_json: bool, **given: Any
+) -> None:
+    """A frontend with mock workers: requests/s, streamed tokens/s, time to the first token, CPU time of the process
+    that answers, where its /metrics tell.
 
+    Example: python -m benchmarks frontend --rounds 1 --scale 0.1
+    """
+    body = BodyOptions(model="", plain=plain)
 
-def frontend_text(cases: dict[str, Figures]) -> str:
-    """The medians as a table."""
-    rows = []
-    for case, turn in cases.items():
-        for load, (prompt, output, at_once, _) in LOADS.items():
-            found = turn[load]
-            rates = (f"{found['requests_per_s']:,.0f}", f"{found['output_tokens_per_s']:,.0f}")
-            times = (f"{found[name] * 1e3:.2f}" for name in ("ttft_p50_s", "ttft_p99_s", "cpu_per_request_s"))
-            rows.append((case, f"{prompt}/{output}, {at_once} at once", *rates, *times, f"{found['failed']:.0f}"))
-    return "frontend with mock workers, medians\n\n" + table(_COLUMNS, rows, left=2)
+    async def measure(target: Target, row: Row) -> Row:
+        prompt, output, at_once, count = LOADS[row["load"]]
+        count = max(at_once, round(count * scale))
+        label = row["load"].replace(" ", "_")
+        spec = fixed_load(label, prompt, output, vocab_size=400, max_concurrency=at_once, num_requests=count)
+        cpu_before_s = await cpu_seconds(target)
+        load = await measure_load(target, spec, body=body, seed=row["round"] - 1)
+        used_s = await cpu_seconds(target) - cpu_before_s
+        return {**figures(load, _FIGURES), "cpu_per_request_s": used_s / load.successful}
+
+    arguments = f"--engine mock --speedup-ratio 0 {given['serve_args']}"
+    cases = [serve_case("kvrelay", model, arguments, f"--prefill 0 --decode {workers}"), *parsed(given["urls"])]
+    turns = take_turns(cases, rounds, measure, points=[{"load": name} for name in LOADS])
+    results = summarise(turns, {"failed": sum}, labels=("case", "load"))
+    for row in results:
+        prompt, output, at_once, _ = LOADS[row["load"]]
+        row["shown"] = f"{prompt}/{output}, {at_once} at once"
+    by_case: dict[str, Row] = {}
+    for row in results:
+        by_case.setdefault(row["case"], {})[row["load"]] = row
+    text = "frontend with mock workers, medians\n\n" + results_table(results, _COLUMNS, left=2)
+    finish({"workers": workers, "rounds": rounds, "cases": by_case}, text, turns, as_json)

@@ -10,12 +10,16 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from typing import Any
 
+import click
 import msgspec
-from benchmarks.raw_gloo import raw_gloo
 
+from benchmarks.raw_gloo import raw_gloo
+from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.table import table
 from kvrelay.bench.transfer import mover
+from kvrelay.cli.options import SettingsSource, field_options, json_option
 from kvrelay.config import TransferConfig, load_settings
 
 RAW = "raw gloo"
@@ -41,6 +45,21 @@ class P2pBenchmark(msgspec.Struct, frozen=True):
     total_bytes: int
     num_rounds: int
     rows: tuple[P2pRow, ...]
+
+
+@click.command()
+@click.option("--total-mib", default=64, type=click.IntRange(8, 16384), help="MiB moved per round.")
+@click.option("--rounds", default=7, type=click.IntRange(1, 1000), help="Rounds; the median is reported.")
+@field_options(TransferConfig, exclude=("transport", "send_type", "kv_checksums"))
+@json_option
+def p2p(total_mib: int, rounds: int, as_json: bool, **flags: Any) -> None:
+    """The send types of transport p2p beside nixl, shm and raw gloo, in turns.
+
+    Example: python -m benchmarks p2p --total-mib 64 --rounds 5
+    """
+    config = SettingsSource((TransferConfig,), None, flags).build(TransferConfig)
+    result = run_p2p_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
+    print_result(result, p2p_text(result), as_json)
 
 
 def p2p_text(result: P2pBenchmark) -> str:

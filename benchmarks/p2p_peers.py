@@ -12,10 +12,13 @@ import sys
 import time
 from collections.abc import Sequence
 
+import click
 import msgspec
 import numpy as np
 
+from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.table import table
+from kvrelay.cli.options import json_option
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.workers import KvMetadata
@@ -36,6 +39,17 @@ class PeersRow(msgspec.Struct, frozen=True):
     num_threads: int
     num_descriptors: int
     contact_s: float
+
+
+@click.command()
+@json_option
+def p2p_peers(as_json: bool) -> None:
+    """Memory, threads and descriptors with 0 to 64 peers connected, and the time of a first write.
+
+    Example: python -m benchmarks p2p-peers
+    """
+    rows = run_peers_benchmark()
+    print_result(rows, peers_text(rows), as_json)
 
 
 def peers_text(rows: Sequence[PeersRow]) -> str:

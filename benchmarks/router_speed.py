@@ -10,12 +10,11 @@ import gc
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
-from benchmarks.trace_replay import simulated_load, simulated_worker_info
 
+from benchmarks.trace_replay import simulated_load, simulated_worker_info
 from kvrelay.config import RouterConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_codec import decode_events, encode_events
@@ -31,53 +30,8 @@ VOCABULARY = 128_000
 MATCHED_BLOCKS = 512
 CHAIN_BLOCKS = 512
 _T = TypeVar("_T")
-
-
-class Latency(msgspec.Struct, frozen=True):
-    """Of many single calls, in microseconds."""
-
-    p50_us: float
-    p99_us: float
-
-
-class EventRates(msgspec.Struct, frozen=True):
-    """Events of ``blocks_per_event`` blocks each, applied to the index; ``from_frames``: decoding and ordering too."""
-
-    blocks_per_event: int
-    stored_per_s: float
-    removed_per_s: float
-    from_frames_per_s: float
-    stored_blocks_per_s: float
-
-
-class SpeedReport(msgspec.Struct, frozen=True):
-    """The scenario's figures. ``find_stairs``: the worst case, every worker's prefix ends at a different depth."""
-
-    num_workers: int
-    blocks_per_worker: int
-    hash_8192_list: Latency
-    hash_8192_array: Latency
-    find_512: Latency
-    find_stairs: Latency
-    find_nothing: Latency
-    decision_8192: Latency
-    decision_128: Latency
-    events: tuple[EventRates, ...]
-    remove_worker: Latency
-    bytes_per_block: float
-    bytes_per_block_and_worker: float
-
-
-class GrowthRow(msgspec.Struct, frozen=True):
-    """One size of cluster. ``memory_mib`` is the index's."""
-
-    num_workers: int
-    num_blocks: int
-    find_512: Latency
-    decision_8192: Latency
-    store_8: Latency
-    remove_worker_us: float
-    memory_mib: float
+Latency = dict[str, float]
+"""``p50_us`` and ``p99_us`` of many single calls, in microseconds."""
 
 
 # -- one scenario -----------------------------------------------------------------------------------------------------
@@ -110,8 +64,8 @@ class _Scenario:
             index.apply_event(name, event)
 
 
-def measure_speed(num_workers: int, blocks_per_worker: int, repeats: int) -> SpeedReport:
-    """The figures of the scenario."""
+def measure_speed(num_workers: int, blocks_per_worker: int, repeats: int) -> dict[str, Any]:
+    """The figures of the scenario. ``find_stairs``: the worst case, every worker's prefix ends at a different depth."""
     scenario = _Scenario(num_workers, blocks_per_worker)
     tokens = scenario.shared_tokens[: MATCHED_BLOCKS * BLOCK_SIZE]
     array = np.array(tokens, dtype=np.uint32)
@@ -123,21 +77,21 @@ def measure_speed(num_workers: int, blocks_per_worker: int, repeats: int) -> Spe
     for number, name in enumerate(scenario.names):
         stairs.store(name, None, query[: MATCHED_BLOCKS - number * (MATCHED_BLOCKS // 2) // num_workers])
     per_block, per_pair = _memory(scenario, blocks_per_worker)
-    return SpeedReport(
-        num_workers=num_workers,
-        blocks_per_worker=blocks_per_worker,
-        hash_8192_list=_latency(lambda: compute_sequence_hashes(tokens, BLOCK_SIZE), repeats),
-        hash_8192_array=_latency(lambda: compute_sequence_hashes(array, BLOCK_SIZE), repeats),
-        find_512=_latency(lambda: index.find_matches(query), repeats),
-        find_stairs=_latency(lambda: stairs.find_matches(query), repeats),
-        find_nothing=_latency(lambda: index.find_matches(nothing), repeats),
-        decision_8192=_decisions(router, tokens, repeats),
-        decision_128=_decisions(router, tokens[:128], repeats),
-        events=tuple(_event_rates(scenario, size) for size in (8, 512)),
-        remove_worker=_removals(scenario),
-        bytes_per_block=per_block,
-        bytes_per_block_and_worker=per_pair,
-    )
+    return {
+        "num_workers": num_workers,
+        "blocks_per_worker": blocks_per_worker,
+        "hash_8192_list": _latency(lambda: compute_sequence_hashes(tokens, BLOCK_SIZE), repeats),
+        "hash_8192_array": _latency(lambda: compute_sequence_hashes(array, BLOCK_SIZE), repeats),
+        "find_512": _latency(lambda: index.find_matches(query), repeats),
+        "find_stairs": _latency(lambda: stairs.find_matches(query), repeats),
+        "find_nothing": _latency(lambda: index.find_matches(nothing), repeats),
+        "decision_8192": _decisions(router, tokens, repeats),
+        "decision_128": _decisions(router, tokens[:128], repeats),
+        "events": tuple(_event_rates(scenario, size) for size in (8, 512)),
+        "remove_worker": _removals(scenario),
+        "bytes_per_block": per_block,
+        "bytes_per_block_and_worker": per_pair,
+    }
 
 
 def _decisions(router: Router, tokens: list[int], repeats: int) -> Latency:
@@ -154,21 +108,22 @@ def _decisions(router: Router, tokens: list[int], repeats: int) -> Latency:
     return _summary(samples)
 
 
-def _event_rates(scenario: _Scenario, blocks_per_event: int) -> EventRates:
-    """Every worker stores all of its blocks, then removes them from the end; all workers in turn."""
+def _event_rates(scenario: _Scenario, blocks_per_event: int) -> dict[str, float]:
+    """Events a second. Every worker stores all of its blocks, then removes them from the end; all workers in turn.
+    ``from_frames``: decoding and ordering too."""
     stored = scenario.stored(blocks_per_event)
     removed = [(name, BlockRemoved(event.block_hashes[::-1])) for name, event in reversed(stored)]
     index = PrefixIndex()
     store_s = _apply_all(index, stored)
     remove_s = _apply_all(index, removed)
     num_blocks = sum(len(event.block_hashes) for _, event in stored)
-    return EventRates(
-        blocks_per_event=blocks_per_event,
-        stored_per_s=len(stored) / store_s,
-        removed_per_s=len(removed) / remove_s,
-        from_frames_per_s=len(stored) / _apply_frames(scenario.names, stored),
-        stored_blocks_per_s=num_blocks / store_s,
-    )
+    return {
+        "blocks_per_event": blocks_per_event,
+        "stored_per_s": len(stored) / store_s,
+        "removed_per_s": len(removed) / remove_s,
+        "from_frames_per_s": len(stored) / _apply_frames(scenario.names, stored),
+        "stored_blocks_per_s": num_blocks / store_s,
+    }
 
 
 def _apply_all(index: PrefixIndex, events: Sequence[tuple[str, KvEvent]]) -> float:
@@ -225,7 +180,7 @@ def _memory(scenario: _Scenario, blocks_per_worker: int) -> tuple[float, float]:
 # -- growth -----------------------------------------------------------------------------------------------------------
 
 
-def measure_growth(num_workers: int, num_blocks: int, repeats: int) -> GrowthRow:
+def measure_growth(num_workers: int, num_blocks: int, repeats: int) -> dict[str, Any]:
     """``num_blocks`` distinct blocks: 512 that all workers share, the rest spread over them in chains of 512."""
     rng = np.random.default_rng(2)
     names = [f"w{number:04d}" for number in range(num_workers)]
@@ -239,15 +194,15 @@ def measure_growth(num_workers: int, num_blocks: int, repeats: int) -> GrowthRow
         index.store(names[number % num_workers], None, _random_blocks(rng, CHAIN_BLOCKS))
     memory = index.memory_bytes()
     fresh = [_random_blocks(rng, 8) for _ in range(repeats)]
-    return GrowthRow(
-        num_workers=num_workers,
-        num_blocks=index.num_blocks,
-        find_512=_latency(lambda: index.find_matches(query), repeats),
-        decision_8192=_decisions(router, tokens, repeats),
-        store_8=_each(lambda blocks: index.store(names[0], None, blocks), fresh),
-        remove_worker_us=_each(index.remove_worker, names[-1:]).p50_us,
-        memory_mib=memory / 2**20,
-    )
+    return {
+        "num_workers": num_workers,
+        "num_blocks": index.num_blocks,
+        "find_512": _latency(lambda: index.find_matches(query), repeats),
+        "decision_8192": _decisions(router, tokens, repeats),
+        "store_8": _each(lambda blocks: index.store(names[0], None, blocks), fresh),
+        "remove_worker_us": _each(index.remove_worker, names[-1:])["p50_us"],
+        "memory_mib": memory / 2**20,
+    }
 
 
 # -- tools ------------------------------------------------------------------------------------------------------------
@@ -286,4 +241,4 @@ def _each(call: Callable[[_T], object], arguments: Sequence[_T]) -> Latency:
 
 def _summary(samples: list[float]) -> Latency:
     low, high = np.percentile(samples, [50, 99])
-    return Latency(p50_us=float(low) * 1e6, p99_us=float(high) * 1e6)
+    return {"p50_us": float(low) * 1e6, "p99_us": float(high) * 1e6}

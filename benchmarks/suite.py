@@ -11,9 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ import click
 import msgspec
 import numpy as np
 
-from kvrelay.bench.cases import Case, CaseTimes, running
+from kvrelay.bench.cases import CaseTimes, running
+from kvrelay.bench.commands.options import FILE
+from kvrelay.bench.compare import Row, serve_case
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.report.files import describe_machine, write_result, write_text
 from kvrelay.bench.report.table import table
+from kvrelay.cli.options import model_argument
 from kvrelay.cli.processes import run_async
 from kvrelay.core.child_process import start_child_process
 from kvrelay.errors import InvalidInputError, KvrelayError
@@ -37,119 +40,92 @@ _REASON_CHARS = 400
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One benchmark: arguments after ``kvrelay bench``. ``server`` is a command that runs meanwhile; its address
-    replaces ``{url}``."""
-
-    name: str
-    arguments: tuple[str, ...]
-    server: str | None = None
-    timeout_s: float = 420.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The result of a step. ``error`` None: it succeeded; its JSON is in ``<name>.json``."""
+    """One benchmark. ``command``: arguments after ``python -m``. With ``needs_server`` one with a prefill and a decode
+    worker runs meanwhile; its address replaces ``{url}``."""
 
     name: str
     command: str
-    seconds: float
-    error: str | None = None
-    figures: tuple[tuple[str, float], ...] = ()
+    needs_server: bool = False
+    timeout_s: float = 420.0
 
 
-@dataclass(frozen=True, slots=True)
-class SuiteReport:
-    """All steps, and the machine they ran on."""
+@click.command()
+@model_argument
+@click.option("--short", is_flag=True, help="Small counts and short runs: under 15 minutes on two cores.")
+@click.option("--only", default="", metavar="NAME,NAME,...", help="Run only these; default: all.")
+@click.option("--output-dir", type=FILE, default=Path("bench-results"))
+@click.option("--start-timeout", type=float, default=120.0, help="Seconds until a server is healthy.")
+def all_benchmarks(model: str | None, short: bool, only: str, output_dir: Path, start_timeout: float) -> None:
+    """Run all benchmarks, each as a process of its own; write JSON, a Markdown summary and plots.
 
-    kind: str
-    machine: str
-    started_at: str
-    steps: tuple[StepResult, ...]
-
-
-def run_all(model_dir: str | None, short: bool, only: str, folder: Path, start_timeout_s: float) -> None:
-    """``kvrelay bench all``. ``only``: names joined by commas, empty for all. Raises BenchError when a step failed."""
-    steps = all_steps(model_dir, short, folder)
+    Example: python -m benchmarks all --short
+    """
+    steps = all_steps(shlex.quote(model) if model else "", short, shlex.quote(str(output_dir)))
     wanted = [name.strip() for name in only.split(",") if name.strip()]
     unknown = set(wanted) - {step.name for step in steps}
     if unknown:
         raise InvalidInputError(f"no benchmark {', '.join(sorted(unknown))}: {', '.join(s.name for s in steps)}")
-    write_sample_conversations(folder / SAMPLE, 50_000 if short else 1_000_000)
-    started_at = datetime.now(UTC).isoformat(timespec="seconds")
-    finished: list[StepResult] = []
-
-    def done(result: StepResult) -> None:
-        finished.append(result)
-        click.echo(f"{result.name}: {result.error or 'ok'} ({result.seconds:.0f} s)", err=True)
-        write_suite(SuiteReport(SUITE_KIND, describe_machine(), started_at, tuple(finished)), folder)
-
-    run_steps(
-        [step for step in steps if not wanted or step.name in wanted],
-        sys.executable,
-        folder,
-        CaseTimes(start_timeout_s),
-        done,
-    )
-    click.echo(f"results: {folder / 'summary.md'}")
-    failed = [result.name for result in finished if result.error]
-    if failed:
+    write_sample_conversations(output_dir / SAMPLE, 50_000 if short else 1_000_000)
+    finished: list[Row] = []
+    for row in run_steps(
+        [step for step in steps if not wanted or step.name in wanted], output_dir, model, CaseTimes(start_timeout)
+    ):
+        finished.append(row)
+        click.echo(f"{row['name']}: {row['error'] or 'ok'} ({row['seconds']:.0f} s)", err=True)
+        write_suite(finished, output_dir)
+    click.echo(f"results: {output_dir / 'summary.md'}")
+    if failed := [row["name"] for row in finished if row["error"]]:
         raise BenchError(f"{len(failed)} of {len(finished)} benchmarks failed: {', '.join(failed)}")
 
 
-def all_steps(model_dir: str | None, short: bool, folder: Path) -> list[Step]:
-    """Every benchmark, in the order in which they run. The short form has fewer rounds and a smaller load."""
-    model = (model_dir,) if model_dir else ()
-    steps = [
-        Step("engine", ("engine", *model, *(("--runs", "2", "--num-prompts", "64") * short), "--json")),
-        Step("frontend", ("frontend", *model, *(("--rounds", "2", "--scale", "0.25") * short), "--json")),
-        Step("router", ("router", "--json")),
-        Step("transfer", ("transfer", *(("--rounds", "2") * short), "--json")),
+def all_steps(model: str, short: bool, folder: str) -> list[Step]:
+    """Those of ``kvrelay bench`` and the quick ones of ``benchmarks``, in the order in which they run. The short form
+    has fewer rounds and a smaller load."""
+    load = "--input-len 256 --output-len 64 --max-concurrency 16 --slo ttft=500,tpot=25"
+    load += f" --num-prompts {64 if short else 512} --plot {folder}/serve.png"
+    turns = "--rounds 2 --duration 12" if short else "--rounds 3 --duration 30"
+    interference = f"kvrelay bench interference {model} {turns} --output-dir {folder}/interference"
+    prefixes = f"{folder}/{SAMPLE} --cache-blocks 1000,10000 --plot {folder}/prefixes.png"
+    return [
+        Step("engine", f"kvrelay bench engine {model} {'--runs 2 --num-prompts 64' * short}"),
+        Step("frontend", f"benchmarks frontend {model} {'--rounds 2 --scale 0.25' * short}"),
+        Step("router", "benchmarks router"),
+        Step("transfer", f"kvrelay bench transfer {'--rounds 2' * short}"),
+        Step("prefixes", f"kvrelay bench prefixes {prefixes}"),
+        Step("serve", f"kvrelay bench serve --base-url {{url}} {load}", needs_server=True),
+        Step("interference", interference, timeout_s=420.0 if short else 1200.0),
     ]
-    plot = ("--plot", str(folder / "prefixes.png"))
-    steps.append(Step("prefixes", ("prefixes", str(folder / SAMPLE), "--cache-blocks", "1000,10000", *plot, "--json")))
-    load = ["--input-len", "256", "--output-len", "64", "--max-concurrency", "16", "--slo", "ttft=500,tpot=25"]
-    load += ["--num-prompts", "64" if short else "512", "--plot", str(folder / "serve.png"), "--json"]
-    serve = f"{shlex.quote(sys.executable)} -m kvrelay serve {shlex.quote(model_dir) if model_dir else ''}"
-    server = f"{serve} --prefill 1 --decode 1 --port {{port}}"
-    steps.append(Step("serve", ("serve", "--base-url", "{url}", *load), server))
-    turns = ("--rounds", "2", "--duration", "12") if short else ("--rounds", "3", "--duration", "30")
-    place = ("--output-dir", str(folder / "interference"), "--json")
-    steps.append(Step("interference", ("interference", *model, *turns, *place), timeout_s=420.0 if short else 1200.0))
-    return steps
 
 
 def run_steps(
-    steps: Sequence[Step], python: str, folder: Path, times: CaseTimes, done: Callable[[StepResult], None]
-) -> tuple[StepResult, ...]:
-    """Run step after step with results in ``folder``; ``done`` is called after each."""
-    results = []
+    steps: Sequence[Step], folder: Path, model: str | None, times: CaseTimes, python: str = sys.executable
+) -> Iterator[Row]:
+    """Run step after step with results in ``folder``."""
     for step in steps:
         begin = time.monotonic()
-        command = [python, "-m", "kvrelay", "bench", *step.arguments]
-        figures: tuple[tuple[str, float], ...] = ()
-        error = None
+        row: Row = {"name": step.name, "command": f"python -m {step.command} --json", "error": None, "figures": {}}
         try:
-            figures = run_async(_step(step, command, folder, times))
+            row["figures"] = run_async(_step(step, python, folder, model, times))
         except KvrelayError as exc:
-            error = exc.message
-        shown = shlex.join(["kvrelay", *command[3:]])
-        results.append(StepResult(step.name, shown, time.monotonic() - begin, error, figures))
-        done(results[-1])
-    return tuple(results)
+            row["error"] = exc.message
+        yield {**row, "seconds": time.monotonic() - begin}
 
 
-async def _step(step: Step, command: list[str], folder: Path, times: CaseTimes) -> tuple[tuple[str, float], ...]:
-    if step.server is None:
+async def _step(step: Step, python: str, folder: Path, model: str | None, times: CaseTimes) -> dict[str, float]:
+    command = [python, "-m", *shlex.split(step.command), "--json"]
+    if not step.needs_server:
         return _finish(step, command, folder)
-    async with running(Case(step.name, command=step.server), folder / "logs", times) as target:
+    case = serve_case(step.name, model, "", "--prefill 1 --decode 1")
+    async with running(case, folder / "logs", times) as target:
         return _finish(step, [part.replace("{url}", target.url) for part in command], folder)
 
 
-def _finish(step: Step, command: list[str], folder: Path) -> tuple[tuple[str, float], ...]:
+def _finish(step: Step, command: list[str], folder: Path) -> dict[str, float]:
     """Run the process to its end, keep its output, and take the figures from its JSON."""
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    log = folder / "logs" / f"{step.name}.stderr"
+    log.parent.mkdir(parents=True, exist_ok=True)
     with (
-        (folder / "logs" / f"{step.name}.stderr").open("wb") as errors,
+        log.open("wb") as errors,
         start_child_process(command, stdout=subprocess.PIPE, stderr=errors, death_signal=signal.SIGTERM) as process,
     ):
         try:
@@ -157,51 +133,45 @@ def _finish(step: Step, command: list[str], folder: Path) -> tuple[tuple[str, fl
         except subprocess.TimeoutExpired as exc:
             raise BenchError(f"did not end within {step.timeout_s:g} s") from exc
         finally:
-            _end_group(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     text = printed.decode("utf-8", "replace")
     if text.strip():
         write_text(folder / f"{step.name}.json", text)
     if process.returncode:
-        tail = (folder / "logs" / f"{step.name}.stderr").read_text(errors="replace").strip()[-_REASON_CHARS:]
-        last = tail.splitlines()[-1] if tail else "it printed no reason"
-        raise BenchError(f"exit code {process.returncode}: {last}")
+        tail = log.read_text(errors="replace").strip()[-_REASON_CHARS:].splitlines()
+        raise BenchError(f"exit code {process.returncode}: {tail[-1] if tail else 'it printed no reason'}")
     try:
         return top_figures(msgspec.json.decode(printed))
     except msgspec.DecodeError as exc:
         raise BenchError(f"printed something that is not JSON: {exc}") from exc
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
-def top_figures(result: Any) -> tuple[tuple[str, float], ...]:
+def top_figures(result: Any) -> dict[str, float]:
     """The first numbers of a JSON result, nested names joined by dots; lists are skipped."""
-    found: list[tuple[str, float]] = []
+    found: dict[str, float] = {}
 
     def walk(value: Any, name: str) -> None:
         if isinstance(value, dict):
             for key, inner in value.items():
                 walk(inner, f"{name}.{key}" if name else str(key))
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found.append((name, float(value)))
+        elif isinstance(value, int | float) and not isinstance(value, bool) and len(found) < _MAX_FIGURES:
+            found[name] = float(value)
 
     walk(result, "")
-    return tuple(found[:_MAX_FIGURES])
+    return found
 
 
-def write_suite(report: SuiteReport, folder: Path) -> None:
+def write_suite(steps: Sequence[Row], folder: Path) -> None:
     """Write ``summary.json`` and ``summary.md``: the steps, their durations and their figures."""
-    rows = [(step.name, f"{step.seconds:.0f}", step.error or "ok") for step in report.steps]
-    lines = [f"# Benchmark results, {report.started_at}", "", f"Machine: {report.machine}", ""]
+    machine = describe_machine()
+    rows = [(step["name"], f"{step['seconds']:.0f}", step["error"] or "ok") for step in steps]
+    lines = ["# Benchmark results", "", f"Machine: {machine}", ""]
     lines.append(table(("benchmark", "seconds", "result"), rows, markdown=True))
-    for step in report.steps:
-        lines += ["", f"## {step.name}", "", f"`{step.command}`", ""]
-        lines += [f"- {name}: {value:.6g}" for name, value in step.figures]
-    write_result(folder, "summary", report, "\n".join(lines))
+    for step in steps:
+        lines += ["", f"## {step['name']}", "", f"`{step['command']}`", ""]
+        lines += [f"- {name}: {value:.6g}" for name, value in step["figures"].items()]
+    write_result(folder, "summary", {"kind": SUITE_KIND, "machine": machine, "steps": steps}, "\n".join(lines))
 
 
 def write_sample_conversations(path: Path, count: int, seed: int = 0) -> None:

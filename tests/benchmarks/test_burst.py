@@ -1,20 +1,11 @@
-"""``kvrelay bench burst``: its cases and figures, which need no server."""
+"""``benchmarks burst``: its cases and figures, which need no server."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from benchmarks.burst import (
-    BURST_KIND,
-    BurstLoad,
-    BurstReport,
-    BurstTurn,
-    burst_cases,
-    burst_text,
-    summarise_case,
-    turn_of,
-)
+from benchmarks.burst import BurstLoad, arrangements, burst_figures
 
 from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult
 from kvrelay.errors import InvalidInputError
@@ -38,51 +29,37 @@ def test_chats_after_the_burst_do_not_count() -> None:
         record("long", 0, 1.0), record("long", 0, 3.0), record("chat", 1, 0.5), record("chat", 2, 2.0),
         record("chat", 3.5, 0.005),
     )  # fmt: skip
-    turn = turn_of("x", 1, idle, burst)
-    assert (turn.num_chats, turn.num_failed, turn.error) == (2, 0, None)
-    assert (turn.idle_p50_s, turn.chat_p50_s, turn.chat_max_s) == pytest.approx((0.006, 1.25, 2.0))
-    assert (turn.long_p50_s, turn.long_max_s) == pytest.approx((2.0, 3.0))
-    assert turn.chat_gap_p99_s == pytest.approx(0.01)
+    turn = burst_figures(idle, burst)
+    assert (turn["num_chats"], turn["num_failed"]) == (2, 0)
+    assert (turn["idle_p50_s"], turn["chat_p50_s"], turn["chat_max_s"]) == pytest.approx((0.006, 1.25, 2.0))
+    assert (turn["long_p50_s"], turn["long_max_s"]) == pytest.approx((2.0, 3.0))
+    assert turn["chat_gap_p99_s"] == pytest.approx(0.01)
 
 
 def test_failures_are_counted_and_a_turn_without_an_answer_is_an_error() -> None:
     refused = record("long", 0, None, Outcome.FAILED)
-    assert turn_of("x", 1, result(), result(refused, record("chat", 0, 0.1))).error == "no request succeeded"
-    turn = turn_of("x", 1, result(), result(refused, record("long", 0, 1.0), record("chat", 0, 0.1)))
-    assert (turn.num_failed, turn.error) == (1, None)
-
-
-def test_a_summary_takes_medians_the_worst_maximum_and_all_failures() -> None:
-    turns = [
-        BurstTurn("x", number, chat_p99_s=p99, chat_max_s=2 * p99, num_chats=3, num_failed=1)
-        for number, p99 in enumerate((1.0, 5.0, 2.0), 1)
-    ]
-    summary = summarise_case([*turns, BurstTurn("x", 4, error="down")])
-    assert (summary.chat_p99_s, summary.chat_max_s, summary.idle_p50_s) == (2.0, 10.0, None)
-    assert (summary.round, summary.num_chats, summary.num_failed, summary.error) == (3, 9, 3, "down")
-    text = burst_text(BurstReport(BURST_KIND, "machine", LOAD, (summary,), tuple(turns)))
-    assert "20 prompts of 800 tokens" in text
-    assert "10.000" in text
+    assert burst_figures(result(), result(refused, record("chat", 0, 0.1)))["error"] == "no request succeeded"
+    turn = burst_figures(result(), result(refused, record("long", 0, 1.0), record("chat", 0, 0.1)))
+    assert (turn["num_failed"], "error" in turn) == (1, False)
 
 
 def test_what_the_client_sent_too_late_is_told_apart() -> None:
     """A chat that was due at 1 s, and written half a second later, had its first token 0.2 s after that."""
     late = replace(record("chat", 1, 0.7), due_ns=10**9, written_ns=15 * 10**8)
-    turn = turn_of("x", 1, result(), result(record("long", 0, 3.0), late, record("chat", 2, 0.1)))
-    assert turn.client_max_s == pytest.approx(0.5)
-    assert turn.chat_max_s == pytest.approx(0.2)
+    turn = burst_figures(result(), result(record("long", 0, 3.0), late, record("chat", 2, 0.1)))
+    assert turn["client_max_s"] == pytest.approx(0.5)
+    assert turn["chat_max_s"] == pytest.approx(0.2)
 
 
 def test_variants_are_one_prefill_and_one_decode_worker() -> None:
-    cases = burst_cases("mock", None, "--num-blocks 64", ["big=--max-prefill-queue-size 9"], only_given=False)
-    assert [case.name for case in cases] == ["aggregated", "1P1D", "big"]
-    commands = [case.command or "" for case in cases]
-    assert "--prefill 0 --decode 1" in commands[0]
-    assert "--prefill 1 --decode 1 --max-prefill-queue-size 9" in commands[2]
-    assert all("--engine mock --speedup-ratio 2" in text and text.endswith("--num-blocks 64") for text in commands)
-    assert burst_cases("torch", "a b", "", [], only_given=True) == ()
-    with pytest.raises(InvalidInputError, match="NAME=ARGUMENTS"):
-        burst_cases("mock", None, "", ["--what"], only_given=False)
+    assert arrangements(["big=--max-prefill-queue-size 9"]) == {
+        "aggregated": "--prefill 0 --decode 1",
+        "1P1D": "--prefill 1 --decode 1",
+        "big": "--prefill 1 --decode 1 --max-prefill-queue-size 9",
+    }
+    for wrong in ("--what", "a/b=--what", "=--what"):
+        with pytest.raises(InvalidInputError, match="NAME=ARGUMENTS"):
+            arrangements([wrong])
 
 
 def test_the_load_is_all_prompts_at_once_and_chats_at_a_rate() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from benchmarks.p2p import RAW, p2p_text, run_p2p_benchmark
 from benchmarks.p2p_peers import peers_text, run_peers_benchmark
 
-from kvrelay.bench.parts.p2p_contacts import contacts_text, simulate_contacts
 from kvrelay.config import TransferConfig
 
 
@@ -19,17 +18,6 @@ def test_contenders_take_turns_at_every_size() -> None:
     assert all(row.bytes_per_s > 0 and row.alone_s > 0 for row in result.rows)
     assert all(row.of_raw == 1.0 for row in result.rows if row.contender == RAW)
     assert "of raw gloo" in p2p_text(result)
-
-
-def test_contacts_are_few_when_everyone_may_be_connected_and_many_when_not() -> None:
-    everyone = simulate_contacts(4, 6, 6, num_handoffs=4000)
-    assert (everyone.made_per_handoff, everyone.most_prefill, everyone.most_decode) == (0.0, 6, 4)
-    few = simulate_contacts(4, 6, 2, num_handoffs=4000)
-    assert few.most_prefill == few.most_decode == 2
-    assert few.made_per_handoff > 0.5
-    sticky = simulate_contacts(4, 6, 2, num_handoffs=4000, stickiness=0.9)
-    assert sticky.made_per_handoff < few.made_per_handoff
-    assert "4P6D" in contacts_text([everyone, few, sticky], 4, 6)
 
 
 def test_peers_cost_threads_and_descriptors_as_long_as_they_are_connected() -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.router import POLICIES, measure_peer
+from benchmarks.router import POLICIES, measure_peer, router
 from benchmarks.router_speed import measure_growth
 from click.testing import CliRunner
 
-from kvrelay.bench.commands.parts import bench_router
 from kvrelay.errors import InvalidInputError
 
 FAST = ["--num-workers", "4", "--blocks-per-worker", "1024", "--repeats", "10"]
@@ -32,7 +31,7 @@ def trace(tmp_path: Path) -> Path:
 
 def test_json(trace: Path) -> None:
     options = [*FAST, "--max-blocks", "10000", "--trace", str(trace), "--trace-workers", "2", "--json"]
-    done = CliRunner().invoke(bench_router, options, catch_exceptions=False)
+    done = CliRunner().invoke(router, options, catch_exceptions=False)
     report = json.loads(done.stdout)
     assert platform.python_version() in report["machine"]
     assert report["versions"]["numpy"] == np.__version__
@@ -49,7 +48,7 @@ def test_json(trace: Path) -> None:
 
 def test_tables(trace: Path) -> None:
     options = [*FAST, "--no-growth", "--trace", str(trace), "--trace-limit", "5"]
-    done = CliRunner().invoke(bench_router, options, catch_exceptions=False, env={"COLUMNS": "160"})
+    done = CliRunner().invoke(router, options, catch_exceptions=False, env={"COLUMNS": "160"})
     for text in (
         "10 calls a figure",
         "hash 8,192 tokens, a list",
@@ -63,8 +62,8 @@ def test_tables(trace: Path) -> None:
 
 def test_a_row_of_growth_has_the_size_it_names() -> None:
     row = measure_growth(8, 5000, 10)
-    assert row.num_blocks == 512 * (5000 // 512)
-    assert row.memory_mib > 0.1
+    assert row["num_blocks"] == 512 * (5000 // 512)
+    assert row["memory_mib"] > 0.1
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_a_row_of_growth_has_the_size_it_names() -> None:
 )
 def test_bad_input_is_refused(options: list[str]) -> None:
     with pytest.raises(InvalidInputError):
-        CliRunner().invoke(bench_router, [*FAST, "--no-growth", *options], catch_exceptions=False)
+        CliRunner().invoke(router, [*FAST, "--no-growth", *options], catch_exceptions=False)
 
 
 def test_a_python_without_the_peer_is_named(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """The options of ``kvrelay bench chaos``; times in seconds. ``log_path`` None: the cluster writes to a temporary
+    """The options of ``python -m tests.chaos``; times in seconds. ``log_path`` None: the cluster writes to a temporary
     file."""
 
     model_path: Path

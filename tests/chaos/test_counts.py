@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
-from tests.chaos import run as chaos_run
+from tests.chaos import __main__ as chaos_main
 from tests.chaos.counts import WorkerCounts, counts_of, sum_counts
 from tests.chaos.run import NUM_PROMPTS, NUM_PROMPTS_OF_RANKS, ChaosOptions
 
-from kvrelay.bench.commands.chaos import bench_chaos
 from kvrelay.errors import FatalError
 from kvrelay.transfer.stats import P2pCounters, TransferStats
 from kvrelay.worker.reporting.stats import DecodeStats, PrefillStats
@@ -45,8 +44,8 @@ def test_the_options_of_the_data_plane_reach_every_worker(monkeypatch: pytest.Mo
         taken.append(options)
         raise FatalError("seen enough")
 
-    monkeypatch.setattr(chaos_run, "run_chaos", refuse)
-    outcome = CliRunner().invoke(bench_chaos, ["--engine", "torch", *P2P_FLAGS])
+    monkeypatch.setattr(chaos_main, "run_chaos", refuse)
+    outcome = CliRunner().invoke(chaos_main.chaos, ["--engine", "torch", *P2P_FLAGS])
     assert isinstance(outcome.exception, FatalError), outcome.output
     (options,) = taken
     assert options.transport == "p2p"

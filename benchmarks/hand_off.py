@@ -19,23 +19,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+import click
 import msgspec
 import numpy as np
 from tests.chaos.answers import KnownPrompt
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 
-from kvrelay.bench.report.files import describe_machine
+from kvrelay.bench.report.files import describe_machine, print_result
 from kvrelay.bench.report.table import table
 from kvrelay.bench.transfer import COMPATIBILITY, pool_metadata
+from kvrelay.cli.options import SettingsSource, field_options, json_option
 from kvrelay.cli.processes import run_async
 from kvrelay.config import EngineConfig, RunnerConfig, TransferConfig
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import KvMetadata
+from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.errors import TransferError
@@ -76,6 +79,22 @@ class BesideCompute(msgspec.Struct, frozen=True):
     first_token: Beside
     decode_step: Beside
     streamed_bytes_per_s: float
+
+
+@click.command()
+@click.option("--rounds", default=7, type=click.IntRange(1, 1000), help="Turns; medians are reported.")
+@click.option("--stream-mib-s", default=256, type=click.IntRange(1, 65536), help="KV that streams in, MiB per second.")
+@field_options(TransferConfig, exclude=("kv_checksums",))
+@json_option
+def hand_off(rounds: int, stream_mib_s: int, as_json: bool, **flags: Any) -> None:
+    """The first token of a long prompt with a hand-off and without, and decode steps while KV streams in and while none
+    does.
+
+    Example: python -m benchmarks hand-off --transport shm --rounds 15
+    """
+    config = SettingsSource((TransferConfig,), None, flags).build(TransferConfig)
+    report = run_beside_compute(bundled_checkpoint_path(), config, rounds, stream_mib_s)
+    print_result(report, beside_text(report), as_json)
 
 
 def run_beside_compute(model: Path, config: TransferConfig, num_turns: int, mib_per_s: int) -> BesideCompute:
@@ -245,7 +264,7 @@ class _Writer:
 
 @contextmanager
 def _writer(config: TransferConfig, target: _Target) -> Iterator[_Writer]:
-    command = [sys.executable, "-m", "benchmarks.beside_compute"]
+    command = [sys.executable, "-m", "benchmarks.hand_off"]
     command += [msgspec.json.encode(each).decode() for each in (config, target)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None

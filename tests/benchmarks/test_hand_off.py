@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.beside_compute import _beside, _decode_steps, beside_text, run_beside_compute
+from benchmarks.hand_off import _beside, _decode_steps, beside_text, run_beside_compute
 
 from kvrelay.config import TransferConfig
 from kvrelay.data import bundled_checkpoint_path

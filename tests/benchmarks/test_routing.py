@@ -1,19 +1,19 @@
-"""``kvrelay bench routing``: a short run, and the figures that need no server."""
+"""Routing policies on a running cluster: a short run, and the figures that need no server."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from benchmarks.routing import RoutingLoad, _schedule, _summarise
-from tests.system.serving import kvrelay, kvrelay_here
+from benchmarks.routing import RoutingLoad, results_of
+from tests.system.serving import kvrelay
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 
 def test_a_short_run_reports_every_policy() -> None:
     sizes = ("--groups", "2", "--per-group", "6", "--system", "64", "--rate", "40", "--workers", "2")
-    done = kvrelay("bench", "routing", "--rounds", "1", "--pools", "4", "--json", *sizes, timeout_s=500)
+    done = kvrelay("routing", "--rounds", "1", "--pools", "4", "--json", *sizes, module="benchmarks", timeout_s=500)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [(row["policy"], row["pool"], row["failed"]) for row in report["results"]] == [
@@ -33,7 +33,7 @@ def test_a_short_run_reports_every_policy() -> None:
     "flags", [("--policies", "kv,kw"), ("--pools", "a"), ("--pools", "0"), ("--engine", "none"), ("--rate", "0")]
 )
 def test_bad_usage_is_refused_at_once(flags: tuple[str, str]) -> None:
-    done = kvrelay_here("bench", "routing", *flags)
+    done = kvrelay("routing", *flags, module="benchmarks")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
 
@@ -44,23 +44,13 @@ def test_a_pool_holds_its_share_and_one_request_at_the_least() -> None:
     assert load.pool_blocks(0.001, num_workers=4) == 131
 
 
-def test_policies_change_places_every_round() -> None:
-    turns = list(_schedule(2, [0.4, 1.5], ["a", "b"]))
-    assert [(share, name) for number, share, name in turns if number == 0] == [
-        (0.4, "a"),
-        (0.4, "b"),
-        (1.5, "a"),
-        (1.5, "b"),
-    ]
-    assert [name for number, _, name in turns if number == 1] == ["b", "a", "b", "a"]
-
-
 def test_a_summary_takes_medians_and_adds_failures() -> None:
+    labels = {name: {"policy": name, "pool": 1.0} for name in ("kv", "random")}
     turns = [
-        {"policy": name, "pool": 1.0, "round": number, "ttft_mean_s": ttft, "failed": 1.0}
+        {"case": name, "round": number, "error": None, "ttft_mean_s": ttft, "failed": 1.0}
         for name, values in (("kv", (1.0, 2.0, 9.0)), ("random", (5.0, 6.0, 4.0)))
         for number, ttft in enumerate(values)
     ]
-    kv, other = _summarise(turns, ["kv", "random"], [1.0])
-    assert (kv["ttft_mean_s"], kv["failed"], kv["ttft_over_first"]) == (2.0, 3.0, 1.0)
+    kv, other = results_of(turns, labels)
+    assert (kv["policy"], kv["ttft_mean_s"], kv["failed"], kv["ttft_over_first"]) == ("kv", 2.0, 3.0, 1.0)
     assert (other["ttft_mean_s"], other["ttft_over_first"]) == (5.0, 2.5)

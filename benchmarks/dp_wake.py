@@ -1,7 +1,5 @@
-"""``kvrelay bench dp``: what step synchronisation costs, and how fast an idle group wakes.
-
-Two parts: groups of any size in simulated time (``dp_simulation``), and the real carriers between two processes of this
-machine. A wake-up is timed from the call that begins a step in one process to the delivery in the other one.
+"""How fast an idle data-parallel group wakes: from the call that begins a step in one process to the delivery in the
+other one, over each carrier, between two processes of this machine.
 """
 
 from __future__ import annotations
@@ -15,54 +13,34 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import replace
-from typing import Any
 
-from kvrelay.bench.parts.dp_simulation import Load, Outcome, SteppedGroup, run_waves
+import click
+
+from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.table import table
+from kvrelay.cli.options import json_option
 from kvrelay.dp.addresses import GroupAddress
 from kvrelay.dp.member import GroupMember, Notice
 from kvrelay.dp.messages import AllLeft, Ended, RankInfo
 from kvrelay.dp.protocol import StartStep, StepsUntil
 from kvrelay.errors import FatalError
 
-LOOKAHEADS = (0, 8, 24)
-WAVE_INTERVALS = (1, 16)
-SATURATED_STEPS = 500
 ANSWER_TIMEOUT_S = 10.0
-MODULE = "benchmarks.dp"
+MODULE = "benchmarks.dp_wake"
 
 
-def run_dp_benchmark(loads: list[Load], num_wakes: int, pause_s: float) -> dict[str, Any]:
-    """Rows of the simulation, and per carrier the wake-up latencies in milliseconds."""
-    rows = []
-    for load in loads:
-        for lookahead in LOOKAHEADS:
-            outcome, full = SteppedGroup(load, lookahead).run(), SteppedGroup(_saturated(load), lookahead).run()
-            rows.append(_row(load, f"lookahead {lookahead}", outcome, full))
-        for interval in WAVE_INTERVALS:
-            outcome, full = run_waves(load, interval), run_waves(_saturated(load), interval)
-            rows.append(_row(load, f"waves, all-gather every {interval}", outcome, full))
-    return {"simulated": rows, "wake_up": {name: measure_wakes(name, num_wakes, pause_s) for name in ("rpc", "shm")}}
+@click.command()
+@click.option("--wakes", default=500, type=click.IntRange(1), help="Wake-ups measured with each carrier.")
+@click.option("--pause-ms", default=10.0, type=click.FloatRange(0.0), help="Sleep before each wake-up.")
+@json_option
+def dp_wake(wakes: int, pause_ms: float, as_json: bool) -> None:
+    """Wake-up of a sleeping process, by shared memory and by TCP.
 
-
-def _saturated(load: Load) -> Load:
-    """About four long requests per rank, all at once."""
-    rate = 4 * load.num_ranks / load.step_s
-    return replace(load, duration_s=load.step_s, rate=rate, num_steps=SATURATED_STEPS, burst_s=load.step_s, gap_s=0.0)
-
-
-def _row(load: Load, name: str, outcome: Outcome, saturated: Outcome) -> dict[str, Any]:
-    """The last figure is of a group that always has work: the messages that its steps wait for make it slower."""
-    return {
-        "num_ranks": load.num_ranks,
-        "design": name,
-        "messages_per_1000_steps": 1000 * outcome.num_messages / max(1, outcome.num_steps),
-        "num_steps": outcome.num_steps,
-        "num_superfluous_steps": outcome.num_superfluous,
-        "first_step_after_idle_ms": 1000 * statistics.median(outcome.first_steps_s or [0.0]),
-        "saturated_tokens_per_s": saturated.tokens_per_s,
-    }
+    Example: python -m benchmarks dp-wake --wakes 300
+    """
+    found = {carrier: measure_wakes(carrier, wakes, pause_ms / 1e3) for carrier in ("rpc", "shm")}
+    rows = [(name, f"{each['p50_ms']:.3f}", f"{each['p99_ms']:.3f}") for name, each in found.items()]
+    print_result(found, table(("wake-up by", "p50 ms", "p99 ms"), rows), as_json)
 
 
 def measure_wakes(carrier: str, num_wakes: int, pause_s: float) -> dict[str, float]:
@@ -107,25 +85,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def dp_text(report: dict[str, Any]) -> str:
-    """The figures as tables."""
-    heads = ("ranks", "design", "messages/1,000 steps", "steps", "superfluous", "first step, ms", "tokens/s, full")
-    rows = [
-        (
-            str(row["num_ranks"]),
-            row["design"],
-            f"{row['messages_per_1000_steps']:,.0f}",
-            f"{row['num_steps']:,}",
-            f"{row['num_superfluous_steps']:,}",
-            f"{row['first_step_after_idle_ms']:.2f}",
-            f"{row['saturated_tokens_per_s']:,.0f}",
-        )
-        for row in report["simulated"]
-    ]
-    wakes = [(name, f"{each['p50_ms']:.3f}", f"{each['p99_ms']:.3f}") for name, each in report["wake_up"].items()]
-    return table(heads, rows) + "\n" + table(("wake-up by", "p50 ms", "p99 ms"), wakes)
 
 
 def _other_rank(address: str) -> None:
