@@ -16,15 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
-import msgspec
 import psutil
 from tests.chaos.answers import KnownPrompt
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 
 from benchmarks.dp_group import group_cluster, group_option
+from kvrelay.bench.compare import Row, results_table
 from kvrelay.bench.report.files import describe_machine, print_result
-from kvrelay.bench.report.table import table
 from kvrelay.cli.options import json_option
 from kvrelay.cli.processes import run_async
 from kvrelay.errors import FatalError
@@ -40,24 +39,6 @@ INTERVAL_S = 16.0
 REASON = re.compile(r"rank \d[^\n]*(?:was killed|hangs|has ended|has failed)[^\n]*")
 
 
-class GroupFault(msgspec.Struct, frozen=True):
-    """``seconds``: from the signal until no process of the group was left. ``reason``: the first that a rank gave."""
-
-    fault: str
-    is_busy: bool
-    seconds: float
-    reason: str
-
-
-class GroupFaults(msgspec.Struct, frozen=True):
-    """All faults, in order."""
-
-    machine: str
-    num_ranks: int
-    rank_timeout_s: float
-    faults: tuple[GroupFault, ...]
-
-
 Pick = Callable[[dict[int, psutil.Process]], psutil.Process]
 FAULTS: tuple[tuple[str, signal.Signals, Pick], ...] = (
     ("worker of the last rank killed", signal.SIGKILL, lambda ranks: ranks[max(ranks)]),
@@ -66,6 +47,9 @@ FAULTS: tuple[tuple[str, signal.Signals, Pick], ...] = (
     ("rank process of the last rank killed", signal.SIGKILL, lambda ranks: ranks[max(ranks)].children()[0]),
     ("rank process of the last rank stopped", signal.SIGSTOP, lambda ranks: ranks[max(ranks)].children()[0]),
 )
+
+
+_COLUMNS = {"fault": "fault", "group": "group", "ended after, s": "seconds:.2f", "reason": "reason"}
 
 
 @click.command()
@@ -78,10 +62,10 @@ def dp_faults(ranks: int, rank_timeout_s: float, as_json: bool) -> None:
     Example: python -m benchmarks dp-faults
     """
     report = run_async(run_fault_benchmark(ranks, rank_timeout_s))
-    print_result(report, faults_text(report), as_json)
+    print_result(report, results_table(report["faults"], _COLUMNS, left=2), as_json)
 
 
-async def run_fault_benchmark(num_ranks: int, rank_timeout_s: float) -> GroupFaults:
+async def run_fault_benchmark(num_ranks: int, rank_timeout_s: float) -> Row:
     """Raises FatalError if the group does not start, does not end, or does not come back."""
     from kvrelay.executors.torch.checkpoints import make_model
 
@@ -97,16 +81,8 @@ async def run_fault_benchmark(num_ranks: int, rank_timeout_s: float) -> GroupFau
                     ranks = await _whole_group(cluster, num_ranks)
                     found.append(await _strike(cluster, client, name, number, pick(ranks), is_busy))
                     await asyncio.sleep(begin_s + INTERVAL_S - time.monotonic())
-    return GroupFaults(describe_machine(), num_ranks, rank_timeout_s, tuple(found))
-
-
-def faults_text(report: GroupFaults) -> str:
-    """The figures as a table."""
-    rows = (
-        (each.fault, "streams" if each.is_busy else "idle", f"{each.seconds:.2f} s", each.reason)
-        for each in report.faults
-    )
-    return table(("fault", "group", "ended after", "reason"), rows, left=4)
+    about: Row = {"machine": describe_machine(), "num_ranks": num_ranks}
+    return {**about, "rank_timeout_s": rank_timeout_s, "faults": found}
 
 
 async def _strike(
@@ -116,7 +92,8 @@ async def _strike(
     number: signal.Signals,
     victim: psutil.Process,
     is_busy: bool,
-) -> GroupFault:
+) -> Row:
+    """``seconds``: from the signal until no process of the group was left. ``reason``: the first that a rank gave."""
     group, known = cluster.worker_processes(), len(cluster.log)
     stop = asyncio.Event()
     prompt = KnownPrompt((16, 17, 18), NUM_OUTPUTS, stream=True)
@@ -135,7 +112,8 @@ async def _strike(
     stop.set()
     await asyncio.gather(*asking)
     reason = REASON.search(cluster.log[known:])
-    return GroupFault(name, is_busy, seconds, reason.group() if reason else "")
+    state = "streams" if is_busy else "idle"
+    return {"fault": name, "group": state, "seconds": seconds, "reason": reason.group() if reason else ""}
 
 
 async def _whole_group(cluster: ClusterUnderTest, num_ranks: int) -> dict[int, psutil.Process]:

@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 import psutil
 from tests.chaos.answers import KnownPrompt, Verdict
 from tests.chaos.client import ChaosClient
 from tests.chaos.cluster import ClusterUnderTest
 from tests.chaos.report import AskedPrompt
 
+from kvrelay.bench.compare import Row, results_table
 from kvrelay.bench.report.files import describe_machine, print_result
-from kvrelay.bench.report.table import table
 from kvrelay.cli.options import json_option
 from kvrelay.cli.processes import run_async
 from kvrelay.errors import FatalError
@@ -51,30 +50,16 @@ RANK_TIMEOUT_S = 60.0
 MAX_EXAMPLES = 5
 
 
-class PatternRow(msgspec.Struct, frozen=True):
-    """One pattern of arrivals. A silence lies between two tokens of a stream; ``num_stalls`` are those above STALL_S.
-    ``requests_by_rank``: requests that each rank has served."""
-
-    pattern: str
-    num_requests: int
-    num_right: int
-    tokens_per_s: float
-    first_token_max_s: float
-    silence_max_s: float
-    num_stalls: int
-    requests_by_rank: dict[int, int]
-    wrong: tuple[str, ...] = ()
-
-
-class GroupBenchmark(msgspec.Struct, frozen=True):
-    """``idle_cpu_share``: CPU time of all processes of the idle group, as a share of one core."""
-
-    machine: str
-    num_ranks: int
-    rows: tuple[PatternRow, ...]
-    idle_s: float
-    idle_cpu_share: float
-    num_idle_processes: int
+_COLUMNS = {
+    "pattern": "pattern",
+    "requests": "num_requests",
+    "right": "num_right",
+    "tokens/s": "tokens_per_s:.0f",
+    "first token, max s": "first_token_max_s:.2f",
+    "silence, max s": "silence_max_s:.2f",
+    "stalls": "num_stalls",
+    "by rank": "shown",
+}
 
 
 group_option = click.option("--ranks", default=2, type=click.IntRange(2, 8), help="Size of the group.")
@@ -93,12 +78,15 @@ def dp_group(ranks: int, requests: int, idle: float, as_json: bool) -> None:
     """
     report = run_async(run_group_benchmark(ranks, requests, idle))
     print_result(report, group_text(report), as_json)
-    if any(row.num_right < row.num_requests for row in report.rows):
+    if any(row["num_right"] < row["num_requests"] for row in report["rows"]):
         sys.exit(1)
 
 
-async def run_group_benchmark(num_ranks: int, num_requests: int, idle_s: float) -> GroupBenchmark:
-    """Each pattern with ``num_requests`` requests. Raises FatalError if the group does not start."""
+async def run_group_benchmark(num_ranks: int, num_requests: int, idle_s: float) -> Row:
+    """Each pattern with ``num_requests`` requests. Raises FatalError if the group does not start.
+
+    ``idle_cpu_share``: CPU time of all processes of the idle group, as a share of one core.
+    """
     with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as directory:
         model = Path(directory) / "mixtral"
         prompts = await asyncio.to_thread(_prepare, model, 3 * num_requests)
@@ -110,7 +98,8 @@ async def run_group_benchmark(num_ranks: int, num_requests: int, idle_s: float) 
             idle = await group.idle_cpu(idle_s)
             await group.drain_all_but_one()
             rows.append(await group.measure("one rank", prompts[2 * num_requests :]))
-    return GroupBenchmark(describe_machine(), num_ranks, tuple(rows), idle_s, *idle)
+    about: Row = {"machine": describe_machine(), "num_ranks": num_ranks, "rows": rows}
+    return {**about, "idle_s": idle_s, "idle_cpu_share": idle[0], "num_idle_processes": idle[1]}
 
 
 def group_cluster(model: Path, num_ranks: int, rank_timeout_s: float) -> ClusterUnderTest:
@@ -120,24 +109,12 @@ def group_cluster(model: Path, num_ranks: int, rank_timeout_s: float) -> Cluster
     return ClusterUnderTest(flags, [], {"prefill": 0, "decode": 1}, 1)
 
 
-def group_text(report: GroupBenchmark) -> str:
+def group_text(report: Row) -> str:
     """The figures as a table."""
-    heads = ("pattern", "requests", "right", "tokens/s", "first token, max", "silence, max", "stalls", "by rank")
-    rows = (
-        (
-            row.pattern,
-            str(row.num_requests),
-            str(row.num_right),
-            f"{row.tokens_per_s:.0f}",
-            f"{row.first_token_max_s:.2f} s",
-            f"{row.silence_max_s:.2f} s",
-            str(row.num_stalls),
-            " / ".join(str(count) for _, count in sorted(row.requests_by_rank.items())),
-        )
-        for row in report.rows
-    )
-    idle = f"{report.idle_cpu_share:.1%} of a core ({report.num_idle_processes} processes, {report.idle_s:g} s)"
-    return f"{table(heads, rows)}\n\nidle: {idle}; stalls: silences above {STALL_S:g} s"
+    by_rank = (" / ".join(str(count) for _, count in sorted(row["requests_by_rank"].items())) for row in report["rows"])
+    rows = results_table([{**row, "shown": shown} for row, shown in zip(report["rows"], by_rank)], _COLUMNS)
+    idle = f"{report['idle_cpu_share']:.1%} of a core ({report['num_idle_processes']} processes)"
+    return f"{rows}\n\nidle: {idle}; stalls: silences above {STALL_S:g} s"
 
 
 def _prepare(model: Path, count: int) -> list[KnownPrompt]:
@@ -161,8 +138,9 @@ class _Group:
         self._cluster = cluster
         self._client = client
 
-    async def measure(self, pattern: str, prompts: Sequence[KnownPrompt], *, burst: int = 0) -> PatternRow:
-        """With ``burst`` so many requests at once, else NUM_CLIENTS clients."""
+    async def measure(self, pattern: str, prompts: Sequence[KnownPrompt], *, burst: int = 0) -> Row:
+        """With ``burst`` so many requests at once, else NUM_CLIENTS clients. A silence lies between two tokens of a
+        stream; ``num_stalls`` are those above STALL_S. ``requests_by_rank``: requests that each rank has served."""
         before = await self._num_requests()
         begin_s = time.monotonic()
         records: list[AskedPrompt] = []
@@ -182,19 +160,19 @@ class _Group:
         seconds = time.monotonic() - begin_s
         after = await self._num_requests()
         silences = [b - a for record in records for a, b in pairwise(record.arrivals_s)]
-        return PatternRow(
-            pattern=pattern,
-            num_requests=len(records),
-            num_right=sum(record.verdict is Verdict.RIGHT for record in records),
-            tokens_per_s=len(records) * NUM_OUTPUTS / seconds,
-            first_token_max_s=max(
-                (each.arrivals_s[0] - each.begin_s for each in records if each.arrivals_s), default=0
-            ),
-            silence_max_s=max(silences, default=0.0),
-            num_stalls=sum(silence > STALL_S for silence in silences),
-            requests_by_rank={rank: count - before.get(rank, 0) for rank, count in after.items()},
-            wrong=tuple(each.detail for each in records if each.verdict is not Verdict.RIGHT)[:MAX_EXAMPLES],
-        )
+        firsts = [each.arrivals_s[0] - each.begin_s for each in records if each.arrivals_s]
+        wrong = [each.detail for each in records if each.verdict is not Verdict.RIGHT]
+        return {
+            "pattern": pattern,
+            "num_requests": len(records),
+            "num_right": len(records) - len(wrong),
+            "tokens_per_s": len(records) * NUM_OUTPUTS / seconds,
+            "first_token_max_s": max(firsts, default=0.0),
+            "silence_max_s": max(silences, default=0.0),
+            "num_stalls": sum(silence > STALL_S for silence in silences),
+            "requests_by_rank": {rank: count - before.get(rank, 0) for rank, count in after.items()},
+            "wrong": wrong[:MAX_EXAMPLES],
+        }
 
     async def idle_cpu(self, seconds: float) -> tuple[float, int]:
         """CPU seconds per second of all processes of the group, and their number."""

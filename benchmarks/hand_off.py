@@ -30,12 +30,11 @@ from tests.chaos.cluster import ClusterUnderTest
 
 from kvrelay.bench.report.files import describe_machine, print_result
 from kvrelay.bench.report.table import table
-from kvrelay.bench.transfer import COMPATIBILITY, pool_metadata
+from kvrelay.bench.transfer import COMPATIBILITY, START_TIMEOUT_S, pool_metadata, pool_thread
 from kvrelay.cli.options import SettingsSource, field_options, json_option
 from kvrelay.cli.processes import run_async
 from kvrelay.config import EngineConfig, RunnerConfig, TransferConfig
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import KvMetadata
 from kvrelay.data import bundled_checkpoint_path
@@ -54,7 +53,6 @@ SEQ_LEN = 100
 STEPS_PER_TURN = 50
 PIECE_BYTES = 1 << 20
 POST_BYTES = 8 << 20
-START_TIMEOUT_S = 60.0
 
 
 class Beside(msgspec.Struct, frozen=True):
@@ -283,30 +281,23 @@ def _writer(config: TransferConfig, target: _Target) -> Iterator[_Writer]:
 
 def _write_main(config: TransferConfig, target: _Target) -> None:
     """In the other process: write from "go" to "stop", then say how many bytes; until stdin ends."""
-    memory = shared_memory(config)
-    allocate = pool_allocator(config, memory)
     num_bytes = min(POST_BYTES, target.num_bytes)
-    pool = np.empty(num_bytes, np.uint8) if allocate is None else np.frombuffer(allocate(num_bytes), np.uint8)
-    pool.fill(1)
-    thread = TransferThread(build_transport(config, "benchmark-writer", memory=memory, is_guarded=False), config)
-    thread.start()
-    region = MemoryRegion(pool.ctypes.data, pool.nbytes)
-    thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
-    thread.add_peer(target.peer).result(START_TIMEOUT_S)
-    thread.open_handoff()
-    _write_once(thread, target, 0, num_bytes)
-    _say(b"ready")
-    for _ in sys.stdin.buffer:  # "go"
-        _say(b"going")
-        stop = threading.Event()
-        written = [0]
-        writing = threading.Thread(target=_write_on, args=(thread, target, num_bytes, stop, written))
-        writing.start()
-        sys.stdin.buffer.readline()
-        stop.set()
-        writing.join()
-        _say(str(written[0]).encode())
-    thread.close()
+    with pool_thread(config, "benchmark-writer", num_bytes) as (_, thread, region):
+        thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
+        thread.add_peer(target.peer).result(START_TIMEOUT_S)
+        thread.open_handoff()
+        _write_once(thread, target, 0, num_bytes)
+        _say(b"ready")
+        for _ in sys.stdin.buffer:  # "go"
+            _say(b"going")
+            stop = threading.Event()
+            written = [0]
+            writing = threading.Thread(target=_write_on, args=(thread, target, num_bytes, stop, written))
+            writing.start()
+            sys.stdin.buffer.readline()
+            stop.set()
+            writing.join()
+            _say(str(written[0]).encode())
 
 
 def _write_on(

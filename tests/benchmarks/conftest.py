@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-from tests.bench.conftest import scripted as scripted
+from tests.bench.conftest import scripted
+
+__all__ = ["scripted"]

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests.chaos.answers import KnownPrompt, Verdict, fresh_prompt, keep_stable, make_prompts
@@ -131,7 +131,7 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         progress("waiting until nothing is in flight")
         leaked, problem = await cluster.until_idle(IDLE_TIMEOUT_S + options.lease_ttl_s)
         problems = [*([problem] if problem else []), *cluster.unclean_exits(), *await cluster.stop()]
-    verdicts, counts = count_verdicts(client.records), cluster.counts
+    verdicts = count_verdicts(client.records)
     faults = summarise_faults(injector.records, client.records, options.lease_ttl_s)
     return ChaosReport(
         machine=describe_machine(),
@@ -144,22 +144,12 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         num_prompts=len(questions.known),
         requests=len(client.records),
         output_tokens=client.num_output_tokens,
-        right=verdicts[Verdict.RIGHT],
-        wrong=verdicts[Verdict.WRONG],
-        missing=verdicts[Verdict.MISSING],
-        repeated=verdicts[Verdict.REPEATED],
-        failed=verdicts[Verdict.FAILED],
-        hung=verdicts[Verdict.HUNG],
+        **{verdict.value: verdicts[verdict] for verdict in Verdict if verdict is not Verdict.REFUSED},
         reconnected=client.num_reconnected,
         refused=client.num_refused,
         refusal_max_s=round(client.refusal_max_s, 4),
         cancelled=client.num_cancelled,
-        remote_prefills=counts.remote_prefills,
-        recomputes=counts.recomputes,
-        spills=counts.spills,
-        spilled_bytes=counts.spilled_bytes,
-        waits_for_room=counts.waits_for_room,
-        losses=counts.losses,
+        **asdict(cluster.counts),
         leaked_blocks=leaked,
         skipped_faults=skipped,
         undisturbed_pause=_pauses(calm),

@@ -6,7 +6,9 @@ import dataclasses
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvrelay.bench.report.table import table
@@ -44,6 +46,13 @@ class EngineRun:
     num_output_tokens: int
     num_steps: int
 
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_output_tokens / self.duration_s
+
+
+Run = Callable[[BatchLoad], EngineRun]
+
 
 def run_engine_benchmark(
     model_path: Path, runner: RunnerConfig, engine: EngineConfig, load: BatchLoad, num_runs: int
@@ -61,21 +70,10 @@ def run_structured_benchmark(
     """The batch in turns: free, and with every answer bound by a grammar; ``num_runs`` passes of each. Returns the
     medians, and of each pair of passes what the grammar costs, as a part of the free throughput."""
     with LLM(model_path, **dataclasses.asdict(runner), **dataclasses.asdict(engine)) as llm:
-        for grammar in (None, ENDLESS):
-            _run_once(llm, _warm_up(load), grammar)
-        pairs = [(_run_once(llm, load), _run_once(llm, load, ENDLESS)) for _ in range(num_runs)]
+        free, bound = (partial(_run_once, llm, grammar=grammar) for grammar in (None, ENDLESS))
+        pairs = _in_turns(free, bound, load, num_runs)
     costs = [1 - free.duration_s / bound.duration_s for free, bound in pairs]
-    return {
-        "free_tokens_per_s": statistics.median(free.num_output_tokens / free.duration_s for free, _ in pairs),
-        "bound_tokens_per_s": statistics.median(bound.num_output_tokens / bound.duration_s for _, bound in pairs),
-        "cost": statistics.median(costs),
-        "cost_min": min(costs),
-        "cost_max": max(costs),
-        "num_runs": num_runs,
-        "num_prompts": load.num_prompts,
-        "input_len": load.input_len,
-        "output_len": load.output_len,
-    }
+    return _compared(pairs, ("free", "bound"), "cost", costs, load)
 
 
 def run_ranks_benchmark(
@@ -93,22 +91,35 @@ def run_ranks_benchmark(
         LLM(model_path, **dataclasses.asdict(each), **dataclasses.asdict(engine)) for each in (runner, one)
     )
     with ranks_llm, one_llm:
-        for llm in (ranks_llm, one_llm):
-            _run_once(llm, _warm_up(load))
-        pairs = [(_run_once(ranks_llm, load), _run_once(one_llm, load)) for _ in range(num_runs)]
+        pairs = _in_turns(partial(_run_once, ranks_llm), partial(_run_once, one_llm), load, num_runs)
     ratios = [single.duration_s / spread.duration_s for spread, single in pairs]
+    return {**_compared(pairs, ("ranks", "one_process"), "ratio", ratios, load), "num_ranks": runner.num_ranks}
+
+
+def _in_turns(one: Run, other: Run, load: BatchLoad, num_runs: int) -> list[tuple[EngineRun, EngineRun]]:
+    """Both warmed up, then one pass of each in turn."""
+    for run in (one, other):
+        run(_warm_up(load))
+    return [(one(load), other(load)) for _ in range(num_runs)]
+
+
+def _compared(
+    pairs: list[tuple[EngineRun, EngineRun]], names: tuple[str, str], what: str, values: list[float], load: BatchLoad
+) -> dict[str, float]:
+    """The throughput of both sides, the spread of ``values``, and the load."""
+    rates = zip(*((one.tokens_per_s, other.tokens_per_s) for one, other in pairs))
     return {
-        "ranks_tokens_per_s": statistics.median(each.num_output_tokens / each.duration_s for each, _ in pairs),
-        "one_process_tokens_per_s": statistics.median(each.num_output_tokens / each.duration_s for _, each in pairs),
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "num_ranks": runner.num_ranks,
-        "num_runs": num_runs,
-        "num_prompts": load.num_prompts,
-        "input_len": load.input_len,
-        "output_len": load.output_len,
+        **{f"{name}_tokens_per_s": statistics.median(each) for name, each in zip(names, rates)},
+        what: statistics.median(values),
+        f"{what}_min": min(values),
+        f"{what}_max": max(values),
+        **_conditions(load, len(pairs)),
     }
+
+
+def _conditions(load: BatchLoad, num_runs: int) -> dict[str, float]:
+    sizes = {"num_prompts": load.num_prompts, "input_len": load.input_len, "output_len": load.output_len}
+    return {"num_runs": num_runs, **sizes}
 
 
 def _warm_up(load: BatchLoad) -> BatchLoad:
@@ -145,9 +156,9 @@ def _num_steps(llm: LLM) -> int:
 
 
 def _report(runs: list[EngineRun], load: BatchLoad) -> dict[str, float]:
-    rates = [run.num_output_tokens / run.duration_s for run in runs]
+    rates = [run.tokens_per_s for run in runs]
     median = statistics.median(rates)
-    middle = min(runs, key=lambda run: abs(run.num_output_tokens / run.duration_s - median))
+    middle = min(runs, key=lambda run: abs(run.tokens_per_s - median))
     num_total = load.num_prompts * (load.input_len + load.output_len)
     return {
         "output_tokens_per_s": median,
@@ -161,10 +172,7 @@ def _report(runs: list[EngineRun], load: BatchLoad) -> dict[str, float]:
         "latency_p50_s": statistics.median(middle.finish_s),
         "latency_max_s": max(middle.finish_s),
         "num_steps": middle.num_steps,
-        "num_runs": len(runs),
-        "num_prompts": load.num_prompts,
-        "input_len": load.input_len,
-        "output_len": load.output_len,
+        **_conditions(load, len(runs)),
     }
 
 

@@ -26,6 +26,7 @@ from kvrelay.config import TransferConfig
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.workers import KvMetadata
 from kvrelay.errors import TransferError
+from kvrelay.transfer.base import Transport
 from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
 from kvrelay.transfer.thread import TransferThread
@@ -37,7 +38,7 @@ LAYOUT_BYTES = 16 << 20
 COMPATIBILITY = "benchmark"
 
 UInt8Array = npt.NDArray[np.uint8]
-_START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
 
 
 class TransferRow(msgspec.Struct, frozen=True):
@@ -108,37 +109,23 @@ def run_transfer_benchmark(
     config = config or TransferConfig()
     if max(piece_bytes) > total_bytes or min(piece_bytes) <= 0 or num_rounds < 1:
         raise TransferError("a benchmark needs at least one round, and pieces that fit into the total")
-    memory = shared_memory(config)
-    pool = _touched(2 * total_bytes, pool_allocator(config, memory))
-    region = MemoryRegion(pool.ctypes.data, pool.nbytes)
     plain = _touched(2 * total_bytes)
-    transport = build_transport(config, "benchmark-parent", memory=memory, is_guarded=False)
-    thread = TransferThread(transport, config)
-    thread.start()
-    try:
-        with _peer_process(config, region.num_bytes) as peer:
-            thread.register(region, kv_compatibility=COMPATIBILITY).result(_START_TIMEOUT_S)
-            thread.add_peer(peer).result(_START_TIMEOUT_S)
-            thread.open_handoff()
-            _move(thread, TransferOp.WRITE, _plan(total_bytes, max(piece_bytes)), b"warm-up")
-            rows = tuple(
-                _measure(thread, op, placement, size, total_bytes, num_rounds, plain)
-                for op in (TransferOp.WRITE, TransferOp.READ)
-                for placement in ("ordered", "scattered")
-                for size in piece_bytes
-            )
-            layouts = layout_rows(
-                transport,
-                lambda op, plan: _move(thread, op, plan, None),
-                pool_bytes=region.num_bytes,
-                total_bytes=min(total_bytes, LAYOUT_BYTES),
-                rounds=num_rounds,
-            )
-            notify = statistics.median(_move(thread, TransferOp.WRITE, EMPTY_PLAN, b"x") for _ in range(20))
-    finally:
-        thread.close()
-        if memory is not None:
-            memory.close()
+    with _moving(config, "benchmark-parent", 2 * total_bytes) as (transport, thread):
+        _move(thread, TransferOp.WRITE, _plan(total_bytes, max(piece_bytes)), b"warm-up")
+        rows = tuple(
+            _measure(thread, op, placement, size, total_bytes, num_rounds, plain)
+            for op in (TransferOp.WRITE, TransferOp.READ)
+            for placement in ("ordered", "scattered")
+            for size in piece_bytes
+        )
+        layouts = layout_rows(
+            transport,
+            lambda op, plan: _move(thread, op, plan, None),
+            pool_bytes=2 * total_bytes,
+            total_bytes=min(total_bytes, LAYOUT_BYTES),
+            rounds=num_rounds,
+        )
+        notify = statistics.median(_move(thread, TransferOp.WRITE, EMPTY_PLAN, b"x") for _ in range(20))
     return TransferBenchmark(
         transport=config.transport,
         ucx_tls=config.ucx_tls,
@@ -155,18 +142,33 @@ def run_transfer_benchmark(
 def mover(config: TransferConfig, total_bytes: int) -> Iterator[Callable[[int, int], float]]:
     """Gives a function from (bytes of a piece, bytes in all) to the seconds of such a write to a peer process; at most
     ``total_bytes``. Raises TransferError."""
+    with _moving(config, f"benchmark-{config.transport}-{config.send_type}", 2 * total_bytes) as (_, thread):
+        yield lambda piece_bytes, num_bytes: _move(thread, TransferOp.WRITE, _plan(num_bytes, piece_bytes), None)
+
+
+@contextmanager
+def _moving(config: TransferConfig, name: str, num_bytes: int) -> Iterator[tuple[Transport, TransferThread]]:
+    """A pool here and one of the same size in a peer process, connected."""
+    with pool_thread(config, name, num_bytes) as (transport, thread, region), _peer_process(config, num_bytes) as peer:
+        thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
+        thread.add_peer(peer).result(START_TIMEOUT_S)
+        thread.open_handoff()
+        yield transport, thread
+
+
+@contextmanager
+def pool_thread(
+    config: TransferConfig, name: str, num_bytes: int
+) -> Iterator[tuple[Transport, TransferThread, MemoryRegion]]:
+    """A touched pool of the transport's memory, and the thread that moves it; not registered yet."""
     memory = shared_memory(config)
-    pool = _touched(2 * total_bytes, pool_allocator(config, memory))
-    region = MemoryRegion(pool.ctypes.data, pool.nbytes)
-    name = f"benchmark-{config.transport}-{config.send_type}"
-    thread = TransferThread(build_transport(config, name, memory=memory, is_guarded=False), config)
+    pool = _touched(num_bytes, pool_allocator(config, memory))
+    transport = build_transport(config, name, memory=memory, is_guarded=False)
+    thread = TransferThread(transport, config)
+    thread.on_notification(lambda _: None)
     thread.start()
     try:
-        with _peer_process(config, region.num_bytes) as peer:
-            thread.register(region, kv_compatibility=COMPATIBILITY).result(_START_TIMEOUT_S)
-            thread.add_peer(peer).result(_START_TIMEOUT_S)
-            thread.open_handoff()
-            yield lambda piece_bytes, num_bytes: _move(thread, TransferOp.WRITE, _plan(num_bytes, piece_bytes), None)
+        yield transport, thread, MemoryRegion(pool.ctypes.data, pool.nbytes)
     finally:
         thread.close()
         if memory is not None:
@@ -268,7 +270,7 @@ def _peer_process(config: TransferConfig, num_bytes: int) -> Iterator[KvMetadata
         assert process.stdin is not None
         assert process.stdout is not None
         # A peer that hangs during its start is killed, which ends readline.
-        guard = threading.Timer(_START_TIMEOUT_S, process.kill)
+        guard = threading.Timer(START_TIMEOUT_S, process.kill)
         guard.start()
         try:
             line = process.stdout.readline()
@@ -280,7 +282,7 @@ def _peer_process(config: TransferConfig, num_bytes: int) -> Iterator[KvMetadata
             guard.cancel()
             process.stdin.close()
             try:
-                process.wait(_START_TIMEOUT_S)
+                process.wait(START_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
 
@@ -303,19 +305,13 @@ def pool_metadata(worker_id: str, config: TransferConfig, agent: bytes, region: 
 
 def _peer_main(num_bytes: int, config: TransferConfig) -> None:
     """A pool that can be read and written, until stdin ends."""
-    memory = shared_memory(config)
-    pool = _touched(num_bytes, pool_allocator(config, memory))
-    thread = TransferThread(build_transport(config, "benchmark-peer", memory=memory, is_guarded=False), config)
-    thread.on_notification(lambda _: None)
-    thread.start()
-    region = MemoryRegion(pool.ctypes.data, pool.nbytes)
-    agent = thread.register(region).result(_START_TIMEOUT_S)
-    metadata = pool_metadata("benchmark-peer", config, agent, region)
-    thread.open_handoff()
-    sys.stdout.buffer.write(msgspec.json.encode(metadata) + b"\n")
-    sys.stdout.buffer.flush()
-    sys.stdin.buffer.read()
-    thread.close()
+    with pool_thread(config, "benchmark-peer", num_bytes) as (_, thread, region):
+        agent = thread.register(region).result(START_TIMEOUT_S)
+        metadata = pool_metadata("benchmark-peer", config, agent, region)
+        thread.open_handoff()
+        sys.stdout.buffer.write(msgspec.json.encode(metadata) + b"\n")
+        sys.stdout.buffer.flush()
+        sys.stdin.buffer.read()
 
 
 if __name__ == "__main__":
