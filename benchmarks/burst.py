@@ -126,7 +126,7 @@ def burst_figures(idle: RunResult, burst: RunResult) -> Row:
     gaps = distribution([gap for record in chats for gap in record.gaps_s().tolist()])
     num_failed = sum(record.outcome is not Outcome.OK for record in (*long, *chats, *idle.records))
     if chat is None or longs is None:
-        return {"num_failed": num_failed, "error": FAILED}
+        return {"num_failed": num_failed, "error": FAILED if chats else "the burst ended before a chat was sent"}
     return {
         "idle_p50_s": alone.median if alone else None,
         "chat_p50_s": chat.median,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -25,7 +24,6 @@ from kvrelay.bench.load.mix import ClassSpec
 from kvrelay.bench.load.request import check_rate
 from kvrelay.bench.progress import progress_bar
 from kvrelay.bench.report.files import write_result
-from kvrelay.bench.report.plots import new_figure, plot_beside, save_figure
 from kvrelay.bench.report.records import INTERRUPTED, Outcome, RunResult, Slo
 from kvrelay.bench.report.table import number, table
 from kvrelay.bench.serving import run_serve
@@ -41,7 +39,7 @@ GOODPUT_KIND = "kvrelay-bench-goodput/1"
 def goodput(**given: Any) -> None:
     """The share of the requests that meets all objectives, by policy of --disagg-policy and rate of long prompts.
 
-    Each server is started once a round. Writes goodput.json, goodput.md and goodput.png.
+    Each server is started once a round. Writes goodput.json and goodput.md.
 
     Example: python -m benchmarks goodput --policies cost,threshold,threshold:1024,always --rates 0.5,2,6
     """
@@ -82,7 +80,6 @@ def goodput(**given: Any) -> None:
             times=CaseTimes(given["start_timeout"]),
             api_key=given["api_key"],
         )
-    plot_beside(plot_goodput, report(points)["summaries"], folder / "goodput.png")
     finish(report(points), goodput_markdown(report(points)), points, given["as_json"])
 
 
@@ -192,21 +189,3 @@ def _comparison(shares: Sequence[float | None]) -> list[str]:
     if first is None or not others:
         return ["-", "-"]
     return [f"{first / other:.2f}" if other else "-" for other in (max(others), min(others))]
-
-
-def plot_goodput(summaries: Sequence[Row], path: Path) -> None:
-    """Share and requests per second over the rate, one line a case."""
-    picture = new_figure(11, 4.5)
-    panels = zip(
-        picture.subplots(1, 2),
-        ("share", "met_per_s"),
-        ("share meeting the objectives", "requests/s meeting the objectives"),
-    )
-    for panel, name, label in panels:
-        for case in dict.fromkeys(row["case"] for row in summaries):
-            own = [row for row in summaries if row["case"] == case and row.get(name) is not None]
-            panel.plot([row["rate"] for row in own], [row[name] for row in own], marker="o", label=case)
-        panel.set(xlabel="long prompts per second", ylabel=label)
-        panel.set_ylim(bottom=0)
-        panel.legend()
-    save_figure(picture, path)

@@ -13,11 +13,10 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-import msgspec
 
 from benchmarks.raw_gloo import raw_gloo
+from kvrelay.bench.compare import Row, results_table
 from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.table import table
 from kvrelay.bench.transfer import mover
 from kvrelay.cli.options import SettingsSource, field_options, json_option
 from kvrelay.config import TransferConfig, load_settings
@@ -30,21 +29,13 @@ Move = Callable[[int, int], float]
 """(bytes of a piece, bytes in all) to seconds."""
 
 
-class P2pRow(msgspec.Struct, frozen=True):
-    """Medians. ``bytes_per_s``: many pieces of ``piece_bytes`` in one transfer; raw gloo: messages of that size.
-    ``alone_s``: one piece alone. ``of_raw``: the speed over raw gloo's, by rounds."""
-
-    contender: str
-    piece_bytes: int
-    bytes_per_s: float
-    of_raw: float
-    alone_s: float
-
-
-class P2pBenchmark(msgspec.Struct, frozen=True):
-    total_bytes: int
-    num_rounds: int
-    rows: tuple[P2pRow, ...]
+_COLUMNS = {
+    "transport": "contender",
+    "piece, KiB": "piece_kib:g",
+    "GB/s": "gb_per_s:.2f",
+    "of raw gloo": "of_raw:.0%",
+    "us alone": "alone_us:.0f",
+}
 
 
 @click.command()
@@ -58,24 +49,9 @@ def p2p(total_mib: int, rounds: int, as_json: bool, **flags: Any) -> None:
     Example: python -m benchmarks p2p --total-mib 64 --rounds 5
     """
     config = SettingsSource((TransferConfig,), None, flags).build(TransferConfig)
-    result = run_p2p_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
-    print_result(result, p2p_text(result), as_json)
-
-
-def p2p_text(result: P2pBenchmark) -> str:
-    """The figures as a table."""
-    rows = (
-        (
-            row.contender,
-            f"{row.piece_bytes / 1024:g} KiB",
-            f"{row.bytes_per_s / 1e9:.2f}",
-            f"{row.of_raw:.0%}",
-            f"{row.alone_s * 1e6:.0f}",
-        )
-        for row in result.rows
-    )
-    title = f"writes of {result.total_bytes / 2**20:g} MiB in pieces, {result.num_rounds} rounds in turns"
-    return f"{title}\n\n{table(('transport', 'piece', 'GB/s', 'of raw gloo', 'us alone'), rows)}"
+    found = run_p2p_benchmark(config, total_bytes=total_mib * 2**20, num_rounds=rounds)
+    text = f"writes of {total_mib} MiB in pieces, {rounds} rounds in turns\n\n{results_table(found, _COLUMNS)}"
+    print_result({"total_bytes": total_mib * 2**20, "num_rounds": rounds, "rows": found}, text, as_json)
 
 
 def run_p2p_benchmark(
@@ -85,14 +61,18 @@ def run_p2p_benchmark(
     sizes: Sequence[int] = SIZES,
     total_bytes: int = 32 * 1024 * 1024,
     num_rounds: int = 7,
-) -> P2pBenchmark:
-    """Raises TransferError. Takes 8 * ``total_bytes`` of memory per contender that is no raw gloo."""
+) -> list[Row]:
+    """Medians: many pieces in one transfer (raw gloo: messages of that size), and one piece alone. ``of_raw``: the
+    speed over raw gloo's, by rounds. Raises TransferError.
+
+    Takes 8 * ``total_bytes`` of memory per contender that is no raw gloo.
+    """
     with ExitStack() as stack:
         moves = {name: stack.enter_context(_contender(name, config, max(sizes), total_bytes)) for name in contenders}
-        rows: list[P2pRow] = []
+        rows: list[Row] = []
         for size in sizes:
             rows += _measure(moves, size, total_bytes, num_rounds)
-    return P2pBenchmark(total_bytes, num_rounds, tuple(rows))
+    return rows
 
 
 @contextmanager
@@ -107,7 +87,7 @@ def _contender(name: str, config: TransferConfig, max_size: int, total_bytes: in
         yield move
 
 
-def _measure(moves: dict[str, Move], size: int, total_bytes: int, num_rounds: int) -> list[P2pRow]:
+def _measure(moves: dict[str, Move], size: int, total_bytes: int, num_rounds: int) -> list[Row]:
     many: dict[str, list[float]] = {name: [] for name in moves}
     alone: dict[str, list[float]] = {name: [] for name in moves}
     for number in range(num_rounds + 1):
@@ -119,12 +99,13 @@ def _measure(moves: dict[str, Move], size: int, total_bytes: int, num_rounds: in
     num_bytes = total_bytes // size * size
     raw = many.get(RAW)
     return [
-        P2pRow(
-            contender=name,
-            piece_bytes=size,
-            bytes_per_s=num_bytes / statistics.median(seconds),
-            of_raw=statistics.median(r / s for r, s in zip(raw, seconds, strict=True)) if raw else 0.0,
-            alone_s=statistics.median(alone[name]),
-        )
+        {
+            "contender": name,
+            "piece_bytes": size,
+            "piece_kib": size / 1024,
+            "gb_per_s": num_bytes / statistics.median(seconds) / 1e9,
+            "of_raw": statistics.median(r / s for r, s in zip(raw, seconds, strict=True)) if raw else 0.0,
+            "alone_us": statistics.median(alone[name]) * 1e6,
+        }
         for name, seconds in many.items()
     ]

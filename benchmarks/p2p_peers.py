@@ -16,8 +16,8 @@ import click
 import msgspec
 import numpy as np
 
+from kvrelay.bench.compare import Row, results_table
 from kvrelay.bench.report.files import print_result
-from kvrelay.bench.report.table import table
 from kvrelay.cli.options import json_option
 from kvrelay.config import TransferConfig
 from kvrelay.core.layout import MemoryRegion
@@ -31,14 +31,13 @@ _PIECE_BYTES = 1 << 16
 _WAIT_S = 60.0
 
 
-class PeersRow(msgspec.Struct, frozen=True):
-    """Of the whole process with so many peers connected. ``contact_s``: median of a first write, with connecting."""
-
-    num_peers: int
-    resident_bytes: int
-    num_threads: int
-    num_descriptors: int
-    contact_s: float
+_COLUMNS = {
+    "peers": "num_peers:d",
+    "MiB resident": "resident_mib:.0f",
+    "threads": "num_threads:d",
+    "descriptors": "num_descriptors:d",
+    "ms a first write": "contact_s:ms",
+}
 
 
 @click.command()
@@ -49,25 +48,10 @@ def p2p_peers(as_json: bool) -> None:
     Example: python -m benchmarks p2p-peers
     """
     rows = run_peers_benchmark()
-    print_result(rows, peers_text(rows), as_json)
+    print_result(rows, results_table(rows, _COLUMNS), as_json)
 
 
-def peers_text(rows: Sequence[PeersRow]) -> str:
-    """The figures as a table."""
-    cells = (
-        (
-            str(row.num_peers),
-            f"{row.resident_bytes / 2**20:.0f}",
-            str(row.num_threads),
-            str(row.num_descriptors),
-            f"{row.contact_s * 1e3:.1f}",
-        )
-        for row in rows
-    )
-    return table(("peers", "MiB resident", "threads", "descriptors", "ms a first write"), cells)
-
-
-def run_peers_benchmark(counts: Sequence[int] = (0, 1, 16, 64)) -> list[PeersRow]:
+def run_peers_benchmark(counts: Sequence[int] = (0, 1, 16, 64)) -> list[Row]:
     """Raises TransferError. ``counts`` ascend."""
     config = TransferConfig(transport="p2p", p2p_max_connections=max(*counts, 1))
     end = _End("hub", config)
@@ -114,17 +98,18 @@ class _End:
         raise TransferError("a first write takes too long", peer=peer.worker_id)
 
 
-def _measure(end: _End, peers: list[KvMetadata], count: int) -> PeersRow:
+def _measure(end: _End, peers: list[KvMetadata], count: int) -> Row:
+    """The whole process with so many peers connected. ``contact_s``: median of a first write, with connecting."""
     times = [end.write(peer) for peer in peers[:count] if not end.transport.has_peer(peer.worker_id)]
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return PeersRow(
-        num_peers=count,
-        resident_bytes=resident,
-        num_threads=len(os.listdir("/proc/self/task")),
-        num_descriptors=len(os.listdir("/proc/self/fd")),
-        contact_s=sorted(times)[len(times) // 2] if times else 0.0,
-    )
+    return {
+        "num_peers": count,
+        "resident_mib": resident / 2**20,
+        "num_threads": len(os.listdir("/proc/self/task")),
+        "num_descriptors": len(os.listdir("/proc/self/fd")),
+        "contact_s": sorted(times)[len(times) // 2] if times else 0.0,
+    }
 
 
 def _peers_main(count: int) -> None:

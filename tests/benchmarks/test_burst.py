@@ -41,6 +41,7 @@ def test_failures_are_counted_and_a_turn_without_an_answer_is_an_error() -> None
     assert burst_figures(result(), result(refused, record("chat", 0, 0.1)))["error"] == "no request succeeded"
     turn = burst_figures(result(), result(refused, record("long", 0, 1.0), record("chat", 0, 0.1)))
     assert (turn["num_failed"], "error" in turn) == (1, False)
+    assert "before a chat" in burst_figures(result(), result(record("long", 0, 1.0)))["error"]
 
 
 def test_what_the_client_sent_too_late_is_told_apart() -> None:

@@ -111,7 +111,6 @@ def test_the_command_measures_each_server_at_each_rate(scripted: Callable[..., A
         ("a", 20.0, None),
     ]
     assert "| rate | a |" in done.stdout
-    assert (tmp_path / "goodput.png").read_bytes().startswith(b"\x89PNG")
     assert "2 of 2 turns failed" in str(run(*common, "--url", "b=http://127.0.0.1:9").exception)
     for wrong in (("--policies", "best"), ("--policies", "cost", "--rates", "0")):
         assert isinstance(run(*wrong).exception, InvalidInputError)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tests.chaos.report import chaos_text
+from tests.chaos.report import chaos_text, is_clean
 from tests.chaos.run import ChaosOptions, run_chaos
 
 from kvrelay.bench.commands.options import ORDERS
@@ -67,7 +67,7 @@ def chaos(model: str | None, as_json: bool, **given: Any) -> None:
     )
     report = run_async(run_chaos(options, lambda text: click.echo(text, err=True)))
     print_result(report, chaos_text(report), as_json)
-    if not report.is_clean:
+    if not is_clean(report):
         sys.exit(1)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from tests.chaos.answers import Verdict
@@ -96,53 +97,16 @@ class Promise:
         return cls(name, limit, value, None if value is None else value <= limit)
 
 
-@dataclass(frozen=True, slots=True)
-class ChaosReport:
-    """The whole run. ``num_ranks``: of each worker. ``refused`` requests got 429 or 503 with Retry-After and were sent
-    again. ``reconnected`` ones lost their frontend and were sent again; they also count by their outcome. The workers'
-    own counts, from ``remote_prefills`` to ``losses``, are lower bounds (``WorkerCounts``). The two pauses are each
-    stream's longest silence, including the wait for the first token: before the faults, and during them."""
+ChaosReport = dict[str, Any]
+"""The whole run. ``num_ranks``: of each worker. ``refused`` requests got 429 or 503 with Retry-After and were sent
+again. ``reconnected`` ones lost their frontend and were sent again; they also count by their outcome. The workers' own
+counts, from ``remote_prefills`` to ``losses``, are lower bounds (``WorkerCounts``). The two pauses are each stream's
+longest silence, including the wait for the first token: before the faults, and during them."""
 
-    machine: str
-    engine: str
-    transport: str
-    duration_s: float
-    seed: int
-    lease_ttl_s: float
-    num_ranks: int
-    num_prompts: int
-    requests: int
-    output_tokens: int
-    right: int
-    wrong: int
-    missing: int
-    repeated: int
-    failed: int
-    hung: int
-    reconnected: int
-    refused: int
-    refusal_max_s: float
-    cancelled: int
-    remote_prefills: int
-    recomputes: int
-    spills: int
-    spilled_bytes: int
-    waits_for_room: int
-    losses: int
-    leaked_blocks: int
-    skipped_faults: int
-    undisturbed_pause: Spread | None
-    longest_pause: Spread | None
-    worst_pauses: tuple[str, ...]
-    faults: dict[str, FaultSummary]
-    targets: tuple[Promise, ...]
-    problems: tuple[str, ...]
 
-    @property
-    def is_clean(self) -> bool:
-        """Nothing wrong, missing, repeated, failed, hung or leaked, and no other problem."""
-        bad = (self.wrong, self.missing, self.repeated, self.failed, self.hung, self.leaked_blocks)
-        return not any(bad) and not self.problems
+def is_clean(report: ChaosReport) -> bool:
+    """Nothing wrong, missing, repeated, failed, hung or leaked, and no other problem."""
+    return not any(report[name] for name in (*BAD, "leaked_blocks", "problems"))
 
 
 def spread(values: Iterable[float]) -> Spread | None:
@@ -244,19 +208,19 @@ _COLUMNS = ("count", "heal p50", "max s", "again", "alone", "streams", "pause p9
 def chaos_text(report: ChaosReport) -> str:
     """The report for a terminal of 80 columns. ``again``: requests that lost their frontend and were sent again."""
     rows = []
-    for name, fault in report.faults.items():
+    for name, fault in report["faults"].items():
         healed = _cells(fault.recovery, "p50_s", "max_s")
         pause = (str(fault.pause.count) if fault.pause else "-", *_cells(fault.pause, "p99_s", "max_s"))
         rows.append((name, str(fault.count), *healed, str(fault.num_reconnected), str(fault.num_alone), *pause))
-    lines = [table((f"chaos, {report.engine}, seed {report.seed}", *_COLUMNS), rows), ""]
-    for item in fields(report):
-        if item.name not in ("faults", "targets", "problems", "worst_pauses"):
-            lines.append(f"{item.name.replace('_', ' ')}: {_shown(getattr(report, item.name))}")
-    lines += ["worst pauses:", *(f"  {pause}" for pause in report.worst_pauses)]
-    for target in report.targets:
+    lines = [table((f"chaos, {report['engine']}, seed {report['seed']}", *_COLUMNS), rows), ""]
+    for name, value in report.items():
+        if name not in ("faults", "targets", "problems", "worst_pauses"):
+            lines.append(f"{name.replace('_', ' ')}: {_shown(value)}")
+    lines += ["worst pauses:", *(f"  {pause}" for pause in report["worst_pauses"])]
+    for target in report["targets"]:
         verdict = {True: "met", False: "missed", None: "not measured"}[target.is_met]
         lines.append(f"target {verdict}: {target.name} {number(target.value, 'g')} (at most {target.limit:g})")
-    return "\n".join([*lines, *report.problems])
+    return "\n".join([*lines, *report["problems"]])
 
 
 def _cells(values: Spread | None, *names: str) -> list[str]:

@@ -133,32 +133,32 @@ async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
         problems = [*([problem] if problem else []), *cluster.unclean_exits(), *await cluster.stop()]
     verdicts = count_verdicts(client.records)
     faults = summarise_faults(injector.records, client.records, options.lease_ttl_s)
-    return ChaosReport(
-        machine=describe_machine(),
-        engine=options.engine_kind,
-        transport=options.transport,
-        duration_s=options.duration_s,
-        seed=options.seed,
-        lease_ttl_s=options.lease_ttl_s,
-        num_ranks=options.num_ranks,
-        num_prompts=len(questions.known),
-        requests=len(client.records),
-        output_tokens=client.num_output_tokens,
+    return {
+        "machine": describe_machine(),
+        "engine": options.engine_kind,
+        "transport": options.transport,
+        "duration_s": options.duration_s,
+        "seed": options.seed,
+        "lease_ttl_s": options.lease_ttl_s,
+        "num_ranks": options.num_ranks,
+        "num_prompts": len(questions.known),
+        "requests": len(client.records),
+        "output_tokens": client.num_output_tokens,
         **{verdict.value: verdicts[verdict] for verdict in Verdict if verdict is not Verdict.REFUSED},
-        reconnected=client.num_reconnected,
-        refused=client.num_refused,
-        refusal_max_s=round(client.refusal_max_s, 4),
-        cancelled=client.num_cancelled,
+        "reconnected": client.num_reconnected,
+        "refused": client.num_refused,
+        "refusal_max_s": round(client.refusal_max_s, 4),
+        "cancelled": client.num_cancelled,
         **asdict(cluster.counts),
-        leaked_blocks=leaked,
-        skipped_faults=skipped,
-        undisturbed_pause=_pauses(calm),
-        longest_pause=_pauses(client.records),
-        worst_pauses=worst_pauses(client.records, injector.records),
-        faults=faults,
-        targets=targets_of(verdicts, leaked, faults, options.lease_ttl_s, injector.rank_death_s),
-        problems=(*problems, *problems_of(client.records, injector.records)),
-    )
+        "leaked_blocks": leaked,
+        "skipped_faults": skipped,
+        "undisturbed_pause": _pauses(calm),
+        "longest_pause": _pauses(client.records),
+        "worst_pauses": worst_pauses(client.records, injector.records),
+        "faults": faults,
+        "targets": targets_of(verdicts, leaked, faults, options.lease_ttl_s, injector.rank_death_s),
+        "problems": (*problems, *problems_of(client.records, injector.records)),
+    }
 
 
 def _pauses(records: Iterable[AskedPrompt]) -> Spread | None:
