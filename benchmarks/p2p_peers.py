@@ -32,10 +32,10 @@ _WAIT_S = 60.0
 
 
 _COLUMNS = {
-    "peers": "num_peers:d",
+    "peers": "num_peers",
     "MiB resident": "resident_mib:.0f",
-    "threads": "num_threads:d",
-    "descriptors": "num_descriptors:d",
+    "threads": "num_threads",
+    "descriptors": "num_descriptors",
     "ms a first write": "contact_s:ms",
 }
 

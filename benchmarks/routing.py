@@ -113,7 +113,7 @@ def routing(as_json: bool, rounds: int, engine: str, workers: int | None, **give
     title = (
         f"{num_workers} {engine} workers, {load.groups} x {load.per_group} prompts of {load.system} + {load.question} "
         f"tokens, {load.output} generated, {load.rate:g} requests/s; ms, medians of {rounds}; one infinite cache hits "
-        f"{results[0]['infinite_hit_ratio'] or 0:.3f}"
+        f"{results[0].get('infinite_hit_ratio') or 0:.3f}"
     )
     report = {"engine": engine, "workers": num_workers, "rounds": rounds, "load": asdict(load), "results": results}
     finish({**report, "turns": turns}, f"{title}\n\n{results_table(results, _COLUMNS, left=2)}", turns, as_json)
@@ -176,12 +176,10 @@ def _infinite_hit_ratio(spec: ClassSpec, seed: int) -> float:
 
 def results_of(turns: list[Row], labels: dict[str, Row]) -> list[Row]:
     """Medians of each case, under its labels, and the mean TTFT over that of the first policy with the same pool."""
-    rows = [
-        {**labels.get(row["case"], {"policy": row["case"], "pool": 0.0}), **row}
-        for row in summarise(turns, {"failed": sum})
-    ]
-    firsts = {row["pool"]: row["ttft_mean_s"] for row in reversed(rows)}
+    rows = summarise(turns, {"failed": sum})
+    rows = [{"policy": row["case"], "pool": 0.0, **labels.get(row["case"], {}), **row} for row in rows]
+    firsts = {row["pool"]: row.get("ttft_mean_s") for row in reversed(rows)}
     for row in rows:
-        first, own = firsts[row["pool"]], row["ttft_mean_s"]
+        first, own = firsts[row["pool"]], row.get("ttft_mean_s")
         row["ttft_over_first"] = own / first if own and first else None
     return rows

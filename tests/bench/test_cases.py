@@ -15,7 +15,7 @@ import pytest
 from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
 from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.service import first_model
-from kvrelay.bench.compare import Row, serve_case, summarise, take_turns
+from kvrelay.bench.compare import Row, results_table, serve_case, summarise, take_turns
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.interference import (
     _HOW,
@@ -206,6 +206,14 @@ def test_cases_change_places_every_round_and_one_that_fails_is_noted(scripted: C
     assert told == list(range(1, 9))
     assert all(("ended with code 0" in row["error"]) if row["case"] == "b" else not row["error"] for row in rows)
     assert [row["half"] for row in summarise(rows, labels=("case", "rate"))] == [0.5, 1.5, None, None]
+
+
+def test_a_table_of_figures() -> None:
+    rows: list[Row] = [{"case": "x", "n": 3, "t_s": 0.0123, "share": 0.5}, {"case": "y", "n": None}]
+    columns = {"case": "case", "n": "n", "ms": "t_s:ms", "fine": "t_s:ms.2f", "share": "share:.0%"}
+    *_, x, y = results_table(rows, columns).splitlines()
+    assert x.split() == ["x", "3", "12.3", "12.30", "50%"]
+    assert y.split() == ["y", "-", "-", "-", "-"]
 
 
 def test_a_summary_takes_medians_and_what_it_is_told() -> None:

@@ -54,3 +54,9 @@ def test_a_summary_takes_medians_and_adds_failures() -> None:
     kv, other = results_of(turns, labels)
     assert (kv["policy"], kv["ttft_mean_s"], kv["failed"], kv["ttft_over_first"]) == ("kv", 2.0, 3.0, 1.0)
     assert (other["ttft_mean_s"], other["ttft_over_first"]) == (5.0, 2.5)
+
+
+def test_a_policy_whose_turns_failed_has_no_figures() -> None:
+    labels = {"kv, pool 1": {"policy": "kv", "pool": 1.0}}
+    (row,) = results_of([{"case": "kv, pool 1", "round": 1, "error": "down"}], labels)
+    assert (row["policy"], row["failed_rounds"], row["ttft_over_first"]) == ("kv", 1, None)

@@ -135,15 +135,15 @@ def summarise(
 
 
 def results_table(rows: Sequence[Row], columns: Mapping[str, str], *, left: int = 1, markdown: bool = False) -> str:
-    """``columns``: heading to figure, as "name", "name:format" or "name:ms" (with a format
-    after it or without) for seconds shown as milliseconds."""
+    """``columns``: heading to figure, as "name", "name:format", or "name:ms" with a format after it or without, for
+    seconds that are shown as milliseconds."""
 
     def cell(row: Row, column: str) -> str:
         name, _, spec = column.partition(":")
         value = row.get(name)
         if isinstance(value, str):
             return value
-        return number(value, spec[2:] or ".1f", 1e3) if spec.startswith("ms") else number(value, spec)
+        return number(value, spec[2:] or ".1f", 1e3) if spec.startswith("ms") else number(value, spec or "g")
 
     return table(
         list(columns), [[cell(row, at) for at in columns.values()] for row in rows], left=left, markdown=markdown
