@@ -58,15 +58,15 @@ test-busy: env system-packages  ## the same RUNS=3 times with a busy loop on eac
 	@$(BIN)/python tools/busy_suite.py --runs $(RUNS) -- $(PYTEST) $(ARGS)
 
 check: env  ## ruff, mypy, import-linter and the budgets of size
-	@$(BIN)/ruff format --check src tests tools
-	@$(BIN)/ruff check src tests tools
+	@$(BIN)/ruff format --check src tests tools benchmarks
+	@$(BIN)/ruff check src tests tools benchmarks
 	@$(BIN)/python tools/private_access.py --max 335 > /dev/null
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/budgets.py
 	@$(BIN)/mypy
 
 bench: env  ## the short form of all benchmarks, into bench-results/
-	@$(BIN)/kvrelay bench all --short $(ARGS)
+	@$(BIN)/python -m benchmarks all --short $(ARGS)
 
 dist: env  ## wheel and source distribution into dist/, checked, and the wheel installed apart and served from
 	@rm -rf dist build

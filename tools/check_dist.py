@@ -2,7 +2,8 @@
 
     python -m build && python tools/check_dist.py dist
 
-1. The wheel has every file of the package that git tracks: modules, ``py.typed``, the bundled checkpoint.
+1. The wheel has every file of the package that git tracks: modules, ``py.typed``, the bundled checkpoint; and nothing
+   else of the repository, such as ``benchmarks`` and ``tests``.
 2. The wheel is installed into a new virtual environment outside the checkout. To save gigabytes and minutes nothing is
    downloaded: the environment links those installed packages that the wheel's metadata asks for, directly or through
    another package, and no others. So an import of a package that is not declared fails, and so does pip if a version is
@@ -31,6 +32,12 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 300.0
+
+
+def foreign_files(wheel: Path) -> list[str]:
+    """Files of the wheel that are neither the package's nor its metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        return [name for name in archive.namelist() if not re.match(r"kvrelay(-[^/]*\.dist-info)?/", name)]
 
 
 def missing_files(wheel: Path) -> list[str]:
@@ -132,6 +139,9 @@ def main(directory: Path) -> int:
     (wheel,) = directory.resolve().glob("*.whl")
     if missing := missing_files(wheel):
         print(f"the wheel lacks {', '.join(missing)}", file=sys.stderr)
+        return 1
+    if foreign := foreign_files(wheel):
+        print(f"the wheel has {', '.join(foreign)}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory(prefix="kvrelay-wheel-") as scratch:
         environment = Path(scratch) / "venv"

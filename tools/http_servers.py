@@ -7,7 +7,7 @@ workers' messages do in the frontend. Behind ASGI the events take the way that A
 coroutine, ``await send``. The servers run in turn, each in a process of its own on uvloop, and are loaded by this one.
 CPU time of the server's processes is told, not only rates, because a shared machine changes the rates.
 
-The whole frontend behind an ASGI server, for ``kvrelay bench frontend --url NAME=URL``:
+The whole frontend behind an ASGI server, for ``python -m benchmarks frontend --url NAME=URL``:
 
     KVRELAY_HTTP_CONTROL=nats://... python tools/http_servers.py --serve uvicorn --port 9001
 """

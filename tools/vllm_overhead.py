@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvrelay.bench.cases import Case, CaseTimes, running, turns_of
 from kvrelay.bench.client.connection import Target
-from kvrelay.bench.own_cluster import figures, measure_load, medians, random_load
+from kvrelay.bench.compare import Row, figures, fixed_load, measure_load, summarise
 from kvrelay.bench.report.table import table
 
 TIMES = CaseTimes(start_s=600.0)
@@ -49,20 +49,22 @@ async def measure(given: argparse.Namespace, log_dir: Path) -> list[dict[str, st
     return rows
 
 
-async def _turns(targets: dict[str, Target], at_once: int, given: argparse.Namespace) -> dict[str, dict[str, float]]:
+async def _turns(targets: dict[str, Target], at_once: int, given: argparse.Namespace) -> dict[str, Row]:
     """The medians of each side. Every turn has a seed of its own."""
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
+    turns: list[Row] = []
     cases = [Case(name, url="http://127.0.0.1") for name in targets]
     for number, (round_number, case) in enumerate(turns_of(cases, given.rounds)):
-        spec = random_load("load", given.input_tokens, given.output_tokens, at_once, given.requests * min(at_once, 4))
+        count = max(at_once, given.requests * min(at_once, 4))
+        lengths = given.input_tokens, given.output_tokens
+        spec = fixed_load("load", *lengths, max_concurrency=at_once, num_requests=count)
         seed = 1000 * at_once + number
         report = await measure_load(targets[case.name], spec, warm_up=WARM_UP, seed=seed)
-        turns[case.name].append(figures(report, FIGURES))
-        print(f"{at_once} at once, round {round_number}, {case.name}: {turns[case.name][-1]}", file=sys.stderr)
-    return {name: medians(found) for name, found in turns.items()}
+        turns.append({"case": case.name, "round": round_number, "error": None, **figures(report, FIGURES)})
+        print(f"{at_once} at once: {turns[-1]}", file=sys.stderr)
+    return {row["case"]: row for row in summarise(turns, {"failed": sum})}
 
 
-def _compared(plain: dict[str, float], ours: dict[str, float]) -> dict[str, str]:
+def _compared(plain: Row, ours: Row) -> dict[str, str]:
     return {
         "vLLM tok/s": f"{plain['tokens_per_s']:.0f}",
         "kvrelay tok/s": f"{ours['tokens_per_s']:.0f}",

@@ -1,4 +1,4 @@
-"""Cases, the knee search, the interference table and the suite's figures."""
+"""Cases, the knee search, turns and the interference table."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import asyncio
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvrelay.bench.cases import Case, CaseTimes, check_names, parse_case, running
-from kvrelay.bench.client.connection import ConnectionPool
+from kvrelay.bench.client.connection import ConnectionPool, Target
 from kvrelay.bench.client.service import first_model
+from kvrelay.bench.compare import Row, results_table, serve_case, summarise, take_turns
 from kvrelay.bench.errors import BenchError
 from kvrelay.bench.interference import (
-    CaseRun,
-    InterferenceReport,
+    _HOW,
+    ARRANGEMENTS,
+    figures_of,
     interference_markdown,
     plot_interference,
-    separation_cases,
-    summarise,
 )
 from kvrelay.bench.report.metrics import OfferedLoad, RunInfo, ServeReport, serve_report
 from kvrelay.bench.report.records import ClientLoad, Outcome, RequestRecord, RunResult, Slo
-from kvrelay.bench.suite import Step, SuiteReport, run_steps, top_figures, write_sample_conversations, write_suite
 from kvrelay.bench.sweep import CaseSweep, KneeOptions, knee_search, plot_sweep, sweep_case, sweep_markdown
 from kvrelay.errors import InvalidInputError
 
@@ -162,82 +163,65 @@ def test_sweep_of_a_case_and_its_table(tmp_path: Path) -> None:
 
 
 def test_interference_takes_medians_and_the_worst_wait(tmp_path: Path) -> None:
-    runs = (
-        CaseRun("a", 1, report(10, chat_gap_ms=5)),
-        CaseRun("a", 2, report(20, chat_gap_ms=9)),
-        CaseRun("a", 3, report(90, chat_gap_ms=6)),
-        CaseRun("b", 1, None, "it did not start"),
-    )
-    a, b = summarise(["a", "b"], runs, "chat", "long")
-    assert (a.chat_itl_p50_s, a.longest_wait_s) == pytest.approx((0.006, 0.009))
-    assert (a.chat_ttft_p50_s, a.long_ttft_p50_s) == pytest.approx((0.02, 0.04))
-    assert (a.chat_tokens_per_s, a.output_tokens_per_s, a.rounds) == (6, 7, 3)
-    assert (b.rounds, b.failed_rounds, b.chat_itl_p50_s) == (0, 1, None)
-    whole = InterferenceReport("k", "cmd", "chat=...", (a, b), runs)
-    text = interference_markdown(whole)
+    runs: list[Row] = [
+        {"case": "a", "round": number, **figures_of(report(ttft_ms, chat_gap_ms=gap_ms), "chat", "long")}
+        for number, (ttft_ms, gap_ms) in enumerate(((10, 5), (20, 9), (90, 6)), 1)
+    ]
+    runs.append({"case": "b", "round": 1, "error": "it did not start"})
+    a, b = summaries = summarise(runs, _HOW)
+    assert (a["chat_itl_p50_s"], a["longest_wait_s"]) == pytest.approx((0.006, 0.009))
+    assert (a["chat_ttft_p50_s"], a["long_ttft_p50_s"]) == pytest.approx((0.02, 0.04))
+    assert (a["chat_tokens_per_s"], a["output_tokens_per_s"], a["rounds"]) == (6, 7, 3)
+    assert (b["rounds"], b["failed_rounds"], b["chat_itl_p50_s"]) == (0, 1, None)
+    text = interference_markdown({"load": "chat=...", "summaries": summaries, "runs": runs})
     assert "| a | 6.0 | 6.0 | 9.0 | 20.0 |" in text
     assert "- b, round 1: it did not start" in text
-    plot_interference(whole, tmp_path / "x.png")
+    plot_interference(summaries, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
 
 
-def test_separation_cases_are_commands_of_this_system() -> None:
-    cases = separation_cases("python", "my-model", "--dtype float32")
-    assert len({case.name for case in cases}) == 5
-    for case in cases:
-        assert case.command is not None
-        assert case.command.startswith("python -m kvrelay serve my-model --dtype float32 --port {port} --prefill")
+def test_what_makes_an_arrangement_wins_over_other_arguments() -> None:
+    assert len(ARRANGEMENTS) == 5
+    case = serve_case("x", "my model", "--dtype float32", ARRANGEMENTS["1P1D conditional"])
+    words = shlex.split(case.command or "")
+    assert words == [
+        *(sys.executable, "-m", "kvrelay", "serve", "my model", "--dtype", "float32", "--port", "{port}"),
+        *("--prefill", "1", "--decode", "1"),
+    ]
 
 
-def test_suite_figures_and_sample(tmp_path: Path) -> None:
-    assert top_figures({"a": 1, "b": {"c": 2.5, "d": True, "e": "x"}, "f": [1]}) == (("a", 1.0), ("b.c", 2.5))
-    for name in "xy":
-        write_sample_conversations(tmp_path / name, 200)
-    lines = (tmp_path / "x").read_text().splitlines()
-    assert (tmp_path / "y").read_text().splitlines() == lines
-    assert len(lines) == 200
-    assert {len(line) for line in lines} == {300}
+def test_cases_change_places_every_round_and_one_that_fails_is_noted(scripted: Callable[..., Any]) -> None:
+    async def measure(target: Target, row: Row) -> Row:
+        return {"port": target.port, "half": row["rate"] / 2}
+
+    told: list[int] = []
+    with scripted() as server:
+        cases = [Case("a", url=server.url), Case("b", command=f"{sys.executable} -c pass {{port}}")]
+        points: list[Row] = [{"rate": 1.0}, {"rate": 3.0}]
+        rows = take_turns(cases, 2, measure, points=points, done=lambda rows: told.append(len(rows)))
+    assert [(row["round"], row["case"], row["rate"]) for row in rows] == [
+        *((1, "a", 1.0), (1, "a", 3.0), (1, "b", 1.0), (1, "b", 3.0)),
+        *((2, "b", 1.0), (2, "b", 3.0), (2, "a", 1.0), (2, "a", 3.0)),
+    ]
+    assert told == list(range(1, 9))
+    assert all(("ended with code 0" in row["error"]) if row["case"] == "b" else not row["error"] for row in rows)
+    assert [row["half"] for row in summarise(rows, labels=("case", "rate"))] == [0.5, 1.5, None, None]
 
 
-FAKE_PYTHON = """#!/bin/sh
-# Called as: FAKE -m kvrelay bench NAME ...
-case "$4" in
-  good) echo '{"rate": 2.5, "where": "'"$5"'"}' ;;
-  bad) echo '{"partial": 1}'; echo "it broke" >&2; exit 3 ;;
-  text) echo 'no JSON' ;;
-  slow) sleep 60 ;;
-esac
-"""
+def test_a_table_of_figures() -> None:
+    rows: list[Row] = [{"case": "x", "n": 3, "t_s": 0.0123, "share": 0.5}, {"case": "y", "n": None}]
+    columns = {"case": "case", "n": "n", "ms": "t_s:ms", "fine": "t_s:ms.2f", "share": "share:.0%"}
+    *_, x, y = results_table(rows, columns).splitlines()
+    assert x.split() == ["x", "3", "12.3", "12.30", "50%"]
+    assert y.split() == ["y", "-", "-", "-", "-"]
 
 
-def test_suite_goes_on_after_failures(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(FAKE_PYTHON)
-    python.chmod(0o755)
-    steps = [Step(name, (name,), timeout_s=0.5 if name == "slow" else 30) for name in ("bad", "text", "slow", "good")]
-    told: list[str] = []
-    results = run_steps(steps, str(python), tmp_path, CaseTimes(), lambda result: told.append(result.name))
-    assert told == ["bad", "text", "slow", "good"]
-    bad, text, slow, good = results
-    assert bad.error == "exit code 3: it broke"
-    assert (tmp_path / "bad.json").read_text() == '{"partial": 1}\n'
-    assert "not JSON" in str(text.error)
-    assert "did not end within" in str(slow.error)
-    assert (good.error, good.figures, good.command) == (None, (("rate", 2.5),), "kvrelay bench good")
-    write_suite(SuiteReport("k", "machine", "today", results), tmp_path)
-    summary = (tmp_path / "summary.md").read_text()
-    assert "| bad | " in summary
-    assert "- rate: 2.5" in summary
-
-
-def test_suite_step_has_its_server(tmp_path: Path) -> None:
-    python, script = tmp_path / "python", tmp_path / "server.py"
-    python.write_text(FAKE_PYTHON)
-    python.chmod(0o755)
-    script.write_text(SERVER)
-    server = shlex.join([sys.executable, str(script), "{port}", str(tmp_path / "pid")])
-    (result,) = run_steps(
-        [Step("good", ("good", "{url}"), server)], str(python), tmp_path, CaseTimes(20, 5), lambda _: None
-    )
-    assert result.error is None
-    assert '"where": "http://127.0.0.1:' in (tmp_path / "good.json").read_text()
+def test_a_summary_takes_medians_and_what_it_is_told() -> None:
+    rows: list[Row] = [
+        {"case": "x", "round": number, "error": None, "p99_s": p99, "max_s": 2 * p99, "num_failed": 1, "text": "t"}
+        for number, p99 in enumerate((1.0, 5.0, 2.0), 1)
+    ]
+    rows += [{"case": "x", "round": 4, "error": "down"}, {"case": "y", "round": 1, "error": None, "p99_s": None}]
+    x, y = summarise(rows, {"max_s": max})
+    assert x == {"case": "x", "rounds": 3, "failed_rounds": 1, "p99_s": 2.0, "max_s": 10.0, "num_failed": 3}
+    assert (y["rounds"], y["p99_s"]) == (1, None)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvrelay.bench.commands import bench_group
+from kvrelay.bench.commands import MOVED, bench_group
 from kvrelay.bench.commands.options import DATASETS, command_line
 from kvrelay.bench.formats import FileFormat
 from kvrelay.bench.load.mix import DatasetKind
@@ -40,7 +40,7 @@ def failure(*arguments: str | Path) -> KvrelayError:
 
 
 def test_every_command_has_help_with_an_example() -> None:
-    assert {"serve", "sweep", "interference", "prefixes", "compare", "all"} <= set(bench_group.commands)
+    assert {"serve", "sweep", "interference", "prefixes", "compare", "engine", "transfer"} == set(bench_group.commands)
     for name in bench_group.commands:
         assert "Example: kvrelay bench" in good(name, "--help")
 
@@ -168,7 +168,7 @@ def test_interference_command(scripted: Scripted, tmp_path: Path) -> None:
         text = good("interference", *options, *peers, "--output-dir", tmp_path, "--warm-up", "1")
     assert "| a |" in text
     report = json.loads((tmp_path / "interference.json").read_text())
-    assert [run["case"] for run in report["runs"]] == ["a", "b", "a", "b"]
+    assert [run["case"] for run in report["runs"]] == ["a", "b", "b", "a"]
     assert report["summaries"][0]["chat_itl_p50_s"] > 0.001
     dead = ("--url", "dead=http://127.0.0.1:9")
     assert "turns failed: no connection" in failure("interference", *options, *dead, "--output-dir", tmp_path).message
@@ -176,30 +176,28 @@ def test_interference_command(scripted: Scripted, tmp_path: Path) -> None:
     assert "two classes" in failure("interference", "--mix", "a=1/1:closed=1").message
 
 
-def test_interference_measures_goodput_at_rates(scripted: Scripted, tmp_path: Path) -> None:
-    folder = tmp_path / "goodput"
-    options = ("--mix", "chat=4/3:closed=1,long=8/2:rate=20", "--rounds", "1", "--duration", "0.2", "--only-given")
-    common = ("interference", *options, "--rates", "10,20", "--warm-up", "0", "--output-dir", folder)
-    with scripted() as server:
-        text = good(*common, "--url", f"a={server.url}")
-    report = json.loads((folder / "goodput.json").read_text())
-    assert report["kind"] == "kvrelay-bench-goodput/1"
-    assert [(point["case"], point["rate"], point["error"]) for point in report["points"]] == [
-        ("a", 10.0, None),
-        ("a", 20.0, None),
-    ]
-    assert "| rate | a |" in text
-    assert (folder / "goodput.png").read_bytes().startswith(b"\x89PNG")
-    dead = failure(*common, "--url", "b=http://127.0.0.1:9")
-    assert "2 of 2 turns failed" in dead.message
-    assert failure("interference", "--policies", "best").exit_code == 2
-    assert failure("interference", "--policies", "cost", "--rates", "0").exit_code == 2
+@pytest.mark.parametrize("name", MOVED)
+def test_a_command_that_left_says_where_it_is(name: str) -> None:
+    result = bench(name, "--json")
+    assert result.exit_code == 2
+    assert (
+        f"kvrelay bench {name} is now 'python -m {'tests.chaos' if name == 'chaos' else 'benchmarks'}" in result.output
+    )
 
 
-def test_all_runs_what_it_is_asked_and_reports_failures(tmp_path: Path) -> None:
-    error = failure("all", "--short", "--only", "unheard-of", "--output-dir", tmp_path)
-    assert isinstance(error, InvalidInputError)
-    assert "prefixes" in error.message
+@pytest.mark.parametrize(
+    ("arguments", "script"),
+    [
+        (["transfer", "--beside-compute"], "hand-off"),
+        (["transfer", "--peers"], "p2p-peers"),
+        (["interference", "--policies", "cost"], "goodput"),
+        (["interference", "--rates", "1,2"], "goodput"),
+    ],
+)
+def test_an_option_that_left_says_where_it_is(arguments: list[str], script: str) -> None:
+    result = bench(*arguments)
+    assert result.exit_code == 2
+    assert f"{arguments[1]} is now 'python -m benchmarks {script}'" in result.output
 
 
 @pytest.mark.parametrize("words", [["--api-key", "secret"], ["--api-key=secret"], ["--api-key=secret=x"]])

@@ -30,9 +30,11 @@ from kvrelay.launch.admin import cluster_status, require_idle
 READY_TIMEOUT_S = 3 * PATIENCE_S
 
 
-def kvrelay(*arguments: str, timeout_s: float = 2 * PATIENCE_S) -> subprocess.CompletedProcess[str]:
+def kvrelay(
+    *arguments: str, module: str = "kvrelay", timeout_s: float = 2 * PATIENCE_S
+) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
-    command = [sys.executable, "-m", "kvrelay", *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 

@@ -1,4 +1,4 @@
-"""The short form of ``kvrelay bench chaos``: faults against real processes, every answer known."""
+"""The short form of ``python -m tests.chaos``: faults against real processes, every answer known."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from tests.chaos.plan import FaultKind, make_plan
 from tests.system.serving import kvrelay
-
-from kvrelay.bench.chaos.plan import FaultKind, make_plan
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(1300)]
 
@@ -26,8 +25,9 @@ BAD = ("wrong", "missing", "repeated", "failed", "hung", "leaked_blocks", "skipp
 def chaos(*arguments: str, duration_s: int, seed: int, timeout_s: float = 500) -> dict[str, Any]:
     """The report of a run in which nothing was wrong or lost, and in which every planned fault struck."""
     done = kvrelay(
-        *("bench", "chaos", "--json", *arguments),
+        *("--json", *arguments),
         *("--duration", str(duration_s), "--seed", str(seed), "--fault-interval", str(INTERVAL_S)),
+        module="tests.chaos",
         timeout_s=timeout_s,
     )
     assert done.returncode == 0, f"{done.stderr}\n{done.stdout}"

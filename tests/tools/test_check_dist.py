@@ -53,6 +53,19 @@ def test_what_the_source_imports_is_declared() -> None:
     assert not undeclared
 
 
+def test_a_wheel_has_the_package_and_nothing_else(check_dist: ModuleType, tmp_path: Path) -> None:
+    wheel = tmp_path / "kvrelay-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in (
+            "kvrelay/bench/compare.py",
+            "kvrelay-0.1.0.dist-info/METADATA",
+            "benchmarks/burst.py",
+            "tests/x.py",
+        ):
+            archive.writestr(name, "")
+    assert check_dist.foreign_files(wheel) == ["benchmarks/burst.py", "tests/x.py"]
+
+
 def imported(file: Path) -> set[str]:
     """The top-level names of the modules that a file imports, anywhere in it."""
     names = []

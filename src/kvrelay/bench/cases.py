@@ -79,13 +79,6 @@ def turns_of(cases: Sequence[Case], num_rounds: int) -> Iterator[tuple[int, Case
             yield number, case
 
 
-def require_success(errors: Sequence[str | None]) -> None:
-    """Raise BenchError if a turn has failed: ``errors`` has why, or None for each turn."""
-    failed = [error for error in errors if error]
-    if failed:
-        raise BenchError(f"{len(failed)} of {len(errors)} turns failed: {failed[0]}")
-
-
 @asynccontextmanager
 async def running(case: Case, log_dir: Path, times: CaseTimes, api_key: str | None = None) -> AsyncIterator[Target]:
     """The case's server, healthy; a server that was started here is always stopped at the end."""

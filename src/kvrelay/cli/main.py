@@ -10,6 +10,8 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -38,13 +40,18 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands' names and one-line help without importing them."""
+    """A group that knows its commands' names and one-line help without importing them. ``entries``: by name, the place
+    of the command (module:attribute) and its help."""
+
+    def __init__(self, *args: Any, entries: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.entries = entries
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(self.entries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        entry = COMMANDS.get(cmd_name)
+        entry = self.entries.get(cmd_name)
         if entry is None:
             return None
         module, name = entry[0].split(":")
@@ -55,22 +62,25 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = str(args[0])
-        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
-            raise click.exceptions.NoSuchCommand(name, possibilities=COMMANDS, ctx=ctx)
+        if name not in self.entries and not name.startswith("-") and not ctx.resilient_parsing:
+            raise click.exceptions.NoSuchCommand(name, possibilities=self.entries, ctx=ctx)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Like click's own, without importing any command."""
-        names = [CompletionItem(name, help=text) for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)]
+        names = [
+            CompletionItem(name, help=text) for name, (_, text) in self.entries.items() if name.startswith(incomplete)
+        ]
         return names + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in self.entries.items()])
 
 
 @click.group(
     cls=LazyGroup,
+    entries=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.version_option(__version__, prog_name="kvrelay")
@@ -98,10 +108,10 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], command: click.Command = cli, name: str = "kvrelay") -> int:
     """Run one command; returns the exit code."""
     try:
-        result = cli.main(arguments, prog_name="kvrelay", standalone_mode=False)
+        result = command.main(arguments, prog_name=name, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as exc:
         click.echo(exc.format_message())
         return 2

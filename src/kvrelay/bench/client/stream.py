@@ -6,6 +6,7 @@ The recorder is pure, so its figures are tested with invented timestamps.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 from kvrelay.bench.client.connection import ConnectionPool, HttpAnswer
 from kvrelay.bench.client.payload import DONE, Chunk, ChunkUsage, Endpoint, EventSplitter, decode_chunk, error_text
@@ -13,41 +14,24 @@ from kvrelay.bench.errors import BadResponseError, ServerDownError
 from kvrelay.bench.report.records import Outcome, RequestRecord, TokenSource, spread_tokens
 
 
+@dataclass(slots=True)
 class StreamRecorder:
     """Takes the body's bytes as they arrive. Call ``sent`` first, then ``feed`` per read, then ``record`` once."""
 
-    __slots__ = (
-        "_class_name",
-        "_done",
-        "_due_ns",
-        "_events",
-        "_finished",
-        "_lengths",
-        "_prompt_len",
-        "_sent_ns",
-        "_source",
-        "_stamps",
-        "_texts",
-        "_tokens",
-        "_usage",
-        "_written_ns",
-    )
-
-    def __init__(self, class_name: str, prompt_len: int | None, due_ns: int = 0) -> None:
-        self._class_name = class_name
-        self._due_ns = due_ns
-        self._written_ns = 0
-        self._prompt_len = prompt_len
-        self._sent_ns = 0
-        self._events = EventSplitter()
-        self._stamps: list[int] = []
-        self._tokens: list[int] = []
-        self._lengths: list[int] = []
-        self._texts: list[str] = []
-        self._usage: ChunkUsage | None = None
-        self._source: TokenSource | None = None
-        self._finished = False
-        self._done = False
+    class_name: str
+    prompt_len: int | None
+    due_ns: int = 0
+    _written_ns: int = 0
+    _sent_ns: int = 0
+    _events: EventSplitter = field(default_factory=EventSplitter)
+    _stamps: list[int] = field(default_factory=list)
+    _tokens: list[int] = field(default_factory=list)
+    _lengths: list[int] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)
+    _usage: ChunkUsage | None = None
+    _source: TokenSource | None = None
+    _finished: bool = False
+    _done: bool = False
 
     @property
     def complete(self) -> bool:
@@ -79,19 +63,19 @@ class StreamRecorder:
             tokens = spread_tokens(tuple(self._lengths), reported)
         details = usage.prompt_tokens_details if usage else None
         return RequestRecord(
-            class_name=self._class_name,
+            class_name=self.class_name,
             outcome=outcome,
             sent_ns=self._sent_ns,
             end_ns=end_ns,
             stamps_ns=tuple(self._stamps),
             tokens=tokens,
             token_source=source,
-            prompt_tokens=(usage.prompt_tokens if usage else 0) or self._prompt_len or 0,
+            prompt_tokens=(usage.prompt_tokens if usage else 0) or self.prompt_len or 0,
             output_tokens=reported if reported is not None else sum(tokens),
             cached_tokens=details.cached_tokens if details else None,
             text="".join(self._texts),
             error=error,
-            due_ns=self._due_ns,
+            due_ns=self.due_ns,
             written_ns=self._written_ns,
         )
 

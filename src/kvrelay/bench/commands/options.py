@@ -15,7 +15,21 @@ ORDERS = ("decode-first", "prefill-first")
 DATASETS = ("random", "shared-prefix", "readable-prefix", "sharegpt", "jsonl", "mooncake", "trace")
 KEY_OPTION = "--api-key"
 FILE = click.Path(path_type=Path)
-serve_args_option = click.option("--serve-args", default="", help="More arguments for kvrelay serve.")
+
+
+def now_at(what: str, where: str) -> str:
+    """The message about something that left this package."""
+    return f"{what} is now '{where}', in a checkout of the project"
+
+
+def moved_option(flag: str, name: str, *, is_flag: bool = False) -> Callable[[_F], _F]:
+    """Until the next release: an option whose work ``python -m benchmarks NAME`` does now."""
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: object) -> None:
+        if value:
+            raise click.UsageError(now_at(f"{ctx.command_path} {flag}", f"python -m benchmarks {name}"), ctx)
+
+    return click.option(flag, is_flag=is_flag, hidden=True, expose_value=False, is_eager=True, callback=refuse)
 
 
 def body_options(command: _F) -> _F:

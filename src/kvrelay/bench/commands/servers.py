@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from kvrelay.bench.commands.options import FILE, ORDERS, body_options, dataset_options
+from kvrelay.bench.commands.options import FILE, ORDERS, body_options, dataset_options, moved_option
 from kvrelay.cli.processes import run_async
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @click.command("serve")
@@ -138,58 +141,48 @@ def sweep_command(**given: Any) -> None:
 DEFAULT_MIX = "chat=64/128:closed=8,long=1024/8:rate=3"
 
 
-@click.command("interference")
-@click.argument("model_dir", required=False, metavar="[MODEL]")
-@click.option("--mix", default=DEFAULT_MIX, show_default=True, help="Two classes: those who wait, those who disturb.")
-@click.option("--rounds", type=int, default=2, show_default=True, help="How often every case has its turn.")
-@click.option("--duration", type=float, default=20.0, show_default=True, help="Seconds of sending per turn.")
-@click.option("--drain", type=float, default=20.0, show_default=True, help="Seconds that requests in flight then have.")
-@click.option("--warm-up", type=int, default=8, show_default=True, help="Unmeasured requests of each class beforehand.")
-@click.option("--slo", default="ttft=500,itl=25", show_default=True, help="Objectives for goodput, in ms.")
-@click.option("--serve-args", default="", help="Further arguments of every `kvrelay serve`.")
-@click.option(
-    "--url",
-    "urls",
-    multiple=True,
-    metavar="NAME=URL",
-    help="Another server, already running; repeatable; default: none.",
-)
-@click.option(
-    "--case", "cases", multiple=True, metavar="NAME=COMMAND", help="Another server to start; repeatable; default: none."
-)
-@click.option("--only-given", is_flag=True, help="Leave out kvrelay's own arrangements.")
-@click.option(
-    "--policies",
-    default="",
-    help="Goodput by policy instead: cost, threshold, threshold:TOKENS, always, aggregated, separated by commas.",
-)
-@click.option("--rates", default="", help="Goodput at these rates of the second class (1/s), separated by commas.")
-@body_options
-@click.option("--vocab-size", type=int, help="Random token ids stay below this.  [default: 512]")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option(
-    "--start-timeout", type=float, default=120.0, show_default=True, help="Seconds until a server is healthy."
-)
-@click.option("--output-dir", type=FILE, default=Path("bench-results/interference"), show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the Markdown table.")
+def interference_options(command: _F) -> _F:
+    """Of an experiment with chats and long prompts on several arrangements; ``benchmarks.goodput`` has them, too."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the Markdown table."),
+        click.option("--output-dir", type=FILE, default=Path("bench-results/interference"), show_default=True),
+        click.option("--start-timeout", type=float, default=120.0, help="Seconds until a server is healthy."),
+        click.option("--seed", type=int, default=0, show_default=True),
+        click.option("--vocab-size", type=int, help="Random token ids stay below this.  [default: 512]"),
+        body_options,
+        click.option("--only-given", is_flag=True, help="Leave out kvrelay's own arrangements."),
+        click.option(
+            "--case", "cases", multiple=True, metavar="NAME=COMMAND", help="Another server to start; default: none."
+        ),
+        click.option(
+            "--url", "urls", multiple=True, metavar="NAME=URL", help="Another server, already running; default: none."
+        ),
+        click.option("--serve-args", default="", help="Further arguments of every `kvrelay serve`."),
+        click.option("--slo", default="ttft=500,itl=25", help="Objectives for goodput, in ms."),
+        click.option("--warm-up", type=int, default=8, help="Unmeasured requests of each class beforehand."),
+        click.option("--drain", type=float, default=20.0, help="Seconds that requests in flight then have."),
+        click.option("--duration", type=float, default=20.0, help="Seconds of sending per turn."),
+        click.option("--rounds", type=int, default=2, help="How often every case has its turn."),
+        click.option("--mix", default=DEFAULT_MIX, help="Two classes: those who wait, those who disturb."),
+        click.argument("model_dir", required=False, metavar="[MODEL]"),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command("interference", context_settings={"show_default": True})
+@interference_options
+@moved_option("--policies", "goodput")
+@moved_option("--rates", "goodput")
 def interference_command(**given: Any) -> None:
     """Chats in a closed loop, disturbed by long prompts: aggregated against separated, with the same load.
 
     Runs aggregated x1, aggregated x2, 1P1D always remote, 1P1D conditional (decode-first) and 1P1D prefill-first in
     turns, and whatever is given beside them. Writes interference.json, interference.md and interference.png.
 
-    With --policies or --rates it measures goodput instead: the policies of --disagg-policy, and two aggregated workers,
-    at each rate of long prompts. Each server is started once a round. Writes goodput.json, goodput.md and goodput.png.
-
     \b
     Example: kvrelay bench interference --rounds 3 --duration 30 --url vllm=http://127.0.0.1:8001
-             kvrelay bench interference --policies cost,threshold,threshold:1024,always --rates 0.5,2,6
     """
-    if given["policies"] or given["rates"]:
-        from kvrelay.bench.goodput import measure_goodput
-
-        measure_goodput(given)
-        return
     from kvrelay.bench.interference import measure_interference
 
     measure_interference(given)

@@ -1,0 +1,39 @@
+"""``python -m benchmarks NAME``: finds the script, and turns every failure into one line, as ``kvrelay`` does."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from kvrelay.cli.main import LazyGroup, run
+
+NAME = "python -m benchmarks"
+SCRIPTS = {
+    "all": ("suite:all_benchmarks", "All of these and of kvrelay bench, with results in one folder."),
+    "burst": ("burst:burst", "Chats while many long prompts arrive at once."),
+    "warm-burst": ("warm_burst:warm_burst", "Streams at once whose prefix one of two workers holds."),
+    "goodput": ("goodput:goodput", "The share of requests within their objectives, by policy and rate."),
+    "routing": ("routing:routing", "Routing policies on a running cluster."),
+    "frontend": ("frontend:frontend", "What the frontend alone can carry."),
+    "router": ("router:router", "The router's parts, a peer's index, and policies over traces."),
+    "hand-off": ("hand_off:hand_off", "What hand-offs cost first tokens and decode steps."),
+    "p2p": ("p2p:p2p", "Transport p2p beside nixl, shm and raw gloo."),
+    "p2p-peers": ("p2p_peers:p2p_peers", "What each peer of transport p2p costs."),
+    "dp-group": ("dp_group:dp_group", "A data-parallel group under load: answers, silences, idle CPU time."),
+    "dp-faults": ("dp_faults:dp_faults", "How soon a group has ended after a fault."),
+    "dp-wake": ("dp_wake:dp_wake", "How fast an idle group wakes."),
+}
+
+
+@click.group(
+    cls=LazyGroup,
+    entries={name: (f"benchmarks.{place}", text) for name, (place, text) in SCRIPTS.items()},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
+def benchmarks() -> None:
+    """The benchmarks behind the figures of docs/performance.md."""
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:], benchmarks, NAME))

@@ -1,0 +1,50 @@
+"""Options that several scripts share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from kvrelay.bench.cases import Case, parse_case
+from kvrelay.bench.compare import serve_case
+from kvrelay.cli.options import json_option, model_argument
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+MOCK = "mock"
+
+serve_args_option = click.option("--serve-args", default="", help="More arguments for kvrelay serve.")
+rounds_option = click.option("--rounds", default=3, type=click.IntRange(1, 1000), help="Turns; medians are reported.")
+
+
+def experiment_options(command: _F) -> _F:
+    """Of a script that starts its own servers and takes others beside them."""
+    for option in (
+        json_option,
+        serve_args_option,
+        click.option("--only-given", is_flag=True, help="Leave out the built-in cases."),
+        click.option("--case", "others", multiple=True, metavar="NAME=URL|COMMAND", help="Another server; repeatable."),
+        rounds_option,
+        click.option("--engine", default=MOCK, type=click.Choice([MOCK, "torch"]), help="Engine of the workers."),
+        model_argument,
+    ):
+        command = option(command)
+    return command
+
+
+def all_cases(given: dict[str, Any], mock_arguments: str, arrangements: dict[str, str]) -> list[Case]:
+    """``arrangements``: names to flags of ``kvrelay serve``; then the cases that were given. ``mock_arguments`` go with
+    the mock engine."""
+    engine = given["engine"]
+    arguments = f"--engine {engine} {mock_arguments if engine == MOCK else ''} {given['serve_args']}"
+    own = {} if given["only_given"] else arrangements
+    return [
+        *(serve_case(name, given["model"], arguments, flags) for name, flags in own.items()),
+        *parsed(given["others"]),
+    ]
+
+
+def parsed(texts: Sequence[str]) -> list[Case]:
+    """Cases written as NAME=URL or NAME=COMMAND. Raises InvalidInputError."""
+    return [parse_case(text) for text in texts]

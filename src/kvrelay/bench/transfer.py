@@ -1,0 +1,318 @@
+"""The speed of KV between two processes on this machine, through the same thread and transport that workers use.
+
+It owns a peer process with an empty pool (``python -m kvrelay.bench.transfer``), timed rounds, and the comparison
+with a plain memory copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.bench.layouts import LayoutRow, layout_rows, layouts_text
+from kvrelay.bench.report.table import table
+from kvrelay.config import TransferConfig
+from kvrelay.core.layout import KVLayout, MemoryRegion
+from kvrelay.core.workers import KvMetadata
+from kvrelay.errors import TransferError
+from kvrelay.transfer.base import Transport
+from kvrelay.transfer.factory import build_transport, pool_allocator, shared_memory
+from kvrelay.transfer.plan import EMPTY_PLAN, plan_blocks
+from kvrelay.transfer.thread import TransferThread
+from kvrelay.transfer.values import TransferOp, TransferPlan
+
+DEFAULT_PIECE_BYTES = (4096, 16384, 65536, 262144, 1048576, 8388608)
+LAYOUT_BYTES = 16 << 20
+"""Of each pair of layouts: the KV of some thousand tokens, and no more than one post."""
+COMPATIBILITY = "benchmark"
+
+UInt8Array = npt.NDArray[np.uint8]
+START_TIMEOUT_S = 60.0
+
+
+class TransferRow(msgspec.Struct, frozen=True):
+    """Medians over the rounds. ``placement``: "ordered" pieces lie in order with gaps between them, "scattered" ones
+    anywhere in the peer's pool; each piece is a descriptor. ``of_memcpy``: the speed over that of a plain copy of as
+    many bytes, taken in turns with the rounds.
+    """
+
+    op: str
+    placement: str
+    piece_bytes: int
+    num_pieces: int
+    total_bytes: int
+    seconds: float
+    bytes_per_s: float
+    us_per_piece: float
+    of_memcpy: float
+
+
+class TransferBenchmark(msgspec.Struct, frozen=True):
+    """``memcpy_bytes_per_s``: a plain copy within one process. ``notify_s``: a notification alone, from submission to
+    completion here. ``plan_1000_blocks_s``: planning 1,000 scattered blocks."""
+
+    transport: str
+    ucx_tls: str
+    num_rounds: int
+    memcpy_bytes_per_s: float
+    notify_s: float
+    plan_1000_blocks_s: float
+    rows: tuple[TransferRow, ...]
+    layouts: tuple[LayoutRow, ...] = ()
+
+
+def transfer_text(result: TransferBenchmark) -> str:
+    """The figures as a table."""
+    title = f"{result.transport} ({result.ucx_tls}); memcpy {result.memcpy_bytes_per_s / 1e9:.1f} GB/s"
+    rows = (
+        (
+            row.op,
+            row.placement,
+            f"{row.piece_bytes / 1024:g} KiB",
+            str(row.num_pieces),
+            f"{row.bytes_per_s / 1e9:.2f}",
+            f"{row.us_per_piece:.2f}",
+            f"{row.of_memcpy:.0%}",
+        )
+        for row in result.rows
+    )
+    layouts = f"\n\n{layouts_text(result.layouts)}" if result.layouts else ""
+    notify = f"an empty notification takes {result.notify_s * 1e6:.0f} us"
+    return (
+        f"{title}\n\n{table(('op', 'placement', 'piece', 'pieces', 'GB/s', 'us/piece', 'of memcpy'), rows)}\n\n{notify}"
+        f"{layouts}"
+    )
+
+
+def run_transfer_benchmark(
+    config: TransferConfig | None = None,
+    *,
+    piece_bytes: Sequence[int] = DEFAULT_PIECE_BYTES,
+    total_bytes: int = 64 * 1024 * 1024,
+    num_rounds: int = 7,
+) -> TransferBenchmark:
+    """Reads and writes of ``total_bytes`` in pieces of each size, ``num_rounds`` times. Raises TransferError.
+
+    Takes 6 * ``total_bytes`` of memory, a third of it in the peer process.
+    """
+    config = config or TransferConfig()
+    if max(piece_bytes) > total_bytes or min(piece_bytes) <= 0 or num_rounds < 1:
+        raise TransferError("a benchmark needs at least one round, and pieces that fit into the total")
+    plain = _touched(2 * total_bytes)
+    with _moving(config, "benchmark-parent", 2 * total_bytes) as (transport, thread):
+        _move(thread, TransferOp.WRITE, _plan(total_bytes, max(piece_bytes)), b"warm-up")
+        rows = tuple(
+            _measure(thread, op, placement, size, total_bytes, num_rounds, plain)
+            for op in (TransferOp.WRITE, TransferOp.READ)
+            for placement in ("ordered", "scattered")
+            for size in piece_bytes
+        )
+        layouts = layout_rows(
+            transport,
+            lambda op, plan: _move(thread, op, plan, None),
+            pool_bytes=2 * total_bytes,
+            total_bytes=min(total_bytes, LAYOUT_BYTES),
+            rounds=num_rounds,
+        )
+        notify = statistics.median(_move(thread, TransferOp.WRITE, EMPTY_PLAN, b"x") for _ in range(20))
+    return TransferBenchmark(
+        transport=config.transport,
+        ucx_tls=config.ucx_tls,
+        num_rounds=num_rounds,
+        memcpy_bytes_per_s=total_bytes / _median_s(num_rounds, _memcpy, plain),
+        notify_s=notify,
+        plan_1000_blocks_s=_time_plan(),
+        rows=rows,
+        layouts=tuple(layouts),
+    )
+
+
+@contextmanager
+def mover(config: TransferConfig, total_bytes: int) -> Iterator[Callable[[int, int], float]]:
+    """Gives a function from (bytes of a piece, bytes in all) to the seconds of such a write to a peer process; at most
+    ``total_bytes``. Raises TransferError."""
+    with _moving(config, f"benchmark-{config.transport}-{config.send_type}", 2 * total_bytes) as (_, thread):
+        yield lambda piece_bytes, num_bytes: _move(thread, TransferOp.WRITE, _plan(num_bytes, piece_bytes), None)
+
+
+@contextmanager
+def _moving(config: TransferConfig, name: str, num_bytes: int) -> Iterator[tuple[Transport, TransferThread]]:
+    """A pool here and one of the same size in a peer process, connected."""
+    with pool_thread(config, name, num_bytes) as (transport, thread, region), _peer_process(config, num_bytes) as peer:
+        thread.register(region, kv_compatibility=COMPATIBILITY).result(START_TIMEOUT_S)
+        thread.add_peer(peer).result(START_TIMEOUT_S)
+        thread.open_handoff()
+        yield transport, thread
+
+
+@contextmanager
+def pool_thread(
+    config: TransferConfig, name: str, num_bytes: int
+) -> Iterator[tuple[Transport, TransferThread, MemoryRegion]]:
+    """A touched pool of the transport's memory, and the thread that moves it; not registered yet."""
+    memory = shared_memory(config)
+    pool = _touched(num_bytes, pool_allocator(config, memory))
+    transport = build_transport(config, name, memory=memory, is_guarded=False)
+    thread = TransferThread(transport, config)
+    thread.on_notification(lambda _: None)
+    thread.start()
+    try:
+        yield transport, thread, MemoryRegion(pool.ctypes.data, pool.nbytes)
+    finally:
+        thread.close()
+        if memory is not None:
+            memory.close()
+
+
+def _measure(
+    thread: TransferThread,
+    op: TransferOp,
+    placement: str,
+    piece_bytes: int,
+    total_bytes: int,
+    num_rounds: int,
+    plain: UInt8Array,
+) -> TransferRow:
+    plan = _plan(total_bytes, piece_bytes)
+    if placement == "scattered":
+        plan = replace(plan, remote_offsets=np.random.default_rng(0).permutation(plan.remote_offsets))
+    moved, copied = [], []
+    for _ in range(num_rounds):
+        moved.append(_move(thread, op, plan, None))
+        copied.append(_median_s(1, _memcpy, plain))
+    seconds = statistics.median(moved)
+    return TransferRow(
+        op=op.value,
+        placement=placement,
+        piece_bytes=piece_bytes,
+        num_pieces=plan.num_pieces,
+        total_bytes=plan.num_bytes,
+        seconds=seconds,
+        bytes_per_s=plan.num_bytes / seconds,
+        us_per_piece=seconds / plan.num_pieces * 1e6,
+        of_memcpy=statistics.median(copied) / seconds * plan.num_bytes / (len(plain) // 2),
+    )
+
+
+def _move(thread: TransferThread, op: TransferOp, plan: TransferPlan, notify: bytes | None) -> float:
+    """Seconds from submission to completion."""
+    ended = threading.Event()
+    errors: list[str | None] = []
+
+    def done(error: str | None) -> None:
+        errors.append(error)
+        ended.set()
+
+    begin = time.perf_counter()
+    thread.submit(op, "benchmark-peer", plan, notify, on_done=done)
+    ended.wait()
+    seconds = time.perf_counter() - begin
+    if errors[0] is not None:
+        raise TransferError(f"the benchmark's transfer failed: {errors[0]}", peer="benchmark-peer")
+    return seconds
+
+
+def _plan(total_bytes: int, piece_bytes: int) -> TransferPlan:
+    """``total_bytes`` in pieces with gaps of one piece between them."""
+    offsets = np.arange(total_bytes // piece_bytes, dtype=np.int64) * (2 * piece_bytes)
+    return TransferPlan(offsets, offsets, np.full(len(offsets), piece_bytes, dtype=np.int64))
+
+
+def _memcpy(plain: UInt8Array) -> None:
+    """Its first half onto its second."""
+    half = len(plain) // 2
+    np.copyto(plain[half:], plain[:half])
+
+
+def _touched(num_bytes: int, allocate: Callable[[int], mmap.mmap] | None = None) -> UInt8Array:
+    """Memory that is touched already, so that no round pays for page faults."""
+    memory = np.empty(num_bytes, np.uint8) if allocate is None else np.frombuffer(allocate(num_bytes), np.uint8)
+    memory.fill(1)
+    return memory
+
+
+def _median_s(rounds: int, call: Callable[..., object], *arguments: object) -> float:
+    seconds = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call(*arguments)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def _time_plan() -> float:
+    layout = KVLayout(num_layers=1, num_kv_heads=1, block_size=16, head_dim=64, dtype="bfloat16")
+    rng = np.random.default_rng(0)
+    return _median_s(20, plan_blocks, layout, *(rng.permutation(4000)[:1000].tolist() for _ in range(2)))
+
+
+@contextmanager
+def _peer_process(config: TransferConfig, num_bytes: int) -> Iterator[KvMetadata]:
+    command = [
+        sys.executable,
+        "-m",
+        "kvrelay.bench.transfer",
+        str(num_bytes),
+        msgspec.json.encode(config).decode(),
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # A peer that hangs during its start is killed, which ends readline.
+        guard = threading.Timer(START_TIMEOUT_S, process.kill)
+        guard.start()
+        try:
+            line = process.stdout.readline()
+            guard.cancel()
+            if not line:
+                raise TransferError("the benchmark's peer process did not start", peer="benchmark-peer")
+            yield msgspec.json.decode(line, type=KvMetadata)
+        finally:
+            guard.cancel()
+            process.stdin.close()
+            try:
+                process.wait(START_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def pool_metadata(worker_id: str, config: TransferConfig, agent: bytes, region: MemoryRegion) -> KvMetadata:
+    """What a peer has to know of a benchmark's pool, whose blocks are single bytes."""
+    return KvMetadata(
+        worker_id=worker_id,
+        rank=0,
+        transport=config.transport,
+        agent=agent,
+        address=region.address,
+        num_bytes=region.num_bytes,
+        block_bytes=1,
+        device="cpu",
+        device_id=0,
+        kv_compatibility=COMPATIBILITY,
+    )
+
+
+def _peer_main(num_bytes: int, config: TransferConfig) -> None:
+    """A pool that can be read and written, until stdin ends."""
+    with pool_thread(config, "benchmark-peer", num_bytes) as (_, thread, region):
+        agent = thread.register(region).result(START_TIMEOUT_S)
+        metadata = pool_metadata("benchmark-peer", config, agent, region)
+        thread.open_handoff()
+        sys.stdout.buffer.write(msgspec.json.encode(metadata) + b"\n")
+        sys.stdout.buffer.flush()
+        sys.stdin.buffer.read()
+
+
+if __name__ == "__main__":
+    _peer_main(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=TransferConfig))

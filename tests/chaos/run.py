@@ -1,0 +1,286 @@
+"""A chaos run: start a cluster, learn the answers without faults, then load the cluster, inject faults, and count.
+
+With the mock engine the answers are computed, so that prompts can be new; one wrong block shows as a wrong token. With
+the torch engine they are the answers that it gave three times: several at once, one at a time, and in another order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tests.chaos.answers import KnownPrompt, Verdict, fresh_prompt, keep_stable, make_prompts
+from tests.chaos.client import SILENCE_LIMIT_S, ChaosClient, RequestRefusedError
+from tests.chaos.cluster import ClusterUnderTest
+from tests.chaos.faults import FaultInjector
+from tests.chaos.plan import Fault, make_plan
+from tests.chaos.report import (
+    AskedPrompt,
+    ChaosReport,
+    Spread,
+    count_verdicts,
+    problems_of,
+    spread,
+    summarise_faults,
+    targets_of,
+    worst_pauses,
+)
+
+from kvrelay.bench.errors import BenchError
+from kvrelay.bench.report.files import describe_machine
+from kvrelay.core.handoff import HandoffOrder
+from kvrelay.errors import ConfigError, FatalError
+from kvrelay.executors.mock import mock_generate
+
+MAX_PROMPT_LEN = 600
+NUM_PROMPTS = 120
+NUM_PROMPTS_OF_RANKS = 40
+"""With several ranks: asked one at a time, each token costs several collectives, which take turns on few cores."""
+NUM_LEARNERS = 8
+NUM_BLOCKS = 512
+"""Blocks of a worker's KV pool: few, so that cached prefixes are evicted and prompts must be computed again."""
+MAX_WAITING_REQUESTS = 32
+"""Of each frontend."""
+DECODE_STEP_S = 0.02
+"""Of the mock engine: long enough for a fault to strike during a stream."""
+RANK_TIMEOUT_S = 20.0
+"""No fault stops a rank process. With more ranks than cores, one that waits for its turn must not count as hung."""
+WAITS_OF_A_FAULT = 3
+"""A fault waits for a whole cluster, for its victim's end and for the healing, each for at most ``heal_timeout_s``."""
+IDLE_TIMEOUT_S = 20.0
+MIN_STABLE_SHARE = 0.5
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    """The options of ``python -m tests.chaos``; times in seconds. ``log_path`` None: the cluster writes to a temporary
+    file."""
+
+    model_path: Path
+    engine_kind: str
+    duration_s: float
+    seed: int
+    num_prefill: int
+    num_decode: int
+    num_frontends: int
+    num_clients: int
+    lease_ttl_s: float
+    fault_interval_s: float
+    log_path: Path | None = None
+    tp: int = 1
+    pp: int = 1
+    num_prompts: int | None = None
+    """Prompts with known answers; None: as many as fit into a minute or two on two cores."""
+    order: HandoffOrder = HandoffOrder.DECODE_FIRST
+    transport: str = "nixl"
+    transfer_flags: tuple[str, ...] = ()
+    """The flags of a worker's data plane, ``transport`` included."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Of each worker."""
+        return self.tp * self.pp
+
+    @property
+    def num_questions(self) -> int:
+        return self.num_prompts or (NUM_PROMPTS_OF_RANKS if self.num_ranks > 1 else NUM_PROMPTS)
+
+    @property
+    def worker_flags(self) -> list[str]:
+        """Model and flags of a worker; ``serve`` takes the same."""
+        flags = [str(self.model_path), "--engine", self.engine_kind, "--lease-ttl-s", f"{self.lease_ttl_s:g}"]
+        flags += ["--disagg-policy", "threshold", "--max-local-prefill-length", "64"]
+        flags += ["--num-blocks", str(NUM_BLOCKS), *self.transfer_flags]
+        # The deadline must not rescue a lost prefill before its client counts it as hung.
+        flags += ["--remote-prefill-timeout-s", f"{4 * SILENCE_LIMIT_S:g}"]
+        if self.engine_kind == "mock":
+            return [*flags, "--decode-base-s", f"{DECODE_STEP_S:g}"]
+        flags += ["--dtype", "float32", "--num-threads", "1", "--tp", str(self.tp), "--pp", str(self.pp)]
+        return [*flags, "--rank-timeout-s", f"{RANK_TIMEOUT_S:g}"]
+
+
+async def run_chaos(options: ChaosOptions, progress: Progress) -> ChaosReport:
+    """Run it. Raises FatalError if the cluster does not start, ConfigError if the duration is too short for faults, or
+    for several ranks of the mock engine."""
+    if options.engine_kind != "torch" and options.num_ranks > 1:
+        raise ConfigError(f"--tp {options.tp} --pp {options.pp} need --engine torch", param="tp")
+    plan = make_plan(
+        options.duration_s, options.seed, interval_s=options.fault_interval_s, with_ranks=options.num_ranks > 1
+    )
+    cluster = ClusterUnderTest(
+        [*options.worker_flags, "--max-waiting-requests", str(MAX_WAITING_REQUESTS), "--order", options.order],
+        options.worker_flags,
+        {"prefill": options.num_prefill, "decode": options.num_decode},
+        options.num_frontends,
+        options.log_path,
+    )
+    questions = _Questions(options)
+    progress("starting the cluster")
+    async with cluster, ChaosClient(cluster.url, cluster.model) as client:
+        calm = await questions.learn(client, progress)
+        burst_size = MAX_WAITING_REQUESTS * options.num_frontends * 2
+        injector = FaultInjector(cluster, client, questions.known, options.lease_ttl_s, burst_size)
+        skipped = await _disturb(options, plan, client, injector, questions, cluster.heal_timeout_s, progress)
+        progress("waiting until nothing is in flight")
+        leaked, problem = await cluster.until_idle(IDLE_TIMEOUT_S + options.lease_ttl_s)
+        problems = [*([problem] if problem else []), *cluster.unclean_exits(), *await cluster.stop()]
+    verdicts = count_verdicts(client.records)
+    faults = summarise_faults(injector.records, client.records, options.lease_ttl_s)
+    return {
+        "machine": describe_machine(),
+        "engine": options.engine_kind,
+        "transport": options.transport,
+        "duration_s": options.duration_s,
+        "seed": options.seed,
+        "lease_ttl_s": options.lease_ttl_s,
+        "num_ranks": options.num_ranks,
+        "num_prompts": len(questions.known),
+        "requests": len(client.records),
+        "output_tokens": client.num_output_tokens,
+        **{verdict.value: verdicts[verdict] for verdict in Verdict if verdict is not Verdict.REFUSED},
+        "reconnected": client.num_reconnected,
+        "refused": client.num_refused,
+        "refusal_max_s": round(client.refusal_max_s, 4),
+        "cancelled": client.num_cancelled,
+        **asdict(cluster.counts),
+        "leaked_blocks": leaked,
+        "skipped_faults": skipped,
+        "undisturbed_pause": _pauses(calm),
+        "longest_pause": _pauses(client.records),
+        "worst_pauses": worst_pauses(client.records, injector.records),
+        "faults": faults,
+        "targets": targets_of(verdicts, leaked, faults, options.lease_ttl_s, injector.rank_death_s),
+        "problems": (*problems, *problems_of(client.records, injector.records)),
+    }
+
+
+def _pauses(records: Iterable[AskedPrompt]) -> Spread | None:
+    pauses = (record.longest_pause_s(record.begin_s, math.inf) for record in records if record.is_stream)
+    return spread(pause for pause in pauses if pause is not None)
+
+
+class _Questions:
+    """The prompts of a run. ``known`` are the prompts with known answers, empty until ``learn``."""
+
+    def __init__(self, options: ChaosOptions) -> None:
+        config = json.loads((options.model_path / "config.json").read_text(encoding="utf-8"))
+        eos = config.get("eos_token_id")
+        self._eos = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        self._vocab_size: int = config["vocab_size"]
+        self._is_mock = options.engine_kind == "mock"
+        self._seed = options.seed
+        self._count = options.num_questions
+        self.known: list[KnownPrompt] = []
+
+    async def learn(self, client: ChaosClient, progress: Progress) -> list[AskedPrompt]:
+        """Send all prompts without faults. Returns the records. Raises FatalError if too few answers are known."""
+        prompts = make_prompts(
+            self._count,
+            self._seed,
+            vocab_size=self._vocab_size,
+            max_len=MAX_PROMPT_LEN,
+            with_sampling=not self._is_mock,
+        )
+        progress(f"asking {len(prompts)} prompts undisturbed, {NUM_LEARNERS} at once")
+        first, calm = await _ask_all(client, prompts, range(len(prompts)), at_once=NUM_LEARNERS)
+        answers = [first]
+        if self._is_mock:
+            answers.append([self._computed(prompt) for prompt in prompts])
+        else:
+            shuffled = random.Random(self._seed).sample(range(len(prompts)), len(prompts))
+            for order, at_once in ((range(len(prompts)), 1), (shuffled, NUM_LEARNERS)):
+                progress(f"asking them again, {at_once} at once")
+                more, records = await _ask_all(client, prompts, order, at_once=at_once)
+                answers.append(more)
+                calm += records
+        self.known = keep_stable(prompts, answers)
+        if len(self.known) < len(prompts) * (1.0 if self._is_mock else MIN_STABLE_SHARE):
+            raise FatalError(f"only {len(self.known)} of {len(prompts)} answers were right while nothing was disturbed")
+        return calm
+
+    def draw(self, rng: random.Random) -> KnownPrompt:
+        """A known prompt at random; with the mock engine, whose answers can be computed, every other one is new."""
+        if not self._is_mock or rng.random() < 0.5:
+            return rng.choice(self.known)
+        prompt = fresh_prompt(rng, self.known, vocab_size=self._vocab_size)
+        return replace(prompt, answer=tuple(self._computed(prompt)))
+
+    def _computed(self, prompt: KnownPrompt) -> list[int]:
+        return mock_generate(prompt.token_ids, prompt.max_tokens, vocab_size=self._vocab_size, eos_token_ids=self._eos)
+
+
+async def _ask_all(
+    client: ChaosClient, prompts: Sequence[KnownPrompt], sequence: Sequence[int], *, at_once: int
+) -> tuple[list[list[int]], list[AskedPrompt]]:
+    """Every prompt's answer, in the order of ``prompts``, asked in the order of ``sequence``. Raises FatalError."""
+    limit = asyncio.Semaphore(at_once)
+    answers: dict[int, list[int]] = {}
+    records: list[AskedPrompt] = []
+
+    async def ask(number: int) -> None:
+        async with limit:
+            answers[number], record = await client.answer(replace(prompts[number], stream=True))
+            records.append(record)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in sequence:
+                group.create_task(ask(number))
+    except* (BenchError, RequestRefusedError, TimeoutError) as failed:
+        raise FatalError(f"a request failed while nothing was disturbed: {failed.exceptions[0]!r}") from failed
+    return [answers[number] for number in range(len(prompts))], records
+
+
+async def _disturb(
+    options: ChaosOptions,
+    plan: Sequence[Fault],
+    client: ChaosClient,
+    injector: FaultInjector,
+    questions: _Questions,
+    heal_timeout_s: float,
+    progress: Progress,
+) -> int:
+    """Run load and faults for the whole duration, and until the last fault has healed. Returns how many faults were
+    given up because none of those that were left made progress."""
+    stop = asyncio.Event()
+    start_s = time.monotonic()
+    asking = [
+        asyncio.ensure_future(client.keep_asking(questions.draw, options.seed * 1000 + number, stop))
+        for number in range(options.num_clients)
+    ]
+    running: list[asyncio.Future[None]] = []
+    for number, fault in enumerate(plan, 1):
+        await asyncio.sleep(max(0.0, start_s + fault.at_s - time.monotonic()))
+        progress(f"{time.monotonic() - start_s:6.1f} s  {number}/{len(plan)}  {fault.name}")
+        running.append(asyncio.ensure_future(injector.run(fault)))
+    await asyncio.sleep(max(0.0, start_s + options.duration_s - time.monotonic()))
+    late = await _until_stuck(running, heal_timeout_s)
+    for task in late:
+        task.cancel()
+    stop.set()
+    await asyncio.gather(*asking)
+    await asyncio.gather(*late, return_exceptions=True)
+    return len(late)
+
+
+async def _until_stuck(running: Sequence[asyncio.Future[None]], heal_timeout_s: float) -> set[asyncio.Future[None]]:
+    """Wait until all faults have healed. Returns those that are left when none of them has ended for the longest time
+    that one may take. There is no bound on all of them together: faults against one role wait for each other, and a
+    slow machine then needs as much longer as it is slower. Raises what a fault raised."""
+    left = set(running)
+    while left:
+        done, left = await asyncio.wait(
+            left, timeout=WAITS_OF_A_FAULT * heal_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        await asyncio.gather(*done)
+        if not done:
+            break
+    return left
