@@ -28,7 +28,7 @@ from kvrelay.bench.report.files import print_result
 from kvrelay.bench.report.table import milliseconds, table
 from kvrelay.cli.processes import run_async
 from kvrelay.core.hashing import compute_sequence_hashes
-from kvrelay.launch.routing import routing_state
+from kvrelay.launch.frontend_calls import routing_state
 from kvrelay.router import RuntimeSettings
 
 BLOCK_SIZE = 16
