@@ -28,7 +28,7 @@ from kvrelay.core.status import FinishReason
 from kvrelay.core.workers import WorkerInfo, WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.frontend import Frontend
-from kvrelay.launch.cycle_collector import spare_what_stays
+from kvrelay.launch.process import spare_what_stays
 from kvrelay.router import Router
 from kvrelay.rpc.base import Peer
 from kvrelay.rpc.loopback import LoopbackNetwork

@@ -20,11 +20,11 @@ from kvrelay.cli.options import (
     field_options,
     json_option,
     model_argument,
-    settings_to_flags,
 )
 from kvrelay.cli.processes import run_async
 from kvrelay.config import TransferConfig
 from kvrelay.launch.models import resolve_model
+from kvrelay.config.loading import settings_to_flags
 
 UNUSED = ("kv_port", "ucx_tls", "ucx_net_devices", "poll_interval_s")
 """Settings of the data plane that decide nothing here."""

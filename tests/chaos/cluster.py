@@ -27,8 +27,8 @@ from kvrelay.errors import FatalError, KvrelayError
 from kvrelay.executors.torch.parallel.processes import MODULE as RANK_MODULE
 from kvrelay.launch.admin import cluster_status, list_workers, send_command
 from kvrelay.launch.children import Child, kvrelay_command, start_child, stop_children
+from kvrelay.launch.frontend_calls import routing_state
 from kvrelay.launch.request_plane import operator_keys
-from kvrelay.launch.routing import routing_state
 
 READY = re.compile(r"ready: (\S+) .* at (\S+)/v1 \(control (\S+)\)")
 CHILD_ENDED = re.compile(r"kvrelay: (.+) \(pid (\d+)\) ended with exit code (-?\d+)")

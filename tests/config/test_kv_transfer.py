@@ -150,8 +150,6 @@ def test_workers_of_serve_get_a_port_each(monkeypatch: pytest.MonkeyPatch, invok
     options = seen(monkeypatch, launch_serve, "run_serve")
     invoke("serve", "--kv-transfer-config", '{"kv_port": 21001, "kv_producers_parallel_size": 2, "send_type": "GET"}')
     (served,) = options
-    assert served.num_prefill == 2
-    ports = [flags[flags.index("--kv-port") + 1] for flags in served.worker_flags]
-    assert ports == ["21001", "21002", "21003"]
-    assert all(flags[flags.index("--send-type") + 1] == "GET" for flags in served.worker_flags)
-    assert all(flags[flags.index("--transport") + 1] == "p2p" for flags in served.worker_flags)
+    assert served.shape == "2P1D"
+    assert [worker.transfer.kv_port for worker in served.workers] == [21001, 21002, 21003]
+    assert {(worker.transfer.send_type, worker.transfer.transport) for worker in served.workers} == {("GET", "p2p")}

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from kvrelay.cli.options import settings_to_flags
 from kvrelay.config import (
     ControlConfig,
     DisaggConfig,
@@ -16,7 +15,7 @@ from kvrelay.config import (
     TransferConfig,
     load_settings,
 )
-from kvrelay.config.loading import read_config_file
+from kvrelay.config.loading import read_config_file, settings_to_flags
 from kvrelay.errors import ConfigError
 
 ALL = [

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from tests.engines.vllm.scripted import ScriptedVllm, scripted_start
 from tests.engines.vllm.staged import STAGED_BLOCK_BYTES, StagedVllm, staged_start
 from tests.patience import PATIENCE_S
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig, VllmConfig
+from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.events import BlockStored, KvEvent, LoadMetrics
 from kvrelay.core.handoff import RemotePrefillRequest
@@ -36,7 +37,7 @@ from kvrelay.engines import vllm
 from kvrelay.engines.registry import build_executor, build_host
 from kvrelay.engines.vllm.library import Started
 from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
-from kvrelay.executors.settings import ExecutorSettings
+from kvrelay.executors.host_memory import HostMemory
 
 CONFIG = EngineConfig(num_blocks=64, max_model_len=256, max_num_seqs=4, max_num_waiting=2, kv_watermark=0)
 PROMPT = list(range(20, 60))
@@ -46,7 +47,9 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 def _engine_core(name: str) -> Callable[[], EngineHost]:
     def build() -> EngineHost:
         runner = RunnerConfig(dtype="float32", device="cpu", num_threads=1)
-        settings = ExecutorSettings(bundled_checkpoint_path(), CONFIG, runner, MockConfig(speedup_ratio=0.0))
+        settings = WorkerConfig(
+            model_path=bundled_checkpoint_path(), engine=CONFIG, runner=runner, mock=MockConfig(speedup_ratio=0.0)
+        )
         executor = build_executor(name, settings)
         executor.warm_up()
         return EngineThread(EngineCore(executor, CONFIG, MonotonicClock(), worker_id=name))
@@ -63,7 +66,7 @@ def _core(name: str) -> Iterator[Callable[[], EngineHost]]:
 def _openai() -> Iterator[Callable[[], EngineHost]]:
     with scripted_server(Script(vocab_size=1024)) as server:
         upstream = UpstreamConfig(upstream=server.url, upstream_start_timeout_s=PATIENCE_S)
-        settings = ExecutorSettings(bundled_checkpoint_path(), CONFIG, RunnerConfig(), MockConfig(), upstream=upstream)
+        settings = WorkerConfig(model_path=bundled_checkpoint_path(), engine=CONFIG, upstream=upstream)
         # It asks the server, for which it needs a thread without an event loop.
         with ThreadPoolExecutor(1) as thread:
             yield lambda: thread.submit(build_host, "openai", settings, "openai").result()  # type: ignore[arg-type,return-value]
@@ -71,9 +74,9 @@ def _openai() -> Iterator[Callable[[], EngineHost]]:
 
 @contextmanager
 def _vllm() -> Iterator[Callable[[], EngineHost]]:
-    settings = ExecutorSettings(bundled_checkpoint_path(), CONFIG, RunnerConfig(), MockConfig())
+    settings = WorkerConfig(model_path=bundled_checkpoint_path(), engine=CONFIG)
 
-    def start(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Started:
+    def start(arguments: Mapping[str, Any], settings: WorkerConfig, memory: HostMemory) -> Started:
         return scripted_start(ScriptedVllm(), arguments)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -85,11 +88,13 @@ def _vllm() -> Iterator[Callable[[], EngineHost]]:
 def _staged() -> Iterator[Callable[[], EngineHost]]:
     """With kvrelay's connector, and a staging pool of as many blocks as vLLM has."""
     config = VllmConfig(vllm_connector="kvrelay", vllm_staging=str(64 * STAGED_BLOCK_BYTES))
-    settings = ExecutorSettings(
-        bundled_checkpoint_path(), CONFIG, RunnerConfig(), MockConfig(), exchanges_kv=True, vllm=config
-    )
+    settings = WorkerConfig(model_path=bundled_checkpoint_path(), engine=CONFIG, role=WorkerRole.DECODE, vllm=config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm, "start_vllm", lambda arguments, settings: staged_start(StagedVllm(), arguments, settings))
+        patch.setattr(
+            vllm,
+            "start_vllm",
+            partial(staged_start, StagedVllm()),
+        )
         yield lambda: vllm.from_settings(settings, "vllm")
 
 

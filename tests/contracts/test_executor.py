@@ -13,14 +13,13 @@ import pytest
 from tests.executors.constrained import be_late
 from tests.executors.harness import Harness, random_prompts
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig
+from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, WorkerConfig
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.step import Executor, SchedulerOutput
 from kvrelay.engines.registry import build_executor
 from kvrelay.errors import InvalidInputError
-from kvrelay.executors.settings import ExecutorSettings
 from kvrelay.frontend.tokenizer import load_tokenizer
 
 ENGINE = EngineConfig(num_blocks=96, max_model_len=256, max_num_seqs=8, block_size=16)
@@ -30,7 +29,10 @@ LENGTHS = (1, 15, 16, 17, 40, 64)
 def _builder(name: str, tp: int = 1, pp: int = 1) -> Callable[[], Executor]:
     runner = RunnerConfig(dtype="float32", device="cpu", num_threads=1, tp=tp, pp=pp, rank_timeout_s=60.0)
     return lambda: build_executor(
-        name, ExecutorSettings(bundled_checkpoint_path(), ENGINE, runner, MockConfig(speedup_ratio=0.0))
+        name,
+        WorkerConfig(
+            model_path=bundled_checkpoint_path(), engine=ENGINE, runner=runner, mock=MockConfig(speedup_ratio=0.0)
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from kvrelay.cli.processes import FRONTEND_SETTINGS, WORKER_SETTINGS
 from kvrelay.cli.serve import SERVE_SETTINGS
 from kvrelay.config import ControlConfig, FrontendConfig, MetricsConfig
 from kvrelay.control.credentials import require_credentials
-from kvrelay.launch.security import require_api_key, require_metrics_key
+from kvrelay.launch.request_plane import require_api_key, require_metrics_key
 
 SETTINGS = {"serve": SERVE_SETTINGS, "frontend": FRONTEND_SETTINGS, "worker": WORKER_SETTINGS}
 

@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig
+from kvrelay.config import EngineConfig, WorkerConfig
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engines import registry
 from kvrelay.engines.registry import build_executor, engine_names
 from kvrelay.errors import ConfigError
+from kvrelay.executors.host_memory import HostMemory
 from kvrelay.executors.mock import MockExecutor
-from kvrelay.executors.settings import ExecutorSettings
 
 
-def settings(path: Path | None = None) -> ExecutorSettings:
+def settings(path: Path | None = None) -> WorkerConfig:
     engine = EngineConfig(num_blocks=8, max_model_len=64)
-    return ExecutorSettings(path or bundled_checkpoint_path(), engine, RunnerConfig(), MockConfig())
+    return WorkerConfig(model_path=path or bundled_checkpoint_path(), engine=engine)
 
 
-def other_engine(given: ExecutorSettings) -> MockExecutor:
+def other_engine(given: WorkerConfig, memory: HostMemory) -> MockExecutor:
     return MockExecutor(given.engine, given.mock, vocab_size=7)
 
 

@@ -10,8 +10,7 @@ import tempfile
 import pytest
 
 from kvrelay.launch import children as children_module
-from kvrelay.launch.child_errors import WINDOW_S, ChildErrors
-from kvrelay.launch.children import Child, restart, start_child, stop_children
+from kvrelay.launch.children import WINDOW_S, Child, ChildErrors, restart, start_child, stop_children
 
 FAILS = "import sys; print('kvrelay: no such file', file=sys.stderr); print(f'log {sys.argv[1]}', file=sys.stderr)"
 IGNORES = (

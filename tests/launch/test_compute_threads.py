@@ -10,26 +10,26 @@ from pathlib import Path
 import pytest
 from tests.patience import PATIENCE_S
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig
+from kvrelay.config import EngineConfig, MockConfig, WorkerConfig
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import ModelOutput, SchedulerOutput
 from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import CheckpointError
+from kvrelay.executors.host_memory import HostMemory
 from kvrelay.executors.mock import MockExecutor
-from kvrelay.executors.settings import ExecutorSettings
 from kvrelay.launch import worker_process
 from kvrelay.launch.worker_process import load_engine
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 CONFIG = EngineConfig(num_blocks=64, max_num_seqs=4, max_num_batched_tokens=64)
-SETTINGS = ExecutorSettings(Path("none"), CONFIG, RunnerConfig(), MockConfig(speedup_ratio=0))
+SETTINGS = WorkerConfig(model_path=Path("none"), engine_kind="mock", engine=CONFIG, mock=MockConfig(speedup_ratio=0))
 
 
 class Noting(MockExecutor):
     """Knows which threads used it."""
 
-    def __init__(self, settings: ExecutorSettings) -> None:
+    def __init__(self, settings: WorkerConfig) -> None:
         self.threads = [threading.get_ident()]
         super().__init__(settings.engine, settings.mock, vocab_size=100, max_model_len=256)
 
@@ -52,12 +52,12 @@ def answered(engine: EngineThread) -> None:
 def test_one_thread_loads_warms_up_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Noting] = []
 
-    def build(name: str, settings: ExecutorSettings) -> Noting:
+    def build(name: str, settings: WorkerConfig, memory: HostMemory) -> Noting:
         made.append(Noting(settings))
         return made[0]
 
     monkeypatch.setattr(worker_process, "build_executor", build)
-    engine = load_engine("mock", SETTINGS, "w", seed=0)
+    engine = load_engine(SETTINGS, "w")
     answered(engine)
     assert engine.close(PATIENCE_S)
     assert len(made[0].threads) > 3
@@ -70,20 +70,20 @@ def engine_threads() -> list[threading.Thread]:
 
 
 def test_an_engine_that_never_starts_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "build_executor", lambda name, settings: Noting(settings))
-    engine = load_engine("mock", SETTINGS, "w", seed=0)
+    monkeypatch.setattr(worker_process, "build_executor", lambda name, settings, memory: Noting(settings))
+    engine = load_engine(SETTINGS, "w")
     assert len(engine_threads()) == 1
     assert engine.close(PATIENCE_S)
     assert engine_threads() == []
 
 
 def test_a_failed_load_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str, settings: ExecutorSettings) -> Noting:
+    def fail(name: str, settings: WorkerConfig, memory: HostMemory) -> Noting:
         raise CheckpointError("torn")
 
     monkeypatch.setattr(worker_process, "build_executor", fail)
     with pytest.raises(CheckpointError, match="torn"):
-        load_engine("mock", SETTINGS, "w", seed=0)
+        load_engine(SETTINGS, "w")
 
 
 STEPS = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from kvrelay.launch.cycle_collector import YOUNG_OBJECTS, spare_what_stays
+from kvrelay.launch.process import YOUNG_OBJECTS, spare_what_stays
 
 
 class Node:

@@ -12,24 +12,13 @@ from typing import Any
 
 import pytest
 
-from kvrelay.config import (
-    ControlConfig,
-    DisaggConfig,
-    EngineConfig,
-    GroupConfig,
-    MetricsConfig,
-    MockConfig,
-    RunnerConfig,
-    TransferConfig,
-)
-from kvrelay.core.workers import WorkerInfo, WorkerRole
+from kvrelay.config import GroupConfig, MetricsConfig, WorkerConfig, WorkerRole
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import ConfigError
 from kvrelay.launch import dp_group
-from kvrelay.launch.dp_group import GroupOptions, devices_of_rank, run_group
-from kvrelay.launch.group_rank import join_group
-from kvrelay.launch.takers import is_child, no_worker_takes_requests
-from kvrelay.launch.worker_process import WorkerOptions
+from kvrelay.launch.dp_group import devices_of_rank, join_group, run_group
+from kvrelay.launch.serve import is_child, no_worker_takes_requests
 
 
 def test_ranks_share_out_the_gpus(tmp_path: Path) -> None:
@@ -63,29 +52,33 @@ time.sleep(300)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Ranks are small scripts. Returns the callback of SIGTERM."""
     stops: list[Any] = []
-    monkeypatch.setattr(dp_group, "kvrelay_command", lambda *words: [sys.executable, "-c", SCRIPT, *words])
+
+    def script(config: WorkerConfig) -> list[str]:
+        return [sys.executable, "-c", SCRIPT, "--dp-rank", str(config.group.dp_rank), *config.model.split()]
+
+    monkeypatch.setattr(dp_group, "worker_command", script)
     monkeypatch.setattr(dp_group, "on_terminate", stops.append)
     return stops
 
 
-def group_options(*arguments: str) -> GroupOptions:
-    return GroupOptions(list(arguments), {}, num_ranks=3, num_devices=1, worker_port=0, metrics_port=0)
+def group_of_scripts(arguments: str = "") -> WorkerConfig:
+    return WorkerConfig(model_path=Path(), model=arguments, group=GroupConfig(dp=3))
 
 
 async def test_a_rank_that_fails_ends_the_group(scripted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dp_group, "GROUP_END_S", 0.1)
-    assert await run_group(group_options("fails", "stubborn")) == 3
+    assert await run_group(group_of_scripts("fails stubborn")) == 3
 
 
 async def test_ranks_that_are_stopped_are_ended_at_once(scripted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dp_group, "GROUP_END_S", math.inf)
-    assert await run_group(group_options("fails", "stops")) == 3
+    assert await run_group(group_of_scripts("fails stops")) == 3
 
 
 async def test_a_group_that_is_told_to_leave_ends_in_order(
     scripted: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    running = asyncio.create_task(run_group(group_options()))
+    running = asyncio.create_task(run_group(group_of_scripts()))
     printed, deadline = "", time.monotonic() + 60.0
     while not all(f"up {rank}" in printed for rank in range(3)):
         assert time.monotonic() < deadline
@@ -95,14 +88,17 @@ async def test_a_group_that_is_told_to_leave_ends_in_order(
     assert await running == 0
 
 
-def test_ports_of_ranks_count_up(scripted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_of_ranks_count_up(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(dp_group, "start_child", lambda name, command, environment: commands.append(command))
-    options = GroupOptions(["m"], {}, num_ranks=2, num_devices=1, worker_port=7000, metrics_port=9000)
+    metrics, group = MetricsConfig(metrics_port=9000), GroupConfig(dp=2)
+    config = WorkerConfig(model_path=Path("m"), model="m", port=7000, metrics=metrics, group=group)
     for rank in (0, 1):
-        dp_group._start(options, rank, "/d")
-    ports = ["--dp-rank", "1", "--dp-address", "/d", "--worker-port", "7001", "--metrics-port", "9001"]
-    assert commands[1][-8:] == ports
+        dp_group._start(config, rank, "/d")
+    given = dict(zip(commands[1], commands[1][1:]))
+    names = ("--dp", "--dp-rank", "--dp-address", "--worker-port", "--metrics-port")
+    assert [given[name] for name in names] == ["2", "1", "/d", "7001", "9001"]
+    assert "--kv-port" not in given, "any"
 
 
 # -- in discovery -----------------------------------------------------------------------------------------------------
@@ -138,23 +134,8 @@ def test_ranks_are_children_of_the_process_that_their_parent_is() -> None:
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
-def worker_options(group: GroupConfig, engine_kind: str = "torch") -> WorkerOptions:
-    return WorkerOptions(
-        model_path=bundled_checkpoint_path(),
-        model_name="m",
-        role=WorkerRole.BOTH,
-        engine_kind=engine_kind,
-        host="127.0.0.1",
-        port=0,
-        engine=EngineConfig(),
-        runner=RunnerConfig(),
-        transfer=TransferConfig(),
-        control=ControlConfig(),
-        disagg=DisaggConfig(),
-        mock=MockConfig(),
-        metrics=MetricsConfig(),
-        group=group,
-    )
+def config_of(group: GroupConfig, engine_kind: str = "torch") -> WorkerConfig:
+    return WorkerConfig(model_path=bundled_checkpoint_path(), engine_kind=engine_kind, group=group)
 
 
 @pytest.mark.parametrize(
@@ -169,11 +150,11 @@ def worker_options(group: GroupConfig, engine_kind: str = "torch") -> WorkerOpti
 )
 def test_groups_that_cannot_be(group: GroupConfig, engine: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        join_group(worker_options(group, engine))
+        join_group(config_of(group, engine))
 
 
 def test_a_worker_without_a_group_joins_none() -> None:
-    assert join_group(worker_options(GroupConfig())) is None
+    assert join_group(config_of(GroupConfig())) is None
 
 
 @pytest.mark.parametrize(

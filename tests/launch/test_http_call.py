@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from kvrelay.errors import InvalidInputError, WorkerUnavailableError
-from kvrelay.launch.http_call import http_call
+from kvrelay.launch.frontend_calls import http_call
 
 
 class Echo(BaseHTTPRequestHandler):

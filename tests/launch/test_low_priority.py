@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from kvrelay.launch.children import restart, start_child
-from kvrelay.launch.low_priority import LOW_NICE, at_low_priority
+from kvrelay.launch.process import LOW_NICE, at_low_priority
 from kvrelay.launch.serve import RESTART_FLAGS
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="nice values of threads are Linux's")
@@ -59,7 +59,7 @@ def test_a_worker_that_is_started_again_yields() -> None:
 
 UNPRIVILEGED = """
 import asyncio, os, threading
-from kvrelay.launch.low_priority import at_low_priority
+from kvrelay.launch.process import at_low_priority
 if os.getuid() == 0:
     os.setgroups([])
     os.setgid(65534)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.launch.routing import counts_line
+from kvrelay.launch.frontend_calls import counts_line
 
 
 def test_every_decision_and_refusal_is_named_and_zeros_are_left_out() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.config import ControlConfig, FrontendConfig, MetricsConfig, TransferConfig
 from kvrelay.errors import ConfigError
-from kvrelay.launch.security import request_plane_keys, require_api_key, require_metrics_key, transfer_settings
+from kvrelay.launch.request_plane import request_plane_keys, require_api_key, require_metrics_key, transfer_settings
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1", "0.0.0.0"])

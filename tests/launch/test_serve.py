@@ -9,30 +9,16 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from kvrelay.config import ControlConfig, FrontendConfig, MetricsConfig
+from kvrelay.config import FrontendConfig, RouterConfig, WorkerConfig, WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import FatalError
-from kvrelay.launch.serve import Cluster, ServeOptions
+from kvrelay.launch.serve import Cluster, ServeConfig
 
 
-def options(model_path: Path) -> ServeOptions:
-    return ServeOptions(
-        model_path=model_path,
-        model_name="tiny",
-        num_prefill=1,
-        num_decode=1,
-        num_engines=1,
-        num_frontends=1,
-        frontend=FrontendConfig(port=0),
-        control=ControlConfig(),
-        metrics=MetricsConfig(),
-        worker_flags=[[], []],
-        frontend_flags=[],
-        control_flags=[],
-        nats_dir=None,
-        start_timeout_s=300.0,
-        drain_timeout_s=0.0,
-    )
+def serve_config(model_path: Path) -> ServeConfig:
+    common = WorkerConfig(model_path=model_path, model="tiny")
+    workers = (replace(common, role=WorkerRole.PREFILL), replace(common, role=WorkerRole.DECODE))
+    return ServeConfig(workers, FrontendConfig(port=0), RouterConfig())
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
@@ -40,7 +26,7 @@ async def test_a_broken_tokenizer_ends_the_start(tmp_path: Path, monkeypatch: py
     """Frontends would try again until the start timeout, and ``serve`` would wait for them."""
     path = Path(shutil.copytree(bundled_checkpoint_path(), tmp_path / "model"))
     (path / name).write_text("{% for")
-    cluster = Cluster(options(path))
+    cluster = Cluster(serve_config(path))
     steps = Mock()
     monkeypatch.setattr("kvrelay.launch.serve.on_terminate", lambda stop: None)
     monkeypatch.setattr(cluster, "_start", AsyncMock(side_effect=steps.start))
@@ -61,11 +47,11 @@ async def test_ready_means_every_frontend(monkeypatch: pytest.MonkeyPatch) -> No
     async def call(*_: object, **__: object) -> tuple[int, bytes]:
         return next(told)
 
-    cluster = Cluster(options(Path()))
+    cluster = Cluster(serve_config(Path()))
     cluster._frontends = [Mock(pid=7, exit_code=None), Mock(pid=8, exit_code=None)]
     monkeypatch.setattr("kvrelay.launch.serve.http_call", call)
     monkeypatch.setattr("kvrelay.launch.serve.connect_control", AsyncMock())
-    monkeypatch.setattr("kvrelay.launch.admin.list_workers", AsyncMock(return_value=["a worker"]))
+    monkeypatch.setattr("kvrelay.launch.admin.list_workers", AsyncMock(return_value=["a worker", "another"]))
     assert await cluster._until_ready()
     assert next(told, None) is None, "9 is no frontend of ours"
 
@@ -75,6 +61,6 @@ def test_stdout_is_left_to_the_access_log(
     capsys: pytest.CaptureFixture[str], settings: dict[str, str], is_alone: bool
 ) -> None:
     frontend = FrontendConfig(access_log="json" if settings or is_alone else "off", **settings)
-    Cluster(replace(options(Path()), frontend=frontend))._announce()
+    Cluster(replace(serve_config(Path()), frontend=frontend))._announce()
     out, err = capsys.readouterr()
     assert ("kvrelay is ready" in err, "kvrelay is ready" in out) == (is_alone, not is_alone)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="terminals and t
 
 PROGRAM = """
 import asyncio, fcntl, os, signal, sys, termios
-from kvrelay.launch.signals import on_terminate
+from kvrelay.launch.process import on_terminate
 
 async def main():
     stop = asyncio.Event()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.test_serve import options
+from tests.launch.test_serve import serve_config
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.errors import AddressInUseError, ControlUnavailableError, FatalError
@@ -38,7 +38,7 @@ class Supervised:
     """A cluster of one child that ends again and again; ``restarts`` says when it was started."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-        self.cluster = Cluster(options(tmp_path))
+        self.cluster = Cluster(serve_config(tmp_path))
         self.child = child(code)
         self.now_s = 0.0
         self.restarts: list[float] = []

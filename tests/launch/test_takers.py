@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from kvrelay.core.workers import WorkerInfo, WorkerRole
-from kvrelay.launch.takers import is_child, no_worker_takes_requests
+from kvrelay.launch.serve import is_child, no_worker_takes_requests
 
 HERE = socket.gethostname()
 

@@ -15,7 +15,7 @@ from kvrelay import LLM, AsyncLLM, SamplingParams
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.errors import CheckpointError, ConfigError, EngineDeadError, InvalidInputError, PromptTooLongError
 from kvrelay.executors.mock import MockExecutor, mock_generate
-from kvrelay.llm.settings import embedded_settings
+from kvrelay.llm.embedded import embedded_cluster
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 MOCK = {"engine": "mock", "num_blocks": 256, "max_num_seqs": 8, "max_model_len": 4000, "speedup_ratio": 0.0}
@@ -190,8 +190,8 @@ async def test_leaving_a_stream_or_cancelling_a_call_frees_its_blocks() -> None:
 
 
 def test_a_batch_has_no_objective_between_tokens_unless_it_is_asked_for():
-    assert embedded_settings(None, 1, 1, "mock", {}).disagg.disagg_policy == "threshold"
-    assert embedded_settings(None, 1, 1, "mock", {"disagg_policy": "cost"}).disagg.disagg_policy == "cost"
+    assert embedded_cluster(None, 1, 1, "mock", {}).config.disagg.disagg_policy == "threshold"
+    assert embedded_cluster(None, 1, 1, "mock", {"disagg_policy": "cost"}).config.disagg.disagg_policy == "cost"
 
 
 @pytest.mark.parametrize("engine", ["mock", "torch"])

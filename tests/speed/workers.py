@@ -11,11 +11,12 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 from tests.speed.counting import Counts, counting
 
-from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig
+from kvrelay.config import DisaggConfig, EngineConfig, MockConfig, TransferConfig, WorkerConfig
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.messages import GenerateRequest, OutputBatch
@@ -27,7 +28,7 @@ from kvrelay.executors.mock import MockExecutor
 from kvrelay.rpc.loopback import LoopbackNetwork, LoopbackRpcClient
 from kvrelay.rpc.wire import Message
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
-from kvrelay.worker.settings import WorkerSettings
+from kvrelay.worker.identity import WorkerIdentity
 from kvrelay.worker.worker import Worker
 
 NUM_REQUESTS = 8
@@ -75,10 +76,20 @@ class Pair:
         core = EngineCore(executor, config, ManualClock(), worker_id=worker_id)
         disagg = DisaggConfig(disagg_policy="threshold", max_local_prefill_length=64)
         transfer = TransferConfig(transport="loopback")
-        settings = WorkerSettings("m", "m", role, "mock", config, transfer, ControlConfig(), disagg, worker_id)
+        settings = WorkerConfig(
+            model_path=Path("m"),
+            model="m",
+            role=role,
+            engine_kind="mock",
+            engine=config,
+            transfer=transfer,
+            disagg=disagg,
+        )
         engine, server = EngineThread(core), self.network.server()
         transport = LoopbackTransport(self.fabric, worker_id)
-        worker = Worker(settings, engine, transport, self.broker.plane(), server, self._connect)
+        worker = Worker(
+            settings, WorkerIdentity(worker_id), engine, transport, self.broker.plane(), server, self._connect
+        )
         self.turns.append(asyncio.create_task(self._take_turns(worker, engine, core, transport)))
         await worker.start()
         self.workers.append(worker)
@@ -93,7 +104,7 @@ class Pair:
         self, worker: Worker, engine: EngineThread, core: EngineCore, transport: LoopbackTransport
     ) -> None:
         """Turns of the engine's and of the transfer thread, while there is something for them."""
-        transfer, worker_id = worker._transfer, worker.settings.worker_id
+        transfer, worker_id = worker._transfer, worker.identity.worker_id
         while True:
             await asyncio.sleep(0)
             with uncounted():

@@ -11,21 +11,19 @@ from multiprocessing import resource_tracker
 import pytest
 from tests.contracts import test_engine as contract
 
-from kvrelay.config import MockConfig, RunnerConfig, VllmConfig
+from kvrelay.config import RunnerConfig, VllmConfig, WorkerConfig
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engines import vllm
-from kvrelay.executors.settings import ExecutorSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.system, pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
 async def engine(vllm_files: None) -> AsyncIterator[contract.Running]:
-    settings = ExecutorSettings(
-        bundled_checkpoint_path(),
-        replace(contract.CONFIG, kv_cache_memory="64MiB"),
-        RunnerConfig(dtype="float32", enforce_eager=True),
-        MockConfig(),
+    settings = WorkerConfig(
+        model_path=bundled_checkpoint_path(),
+        engine=replace(contract.CONFIG, kv_cache_memory="64MiB"),
+        runner=RunnerConfig(dtype="float32", enforce_eager=True),
         vllm=VllmConfig(engine_args='{"block_size": 32}'),
     )
     # vLLM starts where no event loop runs, as in a worker.

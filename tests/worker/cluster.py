@@ -14,11 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import msgspec
 from tests.patience import PATIENCE_S
 
-from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig
+from kvrelay.config import ControlConfig, DisaggConfig, EngineConfig, MockConfig, TransferConfig, WorkerConfig
 from kvrelay.control import connect_control
 from kvrelay.control.base import ControlPlane, Keys, Lease
 from kvrelay.control.nats_process import NatsServerProcess
@@ -41,7 +42,7 @@ from kvrelay.transfer import build_transport, pool_allocator, shared_memory
 from kvrelay.transfer.base import Completion, Notification
 from kvrelay.transfer.loopback import LoopbackFabric, LoopbackTransport
 from kvrelay.transfer.values import TransferOp
-from kvrelay.worker.settings import WorkerSettings, new_worker_id
+from kvrelay.worker.identity import WorkerIdentity, new_worker_id
 from kvrelay.worker.worker import Worker
 
 VOCAB_SIZE = 1000
@@ -74,7 +75,7 @@ class Node:
 
     @property
     def id(self) -> str:
-        return self.worker.settings.worker_id
+        return self.worker.identity.worker_id
 
     @property
     def ledger(self) -> DecodeLedger:
@@ -273,8 +274,15 @@ class Cluster:
         )
         engine_host = EngineThread(core) if host is None else await asyncio.to_thread(host, worker_id)
         key = f"key of {worker_id}"
-        settings = WorkerSettings(
-            "m", "m", role, "mock", config, self.transfer, self.control, self.disagg, worker_id, key
+        settings = WorkerConfig(
+            model_path=Path("m"),
+            model="m",
+            role=role,
+            engine_kind="mock",
+            engine=config,
+            transfer=self.transfer,
+            control=self.control,
+            disagg=self.disagg,
         )
         control = await connect_control(self.control)
         server = self.network.server()
@@ -291,7 +299,7 @@ class Cluster:
             return await self.connectors.get(worker_id, partial(self.connect, key))(address, public_key)
 
         control.discovery.grant = granting
-        worker = Worker(settings, engine_host, transport, control, server, connect)
+        worker = Worker(settings, WorkerIdentity(worker_id, key), engine_host, transport, control, server, connect)
         await worker.start()
         control.discovery.grant = grant
         running = asyncio.create_task(worker.run())

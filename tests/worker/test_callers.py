@@ -215,7 +215,7 @@ async def test_who_is_not_in_discovery_does_not_even_get_a_pong(monkeypatch: pyt
         rogue = Rogue(shared, decode)
         with monkeypatch.context() as patience:
             patience.setattr(callers_module, "ADMISSION_WAIT_S", 0.05)
-            for key in ("", "key of the rogue", decode.worker.settings.public_key + "?"):
+            for key in ("", "key of the rogue", decode.worker.identity.public_key + "?"):
                 with pytest.raises(WorkerUnavailableError):
                     await rogue.connect(key)
         client = await shared.client(decode)

@@ -51,7 +51,7 @@ def status(
     Example: kvrelay status --control nats://127.0.0.1:4222
     """
     from kvrelay.launch.admin import cluster_status, require_idle, status_table
-    from kvrelay.launch.routing import decision_table, explain_route, made_up_prompt
+    from kvrelay.launch.frontend_calls import decision_table, explain_route, made_up_prompt
 
     asked = made_up_prompt(explain_tokens) if explain_tokens is not None else prompt
     if asked is not None and (check or (prompt is not None and explain_tokens is not None)):

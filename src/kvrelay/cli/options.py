@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import click
 
 from kvrelay.cli.grouped_help import GroupedOption, heading
-from kvrelay.config import load_settings
+from kvrelay.config import WorkerConfig, load_settings
 from kvrelay.config.kv_transfer import read_kv_transfer_config
 from kvrelay.config.loading import read_config_file
 from kvrelay.config.settings import Settings
+from kvrelay.config.worker import WORKER_SECTIONS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 S = TypeVar("S", bound=Settings)
@@ -126,17 +127,12 @@ class SettingsSource:
         """``cls`` from file, environment, flags and ``overrides``, which win over all. Raises ConfigError."""
         return load_settings(cls, file_values=self._file.get(cls.section), flags={**self._flags, **overrides})
 
+    def worker(self, model: str | None, served_model_name: str | None, engine_kind: str) -> WorkerConfig:
+        """The configuration that the workers of one command share. Raises ConfigError, CheckpointError."""
+        from kvrelay.launch.models import resolve_model, served_name
 
-def settings_to_flags(settings: Settings, *, skip: tuple[str, ...] = ()) -> list[str]:
-    """The command line that rebuilds ``settings``: only values that differ from the defaults."""
-    words: list[str] = []
-    for item in dataclasses.fields(settings):
-        value = getattr(settings, item.name)
-        if item.name in skip or value == item.default:
-            continue
-        flag = "--" + item.name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            words += [flag, str(value)]
-    return words
+        sections: dict[str, Any] = {name: self.build(cls) for name, cls in WORKER_SECTIONS.items()}
+        path = resolve_model(model)
+        return WorkerConfig(
+            model_path=path, model=served_name(path, served_model_name), engine_kind=engine_kind, **sections
+        )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -19,40 +19,13 @@ from kvrelay.cli.options import (
     model_argument,
     served_name_option,
     settings_options,
-    settings_to_flags,
 )
-from kvrelay.config import (
-    ControlConfig,
-    DisaggConfig,
-    EngineConfig,
-    FrontendConfig,
-    GroupConfig,
-    MetricsConfig,
-    MockConfig,
-    RouterConfig,
-    RunnerConfig,
-    TransferConfig,
-    UpstreamConfig,
-    VllmConfig,
-)
-
-if TYPE_CHECKING:
-    from kvrelay.launch.worker_process import WorkerOptions
+from kvrelay.config import ControlConfig, DisaggConfig, FrontendConfig, RouterConfig, WorkerRole
+from kvrelay.config.worker import WORKER_SECTIONS
 
 T = TypeVar("T")
 
-WORKER_SETTINGS = (
-    EngineConfig,
-    RunnerConfig,
-    GroupConfig,
-    TransferConfig,
-    ControlConfig,
-    DisaggConfig,
-    MetricsConfig,
-    MockConfig,
-    UpstreamConfig,
-    VllmConfig,
-)
+WORKER_SETTINGS = tuple(WORKER_SECTIONS.values())
 FRONTEND_SETTINGS = (FrontendConfig, RouterConfig, ControlConfig, DisaggConfig)
 
 
@@ -87,71 +60,18 @@ def worker(
 
     Example: kvrelay worker ./model --control nats://10.0.0.1:4222 --role prefill
     """
-    from kvrelay.core.workers import WorkerRole
-    from kvrelay.launch.models import resolve_model, served_name
-    from kvrelay.launch.worker_process import WorkerOptions, run_worker
+    from kvrelay.launch.dp_group import run_group
+    from kvrelay.launch.worker_process import run_worker
 
-    source = SettingsSource(WORKER_SETTINGS, config_file, flags)
-    path = resolve_model(model)
-    options = WorkerOptions(
-        model_path=path,
-        model_name=served_name(path, served_model_name),
+    config = replace(
+        SettingsSource(WORKER_SETTINGS, config_file, flags).worker(model, served_model_name, engine_kind),
         role=WorkerRole(role),
-        engine_kind=engine_kind,
         host=worker_host,
         port=worker_port,
-        engine=source.build(EngineConfig),
-        runner=source.build(RunnerConfig),
-        transfer=source.build(TransferConfig),
-        control=source.build(ControlConfig),
-        disagg=source.build(DisaggConfig),
-        mock=source.build(MockConfig),
-        metrics=source.build(MetricsConfig),
-        upstream=source.build(UpstreamConfig),
-        vllm=source.build(VllmConfig),
-        group=source.build(GroupConfig),
     )
-    if options.group.dp > 1 and options.group.dp_rank < 0:
-        _run_group(options)
-    else:
-        run_async(run_worker(options))
-
-
-def _run_group(options: WorkerOptions) -> None:
-    """All ranks of a data-parallel group, as child processes."""
-    from kvrelay.config.loading import environment_with
-    from kvrelay.launch.dp_group import GroupOptions, run_group
-    from kvrelay.launch.serve import available_cores
-
-    runner, group = options.runner, options.group
-    threads = runner.num_threads or max(1, available_cores() // group.dp)
-    arguments = [str(options.model_path), "--served-model-name", options.model_name, "--role", str(options.role)]
-    arguments += ["--engine", options.engine_kind, "--worker-host", options.host]
-    for settings in (
-        options.engine,
-        replace(runner, num_threads=threads),
-        group,
-        replace(options.transfer, kv_port=0),
-        options.disagg,
-        options.mock,
-        options.upstream,
-        options.vllm,
-    ):
-        arguments += settings_to_flags(settings)
-    arguments += settings_to_flags(options.control, skip=("control", "discovery"))
-    arguments += settings_to_flags(options.metrics, skip=("metrics_port",))
-    group_options = GroupOptions(
-        arguments,
-        environment_with(control=options.control.control, discovery=options.control.discovery),
-        num_ranks=group.dp,
-        num_devices=runner.num_ranks,
-        worker_port=options.port,
-        metrics_port=options.metrics.metrics_port,
-        kv_port=options.transfer.kv_port,
-    )
-    code = run_async(run_group(group_options))
-    if code:
-        sys.exit(code)
+    if config.group.is_whole:
+        sys.exit(run_async(run_group(config)))
+    run_async(run_worker(config))
 
 
 @click.command(cls=GroupedCommand)

@@ -18,23 +18,9 @@ from kvrelay.cli.options import (
     model_argument,
     served_name_option,
     settings_options,
-    settings_to_flags,
 )
 from kvrelay.cli.processes import FRONTEND_SETTINGS, WORKER_SETTINGS, run_async
-from kvrelay.config import (
-    ControlConfig,
-    DisaggConfig,
-    EngineConfig,
-    FrontendConfig,
-    GroupConfig,
-    MetricsConfig,
-    MockConfig,
-    RouterConfig,
-    RunnerConfig,
-    TransferConfig,
-    UpstreamConfig,
-    VllmConfig,
-)
+from kvrelay.config import FrontendConfig, RouterConfig, UpstreamConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.errors import ConfigError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -106,33 +92,23 @@ def serve(
 
     Example: kvrelay serve ./model --prefill 1 --decode 1 --port 8000
     """
-    from kvrelay.launch.models import resolve_model, served_name
-    from kvrelay.launch.serve import ServeOptions, run_serve
+    from kvrelay.launch.serve import ServeConfig, run_serve
 
     source = SettingsSource(SERVE_SETTINGS, config_file, flags)
-    path = resolve_model(model)
-    upstreams = _upstreams(engine_kind, source.build(UpstreamConfig))
+    common, frontend = source.worker(model, served_model_name, engine_kind), source.build(FrontendConfig)
+    upstreams = _upstreams(engine_kind, common.upstream)
     if upstreams:
         num_prefill, num_decode = _split_servers(upstreams, num_prefill, num_decode)
-    prefill = _Kind(num_prefill, tp_prefill, pp_prefill, dp_prefill, block_size_prefill)
-    decode = _Kind(num_decode, tp_decode, pp_decode, dp_decode, block_size_decode)
-    num_engines = sum(kind.num_workers * (kind.dp or source.build(GroupConfig).dp) for kind in (prefill, decode))
-    control, frontend = source.build(ControlConfig), source.build(FrontendConfig)
+    prefill = _Kind(num_prefill, WorkerRole.PREFILL, tp_prefill, pp_prefill, dp_prefill, block_size_prefill)
+    other = WorkerRole.DECODE if num_prefill else WorkerRole.BOTH
+    decode = _Kind(num_decode, other, tp_decode, pp_decode, dp_decode, block_size_decode)
     run_async(
         run_serve(
-            ServeOptions(
-                model_path=path,
-                model_name=served_name(path, served_model_name),
-                num_prefill=num_prefill,
-                num_decode=num_decode,
-                num_engines=num_engines,
+            ServeConfig(
+                workers=_workers(common, (prefill, decode), upstreams),
+                frontend=replace(frontend, shutdown_timeout_s=min(frontend.shutdown_timeout_s, drain_timeout)),
+                router=source.build(RouterConfig),
                 num_frontends=num_frontends,
-                frontend=frontend,
-                control=control,
-                metrics=source.build(MetricsConfig),
-                worker_flags=_worker_flags(source, engine_kind, (prefill, decode), num_engines, upstreams),
-                frontend_flags=_frontend_flags(source, frontend, drain_timeout),
-                control_flags=settings_to_flags(control, skip=("control", "discovery")),
                 nats_dir=nats_dir,
                 start_timeout_s=start_timeout,
                 drain_timeout_s=drain_timeout,
@@ -145,60 +121,52 @@ class _Kind(NamedTuple):
     """The workers of one kind: how many, and what differs from --tp, --pp, --dp and --block-size (None: nothing)."""
 
     num_workers: int
+    role: WorkerRole
     tp: int | None
     pp: int | None
     dp: int | None
     block_size: int | None
 
-    def flags(self, runner: RunnerConfig, engine: EngineConfig) -> list[str]:
-        """Those that all workers of the kind share."""
-        own = replace(runner, tp=self.tp or runner.tp, pp=self.pp or runner.pp)
-        return settings_to_flags(own) + settings_to_flags(
-            replace(engine, block_size=self.block_size or engine.block_size)
+    def of(self, common: WorkerConfig) -> WorkerConfig:
+        """What all workers of the kind share."""
+        runner, group, engine = common.runner, common.group, common.engine
+        return replace(
+            common,
+            role=self.role,
+            runner=replace(runner, tp=self.tp or runner.tp, pp=self.pp or runner.pp),
+            group=replace(group, dp=self.dp or group.dp),
+            engine=replace(engine, block_size=self.block_size or engine.block_size),
         )
 
 
-def _worker_flags(
-    source: SettingsSource,
-    engine_kind: str,
-    kinds: tuple[_Kind, ...],
-    num_engines: int,
-    upstreams: list[UpstreamConfig],
-) -> list[list[str]]:
-    """The command line of each worker, kind by kind. ``num_engines`` counts every data-parallel rank. Raises
-    ConfigError."""
-    from kvrelay.launch.serve import available_cores
+def _workers(
+    common: WorkerConfig, kinds: tuple[_Kind, ...], upstreams: list[UpstreamConfig]
+) -> tuple[WorkerConfig, ...]:
+    """Kind by kind. Ports count up by the engines, of which a group has one for each rank; processors are shared out.
+    Raises ConfigError."""
+    from kvrelay.launch.process import threads_each
 
-    runner = source.build(RunnerConfig)
-    if runner.num_threads == 0:
-        runner = source.build(RunnerConfig, num_threads=max(1, available_cores() // num_engines))
-    engine, group, metrics = source.build(EngineConfig), source.build(GroupConfig), source.build(MetricsConfig)
-    transfer = source.build(TransferConfig)
-    of_all = ["--engine", engine_kind]
-    of_all += settings_to_flags(replace(transfer, kv_port=0)) + settings_to_flags(source.build(DisaggConfig))
-    if engine_kind == "mock":
-        of_all += settings_to_flags(source.build(MockConfig))
-    groups = [replace(group, dp=kind.dp or group.dp) for kind in kinds for _ in range(kind.num_workers)]
-    of_kinds = [flags for kind in kinds for flags in [kind.flags(runner, engine)] * kind.num_workers]
-    first_engines = [sum(each.dp for each in groups[:number]) for number in range(len(groups))]
-    vllm = source.build(VllmConfig)
-    vllms = _vllms(vllm, num_engines) if engine_kind == "vllm" else [vllm] * len(upstreams)
-    return [
-        of_all
-        + of_kinds[number]
-        + (settings_to_flags(upstreams[number]) if upstreams else [])
-        + (settings_to_flags(vllms[number]) if vllms else [])
-        + settings_to_flags(groups[number])
-        + (["--kv-port", str(transfer.kv_port + first_engines[number])] if transfer.kv_port else [])
-        + flags
-        for number, flags in enumerate(_metrics_flags(metrics, first_engines, num_engines))
-    ]
-
-
-def _frontend_flags(source: SettingsSource, frontend: FrontendConfig, drain_timeout_s: float) -> list[str]:
-    own = replace(frontend, shutdown_timeout_s=min(frontend.shutdown_timeout_s, drain_timeout_s))
-    flags = settings_to_flags(own, skip=("port", "api_key"))
-    return flags + settings_to_flags(source.build(RouterConfig)) + settings_to_flags(source.build(DisaggConfig))
+    workers = [kind.of(common) for kind in kinds for _ in range(kind.num_workers)]
+    num_engines = sum(worker.group.dp for worker in workers)
+    num_threads = common.runner.num_threads or threads_each(num_engines)
+    vllms = _vllms(common.vllm, num_engines) if common.engine_kind == "vllm" else [common.vllm] * len(workers)
+    metrics_port, kv_port = common.metrics.metrics_port, common.transfer.kv_port
+    if metrics_port:
+        replace(common.metrics, metrics_port=metrics_port + num_engines - 1)
+    made: list[WorkerConfig] = []
+    for number, worker in enumerate(workers):
+        first = sum(other.group.dp for other in made)
+        made.append(
+            replace(
+                worker,
+                runner=replace(worker.runner, num_threads=num_threads),
+                transfer=replace(worker.transfer, kv_port=kv_port and kv_port + first),
+                metrics=replace(worker.metrics, metrics_port=metrics_port and metrics_port + first),
+                upstream=upstreams[number] if upstreams else worker.upstream,
+                vllm=vllms[number],
+            )
+        )
+    return tuple(made)
 
 
 def _upstreams(engine_kind: str, settings: UpstreamConfig) -> list[UpstreamConfig]:
@@ -246,19 +214,10 @@ def _split_servers(upstreams: list[UpstreamConfig], num_prefill: int, num_decode
 def _vllms(settings: VllmConfig, num_workers: int) -> list[VllmConfig]:
     """One for each worker, with cores of its own. Raises ConfigError."""
     from kvrelay.engines.vllm.cores import compute_cores, format_cores, share_of
-    from kvrelay.launch.serve import allowed_cores
+    from kvrelay.launch.process import allowed_cores
 
     cores = compute_cores(settings.engine_cores, allowed_cores(), 0)
     return [
         replace(settings, engine_cores=format_cores(share_of(cores, number, num_workers)))
         for number in range(num_workers)
     ]
-
-
-def _metrics_flags(metrics: MetricsConfig, first_engines: list[int], num_engines: int) -> list[list[str]]:
-    """Consecutive ports, one per engine; a group of data-parallel ranks gets its first. Raises ConfigError if there are
-    not enough."""
-    if not metrics.metrics_port:
-        return [[] for _ in first_engines]
-    replace(metrics, metrics_port=metrics.metrics_port + num_engines - 1)
-    return [settings_to_flags(replace(metrics, metrics_port=metrics.metrics_port + first)) for first in first_engines]

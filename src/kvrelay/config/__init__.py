@@ -16,6 +16,7 @@ from kvrelay.config.settings import (
     UpstreamConfig,
     VllmConfig,
 )
+from kvrelay.config.worker import WorkerConfig, WorkerRole
 
 __all__ = [
     "ControlConfig",
@@ -31,5 +32,7 @@ __all__ = [
     "TransferConfig",
     "UpstreamConfig",
     "VllmConfig",
+    "WorkerConfig",
+    "WorkerRole",
     "load_settings",
 ]

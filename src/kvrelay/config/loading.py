@@ -50,6 +50,22 @@ def load_settings(
     return cls(**values)
 
 
+def settings_to_flags(settings: Settings, *, skip: tuple[str, ...] = ()) -> list[str]:
+    """The command line that rebuilds ``settings`` in a process with our environment: only values that it would not have
+    without the flag."""
+    words: list[str] = []
+    for item in dataclasses.fields(settings):
+        value = getattr(settings, item.name)
+        if item.name in skip or (value == item.default and ENV_PREFIX + item.name.upper() not in os.environ):
+            continue
+        flag = "--" + item.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, str(value)]
+    return words
+
+
 def environment_with(**values: str) -> dict[str, str]:
     """Our environment plus these settings, for a child process: secrets do not belong on a command line."""
     return {**os.environ, **{ENV_PREFIX + name.upper(): value for name, value in values.items()}}

@@ -123,6 +123,16 @@ class GroupConfig(Settings):
         if self.dp_address and self.dp_rank < 0:
             raise ConfigError("dp_address is for single ranks: give dp_rank, too", param="dp_rank")
 
+    @property
+    def rank(self) -> int:
+        """Of this engine; 0 without a group."""
+        return max(0, self.dp_rank)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it stands for all ranks of a group, a process each."""
+        return self.dp > 1 and self.dp_rank < 0
+
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig(Settings):

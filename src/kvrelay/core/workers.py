@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Annotated
 
 import msgspec
 
+from kvrelay.config import WorkerRole
 from kvrelay.core.layout import KVLayout
+
+__all__ = ["CallerInfo", "KvMetadata", "WorkerInfo", "WorkerRole"]
 
 WorkerId = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
 """Part of keys and subjects."""
@@ -20,28 +22,6 @@ PositiveCount = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Address = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 LeaseTime = Annotated[float, msgspec.Meta(ge=0.1, le=3600)]
 """Seconds."""
-
-
-class WorkerRole(enum.StrEnum):
-    """What a worker does now. A role is state: it can change without reloading weights.
-
-    A ``decode`` worker takes requests and may hand off their prefills; a ``prefill`` worker pulls prefills from the
-    queue; a worker that does ``both`` takes requests and prefills them itself unless there are prefill workers to help
-    (also called aggregated).
-    """
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-
-    @property
-    def takes_requests(self) -> bool:
-        """Whether a frontend may send requests here (decode-first order)."""
-        return self is not WorkerRole.PREFILL
-
-    @property
-    def pulls_prefills(self) -> bool:
-        return self is WorkerRole.PREFILL
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):

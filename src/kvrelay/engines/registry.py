@@ -1,7 +1,7 @@
 """Maps an engine's name to its executor. Installed packages add names by the entry point group ``kvrelay.engines``.
 
-An entry point loads to a builder: a function from ExecutorSettings to an ``engine.step.Executor``. Nothing heavy is
-imported before the chosen builder runs.
+An entry point loads to a builder: a function from WorkerConfig and HostMemory to an ``engine.step.Executor``. Nothing
+heavy is imported before the chosen builder runs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
+from kvrelay.config import WorkerConfig
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.step import Executor
 from kvrelay.errors import ConfigError
-from kvrelay.executors.settings import ExecutorSettings
+from kvrelay.executors.host_memory import ANYWHERE, HostMemory
 
 ENTRY_POINT_GROUP = "kvrelay.engines"
 
@@ -23,7 +24,7 @@ HOSTS = ("openai", "vllm")
 """Engines without an executor and without kvrelay's scheduler: they implement ``engine.contract`` themselves."""
 
 
-Builder = Callable[[ExecutorSettings], Executor]
+Builder = Callable[[WorkerConfig, HostMemory], Executor]
 """Loads the model and allocates the KV pool. Raises CheckpointError, UnsupportedModelError or ConfigError."""
 
 
@@ -33,21 +34,21 @@ def engine_names() -> tuple[str, ...]:
     return (*own, *sorted(_installed().keys() - set(own)))
 
 
-def build_host(name: str, settings: ExecutorSettings, worker_id: str) -> EngineHost | None:
+def build_host(name: str, settings: WorkerConfig, worker_id: str, memory: HostMemory = ANYWHERE) -> EngineHost | None:
     """The engine called ``name`` if it is one of HOSTS, or else None: then ``build_executor`` builds its executor.
     Raises what its builder raises."""
     if name not in HOSTS:
         return None
-    host: EngineHost = import_module(f"kvrelay.engines.{name}").from_settings(settings, worker_id)
+    host: EngineHost = import_module(f"kvrelay.engines.{name}").from_settings(settings, worker_id, memory)
     return host
 
 
-def build_executor(name: str, settings: ExecutorSettings) -> Executor:
+def build_executor(name: str, settings: WorkerConfig, memory: HostMemory = ANYWHERE) -> Executor:
     """The executor called ``name``. Raises what its builder raises, and ConfigError for a name without a builder."""
     builder: Builder
     if name in BUILT_IN:
         builder = import_module(f"kvrelay.executors.{name}").from_settings
-        return builder(settings)
+        return builder(settings, memory)
     if name in HOSTS:
         raise ConfigError(f"engine {name} schedules by itself: it has no executor", param="engine")
     entry = _installed().get(name)
@@ -58,7 +59,7 @@ def build_executor(name: str, settings: ExecutorSettings) -> Executor:
         builder = entry.load()
     except (ImportError, AttributeError) as exc:
         raise ConfigError(f"engine {name} cannot be loaded from {entry.value}: {exc}", param="engine") from exc
-    return builder(settings)
+    return builder(settings, memory)
 
 
 def _installed() -> dict[str, EntryPoint]:

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.config import EngineConfig, MockConfig
+from kvrelay.config import EngineConfig, MockConfig, WorkerConfig
 from kvrelay.core.checksums import unit_checksums
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.logprobs import PositionLogprobs, TokenLogprob
@@ -32,7 +32,7 @@ from kvrelay.engine.step import NO_TOKEN, ModelOutput, NewSequence, SchedulerOut
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.grammars import GrammarCompiler, GrammarMasks
-from kvrelay.executors.settings import ExecutorSettings
+from kvrelay.executors.host_memory import HostMemory
 
 Uint32Array = npt.NDArray[np.uint32]
 Int64Array = npt.NDArray[np.int64]
@@ -323,7 +323,7 @@ class MockExecutor:
         return found
 
 
-def from_settings(settings: ExecutorSettings) -> MockExecutor:
+def from_settings(settings: WorkerConfig, memory: HostMemory) -> MockExecutor:
     """A MockExecutor with the vocabulary, end token and context length of a checkpoint; its weights are not read.
 
     Raises CheckpointError.
@@ -339,7 +339,7 @@ def from_settings(settings: ExecutorSettings) -> MockExecutor:
         eos_token_ids=facts.eos_token_ids,
         max_model_len=engine.max_model_len or facts.max_model_len,
         tokenizer_file=settings.model_path / "tokenizer.json",
-        allocate=settings.allocate,
+        allocate=memory.allocate,
     )
 
 

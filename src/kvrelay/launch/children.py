@@ -1,5 +1,5 @@
 """Child processes: started with the command line that a cluster would use, ended with their parent, restarted when they
-crash.
+crash. The same error of n equal workers appears once on our stderr, not n times.
 
 Ctrl-C reaches only ``serve``, which then ends its children in order. On Linux the kernel ends a child whose parent has
 died. ``core/child_process.py`` says why children share our session.
@@ -11,17 +11,22 @@ import asyncio
 import logging
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO
 
+from kvrelay.config import ControlConfig, WorkerConfig
+from kvrelay.config.loading import environment_with, settings_to_flags
+from kvrelay.config.settings import Settings
+from kvrelay.config.worker import WORKER_SECTIONS
 from kvrelay.core.child_process import start_child_process
 from kvrelay.errors import ControlUnavailableError
-from kvrelay.launch.child_errors import ChildErrors
 
 _log = logging.getLogger(__name__)
 
+SECRETS = ("control", "discovery", "api_key")
 RESTART_BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 CRASH_LOOP_WINDOW_S = 60.0
 CRASH_LOOP_LIMIT = 5
@@ -58,6 +63,23 @@ class Child:
 def kvrelay_command(*arguments: str) -> list[str]:
     """The command line of another ``kvrelay`` process with this Python environment."""
     return [sys.executable, "-m", "kvrelay", *arguments]
+
+
+def worker_command(config: WorkerConfig) -> list[str]:
+    """The command line of ``kvrelay worker`` with this configuration. It names no control server."""
+    words = [str(config.model_path), "--served-model-name", config.model, "--role", config.role]
+    words += ["--engine", config.engine_kind, "--worker-host", config.host, "--worker-port", str(config.port)]
+    return kvrelay_command("worker", *words, *settings_flags(*(getattr(config, name) for name in WORKER_SECTIONS)))
+
+
+def settings_flags(*sections: Settings) -> list[str]:
+    """The flags with which a child that has our environment gets these settings. Secrets are not among them."""
+    return [word for each in sections for word in settings_to_flags(each, skip=SECRETS)]
+
+
+def control_environment(control: ControlConfig, **secret: str) -> dict[str, str]:
+    """Our environment, and the settings that may hold passwords: other users of this machine can read command lines."""
+    return environment_with(control=control.control, discovery=control.discovery, **secret)
 
 
 def start_child(
@@ -121,3 +143,48 @@ async def stop_children(
             _log.warning("killed %s (pid %d): it did not end in %g s", child.name, child.pid, timeout_s)
             child.process.kill()
         child.process.wait()
+
+
+WINDOW_S = 10.0
+ERROR_PREFIX = b"kvrelay: "
+"""The start of the line in which the command line gives its reason to end. Other lines pass unchanged."""
+
+
+class ChildErrors:
+    """Passes lines on to ``write``. It drops an error that another child reported word for word within ``WINDOW_S``."""
+
+    def __init__(self, write: Callable[[bytes], None], now: Callable[[], float] = time.monotonic) -> None:
+        self._write = write
+        self._now = now
+        self._told: dict[bytes, tuple[str, float]] = {}
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def follow(self, name: str, stream: IO[bytes]) -> None:
+        """Pass on the lines of child ``name`` until it closes ``stream``."""
+        thread = threading.Thread(target=self._run, args=(name, stream), name=f"stderr of {name}", daemon=True)
+        self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+        thread.start()
+
+    def pass_on(self, name: str, line: bytes) -> None:
+        """One line of child ``name``."""
+        with self._lock:
+            if line.startswith(ERROR_PREFIX) and self._is_told(name, line):
+                return
+            self._write(line)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until all lines of the ended children are passed on."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _is_told(self, name: str, line: bytes) -> bool:
+        now_s = self._now()
+        self._told = {told: (by, at) for told, (by, at) in self._told.items() if now_s - at < WINDOW_S}
+        by, _ = self._told.setdefault(line, (name, now_s))
+        return by != name
+
+    def _run(self, name: str, stream: IO[bytes]) -> None:
+        with stream:
+            for line in stream:
+                self.pass_on(name, line)

@@ -1,5 +1,5 @@
-"""A data-parallel group on this host: ``kvrelay worker --dp N`` starts a worker process for each rank and watches
-them.
+"""A data-parallel group: how a worker process becomes a rank of it, and how ``kvrelay worker --dp N`` starts a process
+for each rank on this host and watches them.
 
 The group lives and ends as one. If a rank ends with an error, the others end by themselves, because they have lost it.
 Ranks that have not ended GROUP_END_S later are killed; stopped ones at once, because they cannot end. The exit code is
@@ -9,45 +9,41 @@ that of the first rank that failed. The ranks meet in a private directory, so th
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
-from kvrelay.launch.children import Child, kvrelay_command, start_child
-from kvrelay.launch.signals import on_terminate
+from kvrelay.config import WorkerConfig
+from kvrelay.core.addresses import is_loopback
+from kvrelay.dp.addresses import GroupAddress
+from kvrelay.dp.group import StepGroup, StepsTogether
+from kvrelay.dp.member import GroupMember
+from kvrelay.dp.messages import RankInfo
+from kvrelay.engine.step import Executor
+from kvrelay.engines.registry import HOSTS
+from kvrelay.errors import ConfigError, EngineDeadError
+from kvrelay.launch.children import Child, control_environment, start_child, worker_command
+from kvrelay.launch.process import on_terminate, threads_each
+from kvrelay.version import __version__
 
 GROUP_END_S = 5.0
 POLL_INTERVAL_S = 0.05
 GPU_LIST = Path("/proc/driver/nvidia/gpus")
 
 
-@dataclass(frozen=True, slots=True)
-class GroupOptions:
-    """``arguments``: those of a ``kvrelay worker`` without ports and rank options. Ports are those of rank 0; the other
-    ranks' count up from them; 0: none, or any. ``environment`` holds settings that command lines must not show."""
-
-    arguments: list[str]
-    environment: Mapping[str, str]
-    num_ranks: int
-    num_devices: int
-    """GPUs of a rank, where there are GPUs."""
-    worker_port: int
-    metrics_port: int
-    kv_port: int = 0
-
-
-async def run_group(options: GroupOptions) -> int:
-    """Run all ranks until they end, or SIGTERM. Returns the exit code."""
+async def run_group(config: WorkerConfig) -> int:
+    """Run all ranks of ``config.group`` on this host until they end, or SIGTERM. Returns the exit code."""
     stop = asyncio.Event()
     on_terminate(stop.set)
     with tempfile.TemporaryDirectory(prefix="kvrelay-dp-") as directory:
-        ranks = [_start(options, rank, directory) for rank in range(options.num_ranks)]
+        ranks = [_start(config, rank, directory) for rank in range(config.group.dp)]
         try:
             return await _watch(ranks, stop)
         finally:
@@ -57,20 +53,26 @@ async def run_group(options: GroupOptions) -> int:
                 child.process.wait()
 
 
-def _start(options: GroupOptions, rank: int, directory: str) -> Child:
-    command = [*options.arguments, "--dp-rank", str(rank), "--dp-address", directory]
-    for flag, port in (
-        ("--worker-port", options.worker_port),
-        ("--metrics-port", options.metrics_port),
-        ("--kv-port", options.kv_port),
-    ):
-        if port:
-            command += [flag, str(port + rank)]
-    environment = dict(options.environment)
-    devices = devices_of_rank(rank, options.num_ranks, options.num_devices, environment.get("CUDA_VISIBLE_DEVICES"))
+def _start(config: WorkerConfig, rank: int, directory: str) -> Child:
+    """Ports are those of rank 0; the other ranks' count up from them; 0: none, or any."""
+
+    def port(first: int) -> int:
+        return first and first + rank
+
+    runner, dp = config.runner, config.group.dp
+    own = replace(
+        config,
+        port=port(config.port),
+        runner=replace(runner, num_threads=runner.num_threads or threads_each(dp)),
+        group=replace(config.group, dp_rank=rank, dp_address=directory),
+        transfer=replace(config.transfer, kv_port=port(config.transfer.kv_port)),
+        metrics=replace(config.metrics, metrics_port=port(config.metrics.metrics_port)),
+    )
+    environment = control_environment(config.control)
+    devices = devices_of_rank(rank, dp, runner.num_ranks, environment.get("CUDA_VISIBLE_DEVICES"))
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = devices
-    return start_child(f"rank {rank}", kvrelay_command("worker", *command), environment=environment)
+    return start_child(f"rank {rank}", worker_command(own), environment=environment)
 
 
 async def _watch(ranks: list[Child], stop: asyncio.Event) -> int:
@@ -116,3 +118,78 @@ def devices_of_rank(
     if len(known) < num_ranks * num_devices:
         return None
     return ",".join(known[rank * num_devices : (rank + 1) * num_devices])
+
+
+def join_group(config: WorkerConfig) -> StepGroup | None:
+    """Wait until all ranks are there; None if the worker has no group. Blocks.
+
+    Raises ConfigError for sizes that cannot be, and if the ranks differ; AddressInUseError, FatalError.
+    """
+    group = config.group
+    _check_experts(config)
+    if group.dp == 1:
+        return None
+    if sys.platform != "linux":
+        raise ConfigError("data-parallel groups need Linux; leave out --dp", param="dp")
+    if config.engine_kind in HOSTS:
+        raise ConfigError(f"engine {config.engine_kind} computes elsewhere: leave out --dp", param="dp")
+    address = GroupAddress.parse(group.dp_address)
+    if not (address.is_shared_memory or is_loopback(address.host) or config.control.insecure):
+        raise ConfigError(
+            f"--dp-address {address} is reachable from other machines, and data-parallel ranks do not authenticate "
+            "each other: give --insecure on a network that you trust",
+            param="dp_address",
+        )
+    place = f"{socket.gethostname()}, pid {os.getpid()}"
+    info = RankInfo(group.dp_rank, group.dp, place, _facts(config))
+    member = GroupMember.join(address, info, group.dp_lookahead, silence_s=config.runner.rank_timeout_s)
+    return StepGroup(member, _end_process)
+
+
+def together(ep: bool, engine_kind: str, executor: Executor) -> StepsTogether | None:
+    """The executor, if its ranks must step together. Raises ConfigError."""
+    if not ep:
+        return None
+    if not isinstance(executor, StepsTogether):
+        raise ConfigError(f"engine {engine_kind} has no expert parallelism; leave out --ep", param="ep")
+    return executor
+
+
+def _check_experts(config: WorkerConfig) -> None:
+    """Raises ConfigError before anything is started."""
+    if not config.group.ep:
+        return
+    if config.engine_kind != "torch":
+        raise ConfigError(f"engine {config.engine_kind} has no expert parallelism; leave out --ep", param="ep")
+    from kvrelay.executors.torch.config import load_model_config
+    from kvrelay.executors.torch.parallel.rank import check_sizes
+
+    check_sizes(load_model_config(config.model_path), config.runner.tp, config.runner.pp, config.group)
+
+
+def _facts(config: WorkerConfig) -> dict[str, str]:
+    """What must be equal on all ranks."""
+    facts = {
+        "the version of kvrelay": __version__,
+        "the model": config.model,
+        "the engine": config.engine_kind,
+        "the role": str(config.role),
+        "--tp": str(config.runner.tp),
+        "--pp": str(config.runner.pp),
+        "--dtype": config.runner.dtype,
+        "--ep": str(config.group.ep),
+        "--dp-lookahead": str(config.group.dp_lookahead),
+        "--block-size": str(config.engine.block_size),
+    }
+    if config.engine_kind == "torch":
+        from kvrelay.executors.torch.shards import weights_fingerprint
+
+        facts["the fingerprint of the weights"] = weights_fingerprint(config.model_path)
+    return facts
+
+
+def _end_process(error: EngineDeadError) -> None:
+    """The group has ended while this rank loads: nothing can interrupt that."""
+    print(f"kvrelay: {error.message}", file=sys.stderr, flush=True)
+    logging.shutdown()
+    os._exit(error.exit_code)

@@ -16,16 +16,11 @@ from kvrelay.core.clock import MonotonicClock
 from kvrelay.errors import ConfigError
 from kvrelay.frontend import Frontend, run_frontend
 from kvrelay.http import raise_descriptor_limit
-from kvrelay.launch.cycle_collector import spare_what_stays
-from kvrelay.launch.request_plane import client_of, frontend_keys
-from kvrelay.launch.security import require_api_key
-from kvrelay.launch.signals import on_terminate
+from kvrelay.launch.process import SWITCH_INTERVAL_S, on_terminate, spare_what_stays
+from kvrelay.launch.request_plane import client_of, frontend_keys, require_api_key
 from kvrelay.router import ReplayRequester, Router, RouterStage
 
 _log = logging.getLogger(__name__)
-
-SWITCH_INTERVAL_S = 0.0005
-"""Longest time for which a side thread may hold the interpreter before it yields to the event loop."""
 
 
 def cluster_name(control: ControlConfig) -> str:

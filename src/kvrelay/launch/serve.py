@@ -9,23 +9,24 @@ exit code 0 was told to leave and is not restarted; if no worker that takes requ
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
-import os
 import secrets
 import socket
 import sys
 import time
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvrelay.config import ControlConfig, FrontendConfig, MetricsConfig
-from kvrelay.config.loading import environment_with
+from kvrelay.config import FrontendConfig, RouterConfig, WorkerConfig, WorkerRole
 from kvrelay.control import connect_control
 from kvrelay.control.base import Keys
 from kvrelay.control.credentials import require_credentials
 from kvrelay.control.nats_process import NatsServerProcess
 from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.workers import WorkerInfo
 from kvrelay.errors import (
     AddressInUseError,
     CheckpointError,
@@ -35,17 +36,27 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.launch.admin import list_workers
-from kvrelay.launch.child_errors import ChildErrors
-from kvrelay.launch.children import Child, kvrelay_command, restart, restart_delay_s, start_child, stop_children
-from kvrelay.launch.http_call import http_call
+from kvrelay.launch.children import (
+    Child,
+    ChildErrors,
+    control_environment,
+    kvrelay_command,
+    restart,
+    restart_delay_s,
+    settings_flags,
+    start_child,
+    stop_children,
+    worker_command,
+)
+from kvrelay.launch.frontend_calls import http_call
 from kvrelay.launch.nats_supervisor import NatsSupervisor
-from kvrelay.launch.security import require_api_key, require_metrics_key
-from kvrelay.launch.signals import leave_closed_terminals, on_terminate, terminal_outputs
-from kvrelay.launch.takers import LOOK_INTERVAL_S, is_child, no_worker_takes_requests
+from kvrelay.launch.process import leave_closed_terminals, on_terminate, terminal_outputs
+from kvrelay.launch.request_plane import require_api_key, require_metrics_key
 
 _log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.05
+LOOK_INTERVAL_S = 1.0
 RESTART_FLAGS = ("--yield-while-starting",)
 """When a crashed worker restarts, other workers prefill its streams, and new requests wait for them."""
 USAGE_EXIT_CODE = 2
@@ -55,41 +66,41 @@ CUT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """The options of ``serve``. The children's flags are complete except for those that only ``serve`` knows.
+class ServeConfig:
+    """What ``serve`` is started with. ``workers``: prefill workers first, all with one model and control plane."""
 
-    ``worker_flags``: one entry per worker, prefill workers first. ``control_flags`` and ``frontend_flags`` contain no
-    secrets: secrets go through the environment.
-    """
-
-    model_path: Path
-    model_name: str
-    num_prefill: int
-    num_decode: int
-    num_engines: int
-    """Engines in discovery: each data-parallel rank of a worker is one."""
-    num_frontends: int
+    workers: tuple[WorkerConfig, ...]
     frontend: FrontendConfig
-    control: ControlConfig
-    metrics: MetricsConfig
-    worker_flags: list[list[str]]
-    frontend_flags: list[str]
-    control_flags: list[str]
-    nats_dir: Path | None
-    start_timeout_s: float
-    drain_timeout_s: float
+    router: RouterConfig
+    num_frontends: int = 1
+    nats_dir: Path | None = None
+    start_timeout_s: float = 300.0
+    drain_timeout_s: float = 30.0
+
+    @property
+    def num_engines(self) -> int:
+        """Engines in discovery: each data-parallel rank of a worker is one."""
+        return sum(worker.group.dp for worker in self.workers)
+
+    @property
+    def shape(self) -> str:
+        """``1P2D``, or ``2 aggregated``."""
+        num_prefill = sum(worker.role is WorkerRole.PREFILL for worker in self.workers)
+        num_others = len(self.workers) - num_prefill
+        return f"{num_prefill}P{num_others}D" if num_prefill else f"{num_others} aggregated"
 
 
 class Cluster:
     """The children of one ``serve``, from start to stop."""
 
-    def __init__(self, options: ServeOptions) -> None:
-        self._options = options
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._common = config.workers[0]
         self._nats: NatsServerProcess | None = None
-        self._control = options.control
+        self._control = self._common.control
         self._workers: list[Child] = []
         self._frontends: list[Child] = []
-        self._port = options.frontend.port
+        self._port = config.frontend.port
         self._stop = asyncio.Event()
         self._errors = ChildErrors(_write_error)
         self._look_for_takers_s: float | None = None
@@ -98,17 +109,17 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        host = self._options.frontend.host
-        scheme = "https" if self._options.frontend.tls_cert else "http"
+        host = self._config.frontend.host
+        scheme = "https" if self._config.frontend.tls_cert else "http"
         return f"{scheme}://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self._port}"
 
     async def run(self) -> None:
         """Start, announce, supervise until SIGTERM or SIGINT, stop. Raises KvrelayError if the cluster cannot go on."""
-        require_api_key(self._options.frontend, self._options.control)
-        require_metrics_key(self._options.metrics, self._options.control)
-        require_credentials(self._options.control)
+        require_api_key(self._config.frontend, self._control)
+        require_metrics_key(self._common.metrics, self._control)
+        require_credentials(self._control)
         on_terminate(self._stop.set)
-        self._port = _check_port(self._options.frontend)
+        self._port = _check_port(self._config.frontend)
         try:
             await self._start()
             await self._check_tokenizer()
@@ -121,44 +132,26 @@ class Cluster:
     # -- start --------------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        options = self._options
         if not self._control.control:
-            self._nats = NatsServerProcess(store_dir=options.nats_dir, token=secrets.token_hex(TOKEN_BYTES))
+            self._nats = NatsServerProcess(store_dir=self._config.nats_dir, token=secrets.token_hex(TOKEN_BYTES))
             self._control = replace(self._control, control=self._nats.start())
-        for number in range(options.num_prefill):
-            self._workers.append(self._start_worker("prefill", number))
-        for number in range(options.num_decode):
-            self._workers.append(self._start_worker("decode" if options.num_prefill else "both", number))
-        for number in range(options.num_frontends):
-            self._frontends.append(self._start_frontend(number))
+        environment = control_environment(self._control)
+        for name, worker in zip(self._names(), self._config.workers):
+            child = start_child(name, worker_command(worker), environment=environment, errors=self._errors)
+            child.restart_flags = RESTART_FLAGS
+            self._workers.append(child)
+        frontend = replace(self._config.frontend, port=self._port)
+        flags = settings_flags(frontend, self._config.router, self._common.disagg, self._common.control)
+        command = kvrelay_command("frontend", *flags)
+        environment = control_environment(self._control, api_key=frontend.api_key)
+        for number in range(self._config.num_frontends):
+            name = f"frontend {number}"
+            self._frontends.append(start_child(name, command, environment=environment, errors=self._errors))
 
-    def _start_worker(self, role: str, number: int) -> Child:
-        options = self._options
-        command = kvrelay_command(
-            "worker",
-            str(options.model_path),
-            "--served-model-name",
-            options.model_name,
-            "--role",
-            role,
-            *options.worker_flags[len(self._workers)],
-            *options.control_flags,
-        )
-        child = start_child(f"{role} worker {number}", command, environment=self._environment(), errors=self._errors)
-        child.restart_flags = RESTART_FLAGS
-        return child
-
-    def _start_frontend(self, number: int) -> Child:
-        options = self._options
-        command = kvrelay_command(
-            "frontend", *options.frontend_flags, "--port", str(self._port), *options.control_flags
-        )
-        environment = self._environment(api_key=options.frontend.api_key)
-        return start_child(f"frontend {number}", command, environment=environment, errors=self._errors)
-
-    def _environment(self, **secret: str) -> dict[str, str]:
-        """Settings that may hold passwords; other users of this machine can read command lines."""
-        return environment_with(control=self._control.control, discovery=self._control.discovery, **secret)
+    def _names(self) -> Iterator[str]:
+        """``prefill worker 0``, and so on; each role counts from 0."""
+        for role, of_role in itertools.groupby(worker.role for worker in self._config.workers):
+            yield from (f"{role} worker {number}" for number, _ in enumerate(of_role))
 
     async def _check_tokenizer(self) -> None:
         """Raise FatalError if the tokenizer cannot be loaded: frontends would retry for ever, since files may change.
@@ -168,7 +161,7 @@ class Cluster:
         from kvrelay.frontend.tokenizer import load_tokenizer
 
         try:
-            await asyncio.to_thread(load_tokenizer, self._options.model_path)
+            await asyncio.to_thread(load_tokenizer, self._common.model_path)
         except CheckpointError as exc:
             raise FatalError(exc.message) from exc
 
@@ -176,7 +169,7 @@ class Cluster:
         """Wait until all workers are in discovery and all frontends serve the model. False: told to stop meanwhile."""
         from kvrelay.launch.admin import list_workers
 
-        deadline = time.monotonic() + self._options.start_timeout_s
+        deadline = time.monotonic() + self._config.start_timeout_s
         control = await connect_control(self._control)
         keys = Keys(self._control.namespace)
         ready: set[int] = set()
@@ -184,7 +177,7 @@ class Cluster:
             while not self._stop.is_set():
                 self._check_starting()
                 workers = await list_workers(control, keys)
-                if len(workers) >= self._options.num_engines:
+                if len(workers) >= self._config.num_engines:
                     # They share a port: each call reaches any of them.
                     num_missing = len(self._frontends) - len(ready)
                     ready |= set(await asyncio.gather(*(self._healthy_pid() for _ in range(num_missing))))
@@ -193,8 +186,8 @@ class Cluster:
                         return True
                 if time.monotonic() > deadline:
                     raise FatalError(
-                        f"not ready after {self._options.start_timeout_s:g} s: "
-                        f"{len(workers)} of {self._options.num_engines} workers are in discovery, "
+                        f"not ready after {self._config.start_timeout_s:g} s: "
+                        f"{len(workers)} of {self._config.num_engines} workers are in discovery, "
                         f"{len(ready)} of {len(self._frontends)} frontends serve the model"
                     )
                 await asyncio.sleep(POLL_INTERVAL_S)
@@ -220,18 +213,13 @@ class Cluster:
                 raise error
 
     def _announce(self) -> None:
-        options = self._options
-        body = json.dumps({"model": options.model_name, "prompt": "Once there was a", "max_tokens": 32})
-        shape = (
-            f"{options.num_prefill}P{options.num_decode}D"
-            if options.num_prefill
-            else f"{options.num_decode} aggregated"
-        )
-        is_access_log = options.frontend.access_log != "off" and not options.frontend.access_log_file
+        config, model = self._config, self._common.model
+        body = json.dumps({"model": model, "prompt": "Once there was a", "max_tokens": 32})
+        is_access_log = config.frontend.access_log != "off" and not config.frontend.access_log_file
         out = sys.stderr if is_access_log else sys.stdout
         where = f"{self.url}/v1 (control {self._control.control})"
-        print(f"kvrelay is ready: {options.model_name} ({shape}) at {where}", file=out)
-        has_keys = options.frontend.api_key or options.frontend.api_keys_file
+        print(f"kvrelay is ready: {model} ({config.shape}) at {where}", file=out)
+        has_keys = config.frontend.api_key or config.frontend.api_keys_file
         headers = "-H 'Content-Type: application/json'" + (" -H 'Authorization: Bearer KEY'" if has_keys else "")
         print(f"  curl {self.url}/v1/completions {headers} -d '{body}'", file=out, flush=True)
 
@@ -310,7 +298,7 @@ class Cluster:
 
     async def _shut_down(self) -> None:
         """Stop the frontends, so that no new requests come; then drain the workers; then stop the control plane."""
-        timeout_s = self._options.drain_timeout_s
+        timeout_s = self._config.drain_timeout_s
         await stop_children(self._frontends, timeout_s + CUT_TIMEOUT_S, self._say_waiting)
         await stop_children(self._workers, timeout_s, self._say_waiting)
         if self._nats is not None:
@@ -320,7 +308,7 @@ class Cluster:
     def _say_waiting(self, children: list[Child]) -> None:
         names = ", ".join(child.name for child in children)
         print(
-            f"kvrelay: waiting up to {self._options.drain_timeout_s:g} s for {names} to finish open requests; "
+            f"kvrelay: waiting up to {self._config.drain_timeout_s:g} s for {names} to finish open requests; "
             "a second Ctrl-C or SIGTERM ends them at once",
             file=sys.stderr,
         )
@@ -343,19 +331,22 @@ def _check_port(config: FrontendConfig) -> int:
         return int(probe.getsockname()[1])
 
 
-async def run_serve(options: ServeOptions) -> None:
+async def run_serve(config: ServeConfig) -> None:
     """Run a cluster on this machine until it is told to stop."""
     try:
-        await Cluster(options).run()
+        await Cluster(config).run()
     except OSError as exc:
         raise KvrelayError(f"cannot start: {exc}") from exc
 
 
-def available_cores() -> int:
-    """Number of cores that this process may use."""
-    return len(allowed_cores())
+def is_child(worker: WorkerInfo, pids: Collection[int]) -> bool:
+    """Whether that worker is one of these processes on this host, or was started by one as a rank of its group."""
+    return worker.host == socket.gethostname() and (worker.pid in pids or worker.dp_parent_pid in pids)
 
 
-def allowed_cores() -> list[int]:
-    """The cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+def no_worker_takes_requests(workers: Sequence[WorkerInfo], child_pids: Collection[int]) -> bool:
+    """Decide from the entries in discovery. A child without an entry may be starting or restarting. Its role is unknown
+    until it registers, so until then the answer is no."""
+    children = [worker for worker in workers if is_child(worker, child_pids)]
+    listed = {worker.pid if worker.pid in child_pids else worker.dp_parent_pid for worker in children}
+    return not any(worker.role.takes_requests for worker in workers) and listed.issuperset(child_pids)

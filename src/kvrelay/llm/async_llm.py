@@ -28,10 +28,9 @@ from kvrelay.frontend.openai.requests import ChatMessage
 from kvrelay.frontend.prompts import Prompt, completion_prompts, render_chat
 from kvrelay.frontend.sequence import Sequence, SequenceListener
 from kvrelay.frontend.side_threads import INLINE_SIZE, complete
-from kvrelay.llm.embedded import EmbeddedCluster
+from kvrelay.llm.embedded import EmbeddedCluster, embedded_cluster
 from kvrelay.llm.outputs import CompletionOutput, RequestOutput, TextDelta
 from kvrelay.llm.params import SamplingParams, plan_of, recommended
-from kvrelay.llm.settings import embedded_settings
 
 TextOrTokens = str | Items[int]
 Message = Mapping[str, Any]
@@ -65,7 +64,7 @@ class AsyncLLM:
         engine: str = "torch",
         **settings: object,
     ) -> None:
-        self._cluster = EmbeddedCluster(embedded_settings(model, prefill, decode, engine, settings))
+        self._cluster = embedded_cluster(model, prefill, decode, engine, settings)
         self._metrics = FrontendMetrics()
         self._turns = LoopTurns()
 

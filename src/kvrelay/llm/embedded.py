@@ -8,67 +8,53 @@ cluster, with the same hand-off protocol. This module does not know text, prompt
 from __future__ import annotations
 
 import asyncio
-import os
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
-from kvrelay.config import (
-    ControlConfig,
-    DisaggConfig,
-    EngineConfig,
-    MockConfig,
-    RouterConfig,
-    RunnerConfig,
-    TransferConfig,
-)
+from kvrelay.config import RouterConfig, TransferConfig, WorkerConfig, WorkerRole, load_settings
+from kvrelay.config.loading import nearest
+from kvrelay.config.worker import WORKER_SECTIONS
 from kvrelay.control.base import Keys
 from kvrelay.control.memory import MemoryBroker
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.workers import WorkerInfo, WorkerRole
-from kvrelay.engine.contract import EngineFacts
-from kvrelay.engine.thread import EngineThread
-from kvrelay.errors import EngineDeadError, WorkerUnavailableError
-from kvrelay.executors.settings import ExecutorSettings
+from kvrelay.core.workers import WorkerInfo
+from kvrelay.errors import ConfigError, EngineDeadError, WorkerUnavailableError
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.models import Model
 from kvrelay.frontend.tokenizer import Tokenizer, load_tokenizer
+from kvrelay.launch.models import resolve_model
+from kvrelay.launch.process import threads_each
 from kvrelay.launch.worker_process import load_engine
 from kvrelay.router import ReplayRequester, Router, RouterStage
 from kvrelay.rpc.base import RpcClient
 from kvrelay.rpc.loopback import LoopbackNetwork
 from kvrelay.transfer import build_transport
 from kvrelay.transfer.loopback import LoopbackFabric
+from kvrelay.worker.identity import WorkerIdentity, new_worker_id
 from kvrelay.worker.roles import require_possible_role
-from kvrelay.worker.settings import WorkerSettings, new_worker_id
 from kvrelay.worker.worker import Worker
 
 CONNECT_TIMEOUT_S = 60.0
+SECTIONS = {name: WORKER_SECTIONS[name] for name in ("engine", "runner", "disagg", "mock")}
+"""Those that have a meaning in one process."""
 UNBOUNDED = 2**31 - 1
 """The caller holds all requests in memory anyway, so an embedded worker queues them instead of refusing some."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedSettings:
-    """``prefill`` and ``decode`` are numbers of workers; with ``prefill`` 0 each worker prefills its own requests."""
-
-    model_path: Path
-    prefill: int
-    decode: int
-    engine_kind: str
-    engine: EngineConfig
-    runner: RunnerConfig
-    disagg: DisaggConfig
-    router: RouterConfig
-    mock: MockConfig
 
 
 class EmbeddedCluster:
     """Runs from ``start`` to ``close``, on the event loop of ``start``."""
 
-    def __init__(self, settings: EmbeddedSettings) -> None:
-        engine = replace(settings.engine, max_num_waiting=UNBOUNDED, kv_watermark=0.0)
-        self._settings = replace(settings, engine=engine)
+    def __init__(self, config: WorkerConfig, prefill: int, decode: int, router: RouterConfig) -> None:
+        """``prefill`` and ``decode`` are numbers of workers with this configuration; with ``prefill`` 0 each worker
+        prefills its own requests."""
+        engine = replace(config.engine, max_num_waiting=UNBOUNDED, kv_watermark=0.0)
+        self.config = replace(config, engine=engine, transfer=TransferConfig(transport="loopback"))
+        self._router = router
+        self._roles = [WorkerRole.PREFILL] * prefill
+        self._roles += [WorkerRole.DECODE if prefill else WorkerRole.BOTH] * decode
         self._broker = MemoryBroker()
         self._network = LoopbackNetwork()
         self._fabric = LoopbackFabric()
@@ -82,13 +68,10 @@ class EmbeddedCluster:
 
         Raises CheckpointError, UnsupportedModelError or ConfigError, and then leaves nothing behind.
         """
-        settings = self._settings
-        roles = [WorkerRole.PREFILL] * settings.prefill
-        roles += [WorkerRole.DECODE if settings.prefill else WorkerRole.BOTH] * settings.decode
         # First, because it is quick, and what is wrong with its files should be the error of this call.
-        tokenizer = await asyncio.to_thread(load_tokenizer, settings.model_path)
+        tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model_path)
         try:
-            for role in roles:
+            for role in self._roles:
                 await self._start_worker(role)
             await self._start_frontend(tokenizer)
         except BaseException:
@@ -119,19 +102,18 @@ class EmbeddedCluster:
         await self._stack.aclose()
 
     async def _start_worker(self, role: WorkerRole) -> None:
-        settings = self._settings
-        worker_id = new_worker_id(role)
-        engine = await asyncio.to_thread(_load, settings, worker_id)
+        config, worker_id = replace(self.config, role=role), new_worker_id(role)
+        engine = await asyncio.to_thread(load_engine, config, worker_id)
         try:
-            worker_settings = _worker_settings(settings, role, worker_id, engine.facts)
             require_possible_role(role, engine.facts)
         except BaseException:
             engine.close()
             raise
         plane = self._broker.plane()
         self._stack.push_async_callback(plane.close)
-        transport = build_transport(worker_settings.transfer, worker_id, self._fabric)
-        worker = Worker(worker_settings, engine, transport, plane, self._network.server(), self._connect)
+        transport = build_transport(config.transfer, worker_id, self._fabric)
+        identity = WorkerIdentity(worker_id)
+        worker = Worker(config, identity, engine, transport, plane, self._network.server(), self._connect)
         await worker.start()
         running = asyncio.get_running_loop().create_task(worker.run())
         self._workers[worker] = running
@@ -147,9 +129,9 @@ class EmbeddedCluster:
         clock = MonotonicClock()
 
         def router_of(block_size: int, request_replay: ReplayRequester, stage: RouterStage) -> Router:
-            return Router(self._settings.router, block_size, clock, stage, request_replay)
+            return Router(self._router, block_size, clock, stage, request_replay)
 
-        frontend = Cluster(plane, Keys(ControlConfig().namespace), self._client_of, router_of, lambda _: tokenizer)
+        frontend = Cluster(plane, Keys(self.config.control.namespace), self._client_of, router_of, lambda _: tokenizer)
         self._stack.push_async_callback(frontend.close)
         await frontend.start()
         self._frontend = frontend
@@ -165,27 +147,26 @@ class EmbeddedCluster:
         return client
 
 
-def available_threads(num_workers: int) -> int:
-    """Compute threads per worker: the cores that this process may use, divided by ``num_workers``."""
-    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+def embedded_cluster(
+    model: str | Path | None, prefill: int, decode: int, engine_kind: str, settings: Mapping[str, object]
+) -> EmbeddedCluster:
+    """From keyword arguments. Without ``num_threads`` the engines share the cores evenly.
 
-
-def _load(settings: EmbeddedSettings, worker_id: str) -> EngineThread:
-    built = ExecutorSettings(settings.model_path, settings.engine, settings.runner, settings.mock)
-    return load_engine(settings.engine_kind, built, worker_id, seed=settings.runner.seed)
-
-
-def _worker_settings(
-    settings: EmbeddedSettings, role: WorkerRole, worker_id: str, facts: EngineFacts
-) -> WorkerSettings:
-    return WorkerSettings(
-        model=settings.model_path.name,
-        model_path=str(settings.model_path),
-        role=role,
-        engine_kind=settings.engine_kind,
-        engine=replace(settings.engine, num_blocks=facts.num_blocks, max_model_len=facts.max_model_len),
-        transfer=TransferConfig(transport="loopback"),
-        control=ControlConfig(),
-        disagg=settings.disagg,
-        worker_id=worker_id,
-    )
+    Raises ConfigError and CheckpointError.
+    """
+    if prefill < 0:
+        raise ConfigError(f"prefill must be at least 0, got {prefill}", param="prefill")
+    if decode < 1:
+        raise ConfigError(f"decode must be at least 1, got {decode}", param="decode")
+    known = {item.name for cls in (*SECTIONS.values(), RouterConfig) for item in fields(cls)}
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"unknown setting {name}{nearest(name, known)}", param=name)
+    # Nobody waits for the next token of a batch. By cost, steps would be kept short for the answers that run.
+    settings = {"disagg_policy": "threshold", **settings}
+    sections: dict[str, Any] = {name: load_settings(cls, flags=settings) for name, cls in SECTIONS.items()}
+    runner = sections["runner"]
+    sections["runner"] = replace(runner, num_threads=runner.num_threads or threads_each(prefill + decode))
+    path = resolve_model(str(model) if model is not None else None)
+    config = WorkerConfig(model_path=path, model=path.name, engine_kind=engine_kind, **sections)
+    return EmbeddedCluster(config, prefill, decode, load_settings(RouterConfig, flags=settings))

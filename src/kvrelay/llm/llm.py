@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kvrelay.engine.stats import EngineStats
 from kvrelay.errors import InvalidInputError
-from kvrelay.launch.worker_process import SWITCH_INTERVAL_S
+from kvrelay.launch.process import SWITCH_INTERVAL_S
 from kvrelay.llm.async_llm import AsyncLLM, Message, TextOrTokens
 from kvrelay.llm.outputs import RequestOutput
 from kvrelay.llm.params import SamplingParams

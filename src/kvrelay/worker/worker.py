@@ -17,6 +17,7 @@ from dataclasses import asdict
 
 import msgspec
 
+from kvrelay.config import WorkerConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
@@ -43,6 +44,7 @@ from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.cluster.peer_events import PeerEvents
 from kvrelay.worker.decode.refusals import Refusals
 from kvrelay.worker.decode.serving import DecodeSide
+from kvrelay.worker.identity import WorkerIdentity
 from kvrelay.worker.inbox import Inbox
 from kvrelay.worker.inspection import Inspection, QueueView, view_incoming, view_outgoing
 from kvrelay.worker.prefill.connections import Connect, DecodePeers
@@ -53,7 +55,6 @@ from kvrelay.worker.reporting.publisher import Publisher
 from kvrelay.worker.reporting.stats import by_reason, copied
 from kvrelay.worker.roles import FIRST_EPOCH, Roles
 from kvrelay.worker.runtime import follow_settings, warn_of_settings_in_vain
-from kvrelay.worker.settings import WorkerSettings
 from kvrelay.worker.shutdown import Ending
 from kvrelay.worker.watchdog import Watchdog
 
@@ -68,14 +69,15 @@ class Worker:
 
     def __init__(
         self,
-        settings: WorkerSettings,
+        settings: WorkerConfig,
+        identity: WorkerIdentity,
         engine: EngineHost,
         transport: Transport,
         control: ControlPlane,
         server: RpcServer,
         connect: Connect,
     ) -> None:
-        self.settings = settings
+        self.settings, self.identity = settings, identity
         self._engine = engine
         self._control = control
         self._server = server
@@ -83,14 +85,14 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._ending = Ending()
         self._tasks = TaskSet()
-        self._callers = Callers(control.discovery, self._keys, is_open=not settings.public_key)
+        self._callers = Callers(control.discovery, self._keys, is_open=not self.identity.public_key)
         self._peer_events = PeerEvents(engine, self._callers)
         self._membership = self._build_membership(transport.name)
         self._transfer = TransferThread(
             transport, settings.transfer, fence=self._membership.fence_s, on_failed=self._ending.transfer_failed
         )
         self._checksums = BlockChecksums(engine, required=settings.transfer.kv_checksums)
-        self._secret = new_secret() if settings.public_key else b""
+        self._secret = new_secret() if self.identity.public_key else b""
         self._transfer_rates = TransferRates(max(self._engine.facts.kv_layout.bytes_per_token, 1))
         self._publisher = self._build_publisher()
         self._watchdog = Watchdog(
@@ -127,7 +129,7 @@ class Worker:
             tasks=self._tasks,
         )
         self._inbox = Inbox(
-            settings.worker_id,
+            self.identity.worker_id,
             server,
             self._callers,
             self._decode,
@@ -144,6 +146,7 @@ class Worker:
         settings = self.settings
         return Membership(
             settings,
+            self.identity,
             self._engine,
             self._control.discovery,
             transport_name=transport_name,
@@ -154,10 +157,9 @@ class Worker:
         )
 
     def _build_publisher(self) -> Publisher:
-        settings = self.settings
-        events = KvEventLog(settings.worker_id, FIRST_EPOCH)
+        events = KvEventLog(self.identity.worker_id, FIRST_EPOCH)
         return Publisher(
-            settings.worker_id,
+            self.identity.worker_id,
             FIRST_EPOCH,
             self._control.events,
             self._keys,
@@ -183,7 +185,7 @@ class Worker:
     def _build_prefill_side(self) -> PrefillSide:
         settings = self.settings
         return PrefillSide(
-            worker_id=settings.worker_id,
+            worker_id=self.identity.worker_id,
             model=settings.model,
             layout=self._engine.facts.kv_layout,
             kv_compatibility=self._membership.kv_compatibility,
@@ -200,7 +202,7 @@ class Worker:
     def _build_paired_prefills(self) -> PairedPrefills:
         settings = self.settings
         return PairedPrefills(
-            worker_id=settings.worker_id,
+            worker_id=self.identity.worker_id,
             model=settings.model,
             kv_compatibility=self._membership.kv_compatibility,
             engine=self._engine,
@@ -214,7 +216,7 @@ class Worker:
     def _build_decode_side(self) -> DecodeSide:
         settings = self.settings
         return DecodeSide(
-            worker_id=settings.worker_id,
+            worker_id=self.identity.worker_id,
             model=settings.model,
             address=lambda: self._server.address,
             rules=DecodeRules(
@@ -249,7 +251,7 @@ class Worker:
         """Bind, register, appear in discovery. Raises ControlUnavailableError or AddressInUseError."""
         self._server.on_message(self._inbox.receive)
         self._server.on_peer_gone(self._inbox.peer_gone)
-        if self.settings.public_key:
+        if self.identity.public_key:
             self._server.admit_by(self._callers.admit)
         await self._server.start()
         self._transfer.start()
@@ -384,8 +386,8 @@ class Worker:
             "lease_id": now.lease.lease_id,
             "model": stats.model,
             "pid": os.getpid(),
-            "dp_group": self.settings.dp_group,
-            "dp_rank": self.settings.dp_rank,
+            "dp_group": self.identity.dp_group,
+            "dp_rank": self.settings.group.rank,
             "load": msgspec.to_builtins(metrics),
             "step_age_s": now.step_age_s,
             "requests": now.num_requests,
@@ -419,7 +421,7 @@ class Worker:
         """All counts, at once: waits neither for the engine nor for a server."""
         decode, prefill = self._decode.handoffs.ledger, self._prefill.handoffs.ledger
         return WorkerStats(
-            worker_id=self.settings.worker_id,
+            worker_id=self.identity.worker_id,
             model=self.settings.model,
             engine_kind=self.settings.engine_kind,
             role=self.role,

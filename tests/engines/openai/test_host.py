@@ -12,7 +12,7 @@ import pytest
 from tests.engines.openai.scripted import Event, Script, scripted_server
 from tests.patience import PATIENCE_S
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig
+from kvrelay.config import EngineConfig, UpstreamConfig, WorkerConfig
 from kvrelay.core.events import AllBlocksCleared, BlockStored, KvEvent
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
@@ -27,7 +27,6 @@ from kvrelay.engines.openai.text_tokens import TextTokenizer
 from kvrelay.engines.registry import build_executor, build_host
 from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError, OverloadedError
 from kvrelay.executors.mock import mock_generate
-from kvrelay.executors.settings import ExecutorSettings
 
 CONFIG = EngineConfig(num_blocks=64, max_num_seqs=4, max_num_waiting=2)
 PROMPT = list(range(20, 60))
@@ -35,11 +34,9 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 EXPECTED = mock_generate(PROMPT, 6, vocab_size=1024)
 
 
-def _settings(url: str, **upstream: object) -> ExecutorSettings:
+def _settings(url: str, **upstream: object) -> WorkerConfig:
     values = {"upstream": url, "upstream_start_timeout_s": 0.0, **upstream}
-    return ExecutorSettings(
-        bundled_checkpoint_path(), CONFIG, RunnerConfig(), MockConfig(), upstream=UpstreamConfig(**values)
-    )
+    return WorkerConfig(model_path=bundled_checkpoint_path(), engine=CONFIG, upstream=UpstreamConfig(**values))
 
 
 class Running:

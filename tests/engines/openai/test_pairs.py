@@ -14,7 +14,7 @@ from tests.engines.openai.scripted import Exchange, Script, ScriptedServer, scri
 from tests.patience import PATIENCE_S
 from tests.worker.cluster import VOCAB_SIZE, Client, Cluster, Node, cluster, expected, prompt
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig
+from kvrelay.config import EngineConfig, UpstreamConfig, WorkerConfig
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerRole
@@ -23,7 +23,6 @@ from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk
 from kvrelay.engines.registry import build_host
-from kvrelay.executors.settings import ExecutorSettings
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.messages import HandoffReleased
 
@@ -36,7 +35,7 @@ SGLANG = {"upstream_kv_transfer": "sglang", "upstream_bootstrap": "127.0.0.1:900
 
 def _host(url: str, upstream: dict[str, str], worker_id: str) -> EngineHost:
     config = UpstreamConfig(upstream=url, upstream_start_timeout_s=PATIENCE_S, **upstream)
-    settings = ExecutorSettings(bundled_checkpoint_path(), CONFIG, RunnerConfig(), MockConfig(), upstream=config)
+    settings = WorkerConfig(model_path=bundled_checkpoint_path(), engine=CONFIG, upstream=config)
     host = build_host("openai", settings, worker_id)
     assert host is not None
     return host

@@ -18,24 +18,21 @@ from tests.engines.vllm.test_staged import _settings as vllm_settings
 from tests.patience import PATIENCE_S
 from tests.worker.cluster import Client, Cluster, Node, cluster, prompt
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, UpstreamConfig, VllmConfig
+from kvrelay.config import EngineConfig, UpstreamConfig, VllmConfig, WorkerConfig
 from kvrelay.core.workers import WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engines.registry import build_host
 from kvrelay.errors import ConfigError
 from kvrelay.executors.mock import mock_generate
-from kvrelay.executors.settings import ExecutorSettings
 
 HostOf = Callable[[str], EngineHost]
 
 
-def _settings(url: str, staging: Path | str, *, num_staging_blocks: int = 64, **engine: int) -> ExecutorSettings:
-    return ExecutorSettings(
-        bundled_checkpoint_path(),
-        EngineConfig(**{"max_model_len": 256, "max_num_seqs": 16, **engine}),
-        RunnerConfig(),
-        MockConfig(),
+def _settings(url: str, staging: Path | str, *, num_staging_blocks: int = 64, **engine: int) -> WorkerConfig:
+    return WorkerConfig(
+        model_path=bundled_checkpoint_path(),
+        engine=EngineConfig(**{"max_model_len": 256, "max_num_seqs": 16, **engine}),
         upstream=UpstreamConfig(
             upstream=url,
             upstream_start_timeout_s=PATIENCE_S,

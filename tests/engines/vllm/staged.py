@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from tests.engines.vllm.scripted import TERMS, Publisher, ScriptedVllm
 
+from kvrelay.config import WorkerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.scheduler_half import SchedulerHalf
 from kvrelay.engines.connector.terms import OnePool, Pools, decode_place, encode_place
 from kvrelay.engines.connector.worker_half import WorkerHalf
 from kvrelay.engines.hosted.staging_memory import allocate_staging
 from kvrelay.engines.vllm.library import Started
-from kvrelay.executors.settings import ExecutorSettings
+from kvrelay.executors.host_memory import HostMemory
 
 NUM_BLOCKS = 64
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, block_size=16, head_dim=4, dtype="float32")
@@ -133,10 +134,12 @@ class StagedVllm(ScriptedVllm):
         return await super().collective_rpc(method, timeout, args)
 
 
-def staged_start(engine: StagedVllm, arguments: Mapping[str, Any], settings: ExecutorSettings) -> Started:
+def staged_start(
+    engine: StagedVllm, arguments: Mapping[str, Any], settings: WorkerConfig, memory: HostMemory
+) -> Started:
     """In place of ``library.start_vllm``, with ``--vllm-connector kvrelay``."""
     assert arguments["block_size"] == LAYOUT.block_size
-    staging = allocate_staging(LAYOUT, arguments["max_model_len"], "scripted", settings)
+    staging = allocate_staging(LAYOUT, arguments["max_model_len"], "scripted", settings.vllm, memory)
     if "kv_events_config" in arguments:
         engine.publisher = Publisher(arguments["kv_events_config"])
     engine.paged = Paged(OnePool(decode_place(encode_place(staging.place))))

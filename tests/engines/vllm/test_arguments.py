@@ -9,22 +9,20 @@ from typing import Any
 
 import pytest
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, VllmConfig
+from kvrelay.config import EngineConfig, RunnerConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engines.hosted.host import CacheEvents
 from kvrelay.engines.vllm import library
 from kvrelay.engines.vllm.arguments import OURS, engine_arguments, require_known
 from kvrelay.engines.vllm.cores import compute_cores, parse_cores, share_of, thread_environment
 from kvrelay.errors import ConfigError
-from kvrelay.executors.settings import ExecutorSettings
 
 
 def _arguments(engine_args: str = "", events: CacheEvents | None = None, **runner: Any) -> dict[str, Any]:
-    settings = ExecutorSettings(
-        bundled_checkpoint_path(),
-        EngineConfig(max_num_seqs=7, kv_cache_memory="1GiB"),
-        RunnerConfig(**runner),
-        MockConfig(),
+    settings = WorkerConfig(
+        model_path=bundled_checkpoint_path(),
+        engine=EngineConfig(max_num_seqs=7, kv_cache_memory="1GiB"),
+        runner=RunnerConfig(**runner),
         vllm=VllmConfig(engine_args=engine_args),
     )
     return engine_arguments(settings, events)
@@ -44,9 +42,7 @@ def test_settings_travel_under_vllms_names() -> None:
 
 
 def test_workers_of_a_pair_exchange_kv_by_vllms_connector() -> None:
-    settings = ExecutorSettings(
-        bundled_checkpoint_path(), EngineConfig(), RunnerConfig(), MockConfig(), exchanges_kv=True
-    )
+    settings = WorkerConfig(model_path=bundled_checkpoint_path(), engine=EngineConfig(), role=WorkerRole.DECODE)
     arguments = engine_arguments(settings, None)
     config = arguments["kv_transfer_config"]
     assert (config["kv_connector"], config["kv_load_failure_policy"]) == ("NixlConnector", "recompute")
@@ -55,12 +51,10 @@ def test_workers_of_a_pair_exchange_kv_by_vllms_connector() -> None:
 
 
 def test_kvrelays_connector_takes_kvrelays_blocks() -> None:
-    settings = ExecutorSettings(
-        bundled_checkpoint_path(),
-        EngineConfig(block_size=32),
-        RunnerConfig(),
-        MockConfig(),
-        exchanges_kv=True,
+    settings = WorkerConfig(
+        model_path=bundled_checkpoint_path(),
+        engine=EngineConfig(block_size=32),
+        role=WorkerRole.DECODE,
         vllm=VllmConfig(vllm_connector="kvrelay"),
     )
     arguments = engine_arguments(settings, None)

@@ -20,7 +20,7 @@ from tests.engines.vllm.scripted import (
     scripted_start,
 )
 
-from kvrelay.config import EngineConfig, GroupConfig, MockConfig, RunnerConfig
+from kvrelay.config import EngineConfig, GroupConfig, WorkerConfig
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
@@ -33,7 +33,6 @@ from kvrelay.engines.vllm import backend as backend_module
 from kvrelay.engines.vllm.backend import VllmBackend
 from kvrelay.errors import ConfigError, EngineDeadError, InvalidInputError
 from kvrelay.executors.mock import mock_generate
-from kvrelay.executors.settings import ExecutorSettings
 
 CONFIG = EngineConfig(num_blocks=64, max_model_len=256, max_num_seqs=4, max_num_waiting=2)
 PROMPT = list(range(20, 60))
@@ -41,15 +40,15 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 EXPECTED = mock_generate(PROMPT, 6, vocab_size=VOCAB_SIZE)
 
 
-def _settings(**values: Any) -> ExecutorSettings:
-    return ExecutorSettings(bundled_checkpoint_path(), CONFIG, RunnerConfig(), MockConfig(), **values)
+def _settings(**values: Any) -> WorkerConfig:
+    return WorkerConfig(model_path=bundled_checkpoint_path(), engine=CONFIG, **values)
 
 
 @asynccontextmanager
 async def _engine(**script: Any) -> AsyncIterator[tuple[Running, ScriptedVllm]]:
     library = ScriptedVllm(**script)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm, "start_vllm", lambda arguments, settings: scripted_start(library, arguments))
+        patch.setattr(vllm, "start_vllm", lambda arguments, settings, memory: scripted_start(library, arguments))
         patch.setattr(host_module, "HEALTH_INTERVAL_S", 0.01)
         running = Running(await asyncio.to_thread(vllm.from_settings, _settings(), "worker"))
         running.host.start(running.on_step, running.dead.append)
@@ -209,8 +208,8 @@ async def test_an_engine_process_that_does_not_answer_counts_as_hung(monkeypatch
 
 def test_blocks_must_fit_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     library = ScriptedVllm()
-    monkeypatch.setattr(vllm, "start_vllm", lambda arguments, settings: scripted_start(library, arguments))
-    settings = ExecutorSettings(bundled_checkpoint_path(), EngineConfig(block_size=24), RunnerConfig(), MockConfig())
+    monkeypatch.setattr(vllm, "start_vllm", lambda arguments, settings, memory: scripted_start(library, arguments))
+    settings = WorkerConfig(model_path=bundled_checkpoint_path(), engine=EngineConfig(block_size=24))
     with pytest.raises(ConfigError, match="no multiple of --block-size 24"):
         vllm.from_settings(settings, "worker")
     assert library.is_shut_down

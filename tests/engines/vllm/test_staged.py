@@ -14,10 +14,9 @@ from tests.engines.vllm.scripted import VOCAB_SIZE
 from tests.engines.vllm.staged import STAGED_BLOCK_BYTES, StagedVllm, staged_start
 from tests.worker.cluster import Client, Cluster, Node, cluster, prompt
 
-from kvrelay.config import EngineConfig, MockConfig, RunnerConfig, VllmConfig
+from kvrelay.config import EngineConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.core.workers import WorkerRole
 from kvrelay.data import bundled_checkpoint_path
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
@@ -28,27 +27,24 @@ from kvrelay.engines.hosted.host import StreamedHost
 from kvrelay.engines.hosted.staging import StagingBlocks
 from kvrelay.errors import ConfigError
 from kvrelay.executors.mock import mock_generate
-from kvrelay.executors.settings import ExecutorSettings
 
 PROMPT = list(range(20, 60))
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 EXPECTED = mock_generate(PROMPT, 6, vocab_size=VOCAB_SIZE)
 
 
-def _settings(num_staging_blocks: int = 64, **engine: int) -> ExecutorSettings:
-    return ExecutorSettings(
-        bundled_checkpoint_path(),
-        EngineConfig(**{"max_model_len": 256, "max_num_seqs": 16, **engine}),
-        RunnerConfig(),
-        MockConfig(),
-        exchanges_kv=True,
+def _settings(num_staging_blocks: int = 64, **engine: int) -> WorkerConfig:
+    return WorkerConfig(
+        model_path=bundled_checkpoint_path(),
+        engine=EngineConfig(**{"max_model_len": 256, "max_num_seqs": 16, **engine}),
+        role=WorkerRole.DECODE,
         vllm=VllmConfig(vllm_connector="kvrelay", vllm_staging=str(num_staging_blocks * STAGED_BLOCK_BYTES)),
     )
 
 
-def _host(library: StagedVllm, settings: ExecutorSettings, worker_id: str) -> StreamedHost:
+def _host(library: StagedVllm, settings: WorkerConfig, worker_id: str) -> StreamedHost:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm, "start_vllm", lambda arguments, settings: staged_start(library, arguments, settings))
+        patch.setattr(vllm, "start_vllm", partial(staged_start, library))
         return vllm.from_settings(settings, worker_id)
 
 

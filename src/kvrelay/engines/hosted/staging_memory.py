@@ -6,12 +6,13 @@ import mmap
 import os
 from dataclasses import dataclass
 
+from kvrelay.config import VllmConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.terms import StagingPlace
 from kvrelay.engines.hosted.staging import StagingMemory
 from kvrelay.errors import ConfigError
 from kvrelay.executors.byte_sizes import parse_bytes
-from kvrelay.executors.settings import ExecutorSettings
+from kvrelay.executors.host_memory import HostMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +25,23 @@ class Staging:
     kind: str
 
 
-def allocate_staging(layout: KVLayout, max_model_len: int, kind: str, settings: ExecutorSettings) -> Staging:
+def allocate_staging(layout: KVLayout, max_model_len: int, kind: str, vllm: VllmConfig, memory: HostMemory) -> Staging:
     """As large as ``--vllm-staging`` says. Raises ConfigError if the longest prompt does not fit."""
-    num_blocks = parse_bytes(settings.vllm.vllm_staging) // layout.block_bytes
+    num_blocks = parse_bytes(vllm.vllm_staging) // layout.block_bytes
     if num_blocks * layout.block_size < max_model_len:
         needed = -(-max_model_len // layout.block_size) * layout.block_bytes
         raise ConfigError(
-            f"--vllm-staging {settings.vllm.vllm_staging} holds no prompt of {max_model_len} tokens: "
+            f"--vllm-staging {vllm.vllm_staging} holds no prompt of {max_model_len} tokens: "
             f"set it to {needed} bytes or more, or set --max-model-len",
             param="vllm_staging",
         )
     num_bytes = num_blocks * layout.block_bytes
-    if settings.allocate is not None and settings.reserve is not None:
-        fd, memory = os.dup(settings.reserve()), settings.allocate(num_bytes)
+    if memory.allocate is not None and memory.reserve is not None:
+        fd, pool = os.dup(memory.reserve()), memory.allocate(num_bytes)
     else:
         fd = os.memfd_create("kvrelay-kv-pool", os.MFD_CLOEXEC)
         os.ftruncate(fd, num_bytes)
-        memory = mmap.mmap(fd, num_bytes)
+        pool = mmap.mmap(fd, num_bytes)
     # The descriptor stays open until this process ends: vLLM's processes open it when they start.
     path = f"/proc/{os.getpid()}/fd/{fd}"
-    return Staging(StagingPlace(path, num_blocks, layout), StagingMemory(memory, num_blocks), kind)
+    return Staging(StagingPlace(path, num_blocks, layout), StagingMemory(pool, num_blocks), kind)

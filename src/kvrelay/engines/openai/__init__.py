@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kvrelay.config import WorkerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engines.hosted.host import CacheEvents, StreamedHost
@@ -30,12 +31,12 @@ from kvrelay.engines.openai.staged import ServerStaging, StagedServerBackend
 from kvrelay.engines.openai.text_tokens import TextTokenizer
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
-from kvrelay.executors.settings import ExecutorSettings
+from kvrelay.executors.host_memory import ANYWHERE, HostMemory
 
 DEFAULT_NUM_BLOCKS = 16384
 
 
-def from_settings(settings: ExecutorSettings, worker_id: str) -> StreamedHost:
+def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = ANYWHERE) -> StreamedHost:
     """The registry's builder: waits for the server. Not from a thread with a running event loop.
 
     Raises ConfigError, CheckpointError, and EngineDeadError if the server does not become ready.
@@ -68,13 +69,17 @@ def from_settings(settings: ExecutorSettings, worker_id: str) -> StreamedHost:
         eos_token_ids=model.eos_token_ids,
     )
     if upstream.upstream_kv_transfer == "kvrelay":
-        return _with_staging(settings, server, facts, build)
+        return _with_staging(settings, memory, server, facts, build)
     tokenizer = None if server.tells_token_ids else TextTokenizer(settings.model_path)
     return build(facts, backend=ServerBackend(upstream, server, tokenizer, kv_transfer))
 
 
 def _with_staging(
-    settings: ExecutorSettings, server: Description, facts: EngineFacts, build: Callable[..., StreamedHost]
+    settings: WorkerConfig,
+    memory: HostMemory,
+    server: Description,
+    facts: EngineFacts,
+    build: Callable[..., StreamedHost],
 ) -> StreamedHost:
     """In front of a ``vllm serve`` with kvrelay's connector. Raises ConfigError."""
     upstream, url = settings.upstream, shown_url(settings.upstream.upstream)
@@ -98,15 +103,15 @@ def _with_staging(
             hands_over_kv=True,
             places_prefills=False,
         )
-        memory = allocate_staging(engine.layout, facts.max_model_len, engine.fingerprint, settings)
-        staging.publish(memory.place)
+        pool = allocate_staging(engine.layout, facts.max_model_len, engine.fingerprint, settings.vllm, memory)
+        staging.publish(pool.place)
     except BaseException:
         staging.close()
         raise
-    return build(facts, backend=StagedServerBackend(upstream, server, staging), staging=memory.memory)
+    return build(facts, backend=StagedServerBackend(upstream, server, staging), staging=pool.memory)
 
 
-async def _describe(settings: ExecutorSettings, probe_fields: dict[str, Any]) -> Description:
+async def _describe(settings: WorkerConfig, probe_fields: dict[str, Any]) -> Description:
     server = UpstreamServer(settings.upstream)
     try:
         # Any token is suitable for a request that only shows the form of the answer.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from kvrelay.config import WorkerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engines.connector.vllm_facts import fingerprint
@@ -21,10 +22,10 @@ from kvrelay.engines.vllm.backend import VllmBackend
 from kvrelay.engines.vllm.library import Started, start_vllm
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
-from kvrelay.executors.settings import ExecutorSettings
+from kvrelay.executors.host_memory import ANYWHERE, HostMemory
 
 
-def from_settings(settings: ExecutorSettings, worker_id: str) -> StreamedHost:
+def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = ANYWHERE) -> StreamedHost:
     """The registry's builder: loads the model. Takes half a minute.
 
     Raises ConfigError (also if vLLM is not installed), CheckpointError, UnsupportedModelError, and EngineDeadError if
@@ -37,7 +38,7 @@ def from_settings(settings: ExecutorSettings, worker_id: str) -> StreamedHost:
     directory = tempfile.TemporaryDirectory(prefix="kvrelay-vllm-")
     try:
         events = _events(Path(directory.name)) if settings.engine.enable_prefix_caching else None
-        started = start_vllm(engine_arguments(settings, events), settings)
+        started = start_vllm(engine_arguments(settings, events), settings, memory)
         try:
             facts = _facts(settings, started, model.vocab_size)
         except BaseException:
@@ -69,7 +70,7 @@ def _events(directory: Path) -> CacheEvents:
     return CacheEvents(f"ipc://{directory}/events", f"ipc://{directory}/replay")
 
 
-def _facts(settings: ExecutorSettings, started: Started, vocab_size: int) -> EngineFacts:
+def _facts(settings: WorkerConfig, started: Started, vocab_size: int) -> EngineFacts:
     """vLLM's pool in blocks of ours. Raises ConfigError unless its blocks are whole numbers of ours."""
     block_size = settings.engine.block_size
     if started.block_size % block_size:

