@@ -2,6 +2,7 @@
 
 from kvrelay.config.loading import load_settings
 from kvrelay.config.settings import (
+    NO_STOCK_STAGING,
     ControlConfig,
     DisaggConfig,
     EngineConfig,
@@ -18,6 +19,7 @@ from kvrelay.config.settings import (
 )
 
 __all__ = [
+    "NO_STOCK_STAGING",
     "ControlConfig",
     "DisaggConfig",
     "EngineConfig",
