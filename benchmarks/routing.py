@@ -21,7 +21,7 @@ from kvrelay.bench.given import numbers
 from kvrelay.bench.load.mix import ClassSpec, build_class
 from kvrelay.bench.prefixes.blocks import hit_ratios
 from kvrelay.core.hashing import compute_sequence_hashes
-from kvrelay.launch.routing import routing_state
+from kvrelay.launch.frontend_calls import routing_state
 from kvrelay.router import RuntimeSettings
 
 BLOCK_SIZE = 16

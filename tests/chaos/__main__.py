@@ -23,8 +23,8 @@ from kvrelay.cli.options import (
 )
 from kvrelay.cli.processes import run_async
 from kvrelay.config import TransferConfig
-from kvrelay.launch.models import resolve_model
 from kvrelay.config.loading import settings_to_flags
+from kvrelay.launch.models import resolve_model
 
 UNUSED = ("kv_port", "ucx_tls", "ucx_net_devices", "poll_interval_s")
 """Settings of the data plane that decide nothing here."""

@@ -13,12 +13,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import httpx
 import openai
@@ -163,11 +162,8 @@ class StockServer:
 
 
 @contextmanager
-def stock_servers(
-    count: int, directory: Path, transfer: Mapping[str, object] = MappingProxyType(NIXL)
-) -> Iterator[list[StockServer]]:
-    """So many ``vllm serve`` with this ``--kv-transfer-config``, all healthy. Their cores are equal parts of the
-    machine's."""
+def stock_servers(count: int, directory: Path) -> Iterator[list[StockServer]]:
+    """So many ``vllm serve`` with vLLM's NIXL connector, all healthy. Their cores are equal parts of the machine's."""
     ports = _free_ports(2 * count)
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
@@ -175,18 +171,16 @@ def stock_servers(
         for number in range(count):
             core = cores[number % len(cores)]
             log = directory / f"vllm-{number}.log"
-            found.append(stack.enter_context(_stock_server(log, core, *ports[2 * number : 2 * number + 2], transfer)))
+            found.append(stack.enter_context(_stock_server(log, core, *ports[2 * number : 2 * number + 2])))
         for server in found:
             until(server.is_healthy, timeout_s=START_TIMEOUT_S)
         yield found
 
 
 @contextmanager
-def _stock_server(
-    log: Path, core: int, port: int, side_port: int, transfer: Mapping[str, object]
-) -> Iterator[StockServer]:
+def _stock_server(log: Path, core: int, port: int, side_port: int) -> Iterator[StockServer]:
     words = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m", "--dtype", "float32"]
-    blocks = ["--enforce-eager", "--block-size", str(BLOCK_SIZE), "--kv-transfer-config", json.dumps(dict(transfer))]
+    blocks = ["--enforce-eager", "--block-size", str(BLOCK_SIZE), "--kv-transfer-config", json.dumps(NIXL)]
     # The server of ``vllm serve``. That command does not start from the wheel for CPUs, whose distribution has another
     # name.
     main = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundled_checkpoint_path())]

@@ -170,22 +170,13 @@ def _workers(
 
 
 def _upstreams(engine_kind: str, settings: UpstreamConfig) -> list[UpstreamConfig]:
-    """One for each worker: ``--upstream`` and ``--upstream-staging`` are lists here. Raises ConfigError."""
+    """One for each worker: ``--upstream`` is a list here. Raises ConfigError."""
     urls = [url.strip() for url in settings.upstream.split(",") if url.strip()]
-    directories = [path.strip() for path in settings.upstream_staging.split(",") if path.strip()]
     if engine_kind == "openai" and not urls:
         raise ConfigError("--engine openai needs --upstream URL[,URL...], the servers that compute", param="upstream")
     if engine_kind != "openai" and urls:
         raise ConfigError(f"--upstream is for --engine openai, not for {engine_kind}", param="upstream")
-    if directories and len(directories) != len(urls):
-        raise ConfigError(
-            f"--upstream-staging names {len(directories)} directories for {len(urls)} servers: each needs its own",
-            param="upstream_staging",
-        )
-    return [
-        replace(settings, upstream=url, upstream_staging=path)
-        for url, path in zip(urls, directories or [""] * len(urls))
-    ]
+    return [replace(settings, upstream=url) for url in urls]
 
 
 def _split_servers(upstreams: list[UpstreamConfig], num_prefill: int, num_decode: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from kvrelay.config.loading import load_settings
 from kvrelay.config.settings import (
+    NO_STOCK_STAGING,
     ControlConfig,
     DisaggConfig,
     EngineConfig,
@@ -19,6 +20,7 @@ from kvrelay.config.settings import (
 from kvrelay.config.worker import WorkerConfig, WorkerRole
 
 __all__ = [
+    "NO_STOCK_STAGING",
     "ControlConfig",
     "DisaggConfig",
     "EngineConfig",

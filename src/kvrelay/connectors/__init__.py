@@ -1,1 +1,1 @@
-"""The former name of ``engines.connector``, which a plain ``vllm serve`` may still be started with."""
+"""For one release: where a plain ``vllm serve`` looked for the connector, which now works only in a worker's vLLM."""

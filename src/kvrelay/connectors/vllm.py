@@ -1,5 +1,6 @@
-"""``kv_connector_module_path`` of servers that were configured before the connector moved. For one release."""
+"""``kv_connector_module_path`` of servers that were configured for the removed connector."""
 
-from kvrelay.engines.connector.vllm import KvrelayConnector
+from kvrelay.config import NO_STOCK_STAGING
+from kvrelay.errors import ConfigError
 
-__all__ = ["KvrelayConnector"]
+raise ConfigError(NO_STOCK_STAGING)

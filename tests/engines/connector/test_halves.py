@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from tests.engines.vllm.staged import LAYOUT, Paged, VllmRequest
 
+from kvrelay.config import UpstreamConfig, load_settings
 from kvrelay.engines.connector.scheduler_half import SchedulerHalf
-from kvrelay.engines.connector.terms import PARAMS_KEY, OnePool, StagingPlace, decode_place, encode_place
+from kvrelay.engines.connector.terms import PARAMS_KEY, StagingPlace, decode_place, encode_place
 from kvrelay.engines.connector.worker_half import WorkerHalf
 from kvrelay.errors import ConfigError, InvalidInputError
 
@@ -26,7 +28,7 @@ def place() -> Iterator[StagingPlace]:
 
 
 def _scheduler(place: StagingPlace) -> SchedulerHalf:
-    return SchedulerHalf(OnePool(place), LAYOUT.block_size)
+    return SchedulerHalf(place)
 
 
 def _request(name: str, tokens: list[int], op: str, staged: list[int], num_tokens: int) -> VllmRequest:
@@ -37,7 +39,7 @@ def _request(name: str, tokens: list[int], op: str, staged: list[int], num_token
 def test_what_one_saves_the_other_loads(place: StagingPlace, num_tokens: int) -> None:
     tokens = list(range(100, 100 + num_tokens))
     staged = [7, 2, 9, 0][: -(-num_tokens // 16)]
-    prefill, decode = Paged(OnePool(place)), Paged(OnePool(place), num_blocks=20)
+    prefill, decode = Paged(place), Paged(place, num_blocks=20)
     prefill.run(_request("p", tokens, "save", staged, num_tokens), prefill.take(num_tokens))
     blocks = decode.take(num_tokens + 1)
     # The decode worker goes on after the first token.
@@ -112,13 +114,29 @@ def test_requests_of_other_connectors_are_none_of_ours(place: StagingPlace) -> N
 
 def test_another_version_of_the_worker_is_refused_at_start() -> None:
     place = StagingPlace("/proc/1/fd/0", 1, LAYOUT, version=99)
-    for config in ({}, encode_place(place), {"kvrelay_staging": 5}):
+    for config in (encode_place(place), {"kvrelay_staging": 5}):
         with pytest.raises(InvalidInputError):
             decode_place(config)
 
 
+def test_a_vllm_that_no_worker_has_started_is_told_of_the_ways_to_take() -> None:
+    ways = "--vllm-connector kvrelay or nixl.*--upstream-kv-transfer vllm"
+    with pytest.raises(ConfigError, match=ways):
+        decode_place({"kvrelay_staging_dir": "/run/user/1000/kvrelay"})
+    with pytest.raises(ConfigError, match=ways):
+        importlib.import_module("kvrelay.connectors.vllm")
+
+
+@pytest.mark.parametrize(
+    "removed", [{"upstream_staging": "/run/user/1000/kvrelay"}, {"upstream_kv_transfer": "kvrelay"}]
+)
+def test_the_settings_of_the_removed_connector_name_the_ways_to_take(removed: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"--vllm-connector kvrelay or nixl.*--upstream-kv-transfer vllm"):
+        load_settings(UpstreamConfig, file_values={"upstream": "http://127.0.0.1:9", **removed})
+
+
 def test_another_shape_of_kv_is_refused_by_name(place: StagingPlace) -> None:
-    half = WorkerHalf(OnePool(place), LAYOUT)
+    half = WorkerHalf(place)
     good = torch.zeros(4, 1, 16, 8)
     with pytest.raises(ConfigError, match="1 layers, not of 2"):
         half.register({"model.layers.0": good})
@@ -129,13 +147,13 @@ def test_another_shape_of_kv_is_refused_by_name(place: StagingPlace) -> None:
 
 def test_a_pool_that_is_not_there_or_too_small_is_refused(place: StagingPlace) -> None:
     with pytest.raises(ConfigError, match="cannot be mapped"):
-        WorkerHalf(OnePool(StagingPlace("/nonexistent", 1, LAYOUT)), LAYOUT).open("")
+        WorkerHalf(StagingPlace("/nonexistent", 1, LAYOUT))
     with pytest.raises(ConfigError, match="smaller than"):
-        WorkerHalf(OnePool(StagingPlace(place.path, NUM_STAGED + 1, LAYOUT)), LAYOUT).open("")
+        WorkerHalf(StagingPlace(place.path, NUM_STAGED + 1, LAYOUT))
 
 
 def test_layers_are_in_order_of_their_numbers(place: StagingPlace) -> None:
-    half = WorkerHalf(OnePool(place), LAYOUT)
+    half = WorkerHalf(place)
     caches = {f"model.layers.{layer}.attn": torch.full((4, 1, 16, 8), float(layer)) for layer in (10, 9)}
     half.register(caches)
     assert [float(cache[0, 0, 0, 0]) for cache in half._caches] == [9.0, 10.0]

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.staged import LAYOUT, NUM_BLOCKS, Paged, VllmRequest
 from tests.patience import PATIENCE_S
-
-from kvrelay.data import bundled_checkpoint_path
-from kvrelay.engines.connector.directory import ENGINE, ENGINE_LOCK, DirectoryPools, EngineEntry, StagingDirectory
-from kvrelay.engines.connector.vllm_facts import fingerprint
 
 Body = dict[str, Any]
 
@@ -110,51 +103,3 @@ class SglangExchange:
         if plain[0] != plain[1] or asked[0]["stream"] == asked[1]["stream"]:
             self.errors.append(f"the two requests differ: {asked}")
         return {}
-
-
-class ConnectorExchange:
-    """Of one ``vllm serve`` with kvrelay's connector: it loads and saves KV as requests say, even if their client has
-    gone. ``holds``: no request begins while it is set. ``is_plain``: it was started without the connector."""
-
-    def __init__(self, path: Path) -> None:
-        directory = StagingDirectory(str(path))
-        # As of a worker with tests.engines.vllm.staged.
-        entry = EngineEntry(fingerprint(bundled_checkpoint_path(), "scripted"), LAYOUT, NUM_BLOCKS, 256)
-        self._lock = directory.hold(ENGINE_LOCK, "vLLM")
-        directory.write(ENGINE, entry)
-        self.paged = Paged(DirectoryPools(directory, entry))
-        self.num_loaded: list[int] = []
-        """Tokens, of each request that has begun."""
-        self.holds = False
-        self.is_plain = False
-        self.errors: list[BaseException] = []
-        self._running: set[asyncio.Task[None]] = set()
-        self._num_begun = 0
-
-    async def take(self, body: Body) -> Body | None:
-        task = asyncio.ensure_future(self._run(body))
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-        await asyncio.shield(task)
-        return {}
-
-    async def _run(self, body: Body) -> None:
-        while self.holds:
-            await asyncio.sleep(0.002)
-        self._num_begun += 1
-        params = None if self.is_plain else body.get("kv_transfer_params")
-        request = VllmRequest(f"cmpl-{self._num_begun}", list(body["prompt"]), params)
-        blocks = self.paged.take(request.num_tokens)
-        try:
-            self.num_loaded.append(self.paged.run(request, blocks))
-        finally:
-            self.paged.scheduler.finished(request.request_id)
-            self.paged.give_back(blocks)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.errors.append(error)
-
-    def close(self) -> None:
-        os.close(self._lock)

@@ -14,7 +14,7 @@ from tests.engines.vllm.scripted import TERMS, Publisher, ScriptedVllm
 from kvrelay.config import WorkerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.engines.connector.scheduler_half import SchedulerHalf
-from kvrelay.engines.connector.terms import OnePool, Pools, decode_place, encode_place
+from kvrelay.engines.connector.terms import StagingPlace, decode_place, encode_place
 from kvrelay.engines.connector.worker_half import WorkerHalf
 from kvrelay.engines.hosted.staging_memory import allocate_staging
 from kvrelay.engines.vllm.library import Started
@@ -42,13 +42,13 @@ class VllmRequest:
 
 
 class Paged:
-    """vLLM's paged KV of ``layout``, and both halves of the connector over it."""
+    """vLLM's paged KV, and both halves of the connector over it."""
 
-    def __init__(self, pools: Pools, layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS) -> None:
-        self.layout = layout
+    def __init__(self, place: StagingPlace, num_blocks: int = NUM_BLOCKS) -> None:
+        layout = self.layout = place.layout
         shape = (num_blocks, layout.num_kv_heads, layout.block_size, 2 * layout.head_dim)
         self.caches = {f"model.layers.{layer}.attn": torch.zeros(shape) for layer in range(layout.num_layers)}
-        self.scheduler, self.worker = SchedulerHalf(pools, layout.block_size), WorkerHalf(pools, layout)
+        self.scheduler, self.worker = SchedulerHalf(place), WorkerHalf(place)
         self.worker.register(dict(reversed(self.caches.items())))
         self._free = list(range(num_blocks))
 
@@ -82,8 +82,6 @@ class Paged:
         self.scheduler.allocated(request, blocks, num_loaded)
         self.worker.copy(self.scheduler.plan({}, lambda request_id: blocks))
         assert self.worker.take_loaded() == ({request.request_id} if num_loaded else set())
-        if self.worker.take_missing():
-            num_loaded = 0  # vLLM computes it then
         self.require(blocks, request.token_ids, num_loaded)
         request.num_computed_tokens = num_loaded
         while (begin := request.num_computed_tokens) < request.num_tokens:
@@ -142,5 +140,5 @@ def staged_start(
     staging = allocate_staging(LAYOUT, arguments["max_model_len"], "scripted", settings.vllm, memory)
     if "kv_events_config" in arguments:
         engine.publisher = Publisher(arguments["kv_events_config"])
-    engine.paged = Paged(OnePool(decode_place(encode_place(staging.place))))
+    engine.paged = Paged(decode_place(encode_place(staging.place)))
     return Started(engine, TERMS, LAYOUT.block_size, NUM_BLOCKS, arguments["max_model_len"], staging)

@@ -5,7 +5,6 @@
                              [block][layer][K|V][head]       scheduler half: which tokens, and when
                                                              worker half: copies between staging pool and paged KV
 
-The worker says with each request which staging blocks it owns (``terms``); vLLM's answer tells that they are filled, or
-read. So both processes need no protocol of their own. If the worker has not started vLLM, they find each other in a
-``directory``, and ``tickets`` say which blocks may be copied. ``vllm`` is the only module that imports vLLM.
+The worker starts vLLM and says with each request which staging blocks it owns (``terms``); vLLM's answer tells that
+they are filled, or read. So both processes need no protocol of their own. Only ``vllm`` imports vLLM.
 """

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvrelay.engines.connector.terms import Pools, StagedKv, decode_request
+from kvrelay.engines.connector.terms import StagedKv, StagingPlace, decode_request
 from kvrelay.errors import InvalidInputError
 
 _log = logging.getLogger(__name__)
@@ -37,14 +37,11 @@ class VllmRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """``staged[i]`` and ``paged[i]``, in the staging pool and in vLLM, are the same block of a request. ``pool`` and
-    ``ticket`` are those of its StagedKv."""
+    """``staged[i]`` and ``paged[i]``, in the staging pool and in vLLM, are the same block of a request."""
 
     request_id: str
     staged: tuple[int, ...]
     paged: tuple[int, ...]
-    pool: str = ""
-    ticket: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +61,11 @@ class _Saving:
 
 
 class SchedulerHalf:
-    """One per vLLM engine. ``block_size``: of vLLM and of the staging pools."""
+    """One per vLLM engine, whose blocks are those of ``place``."""
 
-    def __init__(self, pools: Pools, block_size: int) -> None:
-        self._pools = pools
-        self._block_size = block_size
+    def __init__(self, place: StagingPlace) -> None:
+        self._place = place
+        self._block_size = place.layout.block_size
         self._loads: list[Copy] = []
         self._loaded: set[str] = set()
         """Requests whose load was planned. Its staging blocks may have another use by the time of a preemption."""
@@ -96,7 +93,7 @@ class SchedulerHalf:
             self._loaded.add(request.request_id)
             first = (min(staged.num_tokens, request.num_tokens) - num_external) // self._block_size
             end = len(staged.block_ids)
-            self._loads.append(_copy(request.request_id, staged, staged.block_ids[first:], tuple(block_ids[first:end])))
+            self._loads.append(Copy(request.request_id, staged.block_ids[first:], tuple(block_ids[first:end])))
 
     def plan(self, num_scheduled: Mapping[str, int], block_table: Callable[[str], Sequence[int]]) -> Copies:
         """The copies of a step that computes ``num_scheduled[request_id]`` tokens of each of its requests."""
@@ -110,7 +107,7 @@ class SchedulerHalf:
             if end > saving.num_blocks:
                 copied = slice(saving.num_blocks, end)
                 paged = tuple(block_table(request_id)[copied])
-                saves.append(_copy(request_id, saving.staged, saving.staged.block_ids[copied], paged))
+                saves.append(Copy(request_id, saving.staged.block_ids[copied], paged))
                 saving.num_blocks = end
         loads, self._loads = self._loads, []
         return Copies(tuple(loads), tuple(saves))
@@ -122,12 +119,8 @@ class SchedulerHalf:
 
     def _staged(self, request: VllmRequest) -> StagedKv | None:
         try:
-            return decode_request(request.kv_transfer_params, self._pools)
+            return decode_request(request.kv_transfer_params, self._place)
         except InvalidInputError as exc:
             # Its KV is computed here, and not saved.
             _log.warning("request %s: %s", request.request_id, exc.message)
             return None
-
-
-def _copy(request_id: str, kv: StagedKv, staged: tuple[int, ...], paged: tuple[int, ...]) -> Copy:
-    return Copy(request_id, staged, paged, kv.pool, kv.ticket)

@@ -4,64 +4,37 @@ a request's KV is to be saved to, or loaded from."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
+from kvrelay.config import NO_STOCK_STAGING
 from kvrelay.core.layout import KVLayout
-from kvrelay.errors import InvalidInputError
+from kvrelay.errors import ConfigError, InvalidInputError
 
 CONFIG_KEY = "kvrelay_staging"
-"""The StagingPlace in vLLM's ``kv_connector_extra_config``, if the worker has started vLLM itself."""
+"""The StagingPlace in vLLM's ``kv_connector_extra_config``."""
 PARAMS_KEY = "kvrelay"
 """A request's StagedKv in its ``kv_transfer_params``."""
-VERSION = 2
+VERSION = 3
 
 
 class StagingPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A pool of ``num_blocks`` blocks of ``layout`` in the file at ``path``, which both processes map.
-
-    For a vLLM that the worker has not started: ``pool`` is the pool's random name, ``tickets`` the file of its
-    TicketTable, and ``fingerprint`` the vLLM that its blocks are made for (``vllm_facts.fingerprint``).
-    """
+    """A pool of ``num_blocks`` blocks of ``layout`` in the file at ``path``, which both processes map."""
 
     path: str
     num_blocks: int
     layout: KVLayout
     version: int = VERSION
-    pool: str = ""
-    tickets: str = ""
-    fingerprint: str = ""
 
 
 class StagedKv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The KV of a request's first ``num_tokens`` tokens. ``block_ids[i]``: staging block of the tokens from
-    ``i * block_size`` on. ``pool`` is the place's. ``ticket``: see TicketTable; 0 if the pool has none."""
+    ``i * block_size`` on."""
 
     op: Literal["save", "load"]
     block_ids: tuple[int, ...]
     num_tokens: int
-    pool: str = ""
-    ticket: int = 0
-
-
-class Pools(Protocol):
-    """The staging pools that a connector may use."""
-
-    def place(self, pool: str) -> StagingPlace:
-        """Raises InvalidInputError if that is no pool, or one that no longer exists."""
-
-
-class OnePool:
-    """That of the worker which has started this vLLM."""
-
-    def __init__(self, place: StagingPlace) -> None:
-        self._place = place
-
-    def place(self, pool: str) -> StagingPlace:
-        if pool != self._place.pool:
-            raise InvalidInputError(f"there is no staging pool {pool[:50]!r}")
-        return self._place
 
 
 def encode_place(place: StagingPlace) -> dict[str, Any]:
@@ -70,9 +43,12 @@ def encode_place(place: StagingPlace) -> dict[str, Any]:
 
 
 def decode_place(extra_config: Mapping[str, Any]) -> StagingPlace:
-    """Raises InvalidInputError if another version of kvrelay has written it."""
+    """Raises ConfigError if it is not there, because the worker has not started this vLLM; InvalidInputError if another
+    version of kvrelay has written it."""
+    if CONFIG_KEY not in extra_config:
+        raise ConfigError(NO_STOCK_STAGING)
     try:
-        place = msgspec.convert(extra_config.get(CONFIG_KEY), StagingPlace)
+        place = msgspec.convert(extra_config[CONFIG_KEY], StagingPlace)
     except msgspec.ValidationError as exc:
         raise InvalidInputError(f"kv_connector_extra_config has no usable {CONFIG_KEY}: {exc}") from exc
     if place.version != VERSION:
@@ -85,7 +61,7 @@ def encode_request(staged: StagedKv) -> bytes:
     return msgspec.json.encode({PARAMS_KEY: staged})
 
 
-def decode_request(params: Mapping[str, Any] | None, pools: Pools) -> StagedKv | None:
+def decode_request(params: Mapping[str, Any] | None, place: StagingPlace) -> StagedKv | None:
     """None if the request has nothing to do with this connector.
 
     Raises InvalidInputError unless every block is one of the pool, and none is missing.
@@ -97,7 +73,6 @@ def decode_request(params: Mapping[str, Any] | None, pools: Pools) -> StagedKv |
         staged = msgspec.convert(found, StagedKv)
     except msgspec.ValidationError as exc:
         raise InvalidInputError(f"kv_transfer_params: {exc}") from exc
-    place = pools.place(staged.pool)
     size = place.layout.block_size
     if staged.num_tokens < 1 or len(staged.block_ids) != -(-staged.num_tokens // size):
         raise InvalidInputError(f"{len(staged.block_ids)} staging blocks for {staged.num_tokens} tokens")

@@ -1,5 +1,4 @@
-"""vLLM's KV connector that gives a kvrelay worker the KV of its requests: ``--vllm-connector kvrelay``, and in a plain
-``vllm serve`` with a worker in front of it (``--upstream-kv-transfer kvrelay``).
+"""vLLM's KV connector that gives a kvrelay worker the KV of its requests: ``--vllm-connector kvrelay``.
 
 vLLM loads this module by ``kv_connector_module_path`` in its engine process and in its workers. The class here only
 translates between vLLM's calls and the two halves.
@@ -11,7 +10,6 @@ KV is in the staging pool.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from kvrelay.engines.connector.directory import ENGINE, ENGINE_LOCK, DirectoryPools, EngineEntry, StagingDirectory
 from kvrelay.engines.connector.scheduler_half import Copies, SchedulerHalf, VllmRequest
-from kvrelay.engines.connector.terms import CONFIG_KEY, OnePool, decode_place
-from kvrelay.engines.connector.vllm_facts import VERSIONS, block_kind, fingerprint, kv_layout, vllm_version
+from kvrelay.engines.connector.terms import decode_place
 from kvrelay.engines.connector.worker_half import WorkerHalf
-from kvrelay.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -44,36 +39,10 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
-        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if CONFIG_KEY in extra_config:
-            self._join_own_worker(extra_config, role)
-        else:
-            self._join_directory(extra_config, role, vllm_config, kv_cache_config)
-
-    def _join_own_worker(self, extra_config: Mapping[str, Any], role: KVConnectorRole) -> None:
-        """The kvrelay worker has started this vLLM."""
-        place = decode_place(extra_config)
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(OnePool(place), place.layout.block_size)
-        else:
-            self._worker = WorkerHalf(OnePool(place), place.layout)
-            self._worker.open(place.pool)
-
-    def _join_directory(
-        self, extra_config: Mapping[str, Any], role: KVConnectorRole, vllm_config: Any, kv_cache_config: Any
-    ) -> None:
-        """A plain ``vllm serve``. Its worker may come and go. Raises ConfigError."""
-        directory = StagingDirectory.configured(extra_config)
-        entry = _entry(vllm_config, kv_cache_config)
-        pools = DirectoryPools(directory, entry)
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(pools, entry.layout.block_size)
-            self._lock = directory.hold(ENGINE_LOCK, "vLLM")
-            directory.write(ENGINE, entry)
-        else:
-            self._worker = WorkerHalf(pools, entry.layout)
+        place = decode_place(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        self._scheduler = SchedulerHalf(place) if is_scheduler else None
+        self._worker = None if is_scheduler else WorkerHalf(place)
 
     # -- scheduler half -----------------------------------------------------------------------------------------------
 
@@ -124,24 +93,3 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]  # see above
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
         return None, self._worker.take_loaded() or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        assert self._worker is not None
-        return self._worker.take_missing()
-
-
-def _entry(vllm_config: Any, kv_cache_config: Any) -> EngineEntry:
-    """Raises ConfigError for a vLLM or a model with which the connector does not work."""
-    found = vllm_version() or "an unknown version"
-    if not found.startswith(VERSIONS):
-        raise ConfigError(f"kvrelay's connector works with vLLM {VERSIONS}x, not with {found}")
-    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-        raise ConfigError('kvrelay\'s connector needs "kv_load_failure_policy": "recompute" in --kv-transfer-config')
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        raise ConfigError("kvrelay's connector copies the KV of one kind of layer only, no hybrid models: use nixl")
-    return EngineEntry(
-        fingerprint(vllm_config.model_config.model, block_kind(vllm_config)),
-        kv_layout(vllm_config),
-        kv_cache_config.num_blocks,
-        vllm_config.model_config.max_model_len,
-    )

@@ -9,54 +9,29 @@ CPU's, for example, packs the keys of all tokens of a block. So blocks are copie
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvrelay.core.layout import KVLayout
-from kvrelay.engines.connector.scheduler_half import Copies, Copy
-from kvrelay.engines.connector.terms import Pools, StagingPlace
-from kvrelay.engines.connector.tickets import TicketTable
-from kvrelay.errors import ConfigError, InvalidInputError
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapped:
-    """A staging pool. Without ``tickets`` the worker itself knows when a copy is over."""
-
-    name: str
-    blocks: torch.Tensor
-    tickets: TicketTable | None
+from kvrelay.engines.connector.scheduler_half import Copies
+from kvrelay.engines.connector.terms import StagingPlace
+from kvrelay.errors import ConfigError
 
 
 class WorkerHalf:
-    """One per vLLM worker. Copies are complete when ``copy`` returns."""
+    """One per vLLM worker. Copies are complete when ``copy`` returns. Raises ConfigError for a pool at ``place`` that
+    cannot be mapped."""
 
-    def __init__(self, pools: Pools, layout: KVLayout) -> None:
-        self._pools = pools
-        self._layout = layout
+    def __init__(self, place: StagingPlace) -> None:
+        layout = self._layout = place.layout
         self._interior = (layout.num_kv_heads, layout.block_size, 2 * layout.head_dim)
         self._dtype = getattr(torch, layout.dtype)
-        self._pool: _Mapped | None = None
-        """The one that was used last."""
+        self._blocks = _map(place).view(place.num_blocks, layout.num_layers, *self._interior)
         self._caches: list[torch.Tensor] = []
         self._loaded: set[str] = set()
-        self._missing: set[int] = set()
-
-    def open(self, pool: str) -> None:
-        """Map this pool. Raises ConfigError if that is not possible, InvalidInputError if there is no such pool."""
-        place = self._pools.place(pool)
-        blocks = _map(place).view(place.num_blocks, place.layout.num_layers, *self._interior)
-        tickets = TicketTable(Path(place.tickets), place.num_blocks) if place.tickets else None
-        self._pool = _Mapped(pool, blocks, tickets)
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """vLLM's KV by layer name. Raises ConfigError for another shape than the staging pool is made for."""
@@ -71,49 +46,21 @@ class WorkerHalf:
         self._caches = [caches[name] for name in sorted(caches, key=_layer_number)]
 
     def copy(self, copies: Copies) -> None:
-        """Everything that a step copies. What the worker has revoked is left out."""
+        """Everything that a step copies."""
         for load in copies.loads:
-            if not self._copied(load, self._load):
-                self._missing.update(load.paged)
+            staged, paged = _index(load.staged), _index(load.paged)
+            for layer, cache in enumerate(self._caches):
+                cache[paged] = self._blocks[staged, layer].to(cache.device)
             self._loaded.add(load.request_id)
         for save in copies.saves:
-            self._copied(save, self._save)
-
-    def _copied(self, copy: Copy, move: Callable[[torch.Tensor, Copy], None]) -> bool:
-        try:
-            if self._pool is None or self._pool.name != copy.pool:
-                self.open(copy.pool)
-        except (ConfigError, InvalidInputError) as exc:
-            _log.warning("request %s: %s", copy.request_id, exc.message)
-            return False
-        assert self._pool is not None
-        if self._pool.tickets is None:
-            move(self._pool.blocks, copy)
-            return True
-        with self._pool.tickets.copying(copy.staged, copy.ticket) as may_copy:
-            if may_copy:
-                move(self._pool.blocks, copy)
-        return may_copy
-
-    def _load(self, blocks: torch.Tensor, copy: Copy) -> None:
-        staged, paged = _index(copy.staged), _index(copy.paged)
-        for layer, cache in enumerate(self._caches):
-            cache[paged] = blocks[staged, layer].to(cache.device)
-
-    def _save(self, blocks: torch.Tensor, copy: Copy) -> None:
-        staged, paged = _index(copy.staged), _index(copy.paged)
-        for layer, cache in enumerate(self._caches):
-            blocks[staged, layer] = cache[paged].to(blocks.device)
+            staged, paged = _index(save.staged), _index(save.paged)
+            for layer, cache in enumerate(self._caches):
+                self._blocks[staged, layer] = cache[paged].to(self._blocks.device)
 
     def take_loaded(self) -> set[str]:
-        """Requests whose loads have ended since the last call, also those whose KV is missing."""
+        """Requests whose loads have ended since the last call."""
         loaded, self._loaded = self._loaded, set()
         return loaded
-
-    def take_missing(self) -> set[int]:
-        """vLLM's blocks that a load since the last call should have filled, and has not."""
-        missing, self._missing = self._missing, set()
-        return missing
 
 
 def _index(block_ids: Sequence[int]) -> torch.Tensor:

@@ -6,28 +6,22 @@
 Requests to the server are completions by token ids, and it returns token ids if it can (``return_token_ids``). So
 nothing is tokenized twice, and an answer that migrates continues at the exact token. If a server returns only text, the
 text is tokenized. Its cache is known from its cache events, or estimated from the requests that it was sent
-(``engines/hosted``). Its KV stays with it, unless it exchanges KV with servers of its kind (``kv_transfer``) or has
-kvrelay's connector (``staged``): then workers in front of them are prefill and decode workers.
+(``engines/hosted``). Its KV stays with it, unless it exchanges KV with servers of its kind (``kv_transfer``): then
+workers in front of them are prefill and decode workers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from kvrelay.config import WorkerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.engine.contract import EngineFacts
 from kvrelay.engines.hosted.host import CacheEvents, StreamedHost
-from kvrelay.engines.hosted.staging_memory import allocate_staging
-from kvrelay.engines.openai.address import shown_url
 from kvrelay.engines.openai.backend import ServerBackend
 from kvrelay.engines.openai.kv_transfer import kv_transfer_for
 from kvrelay.engines.openai.server import Description, UpstreamServer
-from kvrelay.engines.openai.staged import ServerStaging, StagedServerBackend
 from kvrelay.engines.openai.text_tokens import TextTokenizer
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
@@ -61,54 +55,15 @@ def from_settings(settings: WorkerConfig, worker_id: str, memory: HostMemory = A
         prefills_here=kv_transfer is None or kv_transfer.prefills_here,
     )
     events = CacheEvents(upstream.upstream_kv_events, upstream.upstream_kv_replay)
-    build = partial(
-        StreamedHost,
-        config=config,
-        cache_events=events if events.endpoint else None,
+    tokenizer = None if server.tells_token_ids else TextTokenizer(settings.model_path)
+    return StreamedHost(
+        facts,
+        config,
+        ServerBackend(upstream, server, tokenizer, kv_transfer),
+        events if events.endpoint else None,
         worker_id=worker_id,
         eos_token_ids=model.eos_token_ids,
     )
-    if upstream.upstream_kv_transfer == "kvrelay":
-        return _with_staging(settings, memory, server, facts, build)
-    tokenizer = None if server.tells_token_ids else TextTokenizer(settings.model_path)
-    return build(facts, backend=ServerBackend(upstream, server, tokenizer, kv_transfer))
-
-
-def _with_staging(
-    settings: WorkerConfig,
-    memory: HostMemory,
-    server: Description,
-    facts: EngineFacts,
-    build: Callable[..., StreamedHost],
-) -> StreamedHost:
-    """In front of a ``vllm serve`` with kvrelay's connector. Raises ConfigError."""
-    upstream, url = settings.upstream, shown_url(settings.upstream.upstream)
-    if not server.tells_token_ids:
-        raise ConfigError(f"--upstream-kv-transfer kvrelay is for vLLM; {url} tells no token ids", param="upstream")
-    staging = ServerStaging(upstream.upstream_staging, f"the server {url}")
-    try:
-        engine = staging.engine
-        if engine.layout.block_size != settings.engine.block_size:
-            raise ConfigError(
-                f"the blocks of {url} have {engine.layout.block_size} tokens: set --block-size "
-                f"{engine.layout.block_size}, or the server's to {settings.engine.block_size}",
-                param="block_size",
-            )
-        facts = replace(
-            facts,
-            kv_layout=engine.layout,
-            num_blocks=engine.num_blocks,
-            max_model_len=min(facts.max_model_len, engine.max_model_len),
-            weights_fingerprint=engine.fingerprint,
-            hands_over_kv=True,
-            places_prefills=False,
-        )
-        pool = allocate_staging(engine.layout, facts.max_model_len, engine.fingerprint, settings.vllm, memory)
-        staging.publish(pool.place)
-    except BaseException:
-        staging.close()
-        raise
-    return build(facts, backend=StagedServerBackend(upstream, server, staging), staging=pool.memory)
 
 
 async def _describe(settings: WorkerConfig, probe_fields: dict[str, Any]) -> Description:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from kvrelay.config import UpstreamConfig
 from kvrelay.core.sampling import SamplingParams
@@ -54,14 +53,6 @@ class ServerBackend:
         body = self._body(request, num_tokens)
         if kv_transfer_params is not None and self._kv_transfer is not None:
             body = self._kv_transfer.decode_body(body, kv_transfer_params)
-        async with aclosing(self._pieces(request, body)) as pieces:
-            async for piece in pieces:
-                yield piece
-
-    def _body(self, request: Request, num_tokens: int) -> Body:
-        return completion_body(request, self._description.model, num_tokens, with_token_ids=self.samples_ids)
-
-    async def _pieces(self, request: Request, body: Body) -> AsyncGenerator[Piece, None]:
         texts = None if self._tokenizer is None else TextTokens(self._tokenizer, request.token_ids)
         answer = self._server.stream(body)
         try:
@@ -76,6 +67,9 @@ class ServerBackend:
                 yield Piece(token_ids, logprobs, piece.finish, piece.num_prompt_tokens, piece.num_cached_tokens)
         finally:
             await answer.aclose()
+
+    def _body(self, request: Request, num_tokens: int) -> Body:
+        return completion_body(request, self._description.model, num_tokens, with_token_ids=self.samples_ids)
 
     async def prefill(
         self, request: Request, kv_transfer_params: bytes | None = None

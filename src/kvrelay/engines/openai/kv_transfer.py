@@ -81,11 +81,8 @@ class SglangTransfer:
 
 
 def kv_transfer_for(config: UpstreamConfig) -> KvTransfer | None:
-    """The dialect that ``upstream_kv_transfer`` names; None: the server keeps its KV, or the worker moves it. Raises
-    ConfigError."""
-    if config.upstream_staging and config.upstream_kv_transfer != "kvrelay":
-        raise ConfigError("--upstream-staging is for --upstream-kv-transfer kvrelay", param="upstream_staging")
-    if config.upstream_kv_transfer in ("none", "kvrelay"):
+    """The dialect that ``upstream_kv_transfer`` names; None: the server keeps its KV. Raises ConfigError."""
+    if config.upstream_kv_transfer == "none":
         if config.upstream_bootstrap:
             raise ConfigError("--upstream-bootstrap is for --upstream-kv-transfer sglang", param="upstream_bootstrap")
         return None

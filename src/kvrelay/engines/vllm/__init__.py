@@ -15,11 +15,10 @@ from pathlib import Path
 from kvrelay.config import WorkerConfig
 from kvrelay.core.layout import KVLayout
 from kvrelay.engine.contract import EngineFacts
-from kvrelay.engines.connector.vllm_facts import fingerprint
 from kvrelay.engines.hosted.host import CacheEvents, StreamedHost
 from kvrelay.engines.vllm.arguments import engine_arguments
 from kvrelay.engines.vllm.backend import VllmBackend
-from kvrelay.engines.vllm.library import Started, start_vllm
+from kvrelay.engines.vllm.library import Started, fingerprint, start_vllm
 from kvrelay.errors import ConfigError
 from kvrelay.executors.checkpoint_facts import checkpoint_facts
 from kvrelay.executors.host_memory import ANYWHERE, HostMemory
