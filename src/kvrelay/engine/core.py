@@ -93,6 +93,20 @@ class EngineCore:
     def __repr__(self) -> str:
         return f"EngineCore({self.worker_id}, {self.scheduler!r}, {len(self.loans)} loans)"
 
+    @property
+    def lends(self) -> EngineCore:
+        """Its hand-offs have blocks."""
+        return self
+
+    @property
+    def moves(self) -> None:
+        """Workers move its KV."""
+
+    @property
+    def schedules(self) -> EngineCore:
+        """Its steps are its own."""
+        return self
+
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def step(self, announce: Callable[[StepOutput], None] | None = None) -> StepOutput:
@@ -270,13 +284,6 @@ class EngineCore:
         request.handoff_id = None
         self.scheduler.remote_done(request, token_id, logprobs)
         return True
-
-    def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
-        """Workers move this engine's KV, so no peer offers it any other way."""
-        return False
-
-    def discard_kv(self, kv_transfer_params: bytes) -> None:
-        """No peer keeps KV for this engine."""
 
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
         """No KV will arrive: the request, if it still waits, is computed here in other blocks."""

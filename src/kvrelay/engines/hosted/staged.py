@@ -104,6 +104,11 @@ class StagedEngine(StreamedEngine):
         self._loans[handoff_id, 1] = blocks
         self.output.remote_prefills.append(remote_prefill(request, handoff_id, request.sampling, blocks.block_ids))
 
+    @property
+    def lends(self) -> StagedEngine:
+        """The staging memory's blocks."""
+        return self
+
     def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
         request_id = self._opened.get(handoff_id)
         if request_id is None:
