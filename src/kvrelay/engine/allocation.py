@@ -64,8 +64,7 @@ class Growth:
         self.num_preemptions += 1
         self._batch.leave(request)
         request.move(RequestStatus.PREEMPTED, self._clock.now())
-        request.mode = PrefillMode.LOCAL
-        request.placement = None
+        request.stay_here()
         free_blocks(self._pool, request)
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()

@@ -190,7 +190,7 @@ class EngineCore:
             self.limits.reset_rates()
         is_new = request.num_output_tokens == 0 and request.mode is not PrefillMode.HANDOFF
         self.limits.check(len(request.token_ids), is_new=is_new, tenant=request.tenant)
-        if request.refuses_late and is_new:
+        if is_new and request.placement is not None and request.placement.refuses_late:
             self.limits.check_objective(request)
         sampling = request.sampling
         self._num_arrived += 1

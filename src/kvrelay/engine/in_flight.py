@@ -42,11 +42,11 @@ class PrefillsAway:
     def came_back(self, request: Request) -> None:
         """Its KV has arrived."""
         sent = self._sent.pop(request, None)
-        if sent is not None and request.placement is not None:
+        policy = request.placement.policy if request.placement is not None else None
+        if sent is not None and policy is not None:
             seconds = self._clock.now() - sent.since_s
-            request.placement.came_back(request.request_id, sent.num_tokens, sent.num_ahead, seconds)
+            policy.came_back(request.request_id, sent.num_tokens, sent.num_ahead, seconds)
 
     def forget(self, request: Request) -> None:
-        """No KV will arrive: from now on the request, if it continues, is computed here."""
+        """No KV will arrive."""
         self._sent.pop(request, None)
-        request.placement = None

@@ -34,10 +34,15 @@ def report_token(
             prompt_logprobs=(None, *request.prompt_logprobs) if with_prompt else None,
             stop_token=reported_stop_token(request, token_id) if reason is FinishReason.STOP else None,
             position=request.num_output_tokens - (token_id is not None),
-            decision=str(request.decision) if first and request.explain and request.decision is not None else "",
+            decision=_explanation(request) if first else "",
         )
     )
     request.first_output_sent = True
+
+
+def _explanation(request: Request) -> str:
+    placement = request.placement
+    return str(placement.decision) if placement and placement.explain and placement.decision else ""
 
 
 def handed_off_token(request: Request, token_id: int, logprobs: PositionLogprobs | None) -> TokenOutput:

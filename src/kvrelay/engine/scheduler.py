@@ -190,7 +190,7 @@ class Scheduler:
         """No KV will arrive for a REMOTE request: it waits again, to be computed here."""
         self._num_outside -= 1
         self._away.forget(request)
-        request.mode = PrefillMode.LOCAL
+        request.stay_here()
         request.handoff_id = None
         request.move(RequestStatus.WAITING, self._clock.now())
         free_blocks(self.pool, request)
