@@ -26,9 +26,9 @@ from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.engine.admission.limits import PendingArrivals
 from kvrelay.engine.contract import Engine, EngineHost, require
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.limits import PendingArrivals
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk, StepOutput
 from kvrelay.engine.thread import EngineThread

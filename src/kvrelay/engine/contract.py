@@ -51,7 +51,7 @@ from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.admission.limits import PendingArrivals
+from kvrelay.engine.limits import PendingArrivals
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.engine.stats import EngineStats

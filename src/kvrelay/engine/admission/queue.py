@@ -23,8 +23,8 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.status import RequestStatus
 from kvrelay.engine.admission.fair import Candidate, FairQueue, Shares
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.prefill_budget import Pace
 from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.scheduled_batch import Pace
 from kvrelay.placement.base import Decision, PrefillPlace, Situation
 from kvrelay.placement.cost import stay_here
 

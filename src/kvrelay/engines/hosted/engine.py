@@ -17,14 +17,12 @@ from kvrelay.core.handoff import HandoffId
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.admission.fair import FairQueue, Shares
-from kvrelay.engine.admission.limits import NONE_PENDING, PendingArrivals
 from kvrelay.engine.contract import EngineFacts, HandsOver, MovesKv
-from kvrelay.engine.reports import handed_off_token, report_token
-from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.limits import NONE_PENDING, PendingArrivals
+from kvrelay.engine.reports import finish_reason, handed_off_token, report_token, stop_token_ids
+from kvrelay.engine.request import PrefillMode, Request, check_tokens
 from kvrelay.engine.stats import EngineStats
 from kvrelay.engine.step import HandoffChunk, StepOutput
-from kvrelay.engine.stopping import finish_reason, stop_token_ids
-from kvrelay.engine.validation import check_tokens
 from kvrelay.engines.hosted.backend import AnswerError, Backend, Piece, Prefilled, RefusedError
 from kvrelay.engines.hosted.backoff import Backoff
 from kvrelay.engines.hosted.mirrored import MirroredCache

@@ -18,11 +18,10 @@ from kvrelay.core.handoff import HandoffId
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.engine.contract import EngineFacts
-from kvrelay.engine.opening import HandoffIds, remote_prefill
-from kvrelay.engine.reports import report_token
+from kvrelay.engine.loans import HandoffIds, remote_prefill
+from kvrelay.engine.reports import finish_reason, report_token
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk
-from kvrelay.engine.stopping import finish_reason
 from kvrelay.engines.connector.terms import StagedKv, encode_request
 from kvrelay.engines.hosted.backend import AnswerError
 from kvrelay.engines.hosted.engine import StreamedEngine

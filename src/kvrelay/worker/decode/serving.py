@@ -33,7 +33,6 @@ from kvrelay.core.return_times import ReturnTimes
 from kvrelay.core.shortest_first import ShortestFirst
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.admission.control import AdmissionControl
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import (
@@ -54,6 +53,7 @@ from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.cluster.memory import PeerMemory
+from kvrelay.worker.decode.admission import AdmissionControl
 from kvrelay.worker.decode.handoffs import IncomingHandoffs
 from kvrelay.worker.decode.outputs import send_outputs
 from kvrelay.worker.decode.queue import QueuedPrefills

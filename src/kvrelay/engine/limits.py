@@ -2,7 +2,7 @@
 
 ``max_num_waiting`` counts requests. The KV watermark counts their blocks: a few long prompts can occupy a pool for
 minutes, and a request that comes after them is better off on another worker, or with a client that retries later. This
-module does not decide which waiting request gets blocks next (``queue.py``).
+module does not decide which waiting request gets blocks next (``admission/queue.py``).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
 from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepCost, StepWork
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.prefill_budget import MARGIN, STEP_SHARE, Pace
 from kvrelay.engine.request import Request
+from kvrelay.engine.scheduled_batch import MARGIN, STEP_SHARE, Pace
 from kvrelay.placement.base import Objectives, PlacementState, PrefillPlace, PrefillSide
 from kvrelay.placement.cost import MIN_WINDOW, CostPlacement
 from kvrelay.placement.cost_model import StepCostModel
