@@ -27,9 +27,9 @@ from kvrelay.core.messages import TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.engine.admission.limits import PendingArrivals
-from kvrelay.engine.contract import Engine, EngineHost
+from kvrelay.engine.contract import Engine, EngineHost, require
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.limits import PendingArrivals
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk, StepOutput
 from kvrelay.engine.thread import EngineThread
@@ -280,7 +280,7 @@ async def test_kv_is_handed_over(handing_over: tuple[Running, Running]) -> None:
     await decode.until(lambda: decode.remote)
     start = decode.remote[0]
     assert len(start.block_ids) == 3
-    await prefill.host.call(lambda inner: inner.set_exclusive_prefill(True))
+    await prefill.host.call(lambda inner: inner.schedules and inner.schedules.set_exclusive_prefill(True))
     await prefill.add("a", mode=PrefillMode.HANDOFF)
     await prefill.until(lambda: prefill.chunks and prefill.chunks[-1].last)
     sent = [block for chunk in prefill.chunks for block in chunk.block_ids]
@@ -291,13 +291,23 @@ async def test_kv_is_handed_over(handing_over: tuple[Running, Running]) -> None:
     assert decode.host.checksum_blocks(start.block_ids[:2]) == prefill.host.checksum_blocks(sent[:2])
     token_id = prefill.chunks[-1].token_id
     assert token_id is not None
-    resume = await decode.host.call(lambda inner: inner.resume_handoff(start.handoff_id, 1, token_id, None))
+    resume = await decode.host.call(
+        lambda inner: require(inner.lends).resume_handoff(start.handoff_id, 1, token_id, None)
+    )
     assert resume
-    await decode.host.call(lambda inner: inner.end_loan(start.handoff_id, 1))
+    await decode.host.call(lambda inner: require(inner.lends).end_loan(start.handoff_id, 1))
     await prefill.host.call(lambda inner: inner.sending_finished("a"))
     assert await decode.answer("a") == expected
     await decode.idle()
     await prefill.idle()
+
+
+async def test_an_engine_has_the_capabilities_that_its_facts_tell(engine: Running) -> None:
+    facts = engine.host.facts
+    lends, moves, schedules = engine.host.peek(lambda inner: (inner.lends, inner.moves, inner.schedules))
+    assert (moves is not None) is facts.moves_kv
+    assert (lends is not None) is (facts.hands_over_kv and not facts.moves_kv)
+    assert schedules is None or lends is not None, "reads of KV before a step are into blocks of its own"
 
 
 async def test_kv_that_never_comes_is_computed_here_and_lent_blocks_stay_lent(
@@ -310,7 +320,7 @@ async def test_kv_that_never_comes_is_computed_here_and_lent_blocks_stay_lent(
     await engine.add("a", mode=PrefillMode.REMOTE)
     await engine.until(lambda: engine.remote)
     start = engine.remote[0]
-    fresh = await engine.host.call(lambda inner: inner.lend_fresh(start.handoff_id, 2))
+    fresh = await engine.host.call(lambda inner: require(inner.lends).lend_fresh(start.handoff_id, 2))
     assert fresh is not None
     assert not set(fresh) & set(start.block_ids), "the first claimant may still write to the first loan"
     await engine.host.call(lambda inner: inner.compute_handoff_here(start.handoff_id))
@@ -318,13 +328,13 @@ async def test_kv_that_never_comes_is_computed_here_and_lent_blocks_stay_lent(
     engine.blocks[list(start.block_ids)] ^= 0xFF
     engine.blocks[list(fresh)] ^= 0xFF
     assert await engine.answer("a") == expected
-    assert not await engine.host.call(lambda inner: inner.resume_handoff(start.handoff_id, 1, 5, None))
+    assert not await engine.host.call(lambda inner: require(inner.lends).resume_handoff(start.handoff_id, 1, 5, None))
     metrics = await engine.host.call(lambda inner: inner.metrics())
     assert metrics.kv_active_blocks == 6
     for loan in (1, 2):
-        await engine.host.call(lambda inner, loan=loan: inner.end_loan(start.handoff_id, loan))
+        await engine.host.call(lambda inner, loan=loan: require(inner.lends).end_loan(start.handoff_id, loan))
     with pytest.raises(KeyError):
-        await engine.host.call(lambda inner: inner.end_loan(start.handoff_id, 2))
+        await engine.host.call(lambda inner: require(inner.lends).end_loan(start.handoff_id, 2))
     await engine.idle()
 
 
@@ -338,7 +348,7 @@ async def test_a_request_that_ends_while_it_waits_says_so(handing_over: tuple[Ru
     await engine.host.call(lambda inner: inner.abort("a"))
     await engine.until(lambda: closed)
     assert closed == [engine.remote[0].handoff_id]
-    await engine.host.call(lambda inner: inner.end_loan(engine.remote[0].handoff_id, 1))
+    await engine.host.call(lambda inner: require(inner.lends).end_loan(engine.remote[0].handoff_id, 1))
     await engine.idle()
 
 

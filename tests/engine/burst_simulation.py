@@ -18,7 +18,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import StepOutput
 from kvrelay.executors.mock import MockExecutor
-from kvrelay.placement.base import PrefillPlace, PrefillSide
+from kvrelay.placement.base import PlacementState, PrefillPlace, PrefillSide
 from kvrelay.placement.cost import CostPlacement
 from kvrelay.placement.threshold import DisaggPolicy
 
@@ -80,9 +80,9 @@ class BurstSimulation:
         """A request arrives now. Its prompt is like no other's."""
         first = len(self.arrived_s)
         prompt = [(first * 7919 + place * 31 + place // 512) % 512 for place in range(num_tokens)]
-        request = Request(name, prompt, SamplingParams(max_tokens=max_tokens), priority=priority)
-        request.objectives = self.placement.objectives()
-        request.placement = self.placement
+        placement = PlacementState(self.placement, self.placement.objectives())
+        sampling = SamplingParams(max_tokens=max_tokens)
+        request = Request(name, prompt, sampling, priority=priority, placement=placement)
         self.arrived_s[name] = self.clock.now()
         self.engine.add_request(request)
 

@@ -24,7 +24,7 @@ from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import ModelOutput, SchedulerOutput, StepOutput
 from kvrelay.executors.mock import MockExecutor
-from kvrelay.placement.base import PrefillPlace, PrefillSide
+from kvrelay.placement.base import PlacementState, PrefillPlace, PrefillSide
 from kvrelay.placement.cost import CostPlacement
 from kvrelay.placement.threshold import DisaggPolicy
 
@@ -144,8 +144,7 @@ class GoodputSimulation:
         request = Request(name, prompt, SamplingParams(max_tokens=num_answer))
         self.open[name] = Answer(is_chat, self.clock.now())
         if self._policy.is_by_cost:
-            request.objectives = self.placement.objectives()
-            request.placement = self.placement
+            request.placement = PlacementState(self.placement, self.placement.objectives())
         else:
             place = self._policy.decide(prompt_length=num_tokens, num_cached_tokens=0, prefill_fleet=self._fleet())
             request.mode = PrefillMode.REMOTE if place is PrefillPlace.REMOTE else PrefillMode.LOCAL

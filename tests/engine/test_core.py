@@ -16,9 +16,8 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.core import EngineCore
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.engine.stats import engine_stats
+from kvrelay.engine.stats import EngineTimes
 from kvrelay.engine.step import SchedulerOutput, StepOutput
-from kvrelay.engine.times import EngineTimes
 from kvrelay.errors import EngineDeadError, InvalidInputError, OverloadedError, PromptTooLongError
 from kvrelay.executors.mock import MockExecutor, mock_generate
 
@@ -61,7 +60,7 @@ def test_a_request_from_arrival_to_end(make_engine: MakeEngine) -> None:
         (RequestStatus.RUNNING, 6.0),
         (RequestStatus.FINISHED_LENGTH, 6.0),
     ]
-    times = engine_stats(engine).times
+    times = engine.stats().times
     assert (times.queue.count, times.queue.total_s) == (1, 1.0)
     assert (times.prefill.count, times.handoff.count, times.step.count) == (1, 0, 3)
 

@@ -112,6 +112,8 @@ class World:
                 self.num_remote += decode.resume_handoff(action.handoff_id, action.loan, action.message.token_id, None)
             case de.ComputeHere():
                 decode.compute_handoff_here(action.handoff_id)
+            case de.Avoid():
+                pass  # the driver only logs it
             case _:
                 raise TypeError(action)
 

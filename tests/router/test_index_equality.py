@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from tests.router.radix_tree import RadixTree
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
@@ -13,7 +14,6 @@ from kvrelay.core.hashing import compute_sequence_hashes
 from kvrelay.router.errors import ParentNotFoundError
 from kvrelay.router.overlap import OverlapScores, RecentUses
 from kvrelay.router.prefix_index import PrefixIndex
-from kvrelay.router.radix_tree import RadixTree
 
 
 class Both:

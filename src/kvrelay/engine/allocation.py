@@ -1,8 +1,8 @@
-"""Blocks for sequences that have filled their last one; if the pool is empty, the least urgent sequence of the API key
-with the most blocks is preempted.
+"""The blocks of a running request: given back, offered to the prefix cache, and one more when the last is full.
 
-It owns the list of decodes that need a block, and the choice of the victim. A preempted sequence loses its slot and all
-its blocks, waits again, and is prefilled again. What else happens in a step it does not know.
+If the pool is empty, the least urgent sequence of the API key with the most blocks is preempted. ``Growth`` owns the
+list of decodes that need a block, and the choice of the victim. A preempted sequence loses its slot and all its blocks,
+waits again, and is prefilled again. What else happens in a step it does not know.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from kvrelay.core.status import RequestStatus
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.request import PrefillMode, Request, service_order
-from kvrelay.engine.request_blocks import free_blocks
 
 
 class Growth:
@@ -64,9 +63,42 @@ class Growth:
         self.num_preemptions += 1
         self._batch.leave(request)
         request.move(RequestStatus.PREEMPTED, self._clock.now())
-        request.mode = PrefillMode.LOCAL
-        request.placement = None
+        request.stay_here()
         free_blocks(self._pool, request)
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()
         self._wait_again(request)
+
+
+def free_blocks(pool: BlockPool, request: Request) -> None:
+    """Give all of them back; nothing of the request is computed any more."""
+    pool.release(request.block_ids)
+    request.block_ids = []
+    request.num_computed_tokens = 0
+    request.num_cached_blocks = 0
+
+
+def cache_full_blocks(pool: BlockPool, request: Request) -> None:
+    """Offer the blocks that have become full and computed to the prefix cache."""
+    first = request.num_cached_blocks
+    size = pool.block_size
+    end = request.num_computed_tokens // size
+    if end <= first or not pool.enable_prefix_caching:
+        return
+    request.hash_blocks(end, size)
+    pool.cache_blocks(
+        request.block_ids[first:end],
+        request.sequence_hashes[first - 1] if first else None,
+        request.sequence_hashes[first:end],
+        request.local_hashes[first:end],
+        request.token_ids[first * size : end * size],
+    )
+    request.num_cached_blocks = end
+
+
+def transfer_may_run(request: Request, block_size: int) -> bool:
+    """Whether a transfer may touch its blocks now."""
+    if request.status in (RequestStatus.LOADING_KV, RequestStatus.PREFILL_SENDING):
+        return True
+    held_elsewhere = request.num_load_tokens // block_size
+    return request.mode is PrefillMode.HANDOFF and request.num_sent_blocks > held_elsewhere

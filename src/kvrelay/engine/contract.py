@@ -1,6 +1,7 @@
 """The worker's contract with an engine: requests in; tokens, cache events and load out; and hand-offs of KV.
 
-An engine has two halves, like a KV connector of vLLM.
+An engine has two halves, like a KV connector of vLLM. What only some engines can do are capabilities of the first half:
+``HandsOver``, ``MovesKv`` and ``Schedules``. An engine without one has None in its place, and no methods for it.
 
 ``Engine`` is the scheduler half. Its methods run in *callbacks*: functions that the host calls between two steps, so
 that they read and change a consistent state. ``EngineHost`` is the worker half and the engine's life: memory, facts,
@@ -10,7 +11,8 @@ threads. Nothing here says that blocks, hashes or the step loop are kvrelay's: `
     worker ── post(callback) ──> EngineHost ── callback(engine) ──> Engine    between two steps
            <── on_step(StepOutput) ── EngineHost                              on the engine's thread, after each step
 
-Hand-offs, decode side. Which KV is missing, where may it be written, when may the blocks be freed?
+Hand-offs of an engine that ``HandsOver``, decode side. Which KV is missing, where may it be written, when may the
+blocks be freed?
 
     add_request(REMOTE) ... StepOutput.remote_prefills    the request waits; its blocks are lent as loan 1
     lend_fresh                                            another loan, for a later claimant
@@ -24,7 +26,7 @@ Hand-offs, prefill side. Where may KV be read from, when may the blocks be freed
     StepOutput.handoff_chunks                             these blocks are computed; the last chunk carries the token
     sending_finished                                      no transfer touches the blocks any more: free them
 
-An engine with ``EngineFacts.moves_kv`` moves the KV itself, as two vLLM servers do with its NIXL connector. It lends no
+An engine that ``MovesKv`` moves the KV itself, as two vLLM servers do with its NIXL connector. It lends no
 blocks. Its hand-offs carry what the prefill worker's engine says to the decode worker's, ``kv_transfer_params``:
 
     decode side    add_request(REMOTE) ... StepOutput.remote_prefills    the request waits; there are no blocks
@@ -49,7 +51,7 @@ from kvrelay.core.handoff import HandoffId
 from kvrelay.core.layout import KVLayout, MemoryRegion
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.admission.limits import PendingArrivals
+from kvrelay.engine.limits import PendingArrivals
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
 from kvrelay.engine.stats import EngineStats
@@ -78,46 +80,24 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None:
         """End a request without an answer. Unknown ids are ignored."""
 
-    # -- hand-offs, decode side ---------------------------------------------------------------------------------------
+    # -- capabilities: what not every engine can do -------------------------------------------------------------------
 
-    def resume_handoff(
-        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
-    ) -> bool:
-        """The blocks of ``loan`` hold the KV of the waiting request, and ``token_id`` is its first token.
+    @property
+    def lends(self) -> HandsOver | None: ...
 
-        False: no request waits for it, or the token cannot be one; then the request is computed here.
-        """
+    @property
+    def moves(self) -> MovesKv | None: ...
 
-    def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
-        """Only with ``moves_kv``: get the KV of the waiting request, and continue it with a first token of its own.
-        ``StepOutput.fetched_handoffs`` tells the end, exactly once. False: no request waits for it, and nothing
-        follows."""
+    @property
+    def schedules(self) -> Schedules | None: ...
 
-    def discard_kv(self, kv_transfer_params: bytes) -> None:
-        """Only with ``moves_kv``: no request will fetch this KV. Tell the engine that keeps it; tries once."""
+    # -- hand-offs ----------------------------------------------------------------------------------------------------
 
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
         """No KV will arrive: the request, if it still waits, is computed here in other blocks."""
 
-    def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
-        """Blocks for a later claimant, lent as ``loan``; None if no request waits or no blocks are free."""
-
-    def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
-        """No peer touches the blocks of this loan any more. Raises KeyError: a loan ends once."""
-
-    def writable_blocks(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
-        """The lent blocks that a peer may write to, by hand-off and loan. From any thread."""
-
     def keep_prefills_here(self) -> None:
         """No prefill worker is left: compute waiting remote prefills here."""
-
-    # -- hand-offs, prefill side --------------------------------------------------------------------------------------
-
-    def set_exclusive_prefill(self, exclusive: bool) -> None:
-        """Whether hand-off prefills run in steps of their own."""
-
-    def kv_loaded(self, request_id: str, ok: bool) -> None:
-        """The read that a KvLoad asked for has ended. Unknown ids are ignored."""
 
     def sending_finished(self, request_id: str) -> None:
         """No transfer touches the blocks of this hand-off any more. Unknown ids are ignored."""
@@ -134,6 +114,55 @@ class Engine(Protocol):
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every block is free, in use or lent, and counts are true."""
+
+
+class HandsOver(Protocol):
+    """The blocks of an engine whose hand-offs have blocks: workers move the KV."""
+
+    def resume_handoff(
+        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
+    ) -> bool:
+        """The blocks of ``loan`` hold the KV of the waiting request, and ``token_id`` is its first token.
+
+        False: no request waits for it, or the token cannot be one; then the request is computed here.
+        """
+
+    def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
+        """Blocks for a later claimant, lent as ``loan``; None if no request waits or no blocks are free."""
+
+    def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
+        """No peer touches the blocks of this loan any more. Raises KeyError: a loan ends once."""
+
+    def writable_blocks(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
+        """The lent blocks that a peer may write to, by hand-off and loan. From any thread."""
+
+
+class MovesKv(Protocol):
+    """The fetches of an engine that moves the KV itself (``EngineFacts.moves_kv``)."""
+
+    def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
+        """Get the KV of the waiting request, and continue it with a first token of its own.
+        ``StepOutput.fetched_handoffs`` tells the end, exactly once. False: no request waits for it, and nothing
+        follows."""
+
+    def discard_kv(self, kv_transfer_params: bytes) -> None:
+        """No request will fetch this KV. Tell the engine that keeps it; tries once."""
+
+
+class Schedules(Protocol):
+    """The steps of an engine that schedules them itself, with reads of KV before them."""
+
+    def set_exclusive_prefill(self, exclusive: bool) -> None:
+        """Whether hand-off prefills run in steps of their own."""
+
+    def kv_loaded(self, request_id: str, ok: bool) -> None:
+        """The read that a KvLoad asked for has ended. Unknown ids are ignored."""
+
+
+def require(capability: T | None) -> T:
+    """A capability that the engine has, since it has produced what the caller now answers."""
+    assert capability is not None, "the engine has no hand-offs of this kind"
+    return capability
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ Who frees what. Blocks of a finished request are free at once, with two exceptio
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -25,17 +26,15 @@ from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.dp.group import Alone, Group
 from kvrelay.dp.protocol import Round
-from kvrelay.engine.admission.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.integrity import check_integrity
-from kvrelay.engine.loans import Loans
-from kvrelay.engine.opening import HandoffIds, remote_prefill
-from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request
+from kvrelay.engine.limits import NONE_PENDING, AdmissionLimits, PendingArrivals
+from kvrelay.engine.loans import HandoffIds, Loans, remote_prefill
+from kvrelay.engine.reports import stop_token_ids
+from kvrelay.engine.request import UINT64_MASK, PrefillMode, Request, check_tokens
 from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.stats import EngineStats
 from kvrelay.engine.step import Executor, StepOutput
-from kvrelay.engine.stopping import stop_token_ids
-from kvrelay.engine.validation import check_tokens
-from kvrelay.errors import EngineDeadError, InvalidInputError, KvrelayError
+from kvrelay.errors import EngineDeadError, IntegrityError, InvalidInputError, KvrelayError
 
 
 class EngineCore:
@@ -92,6 +91,20 @@ class EngineCore:
 
     def __repr__(self) -> str:
         return f"EngineCore({self.worker_id}, {self.scheduler!r}, {len(self.loans)} loans)"
+
+    @property
+    def lends(self) -> EngineCore:
+        """Its hand-offs have blocks."""
+        return self
+
+    @property
+    def moves(self) -> None:
+        """Workers move its KV."""
+
+    @property
+    def schedules(self) -> EngineCore:
+        """Its steps are its own."""
+        return self
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -176,7 +189,7 @@ class EngineCore:
             self.limits.reset_rates()
         is_new = request.num_output_tokens == 0 and request.mode is not PrefillMode.HANDOFF
         self.limits.check(len(request.token_ids), is_new=is_new, tenant=request.tenant)
-        if request.refuses_late and is_new:
+        if is_new and request.placement is not None and request.placement.refuses_late:
             self.limits.check_objective(request)
         sampling = request.sampling
         self._num_arrived += 1
@@ -271,13 +284,6 @@ class EngineCore:
         self.scheduler.remote_done(request, token_id, logprobs)
         return True
 
-    def fetch_handoff(self, handoff_id: HandoffId, kv_transfer_params: bytes) -> bool:
-        """Workers move this engine's KV, so no peer offers it any other way."""
-        return False
-
-    def discard_kv(self, kv_transfer_params: bytes) -> None:
-        """No peer keeps KV for this engine."""
-
     def compute_handoff_here(self, handoff_id: HandoffId) -> None:
         """No KV will arrive: the request, if it still waits, is computed here in other blocks."""
         request = self._remote.pop(handoff_id, None)
@@ -355,6 +361,30 @@ class EngineCore:
             step_cost=scheduler.pace.costs.cost,
         )
 
+    def stats(self) -> EngineStats:
+        """Counts and gauges. From any thread."""
+        scheduler, pool = self.scheduler, self.pool
+        costs = scheduler.pace.costs
+        return EngineStats(
+            num_running=scheduler.num_admitted,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=pool.num_blocks,
+            num_blocks_in_use=pool.num_blocks - pool.num_free,
+            num_blocks_quarantined=pool.num_quarantined,
+            num_blocks_demanded=scheduler.num_demanded_blocks,
+            num_queried_tokens=scheduler.admission.num_queried_tokens,
+            num_hit_tokens=scheduler.admission.num_hit_tokens,
+            num_prefill_tokens=scheduler.num_prefill_tokens,
+            num_generated_tokens=scheduler.num_generated_tokens,
+            num_steps=scheduler.num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            step_cost=costs.cost,
+            step_cost_error=costs.relative_error,
+            num_step_samples=costs.num_samples,
+            num_step_samples_rejected=costs.num_rejected,
+            times=scheduler.times,
+        )
+
     def drain_events(self) -> list[KvEvent]:
         """Prefix-cache events that no step has delivered yet."""
         return self.pool.drain_events()
@@ -369,7 +399,24 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the requests and loans account for every block and all counts are true."""
-        check_integrity(self.pool, self.loans, self.scheduler)
+        pool, scheduler = self.pool, self.scheduler
+        pool.check_integrity()
+        owners: Counter[int] = Counter()
+        for request in scheduler.requests.values():
+            owners.update(request.block_ids)
+        quarantined: Counter[int] = Counter()
+        for loan in self.loans:
+            owners.update(loan.block_ids)
+            quarantined.update(loan.quarantined)
+        for block_id in range(pool.num_blocks):
+            if pool.num_refs(block_id) != owners[block_id]:
+                raise IntegrityError(f"block {block_id} has {owners[block_id]} owners: {pool.describe(block_id)}")
+        waiting = (request for request in scheduler.requests.values() if request.is_waiting)
+        num_waiting_blocks = sum(pool.blocks_for(len(request.token_ids)) for request in waiting)
+        if num_waiting_blocks != scheduler.admission.num_waiting_blocks:
+            raise IntegrityError(f"requests wait for {num_waiting_blocks} blocks: {scheduler.admission!r}")
+        if quarantined.total() != pool.num_quarantined or set(quarantined.values()) - {1}:
+            raise IntegrityError(f"loans cover {quarantined.total()} blocks, {pool.num_quarantined} quarantined")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""Blocks that the engine has lent to hand-offs: peers may read or write them, so they are neither freed nor reused.
+"""How a decode worker's engine opens a hand-off: its id, the prefill that it asks for, and the blocks that it lends.
 
-The ledger in ``kvrelay/handoff`` decides when a loan ends; this module applies it to the pool. A loan has its own
-reference to each of its blocks, so they outlive the request. Blocks that a peer may write are quarantined.
+Peers may read or write lent blocks, so they are neither freed nor reused. The ledger in
+``kvrelay/handoff`` decides when a loan ends; this module applies it to the pool. A loan has its own reference to each
+of its blocks, so they outlive the request. Blocks that a peer may write are quarantined.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvrelay.core.handoff import HandoffId
+from kvrelay.core.handoff import HandoffId, RemotePrefillRequest
+from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +73,40 @@ class Loans:
         loan = self._loans.pop((handoff_id, number))
         self._pool.lift_quarantine(loan.quarantined)
         self._pool.release(loan.block_ids)
+
+
+class HandoffIds:
+    """``worker_id``: the decode worker's, which names its hand-offs."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._num_opened = 0
+
+    def of(self, request: Request) -> HandoffId:
+        """The id that the request came with, as half of a pair, or else a new one."""
+        if request.handoff_number:
+            return HandoffId(self._worker_id, request.handoff_number)
+        self._num_opened += 1
+        return HandoffId(self._worker_id, self._num_opened)
+
+
+def remote_prefill(
+    request: Request,
+    handoff_id: HandoffId,
+    sampling: SamplingParams,
+    block_ids: tuple[int, ...] = (),
+    num_cached_tokens: int = 0,
+) -> RemotePrefillRequest:
+    """The prefill of ``request`` into ``block_ids``, whose first ``num_cached_tokens`` tokens are there already."""
+    return RemotePrefillRequest(
+        handoff_id=handoff_id,
+        decode_worker_id=handoff_id.decode_worker_id,
+        request_id=request.request_id,
+        token_ids=tuple(request.token_ids),
+        num_output_tokens=request.num_output_tokens,
+        sampling=sampling,
+        block_ids=block_ids,
+        num_cached_tokens=num_cached_tokens,
+        priority=request.priority,
+        tenant=request.tenant,
+    )

@@ -1,16 +1,16 @@
-"""What a step reports of a request: its tokens for the frontend, its computed blocks for the sender.
+"""When an answer ends, and what a step reports of a request: its tokens for the frontend, its blocks for the sender.
 
-It records on the request what has been reported. It decides nothing.
+Stop strings are the frontend's. A report records on the request what has been reported.
 """
 
 from __future__ import annotations
 
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
+from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import HandoffChunk, StepOutput
-from kvrelay.engine.stopping import finish_reason, reported_stop_token
 
 
 def report_token(
@@ -34,10 +34,15 @@ def report_token(
             prompt_logprobs=(None, *request.prompt_logprobs) if with_prompt else None,
             stop_token=reported_stop_token(request, token_id) if reason is FinishReason.STOP else None,
             position=request.num_output_tokens - (token_id is not None),
-            decision=str(request.decision) if first and request.explain and request.decision is not None else "",
+            decision=_explanation(request) if first else "",
         )
     )
     request.first_output_sent = True
+
+
+def _explanation(request: Request) -> str:
+    placement = request.placement
+    return str(placement.decision) if placement and placement.explain and placement.decision else ""
 
 
 def handed_off_token(request: Request, token_id: int, logprobs: PositionLogprobs | None) -> TokenOutput:
@@ -81,3 +86,21 @@ def _report_chunk(
     output.handoff_chunks.append(
         HandoffChunk(request.request_id, first, block_ids, last=last, first_output=first_output)
     )
+
+
+def stop_token_ids(sampling: SamplingParams, eos_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """The tokens that end an answer: the request's own, and the model's end of sequence unless it is ignored."""
+    return frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_token_ids)
+
+
+def finish_reason(request: Request, token_id: int, num_new: int = 0) -> FinishReason | None:
+    """Why the answer ends with ``token_id``, its newest token; None if it continues. ``num_new``: 1 if the request does
+    not have the token yet."""
+    if token_id in request.stop_ids and request.num_output_tokens + num_new >= request.sampling.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(request.token_ids) + num_new >= request.length_limit else None
+
+
+def reported_stop_token(request: Request, token_id: int | None) -> int | None:
+    """The stop token to report to the client: one of the request's stop tokens, never the model's end of sequence."""
+    return token_id if token_id in request.sampling.stop_token_ids else None

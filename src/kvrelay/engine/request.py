@@ -8,36 +8,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Protocol
 
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.hashing import compute_block_hashes
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason, RequestStatus, check_transition
-from kvrelay.core.step_cost import StepCost
-from kvrelay.placement.base import Decision, Objectives, Situation
+from kvrelay.core.token_ids import are_below
+from kvrelay.errors import InvalidInputError, PromptTooLongError
+from kvrelay.placement.base import Objectives, PlacementState
 
 UINT64_MASK = 2**64 - 1
-
-
-class Placement(Protocol):
-    """Decides on an engine's thread where the prefills of its requests run: ``placement.cost.CostPlacement``."""
-
-    @property
-    def has_choice(self) -> bool:
-        """Whether a prefill worker exists. Without one ``placement.cost.stay_here`` is the decision."""
-
-    def decide(self, situation: Situation) -> Decision: ...
-
-    def placed(self, decision: Decision) -> None:
-        """The engine has acted on ``decision``."""
-
-    def soonest_s(self, num_tokens: int, num_before: int, cost: StepCost) -> float:
-        """Seconds to the first token of ``num_tokens`` at best, with ``num_before`` tokens before it."""
-
-    def came_back(self, request_id: str, num_tokens: int, num_ahead: int, seconds: float) -> None:
-        """A remote prefill of ``num_tokens`` took ``seconds``, with ``num_ahead`` tokens sent away before it."""
 
 
 class PrefillMode(enum.Enum):
@@ -64,9 +45,7 @@ class Request:
     __slots__ = (
         "arrival",
         "block_ids",
-        "decision",
         "ending",
-        "explain",
         "first_output_sent",
         "handoff_id",
         "handoff_number",
@@ -81,11 +60,9 @@ class Request:
         "num_prompt_tokens",
         "num_queued_tokens",
         "num_sent_blocks",
-        "objectives",
         "placement",
         "priority",
         "prompt_logprobs",
-        "refuses_late",
         "request_id",
         "sampling",
         "seed",
@@ -110,6 +87,7 @@ class Request:
         priority: int = 0,
         handoff_number: int = 0,
         tenant: str = "",
+        placement: PlacementState | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -120,6 +98,8 @@ class Request:
         self.priority = priority
         self.tenant = tenant
         """The API key, or another name among which service is shared fairly; empty: none."""
+        self.placement = placement
+        """Where the prefill runs, if that is still to be decided or to be explained; None: ``mode`` alone says it."""
         self.token_ids: list[int] = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.is_resumed = len(output_token_ids) > 0
@@ -136,15 +116,6 @@ class Request:
         """Length in tokens at which the answer ends."""
 
         # The scheduler's.
-        self.placement: Placement | None = None
-        """Decides the place of the prefill at admission; None: ``mode`` decides."""
-        self.decision: Decision | None = None
-        """The decision of ``placement``, with its reason."""
-        self.explain = False
-        """Whether the first output reports the decision."""
-        self.objectives: Objectives | None = None
-        self.refuses_late = False
-        """Whether it is refused if its objective cannot be met any more."""
         self.num_queued_tokens = 0
         """Tokens to compute, as estimated when it began to wait; 1 or more while it waits."""
         self.slot = -1
@@ -201,6 +172,10 @@ class Request:
         return self.times[-1][1] if self.times else 0.0
 
     @property
+    def objectives(self) -> Objectives | None:
+        return None if self.placement is None else self.placement.objectives
+
+    @property
     def is_prefill_only(self) -> bool:
         """Whether no token is sampled: the prompt is only scored."""
         return self.sampling.max_tokens == 0
@@ -219,6 +194,12 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt logprobs are still to be reported; the prefill must then compute every position."""
         return self.sampling.prompt_logprobs is not None and not self.first_output_sent
+
+    def stay_here(self) -> None:
+        """From now on the request is computed here."""
+        self.mode = PrefillMode.LOCAL
+        if self.placement is not None:
+            self.placement.policy = None
 
     @property
     def key(self) -> tuple[int, bool, int]:
@@ -247,3 +228,24 @@ class Request:
 def service_order(request: Request) -> tuple[int, bool, int]:
     """``Request.key``, to sort by."""
     return request.key
+
+
+def check_tokens(request: Request, *, is_running: bool, vocab_size: int, max_model_len: int) -> None:
+    """Raise InvalidInputError or PromptTooLongError unless ``request`` can be served. Lengths in tokens.
+
+    ``is_running``: whether a request of its id is known already.
+    """
+    if is_running:
+        raise InvalidInputError(f"request {request.request_id} is running already", param="request_id")
+    if not request.num_prompt_tokens:
+        raise InvalidInputError("the prompt is empty", param="prompt")
+    if not are_below(request.token_ids, vocab_size):
+        raise InvalidInputError(f"prompt tokens must be between 0 and {vocab_size - 1}", param="prompt")
+    num_answer_tokens = 0 if request.is_prefill_only else 1
+    if len(request.token_ids) + num_answer_tokens - min(request.num_output_tokens, 1) > max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {len(request.token_ids)} tokens, more than the {max_model_len} of the context leave room "
+            "for",
+            param="prompt",
+            code="context_length_exceeded",
+        )

@@ -3,7 +3,7 @@
 It owns the requests of an engine from arrival to end. It neither computes nor communicates: work and reports for the
 worker (tokens, remote prefills, KV loads, hand-off chunks) are collected in ``output``.
 
-A step:  grow      blocks for decodes that fill their last one; if the pool is empty, preempt (``growth.py``)
+A step:  grow      blocks for decodes that fill their last one; if the pool is empty, preempt (``allocation.py``)
          admit     waiting requests get all blocks of their known tokens; where they go depends on their mode:
                        LOCAL    slot, prefilled chunk by chunk
                        REMOTE   no slot yet; RemotePrefillRequest, joins with its first token (``remote_done``)
@@ -15,6 +15,7 @@ A step:  grow      blocks for decodes that fill their last one; if the pool is e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from kvrelay.core.clock import Clock
 from kvrelay.core.logprobs import PositionLogprobs
@@ -22,21 +23,58 @@ from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FINISH_STATUS, FinishReason, RequestStatus
 from kvrelay.core.step_cost import StepWork
 from kvrelay.engine.admission.queue import AdmissionQueue, Backlog, EngineLoad
-from kvrelay.engine.allocation import Growth
+from kvrelay.engine.allocation import Growth, cache_full_blocks, free_blocks, transfer_may_run
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.in_flight import PrefillsAway
-from kvrelay.engine.prefill_budget import Pace
-from kvrelay.engine.reports import report_blocks, report_last_blocks, report_token
+from kvrelay.engine.reports import finish_reason, report_blocks, report_last_blocks, report_token
 from kvrelay.engine.request import PrefillMode, Request
-from kvrelay.engine.request_blocks import cache_full_blocks, free_blocks, transfer_may_run
-from kvrelay.engine.scheduled_batch import BatchPlanner, ScheduledBatch
+from kvrelay.engine.scheduled_batch import BatchPlanner, Pace, ScheduledBatch
+from kvrelay.engine.stats import EngineTimes
 from kvrelay.engine.step import NO_TOKEN, KvLoad, ModelOutput, SchedulerOutput, StepOutput
-from kvrelay.engine.stopping import finish_reason
-from kvrelay.engine.times import EngineTimes
 
 StartRemote = Callable[[Request], None]
 """Called with a REMOTE request whose blocks are allocated. Opens the hand-off."""
+
+
+class _Sent(NamedTuple):
+    """A remote prefill: its tokens, the tokens sent before it, and its time."""
+
+    num_tokens: int
+    num_ahead: int
+    since_s: float
+
+
+class PrefillsAway:
+    """Requests whose prefills this worker's own queue has sent away. Placement by cost learns from them how long a
+    remote prefill takes. Those of pairs, which the frontend has placed, are not among them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._sent: dict[Request, _Sent] = {}
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute elsewhere."""
+        return sum(sent.num_tokens for sent in self._sent.values())
+
+    def send(self, request: Request) -> None:
+        """The request's prefill goes to the queue now."""
+        self._sent[request] = _Sent(request.num_missing_tokens, self.num_tokens, self._clock.now())
+
+    def came_back(self, request: Request) -> None:
+        """Its KV has arrived."""
+        sent = self._sent.pop(request, None)
+        policy = request.placement.policy if request.placement is not None else None
+        if sent is not None and policy is not None:
+            seconds = self._clock.now() - sent.since_s
+            policy.came_back(request.request_id, sent.num_tokens, sent.num_ahead, seconds)
+
+    def forget(self, request: Request) -> None:
+        """No KV will arrive."""
+        self._sent.pop(request, None)
 
 
 class Scheduler:
@@ -190,7 +228,7 @@ class Scheduler:
         """No KV will arrive for a REMOTE request: it waits again, to be computed here."""
         self._num_outside -= 1
         self._away.forget(request)
-        request.mode = PrefillMode.LOCAL
+        request.stay_here()
         request.handoff_id = None
         request.move(RequestStatus.WAITING, self._clock.now())
         free_blocks(self.pool, request)

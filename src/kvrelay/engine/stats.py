@@ -1,16 +1,38 @@
-"""The numbers of an engine, for monitoring.
+"""The numbers of an engine: counts and gauges, durations as histograms, and when its load is sampled.
 
-They are read without stopping the engine, so also while a long step runs or the engine hangs. Each number is a true
-value, but not all of them are from the same moment.
+``EngineStats`` is read without stopping the engine, so also while a long step runs or the engine hangs. Each number is
+a true value, but not all of them are from the same moment. Nothing here knows requests or receivers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import msgspec
+
+from kvrelay.core.clock import Clock
+from kvrelay.core.events import LoadMetrics
+from kvrelay.core.histogram import TOKEN_BUCKETS_S, Histogram
 from kvrelay.core.step_cost import StepCost
-from kvrelay.engine.core import EngineCore
-from kvrelay.engine.times import EngineTimes
+
+
+def _of_steps() -> Histogram:
+    return Histogram(TOKEN_BUCKETS_S)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimes:
+    """``queue``: each wait for admission. ``prefill``: from a slot to the first token, or to the end of a hand-off's
+    prefill. ``handoff``: decode side, from sending a prefill away to its KV. ``step``: with a forward pass.
+
+    A StreamedEngine sees neither queue nor steps: there ``prefill`` and ``handoff`` begin at arrival.
+    """
+
+    queue: Histogram = field(default_factory=Histogram)
+    prefill: Histogram = field(default_factory=Histogram)
+    handoff: Histogram = field(default_factory=Histogram)
+    step: Histogram = field(default_factory=_of_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +66,35 @@ class EngineStats:
     """Not copied: they go on."""
 
 
-def engine_stats(core: EngineCore) -> EngineStats:
-    """May be called from any thread."""
-    scheduler, pool = core.scheduler, core.pool
-    costs = scheduler.pace.costs
-    return EngineStats(
-        num_running=scheduler.num_admitted,
-        num_waiting=scheduler.num_waiting,
-        num_blocks=pool.num_blocks,
-        num_blocks_in_use=pool.num_blocks - pool.num_free,
-        num_blocks_quarantined=pool.num_quarantined,
-        num_blocks_demanded=scheduler.num_demanded_blocks,
-        num_queried_tokens=scheduler.admission.num_queried_tokens,
-        num_hit_tokens=scheduler.admission.num_hit_tokens,
-        num_prefill_tokens=scheduler.num_prefill_tokens,
-        num_generated_tokens=scheduler.num_generated_tokens,
-        num_steps=scheduler.num_steps,
-        num_preemptions=scheduler.num_preemptions,
-        step_cost=costs.cost,
-        step_cost_error=costs.relative_error,
-        num_step_samples=costs.num_samples,
-        num_step_samples_rejected=costs.num_rejected,
-        times=scheduler.times,
-    )
+class Loaded(Protocol):
+    """The part of an EngineCore that is used here."""
+
+    def has_work(self) -> bool: ...
+
+    def metrics(self) -> LoadMetrics: ...
+
+
+class LoadSampler:
+    """Samples ``core`` at most once per ``interval_s`` while it works, and always when its work ends, so that the last
+    published load is the current one. Called on the engine's thread, after each step: the publisher sends at most 20
+    samples a second."""
+
+    def __init__(self, core: Loaded, interval_s: float, clock: Clock) -> None:
+        self._core = core
+        self._interval_s = interval_s
+        self._clock = clock
+        self._due_s = clock.now()
+        self._last: LoadMetrics | None = None
+
+    def sample(self) -> LoadMetrics | None:
+        """The load now; None if no sample is due, or if nothing has changed since the last one."""
+        now_s = self._clock.now()
+        if now_s < self._due_s and self._core.has_work():
+            return None
+        self._due_s = now_s + self._interval_s
+        load = self._core.metrics()
+        # Callbacks also change the load, for example when a release frees blocks.
+        if self._last is not None and load == msgspec.structs.replace(self._last, seq=load.seq):
+            return None
+        self._last = load
+        return load

@@ -27,9 +27,8 @@ from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.contract import Engine, EngineFacts
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.load_sampler import LoadSampler
 from kvrelay.engine.progress import Progress
-from kvrelay.engine.stats import EngineStats, engine_stats
+from kvrelay.engine.stats import EngineStats, LoadSampler
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import EngineDeadError
 
@@ -134,7 +133,7 @@ class EngineThread:
         return has_ended
 
     def stats(self) -> EngineStats:
-        return engine_stats(self._core)
+        return self._core.stats()
 
     def prepare(self, sampling: SamplingParams) -> None:
         self._core.executor.prepare(sampling)

@@ -1,4 +1,4 @@
-"""PrefixIndex: the fast index of who holds which prefixes, equal in behaviour to ``RadixTree``.
+"""PrefixIndex: the fast index of who holds which prefixes, equal in behaviour to ``RadixTree`` of the tests.
 
 A chained sequence hash names a block together with its whole prefix, so no tree is needed to find a block: a flat table
 leads from every block to its *segment*, a stretch of consecutive blocks that exactly the same workers hold. The workers
@@ -113,7 +113,7 @@ class PrefixIndex:
     # -- change -------------------------------------------------------------------------------------------------------
 
     def apply_event(self, worker_id: str, event: KvEvent) -> None:
-        """As ``RadixTree.apply_event``."""
+        """Apply what a worker has stored or removed. As ``RadixTree.apply_event``."""
         if isinstance(event, BlockStored):
             self.store(worker_id, event.parent_hash, event.block_hashes)
         elif isinstance(event, BlockRemoved):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import WorkerRole
-from kvrelay.engine.contract import EngineFacts, EngineHost
+from kvrelay.engine.contract import Engine, EngineFacts, EngineHost
 from kvrelay.errors import ConfigError, ControlUnavailableError, LeaseLostError, WorkerUnavailableError
 from kvrelay.worker.cluster.membership import RETRY_INTERVAL_S, Membership
 from kvrelay.worker.decode.serving import DecodeSide
@@ -106,7 +106,7 @@ class Roles:
     def _assume(self, role: WorkerRole) -> None:
         """Work in ``role``, before or without its registration."""
         self.role = role
-        self._engine.post(lambda core: core.set_exclusive_prefill(role is WorkerRole.PREFILL))
+        self._engine.post(lambda core: _set_exclusive_prefill(core, role is WorkerRole.PREFILL))
         self._decode.accepting = role.takes_requests
         self._paired.accepting = role.pulls_prefills
         if role.pulls_prefills:
@@ -132,3 +132,8 @@ class Roles:
                 except (ControlUnavailableError, LeaseLostError) as exc:
                     _log.debug("cannot register: %s", exc)
             await asyncio.sleep(RETRY_INTERVAL_S)
+
+
+def _set_exclusive_prefill(core: Engine, exclusive: bool) -> None:
+    if core.schedules is not None:
+        core.schedules.set_exclusive_prefill(exclusive)

@@ -366,7 +366,7 @@ class Worker:
             queue=QueueView(self._prefill.is_pulling, self._prefill.num_handoffs, self._decode.push_error),
             incoming=incoming.read(lambda: view_incoming(incoming.ledger)),
             outgoing=outgoing.read(lambda: view_outgoing(outgoing.ledger)),
-            loans=self._engine.peek(lambda engine: engine.writable_blocks()),
+            loans=self._engine.peek(lambda engine: engine.lends.writable_blocks() if engine.lends else {}),
             num_requests=self._decode.num_requests,
             num_paired=self._paired.num_waiting,
             disagg=self._policy.config,

@@ -9,8 +9,8 @@ import pytest
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.completion_rate import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.admission.limits import PendingArrivals
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.limits import PendingArrivals
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import OverloadedError
 

@@ -9,15 +9,16 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.step_cost import StepCost
 from kvrelay.engine.request import Request
 from kvrelay.errors import ObjectiveMissedError
+from kvrelay.placement.base import PlacementState
 
 
 def arrive(
     simulation: BurstSimulation, name: str, num_tokens: int, *, refuses_late: bool = True, begun: int = 0
 ) -> None:
-    request = Request(name, [7] * num_tokens, SamplingParams(max_tokens=8), output_token_ids=[5] * begun)
-    request.objectives = simulation.placement.objectives()
-    request.placement = simulation.placement
-    request.refuses_late = refuses_late
+    policy = simulation.placement
+    placement = PlacementState(policy, policy.objectives(), refuses_late=refuses_late)
+    sampling = SamplingParams(max_tokens=8)
+    request = Request(name, [7] * num_tokens, sampling, output_token_ids=[5] * begun, placement=placement)
     simulation.arrived_s[name] = simulation.clock.now()
     simulation.engine.add_request(request)
 

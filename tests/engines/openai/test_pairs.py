@@ -19,7 +19,7 @@ from kvrelay.core.handoff import HandoffId
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.workers import WorkerRole
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.engine.contract import EngineHost
+from kvrelay.engine.contract import EngineHost, require
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk
 from kvrelay.engines.registry import build_host
@@ -148,7 +148,7 @@ async def test_kv_that_no_request_needs_any_more_is_freed_through_the_decode_ser
         for _ in range(3):
             pair.decode.worker._decode.handoffs.handle(de.Released(released))
         await pair.cluster.until(lambda: not exchange.kept)
-        await pair.decode.worker._engine.call(lambda engine: engine.discard_kv(b"nonsense"))
+        await pair.decode.worker._engine.call(lambda engine: require(engine.moves).discard_kv(b"nonsense"))
         await pair.prefill.worker._engine.call(lambda engine: engine.sending_finished("r"))
         pair.client.send("next", prompt(100), 8)
         assert await pair.client.answer("next") == expected(prompt(100), 8)

@@ -18,7 +18,7 @@ from kvrelay.config import EngineConfig, VllmConfig, WorkerConfig, WorkerRole
 from kvrelay.core.grammar import Grammar, GrammarKind
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.data import bundled_checkpoint_path
-from kvrelay.engine.contract import Engine, EngineHost
+from kvrelay.engine.contract import Engine, EngineHost, require
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import StepOutput
 from kvrelay.engines import vllm
@@ -126,7 +126,7 @@ async def test_a_request_waits_for_staging_blocks_and_gets_them_in_order() -> No
         assert [len(blocks) for blocks in engine.lent] == [10]
         handoff_id = next(remote.handoff_id for step in engine.steps for remote in step.remote_prefills)
         await engine.host.call(lambda inner: inner.compute_handoff_here(handoff_id))
-        await engine.host.call(lambda inner: inner.end_loan(handoff_id, 1))
+        await engine.host.call(lambda inner: require(inner.lends).end_loan(handoff_id, 1))
         await engine.until(lambda: len(engine.lent) == 2)
         await engine.host.call(lambda inner: inner.abort("b"))
         await engine.end("a")
@@ -165,13 +165,15 @@ async def test_a_first_token_that_vllm_must_remember_is_sampled_again(why: str) 
         assert chunk.token_id == EXPECTED[0]
         memory = engine.host._bytes.reshape(64, -1)  # type: ignore[attr-defined]
         memory[list(remote.block_ids)] = memory[list(chunk.block_ids)]
-        await engine.host.call(lambda inner: inner.resume_handoff(remote.handoff_id, 1, EXPECTED[0], None))
+        await engine.host.call(
+            lambda inner: require(inner.lends).resume_handoff(remote.handoff_id, 1, EXPECTED[0], None)
+        )
         await engine.end("a")
         assert engine.tokens("a") == EXPECTED
         asked = [prompt["prompt_token_ids"] for prompt, _, name, _ in library.begun if name.startswith("a/")]
         assert asked == [PROMPT if why else [*PROMPT, EXPECTED[0]]]
         assert library.loaded["a"] == len(PROMPT)
-        await engine.host.call(lambda inner: inner.end_loan(remote.handoff_id, 1))
+        await engine.host.call(lambda inner: require(inner.lends).end_loan(remote.handoff_id, 1))
         await engine.host.call(lambda inner: inner.sending_finished("p"))
         while await engine.num_free() < 64:
             await asyncio.sleep(0.002)
@@ -183,8 +185,10 @@ async def test_a_first_token_that_ends_the_answer_needs_no_vllm() -> None:
         await engine.add("a", sampling, mode=PrefillMode.REMOTE)
         await engine.until(lambda: engine.lent)
         remote = next(remote for step in engine.steps for remote in step.remote_prefills)
-        assert not await engine.host.call(lambda inner: inner.resume_handoff(remote.handoff_id, 2, 5, None))
-        assert await engine.host.call(lambda inner: inner.resume_handoff(remote.handoff_id, 1, 5, None))
+        assert not await engine.host.call(
+            lambda inner: require(inner.lends).resume_handoff(remote.handoff_id, 2, 5, None)
+        )
+        assert await engine.host.call(lambda inner: require(inner.lends).resume_handoff(remote.handoff_id, 1, 5, None))
         await engine.end("a")
         assert (engine.tokens("a"), library.begun) == ([5], [])
 
@@ -194,7 +198,9 @@ async def test_a_first_token_of_another_vocabulary_is_none() -> None:
         await engine.add("a", mode=PrefillMode.REMOTE)
         await engine.until(lambda: engine.lent)
         remote = next(remote for step in engine.steps for remote in step.remote_prefills)
-        assert not await engine.host.call(lambda inner: inner.resume_handoff(remote.handoff_id, 1, 10**6, None))
+        assert not await engine.host.call(
+            lambda inner: require(inner.lends).resume_handoff(remote.handoff_id, 1, 10**6, None)
+        )
         await engine.end("a")
         assert engine.tokens("a") == EXPECTED
         assert library.loaded["a"] == 0

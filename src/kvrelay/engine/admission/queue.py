@@ -23,8 +23,8 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.status import RequestStatus
 from kvrelay.engine.admission.fair import Candidate, FairQueue, Shares
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.prefill_budget import Pace
 from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.scheduled_batch import Pace
 from kvrelay.placement.base import Decision, PrefillPlace, Situation
 from kvrelay.placement.cost import stay_here
 
@@ -154,11 +154,12 @@ class AdmissionQueue:
         if self._short is not None:
             self._short.num_passed_blocks += len(found.hit) + found.num_needed
         self._give_blocks(request, found.hit, found.num_needed)
-        if found.decision is not None and request.placement is not None:
-            request.decision = found.decision
+        placement = request.placement
+        if found.decision is not None and placement is not None and placement.policy is not None:
+            placement.decision = found.decision
             if found.decision.place is PrefillPlace.REMOTE:
                 request.mode = PrefillMode.REMOTE
-            request.placement.placed(found.decision)
+            placement.policy.placed(found.decision)
         return request
 
     def _next(self, load: EngineLoad) -> _Admissible | None:
@@ -183,11 +184,11 @@ class AdmissionQueue:
 
     def _decide(self, candidate: Candidate, load: EngineLoad) -> Decision | None:
         """The request's placement, if it is decided now."""
-        request, pace = candidate.request, load.pace
-        if request.placement is None or request.objectives is None or pace is None:
+        request, pace, placement = candidate.request, load.pace, candidate.request.placement
+        if placement is None or placement.policy is None or placement.objectives is None or pace is None:
             return None
         is_here_open = not self._is_over_budget(candidate, load)
-        if not request.placement.has_choice:
+        if not placement.policy.has_choice:
             return stay_here(is_here_open)
         situation = Situation(
             num_tokens=request.num_queued_tokens,
@@ -201,10 +202,10 @@ class AdmissionQueue:
             num_context=pace.num_context,
             is_here_open=is_here_open,
             cost=pace.costs.cost,
-            objectives=request.objectives,
+            objectives=placement.objectives,
             spread=pace.costs.spread,
         )
-        return request.placement.decide(situation)
+        return placement.policy.decide(situation)
 
     def _fit(self, request: Request, load: EngineLoad, decision: Decision | None) -> _Admissible | None:
         hit = self.find_hit(request)

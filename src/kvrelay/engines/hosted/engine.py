@@ -6,7 +6,7 @@ the host's thread, except for ``check_room`` and the numbers that ``stats`` read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.config import EngineConfig
@@ -14,18 +14,15 @@ from kvrelay.core.clock import Clock
 from kvrelay.core.completion_rate import CompletionRate
 from kvrelay.core.events import KvEvent, LoadMetrics
 from kvrelay.core.handoff import HandoffId
-from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason, RequestStatus
 from kvrelay.engine.admission.fair import FairQueue, Shares
-from kvrelay.engine.admission.limits import NONE_PENDING, PendingArrivals
-from kvrelay.engine.contract import EngineFacts
-from kvrelay.engine.reports import handed_off_token, report_token
-from kvrelay.engine.request import PrefillMode, Request
+from kvrelay.engine.contract import EngineFacts, HandsOver, MovesKv
+from kvrelay.engine.limits import NONE_PENDING, PendingArrivals
+from kvrelay.engine.reports import finish_reason, handed_off_token, report_token, stop_token_ids
+from kvrelay.engine.request import PrefillMode, Request, check_tokens
 from kvrelay.engine.stats import EngineStats
 from kvrelay.engine.step import HandoffChunk, StepOutput
-from kvrelay.engine.stopping import finish_reason, stop_token_ids
-from kvrelay.engine.validation import check_tokens
 from kvrelay.engines.hosted.backend import AnswerError, Backend, Piece, Prefilled, RefusedError
 from kvrelay.engines.hosted.backoff import Backoff
 from kvrelay.engines.hosted.mirrored import MirroredCache
@@ -104,6 +101,19 @@ class StreamedEngine:
         self._dead: EngineDeadError | None = None
         self._num_arrived = 0
         self._tally = Tally(worker_id, facts, config)
+
+    @property
+    def lends(self) -> HandsOver | None:
+        """Its KV is not in blocks of its own."""
+        return None
+
+    @property
+    def moves(self) -> MovesKv | None:
+        return self if self._facts.moves_kv else None
+
+    @property
+    def schedules(self) -> None:
+        """The backend does."""
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -377,20 +387,6 @@ class StreamedEngine:
             if request.mode is PrefillMode.REMOTE and self._facts.prefills_here:
                 request.mode = PrefillMode.LOCAL
 
-    def resume_handoff(
-        self, handoff_id: HandoffId, loan: int, token_id: int, logprobs: PositionLogprobs | None
-    ) -> bool:
-        return False
-
-    def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
-        return None
-
-    def end_loan(self, handoff_id: HandoffId, loan: int) -> None:
-        raise KeyError(handoff_id, loan)
-
-    def writable_blocks(self) -> Mapping[tuple[HandoffId, int], tuple[int, ...]]:
-        return {}
-
     # -- hand-offs, prefill side --------------------------------------------------------------------------------------
 
     def _open_prefill(self, request: Request) -> None:
@@ -422,12 +418,6 @@ class StreamedEngine:
         if self._forget_running(request_id) is not None:
             self._ended.add(1)
             self._start_held()
-
-    def set_exclusive_prefill(self, exclusive: bool) -> None:
-        """The backend schedules."""
-
-    def kv_loaded(self, request_id: str, ok: bool) -> None:
-        """No read was asked for."""
 
     # -- what can be seen ---------------------------------------------------------------------------------------------
 

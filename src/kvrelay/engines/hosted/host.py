@@ -21,10 +21,9 @@ from kvrelay.core.events import KvEvent
 from kvrelay.core.layout import MemoryRegion
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.engine.contract import Engine, EngineFacts
-from kvrelay.engine.load_sampler import LoadSampler
 from kvrelay.engine.progress import Progress
 from kvrelay.engine.request import Request
-from kvrelay.engine.stats import EngineStats
+from kvrelay.engine.stats import EngineStats, LoadSampler
 from kvrelay.engine.step import StepOutput
 from kvrelay.engines.hosted.backend import AnswerError, Backend, BackendError, RefusedError, UnconfirmedError
 from kvrelay.engines.hosted.engine import StreamedEngine

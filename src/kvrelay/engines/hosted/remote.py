@@ -11,7 +11,7 @@ Every ``fetch`` is followed by exactly one entry in ``StepOutput.fetched_handoff
 from __future__ import annotations
 
 from kvrelay.core.handoff import HandoffId
-from kvrelay.engine.opening import HandoffIds, remote_prefill
+from kvrelay.engine.loans import HandoffIds, remote_prefill
 from kvrelay.engine.request import Request
 from kvrelay.engine.step import StepOutput
 

@@ -18,11 +18,10 @@ from kvrelay.core.handoff import HandoffId
 from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.engine.contract import EngineFacts
-from kvrelay.engine.opening import HandoffIds, remote_prefill
-from kvrelay.engine.reports import report_token
+from kvrelay.engine.loans import HandoffIds, remote_prefill
+from kvrelay.engine.reports import finish_reason, report_token
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk
-from kvrelay.engine.stopping import finish_reason
 from kvrelay.engines.connector.terms import StagedKv, encode_request
 from kvrelay.engines.hosted.backend import AnswerError
 from kvrelay.engines.hosted.engine import StreamedEngine
@@ -103,6 +102,11 @@ class StagedEngine(StreamedEngine):
         handoff_id = self._handoffs[request.request_id]
         self._loans[handoff_id, 1] = blocks
         self.output.remote_prefills.append(remote_prefill(request, handoff_id, request.sampling, blocks.block_ids))
+
+    @property
+    def lends(self) -> StagedEngine:
+        """The staging memory's blocks."""
+        return self
 
     def lend_fresh(self, handoff_id: HandoffId, loan: int) -> tuple[int, ...] | None:
         request_id = self._opened.get(handoff_id)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from kvrelay.config import EngineConfig
 from kvrelay.core.events import LoadMetrics
 from kvrelay.engine.contract import EngineFacts
-from kvrelay.engine.stats import EngineStats
-from kvrelay.engine.times import EngineTimes
+from kvrelay.engine.stats import EngineStats, EngineTimes
 
 
 class Tally:

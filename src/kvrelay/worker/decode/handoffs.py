@@ -24,7 +24,7 @@ from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection, RemotePre
 from kvrelay.core.latest import Latest
 from kvrelay.core.layout import BlockRun
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.contract import Engine, EngineHost
+from kvrelay.engine.contract import Engine, EngineHost, require
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import KvrelayError, PayloadTooLargeError, ProtocolError
 from kvrelay.handoff import decode_events as de
@@ -185,7 +185,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self._on_arrived(action.request_id, message.prefill_s)
         if message.token_id is None:
             self._stats.num_remote_done += 1  # the engine got the KV, and has continued
-        elif core.resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs):
+        elif require(core.lends).resume_handoff(action.handoff_id, action.loan, message.token_id, message.logprobs):
             self._stats.num_remote_done += 1
             if isinstance(message, HandoffDone):
                 self._stats.num_received_bytes += message.num_transferred_bytes
@@ -213,7 +213,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
     def _allocate(self, action: de.Allocate) -> None:
         def allocate(core: Engine) -> None:
-            block_ids = core.lend_fresh(action.handoff_id, action.loan)
+            block_ids = require(core.lends).lend_fresh(action.handoff_id, action.loan)
             self.handle(de.Allocated(action.handoff_id, action.loan, block_ids))
 
         self._engine.post(allocate)
@@ -226,7 +226,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             return
 
         def fetch(core: Engine) -> None:
-            if not core.fetch_handoff(action.handoff_id, params):
+            if not require(core.moves).fetch_handoff(action.handoff_id, params):
                 self._fetched(action.handoff_id, False)
 
         self._fetching[action.handoff_id] = action.generation
@@ -265,7 +265,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
     def _discard(self, action: de.Discard) -> None:
         def discard(core: Engine) -> None:
             if not self._is_fetched(action.handoff_id):
-                core.discard_kv(action.kv_transfer_params)
+                require(core.moves).discard_kv(action.kv_transfer_params)
 
         self._engine.post(discard)
 
@@ -304,7 +304,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         if self._transfer.grants is not None:
             # Before the engine may use the blocks, so that later writes of the peer are refused.
             self._transfer.grants.close(str(action.handoff_id), action.loan)
-        self._engine.post(lambda core: core.end_loan(action.handoff_id, action.loan))
+        self._engine.post(lambda core: require(core.lends).end_loan(action.handoff_id, action.loan))
 
     def _avoid(self, action: de.Avoid) -> None:
         _log.warning(

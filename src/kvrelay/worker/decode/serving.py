@@ -33,7 +33,6 @@ from kvrelay.core.return_times import ReturnTimes
 from kvrelay.core.shortest_first import ShortestFirst
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.admission.control import AdmissionControl
 from kvrelay.engine.contract import Engine, EngineHost
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import (
@@ -47,13 +46,14 @@ from kvrelay.errors import (
 )
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.decode_state import DecodeRules
-from kvrelay.placement.base import Decision, PrefillPlace
+from kvrelay.placement.base import Decision, PlacementState, PrefillPlace
 from kvrelay.placement.cost import CostPlacement
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.rpc.base import Peer, RpcServer
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
 from kvrelay.worker.cluster.memory import PeerMemory
+from kvrelay.worker.decode.admission import AdmissionControl
 from kvrelay.worker.decode.handoffs import IncomingHandoffs
 from kvrelay.worker.decode.outputs import send_outputs
 from kvrelay.worker.decode.queue import QueuedPrefills
@@ -288,6 +288,7 @@ class DecodeSide:
 
     def _enqueue(self, core: Engine, message: GenerateRequest, handoff_id: HandoffId | None) -> PrefillPlace | None:
         """Where the prefill runs; None: that is decided when the request is admitted."""
+        placement = PlacementState(explain=message.explain)
         request = Request(
             message.request_id,
             message.prompt_token_ids,
@@ -296,17 +297,17 @@ class DecodeSide:
             priority=message.priority,
             tenant=message.tenant,
             handoff_number=0 if handoff_id is None else handoff_id.number,
+            placement=placement,
         )
-        request.explain = message.explain
         if self._policy.is_by_cost:
-            request.objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
-            request.refuses_late = self._policy.config.early_reject
+            placement.objectives = self.placement.objectives(message.slo_ttft_ms, message.slo_itl_ms)
+            placement.refuses_late = self._policy.config.early_reject
             if message.order is HandoffOrder.DECODE_FIRST and not request.must_prefill_here:
-                request.placement = self.placement
+                placement.policy = self.placement
                 core.add_request(request)
                 return None
         place = self._place_of(core, request, message)
-        request.decision = Decision(place)
+        placement.decision = Decision(place)
         if place is PrefillPlace.REMOTE:
             request.mode = PrefillMode.REMOTE
         else:

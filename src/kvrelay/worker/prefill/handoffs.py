@@ -26,7 +26,7 @@ from kvrelay.core.layout import BlockRun, KVLayout
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.contract import Engine, EngineHost
+from kvrelay.engine.contract import Engine, EngineHost, require
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk, KvLoad, StepOutput
 from kvrelay.errors import KvrelayError, WorkerUnavailableError
@@ -310,7 +310,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
 
     def _tell_loaded(self, action: pe.TellLoaded) -> None:
         name = str(action.handoff_id)
-        self._engine.post(lambda core: core.kv_loaded(name, action.ok))
+        self._engine.post(lambda core: require(core.schedules).kv_loaded(name, action.ok))
 
     def _stop_computing(self, action: pe.StopComputing) -> None:
         name = str(action.handoff_id)

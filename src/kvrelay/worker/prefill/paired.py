@@ -18,7 +18,6 @@ import msgspec
 from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
 from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
 from kvrelay.core.pair_id import parse_pair_id
-from kvrelay.engine.admission.control import AdmissionControl
 from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import (
     InvalidInputError,
@@ -29,6 +28,7 @@ from kvrelay.errors import (
 )
 from kvrelay.handoff import prefill_events as pe
 from kvrelay.rpc.base import Peer, RpcServer
+from kvrelay.worker.decode.admission import AdmissionControl
 from kvrelay.worker.decode.refusals import Refusals, refusal_of
 from kvrelay.worker.prefill.handoffs import Job, OutgoingHandoffs
 

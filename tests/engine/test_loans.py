@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.sampling import SamplingParams
-from kvrelay.engine.opening import HandoffIds, remote_prefill
+from kvrelay.engine.loans import HandoffIds, remote_prefill
 from kvrelay.engine.request import PrefillMode, Request
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.core.clock import ManualClock
 from kvrelay.core.events import LoadMetrics
-from kvrelay.engine.load_sampler import LoadSampler
+from kvrelay.engine.stats import LoadSampler
 
 INTERVAL_S = 0.05
 

@@ -2,7 +2,7 @@
 
 ``max_num_waiting`` counts requests. The KV watermark counts their blocks: a few long prompts can occupy a pool for
 minutes, and a request that comes after them is better off on another worker, or with a client that retries later. This
-module does not decide which waiting request gets blocks next (``queue.py``).
+module does not decide which waiting request gets blocks next (``admission/queue.py``).
 """
 
 from __future__ import annotations
@@ -83,21 +83,21 @@ class AdmissionLimits:
 
         Prompts that are not longer are computed before it: those that wait, and those that are being computed.
         """
-        if request.objectives is None:
+        placement, objectives = request.placement, request.objectives
+        if placement is None or objectives is None:
             return
         admission, cost = self._scheduler.admission, self._scheduler.pace.costs.cost
         num_held = len(admission.find_hit(request)) * self._scheduler.pool.block_size
         own = max(len(request.token_ids) - num_held, 1)
         before = admission.num_tokens_before(own) + self._scheduler.num_prefilling_tokens_before(own)
-        if request.placement is not None:
-            soonest_s = request.placement.soonest_s(own, before, cost)
+        if placement.policy is not None:
+            soonest_s = placement.policy.soonest_s(own, before, cost)
         else:
             soonest_s = cost.prefill_seconds(before + own) if cost.is_sound else 0.0
-        late_s = soonest_s - request.objectives.ttft_s
+        late_s = soonest_s - objectives.ttft_s
         if late_s > 0.0:
             raise ObjectiveMissedError(
-                f"the first token would come after {soonest_s:.2f} s at best; the objective is "
-                f"{request.objectives.ttft_s:g} s",
+                f"the first token would come after {soonest_s:.2f} s at best; the objective is {objectives.ttft_s:g} s",
                 retry_after_s=max(late_s, MIN_RETRY_AFTER_S),
                 spacing_s=soonest_s * own / (before + own),
             )

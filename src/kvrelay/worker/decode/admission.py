@@ -8,8 +8,8 @@ checks its limits again when it receives the request.
 from __future__ import annotations
 
 from kvrelay.core.messages import GenerateRequest
-from kvrelay.engine.admission.limits import PendingArrivals
 from kvrelay.engine.contract import EngineHost
+from kvrelay.engine.limits import PendingArrivals
 
 
 class AdmissionControl:

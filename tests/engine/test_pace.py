@@ -14,9 +14,9 @@ from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import RequestStatus
 from kvrelay.core.step_cost import MIN_CHUNK_TOKENS, StepCost, StepWork
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.prefill_budget import MARGIN, STEP_SHARE, Pace
 from kvrelay.engine.request import Request
-from kvrelay.placement.base import Objectives, PrefillPlace, PrefillSide
+from kvrelay.engine.scheduled_batch import MARGIN, STEP_SHARE, Pace
+from kvrelay.placement.base import Objectives, PlacementState, PrefillPlace, PrefillSide
 from kvrelay.placement.cost import MIN_WINDOW, CostPlacement
 from kvrelay.placement.cost_model import StepCostModel
 from kvrelay.placement.threshold import DisaggPolicy
@@ -26,9 +26,8 @@ COST = StepCost(0.002, 0.003, 1e-5, 0.0, 2.5e-5, 0.0)
 
 def request(name: str, length: int, objectives: Objectives | None = None, max_tokens: int = 8) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    made = Request(name, [number % 500 for number in range(length)], sampling)
-    made.objectives = objectives
-    return made
+    placement = None if objectives is None else PlacementState(objectives=objectives)
+    return Request(name, [number % 500 for number in range(length)], sampling, placement=placement)
 
 
 def paced(cost: StepCost = COST) -> Pace:
@@ -107,7 +106,8 @@ class Fleet:
 
     def request(self, name: str, length: int) -> Request:
         made = request(name, length, Objectives(0.5, 0.025))
-        made.placement = self.placement
+        assert made.placement is not None
+        made.placement.policy = self.placement
         return made
 
 
