@@ -24,7 +24,6 @@ from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk
 from kvrelay.engines.registry import build_host
 from kvrelay.executors.settings import ExecutorSettings
-from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.messages import HandoffReleased
 
 CONFIG = EngineConfig(num_blocks=512, max_num_seqs=16)
@@ -147,7 +146,7 @@ async def test_kv_that_no_request_needs_any_more_is_freed_through_the_decode_ser
         params = chunks[0].kv_transfer_params
         released = HandoffReleased(HandoffId(pair.decode.id, 77), pair.prefill.id, None, params)
         for _ in range(3):
-            pair.decode.worker._decode.handoffs.handle(de.Released(released))
+            pair.decode.worker._decode.handoffs.handle(released)
         await pair.cluster.until(lambda: not exchange.kept)
         await pair.decode.worker._engine.call(lambda engine: engine.discard_kv(b"nonsense"))
         await pair.prefill.worker._engine.call(lambda engine: engine.sending_finished("r"))

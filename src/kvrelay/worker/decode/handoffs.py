@@ -99,7 +99,6 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         self._num_stale = 0
         super().__init__(
             self.ledger,
-            de.Tick(),
             clock,
             {
                 de.Push: self._queue,

@@ -112,7 +112,6 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._releases = Releases(peers, lambda handoff_id: self.handle(pe.ReleaseHeard(handoff_id)))
         super().__init__(
             self.ledger,
-            pe.Tick(),
             clock,
             {
                 pe.Compute: self._compute,
@@ -127,9 +126,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 pe.Computed: lambda action: self.on_loop(self.jobs[action.handoff_id].on_computed),
                 pe.Settle: lambda action: self.on_loop(self._settle, action),
                 pe.Return: lambda action: self.on_loop(self._return, action),
-                pe.SendProgress: lambda action: self.on_loop(self._tell, action),
-                pe.SendDone: lambda action: self.on_loop(self._tell, action),
-                pe.SendReady: lambda action: self.on_loop(self._tell, action),
+                pe.Send: lambda action: self.on_loop(self._tell, action),
                 pe.SayReleased: lambda action: self.on_loop(self._releases.say, action.worker_id, action.message),
             },
         )
@@ -192,11 +189,11 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         elif isinstance(message, HandoffRefused):
             if message.reason != RefusalReason.UNKNOWN:
                 _log.warning("hand-off %s: %s refused the claim: %.100r", message.handoff_id, worker_id, message.reason)
-            self.handle(pe.Refused(message))
+            self.handle(message)
         elif isinstance(message, HandoffAbandon):
             self.handle(pe.Abandoned(worker_id, message))
         else:
-            self.handle(pe.Fetched(message))
+            self.handle(message)
 
     def _begin_claim(self, action: pe.SendClaim) -> None:
         self._tasks.spawn(self._claim(action))
@@ -218,14 +215,14 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             _log.exception("claiming hand-off %s failed", handoff_id)
             self.handle(pe.ClaimFailed(handoff_id))
 
-    def _tell(self, action: pe.SendProgress | pe.SendDone | pe.SendReady) -> None:
+    def _tell(self, action: pe.Send) -> None:
         """Unless the last attempt still waits for a connection: the ledger says it again."""
         handoff_id = action.message.handoff_id
         if handoff_id not in self._telling:
             self._telling.add(handoff_id)
             self._tasks.spawn(self._send(action))
 
-    async def _send(self, action: pe.SendProgress | pe.SendDone | pe.SendReady) -> None:
+    async def _send(self, action: pe.Send) -> None:
         try:
             peer = await self._peers.get(action.worker_id)
             peer.client.send(action.message)

@@ -21,8 +21,7 @@ from kvrelay.core.layout import KVLayout
 from kvrelay.core.tasks import TaskSet, end_tasks
 from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import KvrelayError
-from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.base import EndReason, LeaseLost
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.checksums import BlockChecksums
@@ -153,7 +152,7 @@ class PrefillSide:
         Submits nothing from now on, including hand-offs that are being claimed. The caller withdraws submitted
         transfers.
         """
-        self.handoffs.handle(pe.LeaseLost(reason))
+        self.handoffs.handle(LeaseLost(reason))
 
     async def _idle(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
