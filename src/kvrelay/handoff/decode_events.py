@@ -117,8 +117,6 @@ class Verified(OfHandoff, frozen=True):
 
     generation: int
     ok: bool
-    num_blocks: int = 0
-    """That were compared: for counts only."""
 
 
 class ConnectionLost(Value, frozen=True):
