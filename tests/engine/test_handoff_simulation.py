@@ -26,6 +26,7 @@ from kvrelay.errors import OverloadedError
 from kvrelay.executors.mock import MockExecutor, mock_generate
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import LeaseEnded, LeaseLost, Registered, Tick
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.messages import HandoffAbandon, HandoffDone, HandoffFetched, HandoffGrant, HandoffRefused
@@ -128,12 +129,10 @@ class World:
             match message:
                 case HandoffGrant():
                     self.tell_prefill(worker, pe.Granted("d", message))
-                case HandoffRefused():
-                    self.tell_prefill(worker, pe.Refused(message))
                 case HandoffAbandon():
                     self.tell_prefill(worker, pe.Abandoned("d", message))
-                case HandoffFetched():
-                    self.tell_prefill(worker, pe.Fetched(message))
+                case HandoffRefused() | HandoffFetched():
+                    self.tell_prefill(worker, message)
 
         self.later(deliver)
 
@@ -184,10 +183,10 @@ class World:
                 engine.sending_finished(str(action.handoff_id))
             case pe.SayReleased():
                 self.later(lambda: self.hear_release(worker, action))
-            case pe.SendProgress():
-                self.later(lambda: self.tell_decode(de.Progress(action.message)))
-            case pe.SendDone():
-                self.later(lambda: self.tell_decode(de.Done(action.message, worker.name)))
+            case pe.Send(message=HandoffDone() as message):
+                self.later(lambda: self.tell_decode(de.Done(message, worker.name)))
+            case pe.Send():
+                self.later(lambda: self.tell_decode(action.message))
             case pe.Computed() | pe.Settle():
                 pass
             case _:
@@ -226,7 +225,7 @@ class World:
         self.tell_prefill(worker, pe.Written(action.handoff_id, True))
 
     def hear_release(self, worker: Prefill, action: pe.SayReleased) -> None:
-        self.tell_decode(de.Released(action.message))
+        self.tell_decode(action.message)
         self.tell_prefill(worker, pe.ReleaseHeard(action.message.handoff_id))
 
     def kill(self, name: str) -> None:
@@ -235,7 +234,7 @@ class World:
         worker.is_dead = True
         if self.rng.random() < 0.5:
             self.tell_decode(de.ConnectionLost(name))
-        self.tell_decode(de.LeaseEnded(name))
+        self.tell_decode(LeaseEnded(name))
         for _ in range(self.rng.randrange(20)):
             self.step_decode()
             if worker.copies and self.rng.random() < 0.5:
@@ -255,14 +254,14 @@ class World:
             if worker.copies and rng.random() < 0.6:
                 worker.copies.pop(0)()
             if rng.random() < 0.005:
-                self.tell_prefill(worker, pe.LeaseLost())
+                self.tell_prefill(worker, LeaseLost())
             if rng.random() < 0.2:
-                self.tell_prefill(worker, pe.Tick())
+                self.tell_prefill(worker, Tick())
         if self.messages and rng.random() < 0.8:
             self.messages.pop(rng.randrange(len(self.messages)))()
         self.clock.advance(0.1)
         if rng.random() < 0.2:
-            self.tell_decode(de.Tick())
+            self.tell_decode(Tick())
 
     @property
     def is_idle(self) -> bool:
@@ -295,7 +294,7 @@ def make_world(make_engine: MakeEngine, rng: random.Random, num_prefill: int) ->
             exclusive_prefill=rng.random() < 0.7,
         )
         prefill[name] = Prefill(name, engine, PrefillLedger(PrefillRules(name, block_size, "same")))
-        ledger.handle(de.Registered(name, TTL_S, 1), 0.0)
+        ledger.handle(Registered(name, TTL_S, 1), 0.0)
     return World(rng, clock, decode, ledger, prefill, failing_reads=0.2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.handoff import decode_events as de
-from kvrelay.handoff.base import EndReason, RefusalReason
+from kvrelay.handoff.base import EndReason, RefusalReason, Registered, Tick
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffProgress, HandoffRefused, HandoffReleased
@@ -20,7 +20,7 @@ class Requests:
     def __init__(self) -> None:
         self.ledger = DecodeLedger(RULES, lambda: SECRET)
         for worker_id in ("bad", "good"):
-            self.ledger.handle(de.Registered(worker_id, 10.0, 1), 0.0)
+            self.ledger.handle(Registered(worker_id, 10.0, 1), 0.0)
         self.here: dict[str, EndReason] = {}
         """Requests that are computed here, and why."""
         self.refused: dict[str, str] = {}
@@ -46,21 +46,21 @@ class Requests:
         self.handle(de.Done(HandoffDone(name, 1, 7, None, 0, 0.0, None, SECRET)), now_s)
 
     def progress(self, name: str, now_s: float) -> None:
-        self.handle(de.Progress(HandoffProgress(name, 1, SECRET)), now_s)
+        self.handle(HandoffProgress(name, 1, SECRET), now_s)
 
 
 def silent(requests: Requests, name: str, now_s: float) -> None:
-    requests.handle(de.Tick(), now_s + 10.0)
+    requests.handle(Tick(), now_s + 10.0)
 
 
 def never_done(requests: Requests, name: str, now_s: float) -> None:
     for second in range(1, 20):
         requests.progress(name, now_s + second)
-    requests.handle(de.Tick(), now_s + 20.0)
+    requests.handle(Tick(), now_s + 20.0)
 
 
 def released_late(requests: Requests, name: str, now_s: float) -> None:
-    requests.handle(de.Released(HandoffReleased(name, "bad")), now_s + 9.0)
+    requests.handle(HandoffReleased(name, "bad"), now_s + 9.0)
 
 
 def disconnected_late(requests: Requests, name: str, now_s: float) -> None:
@@ -116,7 +116,7 @@ def test_a_quick_release_is_no_failure() -> None:
     requests = Requests()
     for number in range(5):
         requests.begin(f"h{number}", number)
-        requests.handle(de.Released(HandoffReleased(f"h{number}", "bad")), number + 0.5)
+        requests.handle(HandoffReleased(f"h{number}", "bad"), number + 0.5)
     assert requests.here.keys() == {f"h{number}" for number in range(5)}
     assert requests.refused == {}
 
@@ -140,10 +140,10 @@ def test_an_entry_that_was_pulled_and_is_not_claimed_is_computed_here_a_second_a
     requests.open("claimed", 0.1)
     requests.open("queued", 0.2)
     requests.claim("claimed", 5.0, "good")
-    requests.handle(de.Tick(), 5.9)
+    requests.handle(Tick(), 5.9)
     assert requests.here == {}
     assert requests.ledger.next_tick_s() == 6.0
-    requests.handle(de.Tick(), 6.0)
+    requests.handle(Tick(), 6.0)
     assert requests.here == {"pulled": EndReason.OVERTAKEN}
 
 
@@ -152,5 +152,5 @@ def test_a_claim_within_that_second_is_granted_as_ever() -> None:
     requests.open("pulled", 0.0)
     requests.begin("claimed", 0.1, "good")
     requests.claim("pulled", 1.0, "good")
-    requests.handle(de.Tick(), 5.0)
+    requests.handle(Tick(), 5.0)
     assert requests.here == requests.refused == {}

@@ -8,7 +8,7 @@ from kvrelay.core.handoff import KvDirection
 from kvrelay.errors import IllegalTransitionError
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason, RefusalReason
+from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, RefusalReason, Registered, Tick
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import TRANSITIONS as DECODE_TRANSITIONS
 from kvrelay.handoff.decode_state import DecodeRules, DecodeState
@@ -36,7 +36,7 @@ SECRET = 99
 def decode_ledger(**rules: object) -> DecodeLedger:
     """With one open hand-off, "h" of request "r", and a prefill worker "p" in term 1."""
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same", **rules), lambda: SECRET)
-    ledger.handle(de.Registered("p", 10.0, 1), 0.0)
+    ledger.handle(Registered("p", 10.0, 1), 0.0)
     opened = ledger.handle(de.Opened("h", "r", BLOCKS, 2), 0.0)
     assert opened == [de.Push("h")]
     return ledger
@@ -89,7 +89,7 @@ def test_messages_for_an_earlier_incarnation_are_stale() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
     assert ledger.handle(done("h of another start"), 2.0) == []
-    assert ledger.handle(de.Released(HandoffReleased("h of another start", "p")), 2.0) == []
+    assert ledger.handle(HandoffReleased("h of another start", "p"), 2.0) == []
     assert ledger.counters.num_stale == 2
     assert ledger.num_grants == 1
 
@@ -109,15 +109,15 @@ def test_only_the_claimant_can_say_that_it_is_done_or_computes() -> None:
     for secret in (0, SECRET + 1):
         assert ledger.handle(done(secret=secret), 2.0) == []
         assert ledger.handle(de.Done(done(secret=secret).message, "to q"), 2.0) == []
-        assert ledger.handle(de.Progress(HandoffProgress("h", 1, secret)), 9.0) == []
+        assert ledger.handle(HandoffProgress("h", 1, secret), 9.0) == []
     assert ledger.counters.num_stale == 6
-    assert de.ComputeHere("h", "r", EndReason.CLAIMANT_SILENT) in ledger.handle(de.Tick(), 11.0)
+    assert de.ComputeHere("h", "r", EndReason.CLAIMANT_SILENT) in ledger.handle(Tick(), 11.0)
 
 
 def test_grants_have_different_secrets() -> None:
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"))
-    ledger.handle(de.Registered("p", 10.0, 1), 0.0)
-    ledger.handle(de.Registered("q", 10.0, 1), 0.0)
+    ledger.handle(Registered("p", 10.0, 1), 0.0)
+    ledger.handle(Registered("q", 10.0, 1), 0.0)
     ledger.handle(de.Opened("h", "r", BLOCKS, 2), 0.0)
     first = grant_of(ledger.handle(claim(), 1.0))
     ledger.handle(claim("q"), 2.0)
@@ -137,10 +137,10 @@ def test_done_is_answered_however_often_it_is_said() -> None:
 def test_a_claimant_that_falls_silent_loses_the_request() -> None:
     ledger = decode_ledger(silence_timeout_s=10.0, grant_timeout_s=120.0)
     ledger.handle(claim(), 1.0)
-    ledger.handle(de.Progress(HandoffProgress("h", 1, SECRET)), 9.0)
-    assert ledger.handle(de.Tick(), 18.9) == []
+    ledger.handle(HandoffProgress("h", 1, SECRET), 9.0)
+    assert ledger.handle(Tick(), 18.9) == []
     assert ledger.next_tick_s() == 19.0
-    actions = ledger.handle(de.Tick(), 19.0)
+    actions = ledger.handle(Tick(), 19.0)
     assert actions == [
         de.Send("to p", HandoffAbandon("h", 1)),
         de.ComputeHere("h", "r", EndReason.CLAIMANT_SILENT),
@@ -151,18 +151,18 @@ def test_a_claimant_that_falls_silent_loses_the_request() -> None:
 def test_a_claimant_is_not_silent_before_it_knows_of_its_grant() -> None:
     ledger = decode_ledger(silence_timeout_s=10.0)
     ledger.handle(claim(wants_checksums=True), 1.0)
-    assert ledger.handle(de.Tick(), 60.0) == []
+    assert ledger.handle(Tick(), 60.0) == []
     ledger.handle(de.HitsChecksummed("h", 1, (5, 6)), 60.0)
-    assert ledger.handle(de.Tick(), 69.9) == []
-    assert ledger.handle(de.Tick(), 70.0) != []
+    assert ledger.handle(Tick(), 69.9) == []
+    assert ledger.handle(Tick(), 70.0) != []
 
 
 def test_what_was_granted_stays_lent_until_the_claimant_has_stopped() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
     assert ledger.handle(de.Closed("h"), 2.0) == [de.Send("to p", HandoffAbandon("h", 1))]
-    assert ledger.handle(de.Released(HandoffReleased("h", "q")), 3.0) == [], "that was another's"
-    assert ledger.handle(de.Released(HandoffReleased("h", "p")), 3.0) == [de.EndLoan("h", 1)]
+    assert ledger.handle(HandoffReleased("h", "q"), 3.0) == [], "that was another's"
+    assert ledger.handle(HandoffReleased("h", "p"), 3.0) == [de.EndLoan("h", 1)]
 
 
 def test_before_a_grant_the_blocks_are_free_at_once() -> None:
@@ -171,7 +171,7 @@ def test_before_a_grant_the_blocks_are_free_at_once() -> None:
 
 def test_a_second_claimant_gets_other_blocks() -> None:
     ledger = decode_ledger()
-    ledger.handle(de.Registered("q", 10.0, 2), 0.0)
+    ledger.handle(Registered("q", 10.0, 2), 0.0)
     ledger.handle(claim(), 1.0)
     assert ledger.handle(claim("q", 2), 2.0) == [de.Allocate("h", 2)]
     actions = ledger.handle(de.Allocated("h", 2, (0, 1, 7, 8, 9)), 3.0)
@@ -184,7 +184,7 @@ def test_a_second_claimant_gets_other_blocks() -> None:
 
 def test_without_other_blocks_a_second_claimant_is_refused() -> None:
     ledger = decode_ledger()
-    ledger.handle(de.Registered("q", 10.0, 2), 0.0)
+    ledger.handle(Registered("q", 10.0, 2), 0.0)
     ledger.handle(claim(), 1.0)
     ledger.handle(claim("q", 2), 2.0)
     assert refusal_of(ledger.handle(de.Allocated("h", 2, None), 3.0)) == RefusalReason.NO_BLOCKS
@@ -194,10 +194,10 @@ def test_without_other_blocks_a_second_claimant_is_refused() -> None:
 def test_without_other_blocks_and_without_its_first_claimant_the_request_is_computed_here() -> None:
     """The first claimant released it while the second waited, so no one else would continue it before the deadline."""
     ledger = decode_ledger()
-    ledger.handle(de.Registered("q", 10.0, 2), 0.0)
+    ledger.handle(Registered("q", 10.0, 2), 0.0)
     ledger.handle(claim(), 1.0)
     ledger.handle(claim("q", 2), 2.0)
-    assert ledger.handle(de.Released(HandoffReleased("h", "p")), 3.0) == []
+    assert ledger.handle(HandoffReleased("h", "p"), 3.0) == []
     actions = ledger.handle(de.Allocated("h", 2, None), 4.0)
     assert refusal_of(actions) == RefusalReason.NO_BLOCKS
     assert actions[1:] == [de.EndLoan("h", 1), de.ComputeHere("h", "r", EndReason.RELEASED)]
@@ -206,7 +206,7 @@ def test_without_other_blocks_and_without_its_first_claimant_the_request_is_comp
 
 def test_a_repeated_claim_changes_nothing_while_it_waits_for_blocks_or_holds_a_grant() -> None:
     ledger = decode_ledger()
-    ledger.handle(de.Registered("q", 10.0, 2), 0.0)
+    ledger.handle(Registered("q", 10.0, 2), 0.0)
     ledger.handle(claim(), 1.0)
     assert ledger.handle(claim(), 1.0) == []
     ledger.handle(claim("q", 2), 2.0)
@@ -220,18 +220,18 @@ def test_a_repeated_claim_changes_nothing_while_it_waits_for_blocks_or_holds_a_g
 def test_a_loan_that_arrives_after_the_end_goes_back(block_ids: tuple[int, ...] | None) -> None:
     """The engine lent the blocks before it heard that the request is computed here."""
     ledger = decode_ledger()
-    ledger.handle(de.Registered("q", 10.0, 2), 0.0)
+    ledger.handle(Registered("q", 10.0, 2), 0.0)
     ledger.handle(claim(), 1.0)
     assert ledger.handle(claim("q", 2), 2.0) == [de.Allocate("h", 2)]
-    ledger.handle(de.Released(HandoffReleased("h", "p")), 3.0)
-    assert de.ComputeHere("h", "r", EndReason.RELEASED) in ledger.handle(de.Released(HandoffReleased("h", "q")), 3.0)
+    ledger.handle(HandoffReleased("h", "p"), 3.0)
+    assert de.ComputeHere("h", "r", EndReason.RELEASED) in ledger.handle(HandoffReleased("h", "q"), 3.0)
     assert ledger.handle(de.Allocated("h", 2, block_ids), 4.0) == [de.EndLoan("h", 2)] * (block_ids is not None)
     assert not ledger.handoffs
 
 
 def test_claims_are_bounded() -> None:
     ledger = decode_ledger(max_attempts=1)
-    ledger.handle(de.Registered("q", 10.0, 2), 0.0)
+    ledger.handle(Registered("q", 10.0, 2), 0.0)
     ledger.handle(claim(), 1.0)
     actions = ledger.handle(claim("q", 2), 2.0)
     assert refusal_of(actions) == RefusalReason.EXHAUSTED
@@ -241,20 +241,20 @@ def test_claims_are_bounded() -> None:
 def test_a_claim_under_a_lease_that_is_not_known_yet_waits_for_it() -> None:
     ledger = decode_ledger()
     assert ledger.handle(claim("q", 2), 1.0) == []
-    assert grant_of(ledger.handle(de.Registered("q", 10.0, 2), 2.0)).generation == 1
+    assert grant_of(ledger.handle(Registered("q", 10.0, 2), 2.0)).generation == 1
 
 
 def test_a_claim_under_a_lease_that_never_becomes_known_is_computed_here() -> None:
     ledger = decode_ledger()
     ledger.handle(claim("q", 2), 1.0)
-    actions = ledger.handle(de.Tick(), 2.0)
+    actions = ledger.handle(Tick(), 2.0)
     assert refusal_of(actions) == RefusalReason.TERM_UNKNOWN
     assert actions[-1] == de.ComputeHere("h", "r", EndReason.CLAIMANT_REFUSED)
 
 
 def test_a_claim_under_an_ended_lease_is_refused_and_computed_here() -> None:
     ledger = decode_ledger()
-    ledger.handle(de.LeaseEnded("p"), 1.0)
+    ledger.handle(LeaseEnded("p"), 1.0)
     actions = ledger.handle(claim(), 2.0)
     assert refusal_of(actions) == RefusalReason.LEASE_ENDED
     assert actions[-1] == de.ComputeHere("h", "r", EndReason.CLAIMANT_LEASE_ENDED)
@@ -263,11 +263,11 @@ def test_a_claim_under_an_ended_lease_is_refused_and_computed_here() -> None:
 def test_the_end_of_a_lease_moves_the_request_and_the_fence_frees_the_blocks() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(), 1.0)
-    actions = ledger.handle(de.LeaseEnded("p"), 2.0)
+    actions = ledger.handle(LeaseEnded("p"), 2.0)
     assert actions[-1] == de.ComputeHere("h", "r", EndReason.CLAIMANT_LEASE_ENDED)
     assert ledger.next_tick_s() is not None
-    assert not [a for a in ledger.handle(de.Tick(), 11.9) if isinstance(a, de.EndLoan)]
-    assert de.EndLoan("h", 1) in ledger.handle(de.Tick(), 12.0)
+    assert not [a for a in ledger.handle(Tick(), 11.9) if isinstance(a, de.EndLoan)]
+    assert de.EndLoan("h", 1) in ledger.handle(Tick(), 12.0)
 
 
 def test_an_abandon_is_said_again_over_the_claimants_next_connection() -> None:
@@ -294,7 +294,7 @@ def test_hits_are_checksummed_before_a_grant_whose_claimant_wants_that() -> None
 def test_a_claimant_that_gives_up_meanwhile_gets_no_grant() -> None:
     ledger = decode_ledger()
     ledger.handle(claim(wants_checksums=True), 1.0)
-    actions = ledger.handle(de.Released(HandoffReleased("h", "p")), 2.0)
+    actions = ledger.handle(HandoffReleased("h", "p"), 2.0)
     assert actions == [de.ComputeHere("h", "r", EndReason.RELEASED)], "the hits are being read still"
     assert ledger.handle(de.HitsChecksummed("h", 1, (5, 6)), 3.0) == [de.EndLoan("h", 1)]
 
@@ -302,14 +302,14 @@ def test_a_claimant_that_gives_up_meanwhile_gets_no_grant() -> None:
 def test_an_engine_that_cannot_replace_blocks_computes_only_when_the_claimant_has_stopped() -> None:
     ledger = decode_ledger(can_replace_blocks=False)
     ledger.handle(claim(), 1.0)
-    assert not [a for a in ledger.handle(de.LeaseEnded("p"), 2.0) if isinstance(a, de.ComputeHere)]
-    actions = ledger.handle(de.Released(HandoffReleased("h", "p")), 3.0)
+    assert not [a for a in ledger.handle(LeaseEnded("p"), 2.0) if isinstance(a, de.ComputeHere)]
+    actions = ledger.handle(HandoffReleased("h", "p"), 3.0)
     assert actions == [de.EndLoan("h", 1), de.ComputeHere("h", "r", EndReason.CLAIMANT_LEASE_ENDED)]
 
 
 def test_pull_without_room_waits_for_it() -> None:
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
-    ledger.handle(de.Registered("p", 10.0, 1), 0.0)
+    ledger.handle(Registered("p", 10.0, 1), 0.0)
     ledger.handle(de.Opened("h", "r", (), 0, direction=KvDirection.PULL), 0.0)
     ledger.handle(claim(), 1.0)
     ready = de.Ready(HandoffReady("h", 1, (8, 9), 7, None, 0.0, secret=SECRET), "to p")
@@ -322,15 +322,15 @@ def test_pull_without_room_waits_for_it() -> None:
 def test_while_one_generation_is_read_the_release_of_an_earlier_one_ends_its_grant() -> None:
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
     for worker_id in ("p", "q"):
-        ledger.handle(de.Registered(worker_id, 10.0, 1), 0.0)
+        ledger.handle(Registered(worker_id, 10.0, 1), 0.0)
     ledger.handle(de.Opened("h", "r", BLOCKS, 2, direction=KvDirection.PULL), 0.0)
     for worker_id in ("p", "q"):
         ledger.handle(claim(worker_id), 1.0)
     ready = HandoffReady("h", 2, (8, 9, 10), 7, None, 0.0, secret=SECRET)
     assert [type(action) for action in ledger.handle(de.Ready(ready, "to q"), 2.0)] == [de.Read]
-    ledger.handle(de.Released(HandoffReleased("h", "p")), 3.0)
+    ledger.handle(HandoffReleased("h", "p"), 3.0)
     assert [grant.worker_id for grant in ledger.handoffs["h"].grants] == ["q"]
-    ledger.handle(de.Released(HandoffReleased("h", "q")), 3.0)
+    ledger.handle(HandoffReleased("h", "q"), 3.0)
     assert ledger.num_grants == 1, "its blocks are being read"
     ledger.handle(de.ReadEnded("h", 2, True), 4.0)
     assert not ledger.handoffs
@@ -342,7 +342,7 @@ PARAMS = b'{"remote_engine_id": "e"}'
 def engine_pull() -> tuple[DecodeLedger, de.Ready]:
     """A granted hand-off between engines that move the KV themselves, and P's message that everything is computed."""
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same"), lambda: SECRET)
-    ledger.handle(de.Registered("p", 10.0, 1), 0.0)
+    ledger.handle(Registered("p", 10.0, 1), 0.0)
     ledger.handle(de.Opened("h", "r", (), 0, direction=KvDirection.PULL, num_tokens=18, term=1), 0.0)
     grant = grant_of(ledger.handle(claim(), 1.0))
     assert (grant.direction, grant.block_ids, grant.num_cached_tokens) == (KvDirection.PULL, (), 0)
@@ -382,7 +382,7 @@ def test_a_request_that_ends_while_its_engine_fetches_waits_for_the_end_of_that(
 
 def test_kv_that_no_request_fetches_is_discarded_unless_it_is_being_fetched() -> None:
     ledger, ready = engine_pull()
-    released = de.Released(HandoffReleased("h", "p", None, PARAMS))
+    released = HandoffReleased("h", "p", None, PARAMS)
     ledger.handle(ready, 2.0)
     assert ledger.handle(released, 2.5) == []
     ledger.handle(de.ReadEnded("h", 1, False), 3.0)
@@ -415,21 +415,21 @@ def test_nothing_is_touched_before_the_grant_and_everything_after_it() -> None:
 
 def test_kv_transfer_params_are_offered_until_they_are_used() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.Registered("d", 10.0, 3), 0.0)
+    ledger.handle(Registered("d", 10.0, 3), 0.0)
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
     chunk = pe.ChunkComputed("h", pe.Blocks(0, ()), kv_transfer_params=PARAMS)
     assert ledger.handle(chunk, 1.0) == [pe.Computed("h")]
     grant = HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3, block_size=4, secret=SECRET)
     (offer,) = ledger.handle(pe.Granted("d", grant), 2.0)
-    assert isinstance(offer, pe.SendReady)
+    assert isinstance(offer, pe.Send)
     assert offer.message == HandoffReady("h", 1, (), None, None, 2.0, secret=SECRET, kv_transfer_params=PARAMS)
-    assert ledger.handle(pe.Tick(), 60.0) == [offer]
-    assert ledger.handle(pe.Fetched(HandoffFetched("h", 1)), 61.0) == [pe.FreeBlocks("h"), pe.Settle("h", None)]
+    assert ledger.handle(Tick(), 60.0) == [offer]
+    assert ledger.handle(HandoffFetched("h", 1), 61.0) == [pe.FreeBlocks("h"), pe.Settle("h", None)]
 
 
 def test_kv_transfer_params_that_no_one_uses_are_given_up() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.Registered("d", 10.0, 3), 0.0)
+    ledger.handle(Registered("d", 10.0, 3), 0.0)
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
     ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, ()), kv_transfer_params=PARAMS), 1.0)
     ledger.handle(pe.Granted("d", HandoffGrant("h", 1, (), 0, direction=KvDirection.PULL, term=3)), 2.0)
@@ -443,7 +443,7 @@ def test_kv_that_was_computed_for_a_refused_claim_is_given_back_too() -> None:
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, num_tokens=18), 0.0)
     ledger.handle(pe.ChunkComputed("h", pe.Blocks(0, ()), kv_transfer_params=PARAMS), 1.0)
-    actions = ledger.handle(pe.Refused(HandoffRefused("h", RefusalReason.UNKNOWN)), 2.0)
+    actions = ledger.handle(HandoffRefused("h", RefusalReason.UNKNOWN), 2.0)
     assert actions[-1] == pe.SayReleased("d", HandoffReleased("h", "p", EndReason.REFUSED, PARAMS))
     ledger.handle(pe.ReleaseHeard("h"), 3.0)
     assert not ledger.handoffs
@@ -464,7 +464,7 @@ def test_an_engine_that_only_takes_blocks_gets_no_kv_transfer_params() -> None:
     ledger.handle(pe.Granted("d", GRANT), 2.0)
     actions = ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, ()), kv_transfer_params=PARAMS), 3.0)
     assert pe.StopComputing("h") in actions
-    assert not [action for action in actions if isinstance(action, pe.SendReady | pe.Write)]
+    assert not [action for action in actions if isinstance(action, pe.Send | pe.Write)]
 
 
 def test_writes_pair_blocks_of_two_sizes_and_spare_the_hits() -> None:
@@ -512,7 +512,7 @@ def test_checksums_cover_what_the_decode_worker_lacks(ours: int, theirs: int) ->
 
 def test_the_decode_side_verifies_the_units_that_hold_tokens() -> None:
     ledger = DecodeLedger(DecodeRules(block_size=32, kv_compatibility="same", checksums=True), lambda: SECRET)
-    ledger.handle(de.Registered("p", 10.0, 1), 0.0)
+    ledger.handle(Registered("p", 10.0, 1), 0.0)
     ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, num_tokens=75), 0.0)
     ledger.handle(claim(block_size=16), 1.0)
     ledger.handle(de.HitsChecksummed("h", 1, (10, 11)), 1.0)
@@ -525,7 +525,7 @@ def test_pull_reads_from_blocks_of_another_size(theirs: int, kept: tuple[int, ..
     """D holds 8 of 18 tokens in blocks of 8."""
     for block_ids in (kept, (*kept, 20)):
         ledger = DecodeLedger(DecodeRules(block_size=8, kv_compatibility="same"), lambda: SECRET)
-        ledger.handle(de.Registered("p", 10.0, 1), 0.0)
+        ledger.handle(Registered("p", 10.0, 1), 0.0)
         ledger.handle(de.Opened("h", "r", (0, 1, 2), 1, direction=KvDirection.PULL, num_tokens=18), 0.0)
         ledger.handle(claim(block_size=theirs), 1.0)
         actions = ledger.handle(de.Ready(HandoffReady("h", 1, block_ids, 7, None, 0.0, secret=SECRET), "to p"), 2.0)
@@ -558,17 +558,17 @@ def test_done_is_said_again_until_it_is_heard() -> None:
     """The notification may be lost, and only P can connect to D."""
     ledger = sent_ledger()
     ledger.handle(pe.Written("h", True), 3.0)
-    assert ledger.handle(pe.Tick(), 3.9) == []
-    said = [pe.SendDone("d", HandoffDone("h", 1, 7, None, 0, 2.0, secret=SECRET))]
-    assert ledger.handle(pe.Tick(), 4.0) == said
-    assert ledger.handle(pe.Tick(), 5.0) == said
-    ledger.handle(pe.Fetched(HandoffFetched("h", 1)), 5.1)
+    assert ledger.handle(Tick(), 3.9) == []
+    said = [pe.Send("d", HandoffDone("h", 1, 7, None, 0, 2.0, secret=SECRET))]
+    assert ledger.handle(Tick(), 4.0) == said
+    assert ledger.handle(Tick(), 5.0) == said
+    ledger.handle(HandoffFetched("h", 1), 5.1)
     assert not ledger.handoffs
 
 
 def test_done_may_be_heard_before_its_write_is_known_to_have_ended() -> None:
     ledger = sent_ledger()
-    assert ledger.handle(pe.Fetched(HandoffFetched("h", 1)), 2.5) == []
+    assert ledger.handle(HandoffFetched("h", 1), 2.5) == []
     assert ledger.handle(pe.Written("h", True), 3.0) == [pe.FreeBlocks("h"), pe.Settle("h", None)]
     assert not ledger.handoffs
 
@@ -585,27 +585,27 @@ def test_an_abandon_that_crosses_done_is_answered_until_that_is_heard() -> None:
 
 def test_done_for_a_decode_worker_that_has_been_gone_for_long_is_forgotten() -> None:
     ledger = sent_ledger()
-    ledger.handle(pe.Registered("d", 10.0, 1), 2.5)
+    ledger.handle(Registered("d", 10.0, 1), 2.5)
     ledger.handle(pe.Written("h", True), 3.0)
-    ledger.handle(pe.LeaseEnded("d"), 4.0)
-    ledger.handle(pe.Tick(), 33.0)
+    ledger.handle(LeaseEnded("d"), 4.0)
+    ledger.handle(Tick(), 33.0)
     assert ledger.handoffs
-    ledger.handle(pe.Tick(), 34.0)
+    ledger.handle(Tick(), 34.0)
     assert not ledger.handoffs
 
 
 def test_a_decode_worker_hears_that_its_prefill_is_being_computed() -> None:
     ledger = prefill_ledger(progress_s=2.0)
     ledger.handle(pe.Granted("d", GRANT), 1.0)
-    said = [pe.SendProgress("d", HandoffProgress("h", 1, SECRET))]
-    assert ledger.handle(pe.Tick(), 2.9) == []
-    assert ledger.handle(pe.Tick(), 3.0) == said
-    assert ledger.handle(pe.Tick(), 5.0) == said
+    said = [pe.Send("d", HandoffProgress("h", 1, SECRET))]
+    assert ledger.handle(Tick(), 2.9) == []
+    assert ledger.handle(Tick(), 3.0) == said
+    assert ledger.handle(Tick(), 5.0) == said
 
 
 def test_a_refused_claim_costs_a_prefill_and_needs_no_release() -> None:
     ledger = prefill_ledger()
-    actions = ledger.handle(pe.Refused(HandoffRefused("h", "")), 1.0)
+    actions = ledger.handle(HandoffRefused("h", ""), 1.0)
     freed = [pe.FreeBlocks("h"), pe.Settle("h", EndReason.REFUSED)]
     assert actions == [pe.StopComputing("h"), pe.Computed("h"), *freed]
     assert ledger.counters.num_refused == 1
@@ -657,7 +657,7 @@ def test_an_entry_that_may_not_return_again_is_released() -> None:
 def test_no_entry_of_a_decode_worker_without_a_lease_goes_back() -> None:
     """No one can reach it: its clients are served elsewhere."""
     ledger = PrefillLedger(PrefillRules(worker_id="p", block_size=4, kv_compatibility="same"))
-    ledger.handle(pe.LeaseEnded("d"), 0.0)
+    ledger.handle(LeaseEnded("d"), 0.0)
     ledger.handle(pe.Pulled("h", "d", 5, 8, 1, may_return=True), 1.0)
     actions = ledger.handle(pe.Unreachable("h"), 2.0)
     assert pe.Settle("h", EndReason.CLAIM_FAILED) in actions
@@ -670,23 +670,23 @@ def test_a_claim_that_was_sent_keeps_the_entry() -> None:
 
 def test_a_release_is_said_until_it_is_heard() -> None:
     ledger = prefill_ledger(claim_timeout_s=1.0)
-    said = ledger.handle(pe.Tick(), 1.0)[-1]
+    said = ledger.handle(Tick(), 1.0)[-1]
     assert isinstance(said, pe.SayReleased)
-    assert ledger.handle(pe.Tick(), 1.01) == []
-    assert ledger.handle(pe.Tick(), 1.06) == [said]
-    assert ledger.handle(pe.Tick(), 1.17) == [said]
+    assert ledger.handle(Tick(), 1.01) == []
+    assert ledger.handle(Tick(), 1.06) == [said]
+    assert ledger.handle(Tick(), 1.17) == [said]
     ledger.handle(pe.ReleaseHeard("h"), 1.2)
-    assert ledger.handle(pe.Tick(), 9.0) == []
+    assert ledger.handle(Tick(), 9.0) == []
     assert (ledger.num_unheard, ledger.next_tick_s()) == (0, None)
 
 
 def test_releases_for_a_decode_worker_that_has_been_gone_for_long_are_forgotten() -> None:
     ledger = prefill_ledger(claim_timeout_s=1.0, gone_for_s=5.0)
-    ledger.handle(pe.LeaseEnded("d"), 2.0)
+    ledger.handle(LeaseEnded("d"), 2.0)
     assert ledger.num_unheard == 1
-    ledger.handle(pe.Tick(), 6.9)
+    ledger.handle(Tick(), 6.9)
     assert ledger.num_unheard == 1
-    ledger.handle(pe.Tick(), 9.0)
+    ledger.handle(Tick(), 9.0)
     assert not ledger.handoffs
 
 
@@ -700,9 +700,9 @@ def test_a_decode_worker_that_discovery_never_listed_is_told_for_a_limited_time(
         ledger.handle(pe.Written("h", True), 10.0)
     else:
         ledger.handle(pe.Cancelled("h"), 10.0)
-    repeated = pe.SendDone if is_sent else pe.SayReleased
-    assert any(isinstance(action, repeated) for action in ledger.handle(pe.Tick(), 39.9))
-    assert ledger.handle(pe.Tick(), 45.0) == []
+    repeated = pe.Send if is_sent else pe.SayReleased
+    assert any(isinstance(action, repeated) for action in ledger.handle(Tick(), 39.9))
+    assert ledger.handle(Tick(), 45.0) == []
     assert not ledger.handoffs
     answer = ledger.handle(pe.Abandoned("d", HandoffAbandon("h", 1)), 50.0)
     assert [type(action) for action in answer] == [pe.SayReleased], "it may ask later"
@@ -737,7 +737,7 @@ def test_a_lost_lease_stops_everything_and_waits_for_what_moves() -> None:
     ledger = prefill_ledger()
     ledger.handle(pe.Granted("d", GRANT), 1.0)
     ledger.handle(pe.ChunkComputed("h", pe.Blocks(2, (22,))), 1.0)
-    assert ledger.handle(pe.LeaseLost(), 2.0) == [pe.StopComputing("h"), pe.Computed("h")]
+    assert ledger.handle(LeaseLost(), 2.0) == [pe.StopComputing("h"), pe.Computed("h")]
     actions = ledger.handle(pe.Written("h", False), 3.0)
     assert actions[:2] == [pe.FreeBlocks("h"), pe.Settle("h", EndReason.LEASE_LOST)]
     assert isinstance(actions[2], pe.SayReleased)

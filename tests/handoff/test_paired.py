@@ -9,7 +9,7 @@ import pytest
 from kvrelay.core.handoff import HandoffOrder
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason, RefusalReason
+from kvrelay.handoff.base import EndReason, LeaseEnded, RefusalReason, Registered, Tick
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.messages import HandoffClaim, HandoffGrant, HandoffRefused, HandoffReleased
@@ -20,12 +20,12 @@ FIRST = HandoffOrder.PREFILL_FIRST
 BLOCKS = (0, 1, 2, 3, 4)
 CLAIM = de.Claimed(HandoffClaim("h", "p", "same", order=FIRST, term=1), "to p")
 OPENED = de.Opened("h", "r", BLOCKS, 2, FIRST, claimant="p")
-RELEASED = de.Released(HandoffReleased("h", "p"))
+RELEASED = HandoffReleased("h", "p")
 
 
 def decode_ledger() -> DecodeLedger:
     ledger = DecodeLedger(DecodeRules(block_size=4, kv_compatibility="same", early_claim_timeout_s=1.0))
-    ledger.handle(de.Registered("p", 10.0, 1), 0.0)
+    ledger.handle(Registered("p", 10.0, 1), 0.0)
     return ledger
 
 
@@ -56,14 +56,14 @@ def test_a_claim_waits_for_blocks_for_as_long_as_its_request_does() -> None:
     assert ledger.handle(CLAIM, 0.0) == []
     ledger.handle(de.Expected("h", "p"), 0.5)
     assert ledger.next_tick_s() is None
-    assert ledger.handle(de.Tick(), 25.0) == []
+    assert ledger.handle(Tick(), 25.0) == []
     assert granted(ledger.handle(OPENED, 25.0))
 
 
 def test_a_claim_without_a_request_is_refused_and_its_request_computed_here() -> None:
     ledger = decode_ledger()
     ledger.handle(CLAIM, 0.0)
-    assert refused(ledger.handle(de.Tick(), 1.0)) == [RefusalReason.UNKNOWN]
+    assert refused(ledger.handle(Tick(), 1.0)) == [RefusalReason.UNKNOWN]
     ledger.handle(de.Expected("h", "p"), 2.0)
     assert computed_here(ledger.handle(OPENED, 2.0)) == [EndReason.RELEASED]
     assert not ledger.handoffs
@@ -99,12 +99,12 @@ def test_a_claimant_that_goes_while_blocks_are_awaited_is_not_waited_for(gone: d
 
 def test_a_claimant_whose_lease_has_ended_is_not_waited_for() -> None:
     ledger = decode_ledger()
-    ledger.handle(de.LeaseEnded("p"), 0.0)
+    ledger.handle(LeaseEnded("p"), 0.0)
     ledger.handle(de.Expected("h", "p"), 0.0)
     assert computed_here(ledger.handle(OPENED, 0.1)) == [EndReason.CLAIMANT_LEASE_ENDED]
-    ledger.handle(de.Registered("q", 10.0, 1), 0.0)
+    ledger.handle(Registered("q", 10.0, 1), 0.0)
     ledger.handle(de.Opened("i", "r", BLOCKS, 2, FIRST, claimant="q"), 0.1)
-    assert computed_here(ledger.handle(de.LeaseEnded("q"), 0.2)) == [EndReason.CLAIMANT_LEASE_ENDED]
+    assert computed_here(ledger.handle(LeaseEnded("q"), 0.2)) == [EndReason.CLAIMANT_LEASE_ENDED]
 
 
 def test_the_frontend_ends_the_wait_for_a_claim_but_no_grant() -> None:
@@ -128,10 +128,10 @@ def test_a_request_that_ends_before_it_has_blocks_takes_its_claim_along() -> Non
 
 def test_no_one_else_may_claim_or_give_up() -> None:
     ledger = decode_ledger()
-    ledger.handle(de.Registered("q", 10.0, 1), 0.0)
+    ledger.handle(Registered("q", 10.0, 1), 0.0)
     ledger.handle(de.Expected("h", "p"), 0.0)
     ledger.handle(de.Claimed(HandoffClaim("h", "q", "same", order=FIRST, term=1), "to q"), 0.0)
-    ledger.handle(de.Released(HandoffReleased("h", "r")), 0.0)
+    ledger.handle(HandoffReleased("h", "r"), 0.0)
     assert refused(ledger.handle(OPENED, 0.1)) == [RefusalReason.ANOTHER_CLAIMANT]
     assert granted(ledger.handle(CLAIM, 0.2))
 
@@ -141,7 +141,7 @@ def test_no_one_else_may_claim_or_give_up() -> None:
 
 def prefill_ledger(**rules: float) -> PrefillLedger:
     ledger = PrefillLedger(PrefillRules("p", block_size=4, kv_compatibility="same", claim_timeout_s=5.0, **rules))
-    ledger.handle(pe.Registered("d", 10.0, 1), 0.0)
+    ledger.handle(Registered("d", 10.0, 1), 0.0)
     ledger.handle(pe.Pulled("h", "d", 5, 0, 1, FIRST), 0.0)
     return ledger
 

@@ -37,6 +37,7 @@ from tests.handoff.nodes import (
 from kvrelay.core.handoff import HandoffOrder, KvDirection
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import LeaseEnded, LeaseLost, Registered, Tick
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.messages import (
     HandoffAbandon,
@@ -81,9 +82,9 @@ class World(Hazards, Memory):
         ]
         world = cls(scenario, decode, prefill)
         for number, node in enumerate(prefill):
-            decode.ledger.handle(de.Registered(name(number), TTL, 1), 0)
+            decode.ledger.handle(Registered(name(number), TTL, 1), 0)
             if scenario.knows_decode:
-                node.ledger.handle(pe.Registered("d", TTL, 1), 0)
+                node.ledger.handle(Registered("d", TTL, 1), 0)
         for number in range(scenario.num_requests):
             handoff_id = f"h{number}"
             world.entries[handoff_id] = pe.Pulled(
@@ -262,16 +263,16 @@ class World(Hazards, Memory):
                 other.watch = (*other.watch, (number, "ended"))
 
     def do_tick(self, number: int) -> None:
-        self._handle(number, de.Tick() if number == D else pe.Tick())
+        self._handle(number, Tick())
 
     def do_watch(self, number: int) -> None:
         node = self.node(number)
         (who, what), node.watch = node.watch[0], node.watch[1:]
         if number == D:
             self.d.barred = self.d.barred | {who} if what == "ended" else self.d.barred - {who}
-            event: Any = de.LeaseEnded(name(who)) if what == "ended" else de.Registered(name(who), TTL, what)
+            event: Any = LeaseEnded(name(who)) if what == "ended" else Registered(name(who), TTL, what)
         else:
-            event = pe.LeaseEnded("d") if what == "ended" else pe.Registered("d", TTL, what)
+            event = LeaseEnded("d") if what == "ended" else Registered("d", TTL, what)
         self._handle(number, event)
 
     def do_lease_lost(self, number: int) -> None:
@@ -279,7 +280,7 @@ class World(Hazards, Memory):
         node = self.node(number)
         node.lease.is_lost = True
         node.lease.term += 1
-        self._handle(number, de.LeaseLost() if number == D else pe.LeaseLost())
+        self._handle(number, LeaseLost())
         kept = node.ops[:1] if node.is_copying else ()  # a copy that has begun cannot be withdrawn
         node.ended_ops += tuple((op, False) for op in node.ops if op not in kept)
         node.ops = kept
@@ -379,8 +380,8 @@ class World(Hazards, Memory):
         if number == D:
             for action in self.d.ledger.handle(event, self.now):
                 self._decode_action(action)
-            if isinstance(event, de.Released):
-                self._send(D, source, conn, f"heard {event.message.handoff_id}")
+            if isinstance(event, HandoffReleased):
+                self._send(D, source, conn, f"heard {event.handoff_id}")
         else:
             for action in self.ps[number].ledger.handle(event, self.now):
                 self._prefill_action(number, action)
@@ -467,7 +468,7 @@ class World(Hazards, Memory):
         match action:
             case pe.SendClaim():
                 self._claim(number, action)
-            case pe.SendProgress() | pe.SendDone() | pe.SendReady() | pe.SayReleased():
+            case pe.Send() | pe.SayReleased():
                 if self._connect(number):
                     self._send(number, D, p.conn, action.message)
             case pe.Read():
@@ -594,12 +595,10 @@ def decode_event(source: int, conn: int, message: Any) -> Any:
             return de.Claimed(message, conn)
         case HandoffDone():
             return de.Done(message, conn or None)
-        case HandoffProgress():
-            return de.Progress(message)
         case HandoffReady():
             return de.Ready(message, conn)
-        case HandoffReleased():
-            return de.Released(message)
+        case HandoffProgress() | HandoffReleased():
+            return message
         case "lost":
             return de.ConnectionLost(conn)
     raise TypeError(message)
@@ -609,12 +608,10 @@ def prefill_event(message: Any) -> Any:
     match message:
         case HandoffGrant():
             return pe.Granted("d", message)
-        case HandoffRefused():
-            return pe.Refused(message)
         case HandoffAbandon():
             return pe.Abandoned("d", message)
-        case HandoffFetched():
-            return pe.Fetched(message)
+        case HandoffRefused() | HandoffFetched():
+            return message
         case "lost":
             return pe.ConnectionLost("d")
         case str():

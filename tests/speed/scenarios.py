@@ -34,6 +34,7 @@ from kvrelay.executors.torch import build_executor
 from kvrelay.executors.torch.checkpoints import make_model
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import Registered
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.messages import HandoffClaim, HandoffDone, HandoffFetched, HandoffGrant
@@ -131,7 +132,7 @@ def ledgers(directory: Path) -> Measured:
     """A hand-off without faults, in the ledger of either side: 4 chunks of 4 blocks."""
     blocks = tuple(range(16))
     decode = DecodeLedger(DecodeRules(block_size=BLOCK_SIZE, kv_compatibility="same"), lambda: 9)
-    decode.handle(de.Registered("p", 10.0, 1), 0.0)
+    decode.handle(Registered("p", 10.0, 1), 0.0)
 
     def at_decode(name: str) -> None:
         decode.handle(de.Opened(name, f"request {name}", blocks, 0), 0.0)
@@ -141,7 +142,7 @@ def ledgers(directory: Path) -> Measured:
         assert name not in decode.handoffs
 
     prefill = PrefillLedger(PrefillRules(worker_id="p", block_size=BLOCK_SIZE, kv_compatibility="same"))
-    prefill.handle(pe.Registered("d", 10.0, 1), 0.0)
+    prefill.handle(Registered("d", 10.0, 1), 0.0)
 
     def at_prefill(name: str) -> None:
         prefill.handle(pe.Pulled(name, "d", len(blocks), 0, 1, num_tokens=256), 0.0)
@@ -150,7 +151,7 @@ def ledgers(directory: Path) -> Measured:
             token = pe.FirstToken(7) if first + 4 == len(blocks) else None
             prefill.handle(pe.ChunkComputed(name, pe.Blocks(first, blocks[first : first + 4]), token), 0.0)
             prefill.handle(pe.Written(name, True), 0.0)
-        prefill.handle(pe.Fetched(HandoffFetched(name, 1)), 0.0)
+        prefill.handle(HandoffFetched(name, 1), 0.0)
         assert name not in prefill.handoffs
 
     yield "hand-off, decode ledger", repeated(at_decode)

@@ -29,7 +29,7 @@ async def test_an_event_is_counted_before_its_actions_are_seen() -> None:
             seen.append(("counted", event, ledger.num_events))
 
     ledger = Ledger()
-    driver = Driver(ledger, "tick", ManualClock(), {str: seen.append})
+    driver = Driver(ledger, ManualClock(), {str: seen.append})
     driver.handle("ab")
     driver.handle("c")
     assert seen == [("counted", "ab", 1), "a", "b", ("counted", "c", 2), "c"]

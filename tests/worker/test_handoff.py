@@ -459,7 +459,7 @@ async def test_what_may_happen_while_a_grammar_is_compiled(monkeypatch, caplog, 
             may_go_on.set()
             await shared.until(lambda: side.num_handoffs == 0)
         else:
-            monkeypatch.setattr(side, "_term", lambda: 99)
+            monkeypatch.setattr(prefill.worker._membership, "term", 99)
             may_go_on.set()
         if ending != "aborted":
             assert await client.answer("bound") == expected(prompt(300), 8)

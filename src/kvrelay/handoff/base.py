@@ -89,6 +89,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from kvrelay.core.handoff import HandoffId
+
 Connection = Hashable
 """The driver's object for a live connection to a peer. Only compared."""
 
@@ -96,6 +98,30 @@ Connection = Hashable
 class Value(msgspec.Struct, frozen=True):
     """An event or an action: immutable, equal by type and fields. A struct: 70 dataclasses would cost a process 0.1 s
     of its start."""
+
+
+class OfHandoff(Value, frozen=True):
+    """An event or an action of one hand-off."""
+
+    handoff_id: HandoffId
+
+
+class Registered(Value, frozen=True):
+    """A worker has a lease of ``ttl_s`` seconds, and is in this term."""
+
+    worker_id: str
+    ttl_s: float
+    term: int
+
+
+class LeaseEnded(Value, frozen=True):
+    """A worker's lease has ended. It may read and write until it is fenced."""
+
+    worker_id: str
+
+
+class Tick(Value, frozen=True):
+    """Time has passed."""
 
 
 Rules = TypeVar("Rules")
@@ -147,6 +173,12 @@ class EndReason(enum.StrEnum):
     EXPIRED = "it waited in the queue for too long"
     WRONG_MODEL = "it is for another model"
     CHECKSUM_FAILED = "computed KV could not be checksummed"
+
+
+class LeaseLost(Value, frozen=True):
+    """Our own lease has ended: others may reuse what we were allowed to write or, with pull, to read."""
+
+    reason: EndReason = EndReason.LEASE_LOST
 
 
 class RefusalReason(enum.StrEnum):

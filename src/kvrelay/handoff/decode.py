@@ -23,20 +23,8 @@ from dataclasses import dataclass, replace
 from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffId, KvDirection
 from kvrelay.errors import IllegalTransitionError
+from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.base import Connection, EndReason, RefusalReason, count_end
-from kvrelay.handoff.decode_events import (
-    Allocate,
-    Allocated,
-    ChecksumHits,
-    Claimed,
-    ComputeHere,
-    EndLoan,
-    Read,
-    Resume,
-    Send,
-    SendGrant,
-    Verify,
-)
 from kvrelay.handoff.decode_state import (
     TRANSITIONS,
     WAITING_FOR_CLAIMANT,
@@ -82,7 +70,7 @@ class DecodeHandoff:
     grants: tuple[Grant, ...] = ()
     given_up_by: frozenset[str] = frozenset()
     """Workers that have released it: a later claim of theirs was sent before the release."""
-    waiting: Claimed | None = None
+    waiting: de.Claimed | None = None
     """RENEWING: the claim to be granted."""
     allocating: int = 0
     """The loan that was requested from the engine; 0: none."""
@@ -101,7 +89,7 @@ class DecodeHandoff:
 
     # -- claims -------------------------------------------------------------------------------------------------------
 
-    def claimed(self, event: Claimed, turn: Turn) -> None:
+    def claimed(self, event: de.Claimed, turn: Turn) -> None:
         """Grant the claim or refuse it. A later claimant gets other blocks, because the first may still write to the
         old ones."""
         worker_id = event.claim.prefill_worker_id
@@ -139,9 +127,9 @@ class DecodeHandoff:
         """Request the next loan from the engine, unless a request is pending."""
         if not self.allocating:
             self.allocating = self.loan + 1
-            turn.out.append(Allocate(self.handoff_id, self.allocating))
+            turn.out.append(de.Allocate(self.handoff_id, self.allocating))
 
-    def _renewed(self, event: Allocated, waiting: Claimed, turn: Turn) -> None:
+    def _renewed(self, event: de.Allocated, waiting: de.Claimed, turn: Turn) -> None:
         if event.block_ids is not None:
             self._abandon_holder(turn)
             self.loan, self.block_ids = event.loan, event.block_ids
@@ -152,7 +140,7 @@ class DecodeHandoff:
         if self.holder is None:
             self.compute_here(EndReason.RELEASED, turn)
 
-    def _grant(self, event: Claimed, turn: Turn) -> None:
+    def _grant(self, event: de.Claimed, turn: Turn) -> None:
         worker_id = event.claim.prefill_worker_id
         self.generation += 1
         self.deadline_s = turn.now_s + turn.rules.grant_timeout_s
@@ -167,7 +155,7 @@ class DecodeHandoff:
         grant = Grant(worker_id, event.connection, self.generation, self.loan, state, size, secret=secret)
         self.grants = (*self.grants, grant)
         if must_prepare:
-            turn.out.append(ChecksumHits(self.handoff_id, self.generation, self.block_ids[: self.num_hit_blocks]))
+            turn.out.append(de.ChecksumHits(self.handoff_id, self.generation, self.block_ids[: self.num_hit_blocks]))
         else:
             self._send_grant(grant, () if with_checksums else None, turn)
 
@@ -196,7 +184,7 @@ class DecodeHandoff:
             block_size=turn.rules.block_size,
             secret=grant.secret,
         )
-        turn.out.append(SendGrant(grant.worker_id, grant.connection, message))
+        turn.out.append(de.SendGrant(grant.worker_id, grant.connection, message))
 
     def not_sent(self, generation: int, turn: Turn) -> None:
         """The grant was not sent: its claimant will write nothing."""
@@ -215,7 +203,7 @@ class DecodeHandoff:
         else:
             turn.counters.num_stale += 1
 
-    def allocated(self, event: Allocated, turn: Turn) -> None:
+    def allocated(self, event: de.Allocated, turn: Turn) -> None:
         """The engine's answer to a requested loan."""
         if event.loan != self.allocating:
             return
@@ -275,7 +263,7 @@ class DecodeHandoff:
                 self._allocate(turn)
         return self.state in (DecodeState.OFFERED, DecodeState.READING)
 
-    def _read(self, event: Allocated, turn: Turn) -> None:
+    def _read(self, event: de.Allocated, turn: Turn) -> None:
         """Blocks to read into are available."""
         holder = self.holder
         if event.block_ids is None:
@@ -289,7 +277,7 @@ class DecodeHandoff:
             self._move(DecodeState.READING)
             self.is_touched = True
             turn.out.append(
-                Read(self.handoff_id, grant.generation, grant.worker_id, (), (), 0, 0, 0, message.kv_transfer_params)
+                de.Read(self.handoff_id, grant.generation, grant.worker_id, (), (), 0, 0, 0, message.kv_transfer_params)
             )
             return
         missing = self.block_ids[self.num_hit_blocks :]
@@ -302,7 +290,9 @@ class DecodeHandoff:
         self._move(DecodeState.READING)
         self.is_touched = True
         hits, blocks = self.num_hit_blocks, message.block_ids
-        turn.out.append(Read(self.handoff_id, grant.generation, grant.worker_id, blocks, missing, first, hits, theirs))
+        turn.out.append(
+            de.Read(self.handoff_id, grant.generation, grant.worker_id, blocks, missing, first, hits, theirs)
+        )
 
     def read_ended(self, generation: int, ok: bool, turn: Turn) -> None:
         """Pull: our read has ended, so P may free its blocks."""
@@ -311,7 +301,7 @@ class DecodeHandoff:
         if grant is not None:
             # P's engine frees what ours has not read; if this message is lost, P says Ready again and is told again.
             kind = HandoffAbandon if _is_by_engine(self.arrived) and not ok else HandoffFetched
-            turn.out.append(Send(grant.connection, kind(self.handoff_id, generation)))
+            turn.out.append(de.Send(grant.connection, kind(self.handoff_id, generation)))
             self._end_grant(grant)
             if ok:
                 turn.conduct.done(grant.worker_id)
@@ -337,7 +327,7 @@ class DecodeHandoff:
         blocks, size = self.block_ids[self.num_hit_blocks :], turn.rules.block_size
         unit = unit_tokens(size)
         num_units = -(-(self.num_tokens or len(self.block_ids) * size) // unit) - self.num_hit_blocks * size // unit
-        verify = Verify(self.handoff_id, message.generation, worker_id, blocks, message.checksums, num_units)
+        verify = de.Verify(self.handoff_id, message.generation, worker_id, blocks, message.checksums, num_units)
         turn.out.append(verify)
 
     def verified(self, ok: bool, turn: Turn) -> None:
@@ -354,7 +344,7 @@ class DecodeHandoff:
         assert self.arrived is not None, "something has arrived"
         turn.counters.num_done += 1
         self._move(DecodeState.CLOSED)
-        turn.out.append(Resume(self.handoff_id, self.request_id, self.loan, self.arrived))
+        turn.out.append(de.Resume(self.handoff_id, self.request_id, self.loan, self.arrived))
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -507,13 +497,13 @@ class DecodeHandoff:
             needed.add(self.loan)
         for loan in self.loans:
             if loan not in needed:
-                turn.out.append(EndLoan(self.handoff_id, loan))
+                turn.out.append(de.EndLoan(self.handoff_id, loan))
         self.loans = tuple(loan for loan in self.loans if loan in needed)
         self._pay(turn)
 
     def _pay(self, turn: Turn) -> None:
         if self.owed is not None and (turn.rules.can_replace_blocks or not self.loans):
-            turn.out.append(ComputeHere(self.handoff_id, self.request_id, self.owed))
+            turn.out.append(de.ComputeHere(self.handoff_id, self.request_id, self.owed))
             self.owed = None
 
     @property
@@ -571,7 +561,7 @@ class DecodeHandoff:
         connection = turn.connections.get(grant.worker_id)
         if connection is not None:
             abandon = HandoffAbandon(self.handoff_id, grant.generation)
-            turn.out.append(Send(connection, abandon))
+            turn.out.append(de.Send(connection, abandon))
 
     def _move(self, state: DecodeState) -> None:
         if state not in TRANSITIONS[self.state]:

@@ -6,8 +6,8 @@ the event named in their docstring, exactly once, after any time.
 
 from __future__ import annotations
 
-from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
-from kvrelay.handoff.base import Connection, EndReason, Value
+from kvrelay.core.handoff import HandoffOrder, KvDirection
+from kvrelay.handoff.base import Connection, EndReason, LeaseEnded, LeaseLost, OfHandoff, Registered, Tick, Value
 from kvrelay.handoff.messages import (
     HandoffAbandon,
     HandoffClaim,
@@ -23,7 +23,7 @@ from kvrelay.handoff.messages import (
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-class Opened(Value, frozen=True):
+class Opened(OfHandoff, frozen=True):
     """A request waits for a remote prefill, and the engine has lent ``block_ids`` as loan 1.
 
     The first ``num_hit_blocks`` are computed already. Pull may open without blocks: they are allocated when P is ready.
@@ -31,7 +31,6 @@ class Opened(Value, frozen=True):
     that may claim it (prefill-first); None: any (decode-first). ``term`` is our own; pull needs it.
     """
 
-    handoff_id: HandoffId
     request_id: str
     block_ids: tuple[int, ...]
     num_hit_blocks: int
@@ -42,32 +41,25 @@ class Opened(Value, frozen=True):
     num_tokens: int = 0
 
 
-class Expected(Value, frozen=True):
+class Expected(OfHandoff, frozen=True):
     """Prefill-first: the request has arrived and waits for blocks; ``claimant`` may claim before they are allocated.
 
     Followed by Opened, or by Closed if the request ends first.
     """
 
-    handoff_id: HandoffId
     claimant: str
 
 
-class ClaimantGone(Value, frozen=True):
+class ClaimantGone(OfHandoff, frozen=True):
     """Prefill-first: the frontend reports that the claimant has refused the request or is lost."""
 
-    handoff_id: HandoffId
 
-
-class Closed(Value, frozen=True):
+class Closed(OfHandoff, frozen=True):
     """The request has ended by itself (cancelled, failed)."""
 
-    handoff_id: HandoffId
 
-
-class PushFailed(Value, frozen=True):
+class PushFailed(OfHandoff, frozen=True):
     """The entry could not be queued."""
-
-    handoff_id: HandoffId
 
 
 class Claimed(Value, frozen=True):
@@ -77,34 +69,25 @@ class Claimed(Value, frozen=True):
     connection: Connection
 
 
-class Allocated(Value, frozen=True):
+class Allocated(OfHandoff, frozen=True):
     """The engine's answer to Allocate: blocks for the whole request, fresh after its hits; None if no blocks are
     free."""
 
-    handoff_id: HandoffId
     loan: int
     block_ids: tuple[int, ...] | None
 
 
-class HitsChecksummed(Value, frozen=True):
+class HitsChecksummed(OfHandoff, frozen=True):
     """The answer to ChecksumHits; None if the blocks could not be read."""
 
-    handoff_id: HandoffId
     generation: int
     checksums: tuple[int, ...] | None
 
 
-class GrantNotSent(Value, frozen=True):
+class GrantNotSent(OfHandoff, frozen=True):
     """SendGrant found no connection: its claimant will never get the grant."""
 
-    handoff_id: HandoffId
     generation: int
-
-
-class Progress(Value, frozen=True):
-    """A claimant is still computing."""
-
-    message: HandoffProgress
 
 
 class Done(Value, frozen=True):
@@ -121,29 +104,19 @@ class Ready(Value, frozen=True):
     connection: Connection
 
 
-class ReadEnded(Value, frozen=True):
+class ReadEnded(OfHandoff, frozen=True):
     """Pull: the answer to Read. No read of ours touches either side's blocks any more. With ``kv_transfer_params`` and
     without ``ok`` D's engine has perhaps not asked P's, which must free the blocks by itself."""
 
-    handoff_id: HandoffId
     generation: int
     ok: bool
 
 
-class Verified(Value, frozen=True):
+class Verified(OfHandoff, frozen=True):
     """The answer to Verify: whether the blocks equal those that were sent."""
 
-    handoff_id: HandoffId
     generation: int
     ok: bool
-    num_blocks: int = 0
-    """That were compared: for counts only."""
-
-
-class Released(Value, frozen=True):
-    """A prefill worker touches no block of a hand-off any more, and never claims it again."""
-
-    message: HandoffReleased
 
 
 class ConnectionLost(Value, frozen=True):
@@ -152,30 +125,8 @@ class ConnectionLost(Value, frozen=True):
     connection: Connection
 
 
-class Registered(Value, frozen=True):
-    """A worker has a lease of ``ttl_s`` seconds, and is in this term."""
-
-    worker_id: str
-    ttl_s: float
-    term: int
-
-
-class LeaseEnded(Value, frozen=True):
-    """A worker's lease has ended. It may write until it is fenced."""
-
-    worker_id: str
-
-
-class LeaseLost(Value, frozen=True):
-    """Our own lease has ended: others may reuse what we were allowed to read (pull)."""
-
-
 class NoPrefillWorker(Value, frozen=True):
     """The last prefill worker takes no more work."""
-
-
-class Tick(Value, frozen=True):
-    """Time has passed."""
 
 
 DecodeEvent = (
@@ -188,12 +139,12 @@ DecodeEvent = (
     | Allocated
     | HitsChecksummed
     | GrantNotSent
-    | Progress
+    | HandoffProgress
     | Done
     | Ready
     | ReadEnded
     | Verified
-    | Released
+    | HandoffReleased
     | ConnectionLost
     | Registered
     | LeaseEnded
@@ -205,26 +156,22 @@ DecodeEvent = (
 # -- actions ----------------------------------------------------------------------------------------------------------
 
 
-class Push(Value, frozen=True):
+class Push(OfHandoff, frozen=True):
     """Put a hand-off's entry into the prefill queue. PushFailed follows if that is impossible."""
 
-    handoff_id: HandoffId
 
-
-class Allocate(Value, frozen=True):
+class Allocate(OfHandoff, frozen=True):
     """Lend blocks as loan ``loan`` to a hand-off: fresh ones after its hits. Answered by Allocated.
 
     The request keeps its blocks until Resume names a loan.
     """
 
-    handoff_id: HandoffId
     loan: int
 
 
-class ChecksumHits(Value, frozen=True):
+class ChecksumHits(OfHandoff, frozen=True):
     """Checksum these hit blocks. Answered by HitsChecksummed."""
 
-    handoff_id: HandoffId
     generation: int
     block_ids: tuple[int, ...]
 
@@ -244,7 +191,7 @@ class Send(Value, frozen=True):
     message: HandoffRefused | HandoffAbandon | HandoffFetched
 
 
-class Read(Value, frozen=True):
+class Read(OfHandoff, frozen=True):
     """Pull: read P's blocks, of which ``remote_first_block`` is the request's first, into ours from ``first_block`` on:
     the tokens that both hold. P's blocks hold ``remote_block_size`` tokens.
 
@@ -252,7 +199,6 @@ class Read(Value, frozen=True):
     of it moves any more.
     """
 
-    handoff_id: HandoffId
     generation: int
     worker_id: str
     remote_block_ids: tuple[int, ...]
@@ -263,13 +209,12 @@ class Read(Value, frozen=True):
     kv_transfer_params: bytes | None = None
 
 
-class Verify(Value, frozen=True):
+class Verify(OfHandoff, frozen=True):
     """Compare the blocks ``block_ids`` with ``checksums`` (None: none were sent). Answered by Verified.
 
     ``num_units``: the number of units of tokens (``core.checksums``) of these blocks, from the first, with content.
     """
 
-    handoff_id: HandoffId
     generation: int
     worker_id: str
     block_ids: tuple[int, ...]
@@ -277,30 +222,27 @@ class Verify(Value, frozen=True):
     num_units: int
 
 
-class EndLoan(Value, frozen=True):
+class EndLoan(OfHandoff, frozen=True):
     """No peer touches the blocks of this loan any more: give them back to the engine."""
 
-    handoff_id: HandoffId
     loan: int
 
 
-class Resume(Value, frozen=True):
+class Resume(OfHandoff, frozen=True):
     """The blocks of ``loan`` hold the request's KV: they are its blocks from now on. The message has its first
     token. With ``kv_transfer_params`` the engine continues already.
 
     Occurs at most once for a hand-off, before the loan's end.
     """
 
-    handoff_id: HandoffId
     request_id: str
     loan: int
     message: HandoffDone | HandoffReady
 
 
-class Discard(Value, frozen=True):
+class Discard(OfHandoff, frozen=True):
     """P's engine keeps KV that our engine has not fetched and will not: let it be freed. May come twice."""
 
-    handoff_id: HandoffId
     kv_transfer_params: bytes
 
 
@@ -310,10 +252,9 @@ class Avoid(Value, frozen=True):
     worker_id: str
 
 
-class ComputeHere(Value, frozen=True):
+class ComputeHere(OfHandoff, frozen=True):
     """No KV will arrive. A loan that is still out keeps its blocks: use others."""
 
-    handoff_id: HandoffId
     request_id: str
     reason: EndReason
 

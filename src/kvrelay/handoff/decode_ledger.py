@@ -9,42 +9,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
 from kvrelay.core.latest import Latest
-from kvrelay.handoff.base import Connection, EndReason, RefusalReason
+from kvrelay.handoff import decode_events as de
+from kvrelay.handoff.base import Connection, EndReason, LeaseEnded, LeaseLost, RefusalReason, Registered, Tick
 from kvrelay.handoff.conduct import Conduct
 from kvrelay.handoff.decode import DecodeHandoff
-from kvrelay.handoff.decode_events import (
-    Allocated,
-    Avoid,
-    ClaimantGone,
-    Claimed,
-    Closed,
-    ConnectionLost,
-    DecodeAction,
-    DecodeEvent,
-    Discard,
-    Done,
-    Expected,
-    GrantNotSent,
-    HitsChecksummed,
-    LeaseEnded,
-    LeaseLost,
-    NoPrefillWorker,
-    Opened,
-    Progress,
-    Push,
-    PushFailed,
-    ReadEnded,
-    Ready,
-    Registered,
-    Released,
-    Send,
-    Tick,
-    Verified,
-)
 from kvrelay.handoff.decode_state import (
     DecodeCounters,
     DecodeRules,
@@ -55,7 +27,7 @@ from kvrelay.handoff.decode_state import (
     tell_fetched,
 )
 from kvrelay.handoff.leases import PeerLeases
-from kvrelay.handoff.messages import HandoffAbandon, HandoffClaim
+from kvrelay.handoff.messages import HandoffAbandon, HandoffClaim, HandoffProgress, HandoffReleased
 
 MAX_EARLY = 1024
 MAX_DECLINED = 4096
@@ -65,7 +37,7 @@ MAX_DECLINED = 4096
 class EarlyClaim:
     """A claim whose request has not arrived yet (prefill-first), or whose claimant's term is not known yet."""
 
-    event: Claimed
+    event: de.Claimed
     until_s: float
 
 
@@ -101,13 +73,13 @@ class DecodeLedger:
         """The number of grants that are out: while it is not zero, peers may touch our memory."""
         return sum(len(handoff.grants) for handoff in list(self.handoffs.values()))
 
-    def handle(self, event: DecodeEvent, now_s: float) -> list[DecodeAction]:
+    def handle(self, event: de.DecodeEvent, now_s: float) -> list[de.DecodeAction]:
         """Handle an event at ``now_s`` (monotonic); returns the actions, in order."""
         turn = Turn(now_s, self.rules, self.counters, self.connections, self.new_secret, self.conduct)
         changed = _HANDLERS[type(event)](self, event, turn)
         avoided = self.conduct.take_new()
         if avoided:
-            turn.out += [Avoid(worker_id) for worker_id in sorted(avoided)]
+            turn.out += [de.Avoid(worker_id) for worker_id in sorted(avoided)]
             changed = self._all(lambda handoff: handoff.avoid(avoided, turn))
         for handoff in changed:
             handoff.settle(turn)
@@ -126,7 +98,7 @@ class DecodeLedger:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _opened(self, event: Opened, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _opened(self, event: de.Opened, turn: Turn) -> Iterable[DecodeHandoff]:
         self.counters.num_opened += 1
         has_blocks = bool(event.block_ids)
         handoff = DecodeHandoff(
@@ -152,7 +124,7 @@ class DecodeLedger:
         for claimed in claims:
             self._claim(handoff, claimed, turn)
         if not claims and event.order is HandoffOrder.DECODE_FIRST:
-            turn.out.append(Push(event.handoff_id))
+            turn.out.append(de.Push(event.handoff_id))
         return (handoff,)
 
     def _check_claimant(self, handoff: DecodeHandoff, claimant: str, turn: Turn) -> None:
@@ -162,11 +134,11 @@ class DecodeLedger:
         elif self.leases.ended_s(claimant) is not None:
             handoff.compute_here(EndReason.CLAIMANT_LEASE_ENDED, turn)
 
-    def _expected(self, event: Expected, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _expected(self, event: de.Expected, turn: Turn) -> Iterable[DecodeHandoff]:
         self.expected[event.handoff_id] = event.claimant
         return ()
 
-    def _claimant_gone(self, event: ClaimantGone, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _claimant_gone(self, event: de.ClaimantGone, turn: Turn) -> Iterable[DecodeHandoff]:
         claimant = self.expected.get(event.handoff_id)
         if claimant is not None:
             self._decline(event.handoff_id, claimant)
@@ -180,19 +152,16 @@ class DecodeLedger:
         """Whether a claim waits for blocks; it then waits as long as its request."""
         return early.event.claim.handoff_id in self.expected
 
-    def _closed(self, event: Closed, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _closed(self, event: de.Closed, turn: Turn) -> Iterable[DecodeHandoff]:
         if self.expected.pop(event.handoff_id, None) is not None:
             self.declined.pop(event.handoff_id, None)
             for claimed in self._take_early(lambda claim: claim.handoff_id == event.handoff_id):
                 refuse(claimed, RefusalReason.UNKNOWN, turn)
         return self._one(event.handoff_id, lambda handoff: handoff.closed(turn))
 
-    def _push_failed(self, event: PushFailed, turn: Turn) -> Iterable[DecodeHandoff]:
-        return self._one(event.handoff_id, lambda handoff: handoff.compute_here(EndReason.NOT_QUEUED, turn))
-
     # -- claims -------------------------------------------------------------------------------------------------------
 
-    def _claimed(self, event: Claimed, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _claimed(self, event: de.Claimed, turn: Turn) -> Iterable[DecodeHandoff]:
         claim = event.claim
         self._heard_on(claim.prefill_worker_id, event.connection, turn)
         handoff = self.handoffs.get(claim.handoff_id)
@@ -207,7 +176,7 @@ class DecodeLedger:
             refuse(event, RefusalReason.UNKNOWN, turn)
         return ()
 
-    def _claim(self, handoff: DecodeHandoff, event: Claimed, turn: Turn) -> None:
+    def _claim(self, handoff: DecodeHandoff, event: de.Claimed, turn: Turn) -> None:
         """A refused claimant has taken the hand-off from the queue: unless another one computes it, the request is
         computed here."""
         claim = event.claim
@@ -235,7 +204,7 @@ class DecodeLedger:
                 if handoff.is_queued and not handoff.is_overtaken:
                     handoff.overtaken(turn)
 
-    def _park(self, event: Claimed, turn: Turn) -> None:
+    def _park(self, event: de.Claimed, turn: Turn) -> None:
         """Hold a claim until its request has arrived, or its claimant's term is known."""
         key = (event.claim.handoff_id, event.claim.prefill_worker_id)
         if len(self.early) < MAX_EARLY or key in self.early:
@@ -245,7 +214,7 @@ class DecodeLedger:
             if event.claim.handoff_id not in self.handoffs:
                 self._decline(*key)
 
-    def _take_early(self, is_meant: Callable[[HandoffClaim], bool]) -> list[Claimed]:
+    def _take_early(self, is_meant: Callable[[HandoffClaim], bool]) -> list[de.Claimed]:
         taken = [early.event for early in self.early.values() if is_meant(early.event.claim)]
         for event in taken:
             del self.early[event.claim.handoff_id, event.claim.prefill_worker_id]
@@ -261,49 +230,31 @@ class DecodeLedger:
                 if grant.worker_id == worker_id and grant.state is GrantState.ABANDONED:
                     handoff.tell_to_stop(grant, turn)
 
-    def _allocated(self, event: Allocated, turn: Turn) -> Iterable[DecodeHandoff]:
-        return self._one(event.handoff_id, lambda handoff: handoff.allocated(event, turn))
-
-    def _hits_checksummed(self, event: HitsChecksummed, turn: Turn) -> Iterable[DecodeHandoff]:
-        return self._one(
-            event.handoff_id, lambda handoff: handoff.hits_checksummed(event.generation, event.checksums, turn)
-        )
-
-    def _grant_not_sent(self, event: GrantNotSent, turn: Turn) -> Iterable[DecodeHandoff]:
-        return self._one(event.handoff_id, lambda handoff: handoff.not_sent(event.generation, turn))
-
     # -- what arrives -------------------------------------------------------------------------------------------------
 
-    def _done(self, event: Done, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _done(self, event: de.Done, turn: Turn) -> Iterable[DecodeHandoff]:
         message = event.message
         if message.handoff_id not in self.handoffs:
             self.counters.num_stale += 1
             tell_fetched(message, event.connection, turn)
         return self._one(message.handoff_id, lambda handoff: handoff.done(message, event.connection, turn))
 
-    def _progress(self, event: Progress, turn: Turn) -> Iterable[DecodeHandoff]:
-        if event.message.handoff_id not in self.handoffs:
+    def _progress(self, message: HandoffProgress, turn: Turn) -> Iterable[DecodeHandoff]:
+        if message.handoff_id not in self.handoffs:
             self.counters.num_stale += 1
-        return self._one(event.message.handoff_id, lambda handoff: handoff.progress(event.message, turn))
+        return self._one(message.handoff_id, lambda handoff: handoff.progress(message, turn))
 
-    def _ready(self, event: Ready, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _ready(self, event: de.Ready, turn: Turn) -> Iterable[DecodeHandoff]:
         message = event.message
         handoff = self.handoffs.get(message.handoff_id)
         if handoff is None or not handoff.ready(message, turn):
             # P need not keep blocks for us.
             self.counters.num_stale += 1
             abandon = HandoffAbandon(message.handoff_id, message.generation)
-            turn.out.append(Send(event.connection, abandon))
+            turn.out.append(de.Send(event.connection, abandon))
         return () if handoff is None else (handoff,)
 
-    def _read_ended(self, event: ReadEnded, turn: Turn) -> Iterable[DecodeHandoff]:
-        return self._one(event.handoff_id, lambda handoff: handoff.read_ended(event.generation, event.ok, turn))
-
-    def _verified(self, event: Verified, turn: Turn) -> Iterable[DecodeHandoff]:
-        return self._one(event.handoff_id, lambda handoff: handoff.verified(event.ok, turn))
-
-    def _released(self, event: Released, turn: Turn) -> Iterable[DecodeHandoff]:
-        message = event.message
+    def _released(self, message: HandoffReleased, turn: Turn) -> Iterable[DecodeHandoff]:
         early = self.early.pop((message.handoff_id, message.prefill_worker_id), None)
         if message.handoff_id not in self.handoffs:
             is_awaited = early is not None or self.expected.get(message.handoff_id) == message.prefill_worker_id
@@ -312,7 +263,7 @@ class DecodeLedger:
             self._decline(message.handoff_id, message.prefill_worker_id)
         handoff = self.handoffs.get(message.handoff_id)
         if message.kv_transfer_params is not None and not (handoff is not None and handoff.is_touched):
-            turn.out.append(Discard(message.handoff_id, message.kv_transfer_params))
+            turn.out.append(de.Discard(message.handoff_id, message.kv_transfer_params))
         return self._one(
             message.handoff_id,
             lambda handoff: handoff.released(message.prefill_worker_id, EndReason.RELEASED, turn),
@@ -320,7 +271,7 @@ class DecodeLedger:
 
     # -- peers --------------------------------------------------------------------------------------------------------
 
-    def _connection_lost(self, event: ConnectionLost, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _connection_lost(self, event: de.ConnectionLost, turn: Turn) -> Iterable[DecodeHandoff]:
         for worker_id, connection in list(self.connections.items()):
             if connection == event.connection:
                 del self.connections[worker_id]
@@ -355,7 +306,7 @@ class DecodeLedger:
 
         return self._all(withdraw)
 
-    def _no_prefill_worker(self, event: NoPrefillWorker, turn: Turn) -> Iterable[DecodeHandoff]:
+    def _no_prefill_worker(self, event: de.NoPrefillWorker, turn: Turn) -> Iterable[DecodeHandoff]:
         def take_back(handoff: DecodeHandoff) -> None:
             if handoff.state is DecodeState.OPEN and handoff.claimant is None:
                 handoff.compute_here(EndReason.NO_PREFILL_WORKER, turn)
@@ -373,7 +324,7 @@ class DecodeLedger:
                 self._expire(early.event, turn)
         return self._all(lambda handoff: handoff.tick(turn))
 
-    def _expire(self, event: Claimed, turn: Turn) -> None:
+    def _expire(self, event: de.Claimed, turn: Turn) -> None:
         handoff = self.handoffs.get(event.claim.handoff_id)
         refuse(event, RefusalReason.UNKNOWN if handoff is None else RefusalReason.TERM_UNKNOWN, turn)
         if handoff is None:
@@ -397,26 +348,52 @@ class DecodeLedger:
         return handoffs
 
 
-_HANDLERS: dict[type, Callable[[DecodeLedger, Any, Turn], Iterable[DecodeHandoff]]] = {
-    Opened: DecodeLedger._opened,
-    Expected: DecodeLedger._expected,
-    ClaimantGone: DecodeLedger._claimant_gone,
-    Closed: DecodeLedger._closed,
-    PushFailed: DecodeLedger._push_failed,
-    Claimed: DecodeLedger._claimed,
-    Allocated: DecodeLedger._allocated,
-    HitsChecksummed: DecodeLedger._hits_checksummed,
-    GrantNotSent: DecodeLedger._grant_not_sent,
-    Progress: DecodeLedger._progress,
-    Done: DecodeLedger._done,
-    Ready: DecodeLedger._ready,
-    ReadEnded: DecodeLedger._read_ended,
-    Verified: DecodeLedger._verified,
-    Released: DecodeLedger._released,
-    ConnectionLost: DecodeLedger._connection_lost,
-    Registered: DecodeLedger._registered,
-    LeaseEnded: DecodeLedger._lease_ended,
-    LeaseLost: DecodeLedger._lease_lost,
-    NoPrefillWorker: DecodeLedger._no_prefill_worker,
-    Tick: DecodeLedger._tick,
-}
+E = TypeVar("E", bound="de.DecodeEvent")
+_Handler = Callable[[DecodeLedger, Any, Turn], Iterable[DecodeHandoff]]
+
+
+def _by_all(kind: type[E], handle: Callable[[DecodeLedger, E, Turn], Iterable[DecodeHandoff]]) -> tuple[type, _Handler]:
+    return kind, handle
+
+
+def _by_one(kind: type[E], apply: Callable[[DecodeHandoff, E, Turn], None]) -> tuple[type, _Handler]:
+    """An event of one hand-off: nothing happens if that is unknown."""
+
+    def handle(ledger: DecodeLedger, event: Any, turn: Turn) -> Iterable[DecodeHandoff]:
+        handoff = ledger.handoffs.get(event.handoff_id)
+        if handoff is None:
+            return ()
+        apply(handoff, event, turn)
+        return (handoff,)
+
+    return kind, handle
+
+
+_HANDLERS: dict[type, _Handler] = dict(
+    (
+        _by_all(de.Opened, DecodeLedger._opened),
+        _by_all(de.Expected, DecodeLedger._expected),
+        _by_all(de.ClaimantGone, DecodeLedger._claimant_gone),
+        _by_all(de.Closed, DecodeLedger._closed),
+        _by_one(de.PushFailed, lambda handoff, event, turn: handoff.compute_here(EndReason.NOT_QUEUED, turn)),
+        _by_all(de.Claimed, DecodeLedger._claimed),
+        _by_one(de.Allocated, lambda handoff, event, turn: handoff.allocated(event, turn)),
+        _by_one(
+            de.HitsChecksummed,
+            lambda handoff, event, turn: handoff.hits_checksummed(event.generation, event.checksums, turn),
+        ),
+        _by_one(de.GrantNotSent, lambda handoff, event, turn: handoff.not_sent(event.generation, turn)),
+        _by_all(HandoffProgress, DecodeLedger._progress),
+        _by_all(de.Done, DecodeLedger._done),
+        _by_all(de.Ready, DecodeLedger._ready),
+        _by_one(de.ReadEnded, lambda handoff, event, turn: handoff.read_ended(event.generation, event.ok, turn)),
+        _by_one(de.Verified, lambda handoff, event, turn: handoff.verified(event.ok, turn)),
+        _by_all(HandoffReleased, DecodeLedger._released),
+        _by_all(de.ConnectionLost, DecodeLedger._connection_lost),
+        _by_all(Registered, DecodeLedger._registered),
+        _by_all(LeaseEnded, DecodeLedger._lease_ended),
+        _by_all(LeaseLost, DecodeLedger._lease_lost),
+        _by_all(de.NoPrefillWorker, DecodeLedger._no_prefill_worker),
+        _by_all(Tick, DecodeLedger._tick),
+    )
+)

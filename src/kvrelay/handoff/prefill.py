@@ -23,6 +23,7 @@ from msgspec import structs
 from kvrelay.core.checksums import unit_tokens
 from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
 from kvrelay.errors import IllegalTransitionError
+from kvrelay.handoff import prefill_events as pe
 from kvrelay.handoff.base import EndReason, count_end
 from kvrelay.handoff.messages import (
     HandoffClaim,
@@ -31,27 +32,6 @@ from kvrelay.handoff.messages import (
     HandoffProgress,
     HandoffReady,
     HandoffReleased,
-)
-from kvrelay.handoff.prefill_events import (
-    Blocks,
-    ChecksumChunk,
-    ChunkComputed,
-    Compute,
-    Computed,
-    FreeBlocks,
-    Pulled,
-    Read,
-    Return,
-    SayReleased,
-    SendClaim,
-    SendDone,
-    SendProgress,
-    SendReady,
-    Settle,
-    StopComputing,
-    TellLoaded,
-    VerifyHits,
-    Write,
 )
 from kvrelay.handoff.prefill_state import TRANSITIONS, PrefillRules, PrefillState, Turn
 
@@ -73,9 +53,9 @@ class PrefillHandoff:
     """When ``tick`` acts: the claim's deadline, or the next repetition."""
     state: PrefillState = PrefillState.CLAIMING
     grant: HandoffGrant | None = None
-    load: Blocks | None = None
+    load: pe.Blocks | None = None
     """CLAIMING: the engine's requested read."""
-    chunks: tuple[ChunkComputed, ...] = ()
+    chunks: tuple[pe.ChunkComputed, ...] = ()
     """Chunks computed and not yet submitted, in order; with pull all of them."""
     checksums: tuple[int, ...] = ()
     """Checksums of the blocks in the order of the request, as far as known."""
@@ -106,7 +86,7 @@ class PrefillHandoff:
 
     # -- the claim ----------------------------------------------------------------------------------------------------
 
-    def begin(self, event: Pulled, turn: Turn) -> None:
+    def begin(self, event: pe.Pulled, turn: Turn) -> None:
         """Compute and claim at once."""
         rules = turn.rules
         claim = HandoffClaim(
@@ -118,13 +98,13 @@ class PrefillHandoff:
             event.term,
             rules.block_size,
         )
-        turn.out += [Compute(self.handoff_id), SendClaim(self.decode_worker_id, claim)]
+        turn.out += [pe.Compute(self.handoff_id), pe.SendClaim(self.decode_worker_id, claim)]
 
     def decline(self, reason: EndReason, turn: Turn) -> None:
         """Compute nothing; only tell its owner."""
         self.has_blocks = False
         self._computed(turn)
-        turn.out.append(Settle(self.handoff_id, reason))
+        turn.out.append(pe.Settle(self.handoff_id, reason))
         self._move(PrefillState.STOPPING)
         self.reason = reason
         self._count(reason, turn)
@@ -187,16 +167,16 @@ class PrefillHandoff:
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
-    def load_wanted(self, load: Blocks, turn: Turn) -> None:
+    def load_wanted(self, load: pe.Blocks, turn: Turn) -> None:
         """The engine requests hit blocks of D."""
         if self.state is PrefillState.CLAIMING:
             self.load = load
         elif self.state is PrefillState.SENDING:
             self._read(load, turn)
         else:
-            turn.out.append(TellLoaded(self.handoff_id, False))
+            turn.out.append(pe.TellLoaded(self.handoff_id, False))
 
-    def chunk_computed(self, chunk: ChunkComputed, turn: Turn) -> None:
+    def chunk_computed(self, chunk: pe.ChunkComputed, turn: Turn) -> None:
         """Another chunk is computed."""
         self.kv_transfer_params = chunk.kv_transfer_params
         if chunk.is_last:
@@ -211,18 +191,18 @@ class PrefillHandoff:
 
     # -- hits are read ------------------------------------------------------------------------------------------------
 
-    def _read(self, load: Blocks, turn: Turn) -> None:
+    def _read(self, load: pe.Blocks, turn: Turn) -> None:
         assert self.grant is not None, "nothing is read before the grant"
         self.num_in_flight += 1
         first, end = self._of_decode(load, turn.rules)
         self.load = load
-        turn.out.append(Read(self.handoff_id, load, self.grant.block_ids[first:end], first))
+        turn.out.append(pe.Read(self.handoff_id, load, self.grant.block_ids[first:end], first))
 
     def read_ended(self, ok: bool, turn: Turn) -> None:
         """After a failed read the engine computes those blocks: that is no reason to give up."""
         if ok and self._with_checksums(turn.rules) and self.load is not None and self.grant is not None:
             sent = None if self.grant.checksums is None else self.grant.checksums[_units(self.load, turn.rules)]
-            turn.out.append(VerifyHits(self.handoff_id, self.load, sent))
+            turn.out.append(pe.VerifyHits(self.handoff_id, self.load, sent))
             return
         self._loaded(ok, turn)
 
@@ -236,12 +216,12 @@ class PrefillHandoff:
     def _loaded(self, ok: bool, turn: Turn) -> None:
         self.load = None
         self.num_in_flight -= 1
-        turn.out.append(TellLoaded(self.handoff_id, ok))
+        turn.out.append(pe.TellLoaded(self.handoff_id, ok))
         self.settle(turn)
 
     # -- chunks are sent, or kept -------------------------------------------------------------------------------------
 
-    def _send(self, chunk: ChunkComputed, turn: Turn) -> None:
+    def _send(self, chunk: pe.ChunkComputed, turn: Turn) -> None:
         """Write the blocks that D lacks, after their checksums if required. Pull: keep them until the last chunk."""
         chunk = self._lacking(chunk, turn.rules)
         if not chunk.blocks.block_ids and not chunk.is_last:
@@ -249,17 +229,17 @@ class PrefillHandoff:
         if self._with_checksums(turn.rules) and chunk.kv_transfer_params is None:
             self.num_in_flight += 1
             self.chunks = (*self.chunks, chunk)
-            turn.out.append(ChecksumChunk(self.handoff_id, chunk.blocks.block_ids))
+            turn.out.append(pe.ChecksumChunk(self.handoff_id, chunk.blocks.block_ids))
         else:
             self._submit(chunk, turn)
 
-    def _lacking(self, chunk: ChunkComputed, rules: PrefillRules) -> ChunkComputed:
+    def _lacking(self, chunk: pe.ChunkComputed, rules: PrefillRules) -> pe.ChunkComputed:
         """Exclude D's hits: other requests may share those blocks, and they are read only."""
         blocks, num_hit_blocks = chunk.blocks, self.num_cached_tokens // rules.block_size
         num_held = num_hit_blocks - blocks.first_block
         if num_held <= 0:
             return chunk
-        return structs.replace(chunk, blocks=Blocks(num_hit_blocks, blocks.block_ids[num_held:]))
+        return structs.replace(chunk, blocks=pe.Blocks(num_hit_blocks, blocks.block_ids[num_held:]))
 
     def chunk_checksummed(self, checksums: tuple[int, ...] | None, turn: Turn) -> None:
         """The first chunk that waits for its checksum."""
@@ -272,7 +252,7 @@ class PrefillHandoff:
             self._submit(chunk, turn)
         self.settle(turn)
 
-    def _submit(self, chunk: ChunkComputed, turn: Turn) -> None:
+    def _submit(self, chunk: pe.ChunkComputed, turn: Turn) -> None:
         assert self.grant is not None, "nothing is written before the grant"
         if self.grant.direction is KvDirection.PULL:
             self.held += chunk.blocks.block_ids
@@ -291,9 +271,9 @@ class PrefillHandoff:
         self.num_in_flight += 1
         self.is_sent = chunk.first_token is not None
         self.done = self._done(chunk, turn)
-        turn.out.append(Write(self.handoff_id, self.grant.generation, chunk.blocks, remote, self.done, first))
+        turn.out.append(pe.Write(self.handoff_id, self.grant.generation, chunk.blocks, remote, self.done, first))
 
-    def _done(self, chunk: ChunkComputed, turn: Turn) -> HandoffDone | None:
+    def _done(self, chunk: pe.ChunkComputed, turn: Turn) -> HandoffDone | None:
         if chunk.first_token is None or self.grant is None:
             return None
         return HandoffDone(
@@ -315,7 +295,7 @@ class PrefillHandoff:
         else:
             self.settle(turn)
 
-    def _hold(self, chunk: ChunkComputed, turn: Turn) -> None:
+    def _hold(self, chunk: pe.ChunkComputed, turn: Turn) -> None:
         assert self.grant is not None
         self._move(PrefillState.HOLDING)
         has_checksums = self._with_checksums(turn.rules) and chunk.kv_transfer_params is None
@@ -338,12 +318,12 @@ class PrefillHandoff:
         """Tokens per block of D, as its grant says."""
         return (0 if self.grant is None else self.grant.block_size) or rules.block_size
 
-    def _of_decode(self, blocks: Blocks, rules: PrefillRules) -> tuple[int, int]:
+    def _of_decode(self, blocks: pe.Blocks, rules: PrefillRules) -> tuple[int, int]:
         """First and end of D's blocks that hold any of these tokens."""
         ours, theirs = rules.block_size, self.decode_block_size(rules)
         return blocks.first_block * ours // theirs, -(-(blocks.first_block + len(blocks.block_ids)) * ours // theirs)
 
-    def _needed(self, blocks: Blocks, checksums: tuple[int, ...], rules: PrefillRules) -> tuple[int, ...]:
+    def _needed(self, blocks: pe.Blocks, checksums: tuple[int, ...], rules: PrefillRules) -> tuple[int, ...]:
         """Our blocks of tokens that D lacks."""
         unit, first = unit_tokens(rules.block_size), _units(blocks, rules).start
         num_tokens = self.num_tokens or self.num_blocks * rules.block_size
@@ -361,11 +341,11 @@ class PrefillHandoff:
         self._move(PrefillState.STOPPING)
         self.reason = reason
         self._count(reason, turn)
-        turn.out.append(StopComputing(self.handoff_id))
+        turn.out.append(pe.StopComputing(self.handoff_id))
         if self.load is not None and self.num_in_flight == 0:
             # The engine waits for this load; without an answer its request would not end.
             self.load = None
-            turn.out.append(TellLoaded(self.handoff_id, False))
+            turn.out.append(pe.TellLoaded(self.handoff_id, False))
         self._computed(turn)
         self.settle(turn)
 
@@ -434,13 +414,13 @@ class PrefillHandoff:
         if self.has_blocks:
             self.has_blocks = False
             is_returned = self.reason is EndReason.UNREACHABLE
-            end = Return(self.handoff_id) if is_returned else Settle(self.handoff_id, self.reason)
-            turn.out += [FreeBlocks(self.handoff_id), end]
+            end = pe.Return(self.handoff_id) if is_returned else pe.Settle(self.handoff_id, self.reason)
+            turn.out += [pe.FreeBlocks(self.handoff_id), end]
 
     def _computed(self, turn: Turn) -> None:
         if not self.is_computed:
             self.is_computed = True
-            turn.out.append(Computed(self.handoff_id))
+            turn.out.append(pe.Computed(self.handoff_id))
 
     @staticmethod
     def _count(reason: EndReason, turn: Turn) -> None:
@@ -485,17 +465,17 @@ class PrefillHandoff:
         assert self.grant is not None
         self.due_s = turn.now_s + turn.rules.progress_s
         progress = HandoffProgress(self.handoff_id, self.grant.generation, self.grant.secret)
-        turn.out.append(SendProgress(self.decode_worker_id, progress))
+        turn.out.append(pe.Send(self.decode_worker_id, progress))
 
     def _say_done(self, turn: Turn) -> None:
         assert self.done is not None, "the last write has ended"
         self.due_s = turn.now_s + turn.rules.ready_repeat_s
-        turn.out.append(SendDone(self.decode_worker_id, self.done))
+        turn.out.append(pe.Send(self.decode_worker_id, self.done))
 
     def _say_ready(self, turn: Turn) -> None:
         if self.ready is not None:
             self.due_s = turn.now_s + turn.rules.ready_repeat_s
-            turn.out.append(SendReady(self.decode_worker_id, self.ready))
+            turn.out.append(pe.Send(self.decode_worker_id, self.ready))
 
     def _say_released(self, turn: Turn) -> None:
         rules = turn.rules
@@ -503,7 +483,7 @@ class PrefillHandoff:
         self.num_said = min(self.num_said + 1, MAX_DOUBLINGS)
         error = None if self.reason is None else self.reason.value
         release = HandoffReleased(self.handoff_id, rules.worker_id, error, self.kv_transfer_params)
-        turn.out.append(SayReleased(self.decode_worker_id, release))
+        turn.out.append(pe.SayReleased(self.decode_worker_id, release))
 
     def _move(self, state: PrefillState) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -511,7 +491,7 @@ class PrefillHandoff:
         self.state = state
 
 
-def _units(blocks: Blocks, rules: PrefillRules) -> slice:
+def _units(blocks: pe.Blocks, rules: PrefillRules) -> slice:
     """Which checksums of the whole request are those of these blocks of ours."""
     per_block = rules.block_size // unit_tokens(rules.block_size)
     return slice(blocks.first_block * per_block, (blocks.first_block + len(blocks.block_ids)) * per_block)

@@ -6,9 +6,9 @@ by the event named in their docstring, exactly once, after any time.
 
 from __future__ import annotations
 
-from kvrelay.core.handoff import HandoffId, HandoffOrder
+from kvrelay.core.handoff import HandoffOrder
 from kvrelay.core.logprobs import PositionLogprobs
-from kvrelay.handoff.base import EndReason, Value
+from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, OfHandoff, Registered, Tick, Value
 from kvrelay.handoff.messages import (
     HandoffAbandon,
     HandoffClaim,
@@ -40,7 +40,7 @@ class FirstToken(Value, frozen=True):
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-class Pulled(Value, frozen=True):
+class Pulled(OfHandoff, frozen=True):
     """A prefill to compute, from the queue (decode-first) or from the router (prefill-first).
 
     ``num_blocks`` are the request's in our block size; the decode worker holds the first ``num_cached_tokens`` tokens
@@ -49,7 +49,6 @@ class Pulled(Value, frozen=True):
     here.
     """
 
-    handoff_id: HandoffId
     decode_worker_id: str
     num_blocks: int
     num_cached_tokens: int
@@ -59,63 +58,46 @@ class Pulled(Value, frozen=True):
     may_return: bool = False
 
 
-class Declined(Value, frozen=True):
+class Declined(OfHandoff, frozen=True):
     """An entry that is not computed here. Its owner gets a release and computes it."""
 
-    handoff_id: HandoffId
     decode_worker_id: str
     reason: EndReason
 
 
-class Cancelled(Value, frozen=True):
+class Cancelled(OfHandoff, frozen=True):
     """Prefill-first: the frontend has aborted the request."""
 
-    handoff_id: HandoffId
 
-
-class ClaimFailed(Value, frozen=True):
+class ClaimFailed(OfHandoff, frozen=True):
     """The claim could not be sent, or the peer's memory cannot be reached."""
 
-    handoff_id: HandoffId
 
-
-class Unreachable(Value, frozen=True):
+class Unreachable(OfHandoff, frozen=True):
     """The decode worker, or its entry in discovery, cannot be found from here: the claim was not sent."""
-
-    handoff_id: HandoffId
 
 
 class Granted(Value, frozen=True):
-    """The decode worker has granted the claim."""
+    """The decode worker ``worker_id`` has granted the claim."""
 
     worker_id: str
     message: HandoffGrant
 
 
-class Refused(Value, frozen=True):
-    """The decode worker has refused the claim."""
-
-    message: HandoffRefused
-
-
-class EngineRefused(Value, frozen=True):
+class EngineRefused(OfHandoff, frozen=True):
     """The engine refused the request (or has died)."""
 
-    handoff_id: HandoffId
 
-
-class LoadWanted(Value, frozen=True):
+class LoadWanted(OfHandoff, frozen=True):
     """The engine requests hit blocks that the decode worker holds and we lack."""
 
-    handoff_id: HandoffId
     blocks: Blocks
 
 
-class ChunkComputed(Value, frozen=True):
+class ChunkComputed(OfHandoff, frozen=True):
     """These blocks are computed. The last chunk carries the first token, or, without blocks, the ``kv_transfer_params``
     of an engine that moves the KV itself."""
 
-    handoff_id: HandoffId
     blocks: Blocks
     first_token: FirstToken | None = None
     kv_transfer_params: bytes | None = None
@@ -125,81 +107,45 @@ class ChunkComputed(Value, frozen=True):
         return self.first_token is not None or self.kv_transfer_params is not None
 
 
-class ReadEnded(Value, frozen=True):
+class ReadEnded(OfHandoff, frozen=True):
     """The answer to Read."""
 
-    handoff_id: HandoffId
     ok: bool
 
 
-class HitsVerified(Value, frozen=True):
+class HitsVerified(OfHandoff, frozen=True):
     """The answer to VerifyHits: whether the read blocks equal the decode worker's."""
 
-    handoff_id: HandoffId
     ok: bool
 
 
-class ChunkChecksummed(Value, frozen=True):
+class ChunkChecksummed(OfHandoff, frozen=True):
     """The answer to ChecksumChunk: ``core.checksums.unit_checksums`` of its blocks; None if they could not be read."""
 
-    handoff_id: HandoffId
     checksums: tuple[int, ...] | None
 
 
-class Written(Value, frozen=True):
+class Written(OfHandoff, frozen=True):
     """The answer to Write."""
 
-    handoff_id: HandoffId
     ok: bool
 
 
 class Abandoned(Value, frozen=True):
-    """The decode worker neither waits nor reads any more. It gets a release in any case."""
+    """The decode worker ``worker_id`` neither waits nor reads any more. It gets a release in any case."""
 
     worker_id: str
     message: HandoffAbandon
 
 
-class Fetched(Value, frozen=True):
-    """The decode worker has acknowledged HandoffDone (push), or has read everything (pull)."""
-
-    message: HandoffFetched
-
-
-class ReleaseHeard(Value, frozen=True):
+class ReleaseHeard(OfHandoff, frozen=True):
     """The decode worker has received every release of this hand-off that was sent before now."""
-
-    handoff_id: HandoffId
 
 
 class ConnectionLost(Value, frozen=True):
     """The connection to a decode worker has ended."""
 
     worker_id: str
-
-
-class Registered(Value, frozen=True):
-    """A worker has a lease of ``ttl_s`` seconds, and is in this term."""
-
-    worker_id: str
-    ttl_s: float
-    term: int
-
-
-class LeaseEnded(Value, frozen=True):
-    """A decode worker's lease has ended. It may read until it is fenced."""
-
-    worker_id: str
-
-
-class LeaseLost(Value, frozen=True):
-    """Our own lease has ended: others may reuse what we were allowed to write."""
-
-    reason: EndReason = EndReason.LEASE_LOST
-
-
-class Tick(Value, frozen=True):
-    """Time has passed."""
 
 
 PrefillEvent = (
@@ -209,7 +155,7 @@ PrefillEvent = (
     | ClaimFailed
     | Unreachable
     | Granted
-    | Refused
+    | HandoffRefused
     | EngineRefused
     | LoadWanted
     | ChunkComputed
@@ -218,7 +164,7 @@ PrefillEvent = (
     | ChunkChecksummed
     | Written
     | Abandoned
-    | Fetched
+    | HandoffFetched
     | ReleaseHeard
     | ConnectionLost
     | Registered
@@ -230,10 +176,8 @@ PrefillEvent = (
 # -- actions ----------------------------------------------------------------------------------------------------------
 
 
-class Compute(Value, frozen=True):
+class Compute(OfHandoff, frozen=True):
     """Give the request to the engine. Of the tokens that D holds, it asks for those that we lack (LoadWanted)."""
-
-    handoff_id: HandoffId
 
 
 class SendClaim(Value, frozen=True):
@@ -244,41 +188,37 @@ class SendClaim(Value, frozen=True):
     message: HandoffClaim
 
 
-class Read(Value, frozen=True):
+class Read(OfHandoff, frozen=True):
     """Read hit blocks of D, of which ``remote_first_block`` is the first, into ours: the tokens that both hold.
 
     Blocks of the two workers may differ in size. Answered by ReadEnded.
     """
 
-    handoff_id: HandoffId
     blocks: Blocks
     remote_block_ids: tuple[int, ...]
     remote_first_block: int
 
 
-class VerifyHits(Value, frozen=True):
+class VerifyHits(OfHandoff, frozen=True):
     """Compare what was read with ``checksums`` (None: none were sent). Answered by HitsVerified."""
 
-    handoff_id: HandoffId
     blocks: Blocks
     checksums: tuple[int, ...] | None
 
 
-class TellLoaded(Value, frozen=True):
+class TellLoaded(OfHandoff, frozen=True):
     """The engine's load has ended; if it failed, the engine computes those blocks."""
 
-    handoff_id: HandoffId
     ok: bool
 
 
-class ChecksumChunk(Value, frozen=True):
+class ChecksumChunk(OfHandoff, frozen=True):
     """Checksum our blocks, in the order of these actions. Answered by ChunkChecksummed."""
 
-    handoff_id: HandoffId
     block_ids: tuple[int, ...]
 
 
-class Write(Value, frozen=True):
+class Write(OfHandoff, frozen=True):
     """Write our blocks into D's, after every earlier Write of this hand-off, then deliver ``done`` after the bytes.
 
     The tokens that both hold: those of D, of which ``remote_first_block`` is the first, begin after its hits, so there
@@ -286,7 +226,6 @@ class Write(Value, frozen=True):
     of this hand-off has failed. Answered by Written.
     """
 
-    handoff_id: HandoffId
     generation: int
     blocks: Blocks
     remote_block_ids: tuple[int, ...]
@@ -294,59 +233,36 @@ class Write(Value, frozen=True):
     remote_first_block: int
 
 
-class SendProgress(Value, frozen=True):
-    """Tell the decode worker that its prefill is being computed. A failure to send has no consequence."""
+class Send(Value, frozen=True):
+    """Send a message to the decode worker, over a new connection if necessary. A failure has no consequence: whatever
+    needs an answer (HandoffDone, HandoffReady) is repeated until there is one."""
 
     worker_id: str
-    message: HandoffProgress
+    message: HandoffProgress | HandoffDone | HandoffReady
 
 
-class SendDone(Value, frozen=True):
-    """Push: repeat the last write's notification over the request plane, over a new connection if necessary, until the
-    decode worker answers."""
-
-    worker_id: str
-    message: HandoffDone
-
-
-class SendReady(Value, frozen=True):
-    """Pull: tell the decode worker what to read. Repeated until it answers."""
-
-    worker_id: str
-    message: HandoffReady
-
-
-class StopComputing(Value, frozen=True):
+class StopComputing(OfHandoff, frozen=True):
     """Stop computing it. Its blocks stay in use until FreeBlocks."""
 
-    handoff_id: HandoffId
 
-
-class FreeBlocks(Value, frozen=True):
+class FreeBlocks(OfHandoff, frozen=True):
     """No transfer touches its blocks any more. Occurs once for each Compute."""
 
-    handoff_id: HandoffId
 
-
-class Computed(Value, frozen=True):
+class Computed(OfHandoff, frozen=True):
     """Nothing is left to compute: another prefill may be pulled. Occurs once for each hand-off, before Settle."""
 
-    handoff_id: HandoffId
 
-
-class Settle(Value, frozen=True):
+class Settle(OfHandoff, frozen=True):
     """Acknowledge the queue entry: nothing of it is left to do here. Occurs once for each Pulled and each Declined,
     unless Return does."""
 
-    handoff_id: HandoffId
     reason: EndReason | None
 
 
-class Return(Value, frozen=True):
+class Return(OfHandoff, frozen=True):
     """Give the queue entry back, for a prefill worker that can reach its decode worker. This worker may pull it again:
     the ledger has forgotten it."""
-
-    handoff_id: HandoffId
 
 
 class SayReleased(Value, frozen=True):
@@ -365,9 +281,7 @@ PrefillAction = (
     | TellLoaded
     | ChecksumChunk
     | Write
-    | SendProgress
-    | SendDone
-    | SendReady
+    | Send
     | StopComputing
     | FreeBlocks
     | Computed

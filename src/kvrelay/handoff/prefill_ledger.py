@@ -8,43 +8,15 @@ hand-off is answered by a release, because the decode worker may have missed an 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from kvrelay.core.handoff import HandoffId
 from kvrelay.core.latest import Latest
-from kvrelay.handoff.base import EndReason
+from kvrelay.handoff import prefill_events as pe
+from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, Registered, Tick
 from kvrelay.handoff.leases import PeerLeases
-from kvrelay.handoff.messages import HandoffReleased
+from kvrelay.handoff.messages import HandoffFetched, HandoffRefused, HandoffReleased
 from kvrelay.handoff.prefill import PrefillHandoff
-from kvrelay.handoff.prefill_events import (
-    Abandoned,
-    Cancelled,
-    ChunkChecksummed,
-    ChunkComputed,
-    ClaimFailed,
-    ConnectionLost,
-    Declined,
-    EngineRefused,
-    Fetched,
-    Granted,
-    HitsVerified,
-    LeaseEnded,
-    LeaseLost,
-    LoadWanted,
-    PrefillAction,
-    PrefillEvent,
-    Pulled,
-    ReadEnded,
-    Refused,
-    Registered,
-    ReleaseHeard,
-    SayReleased,
-    Settle,
-    TellLoaded,
-    Tick,
-    Unreachable,
-    Written,
-)
 from kvrelay.handoff.prefill_state import PrefillCounters, PrefillRules, PrefillState, Turn
 
 MAX_REMEMBERED = 4096
@@ -74,7 +46,7 @@ class PrefillLedger:
         """Hand-offs that ended and whose decode worker does not know it yet."""
         return sum(handoff.state is PrefillState.RELEASING for handoff in list(self.handoffs.values()))
 
-    def handle(self, event: PrefillEvent, now_s: float) -> list[PrefillAction]:
+    def handle(self, event: pe.PrefillEvent, now_s: float) -> list[pe.PrefillAction]:
         """Handle an event at ``now_s`` (monotonic); returns the actions, in order."""
         turn = Turn(now_s, self.rules, self.counters)
         _HANDLERS[type(event)](self, event, turn)
@@ -90,111 +62,76 @@ class PrefillLedger:
 
     # -- one hand-off -------------------------------------------------------------------------------------------------
 
-    def _pulled(self, event: Pulled, turn: Turn) -> None:
-        if event.handoff_id in self.seen:
-            turn.out.append(Settle(event.handoff_id, EndReason.REQUEST_ENDED))
-            return
-        self.seen[event.handoff_id] = None
-        handoff = PrefillHandoff(
-            handoff_id=event.handoff_id,
-            decode_worker_id=event.decode_worker_id,
-            num_blocks=event.num_blocks,
-            num_cached_tokens=event.num_cached_tokens,
-            num_tokens=event.num_tokens,
-            started_s=turn.now_s,
-            due_s=turn.now_s + self.rules.claim_timeout_of(event.order),
-            order=event.order,
-            may_return=event.may_return,
-        )
-        self.handoffs[event.handoff_id] = handoff
-        handoff.begin(event, turn)
+    def _pulled(self, event: pe.Pulled, turn: Turn) -> None:
+        if self._is_new(event.handoff_id, turn):
+            handoff = self.handoffs[event.handoff_id] = PrefillHandoff(
+                handoff_id=event.handoff_id,
+                decode_worker_id=event.decode_worker_id,
+                num_blocks=event.num_blocks,
+                num_cached_tokens=event.num_cached_tokens,
+                num_tokens=event.num_tokens,
+                started_s=turn.now_s,
+                due_s=turn.now_s + self.rules.claim_timeout_of(event.order),
+                order=event.order,
+                may_return=event.may_return,
+            )
+            handoff.begin(event, turn)
 
-    def _declined(self, event: Declined, turn: Turn) -> None:
-        if event.handoff_id in self.seen:
-            turn.out.append(Settle(event.handoff_id, EndReason.REQUEST_ENDED))
-            return
-        self.seen[event.handoff_id] = None
-        handoff = PrefillHandoff(event.handoff_id, event.decode_worker_id, 0, 0, turn.now_s, turn.now_s)
-        self.handoffs[event.handoff_id] = handoff
-        handoff.decline(event.reason, turn)
+    def _declined(self, event: pe.Declined, turn: Turn) -> None:
+        if self._is_new(event.handoff_id, turn):
+            handoff = PrefillHandoff(event.handoff_id, event.decode_worker_id, 0, 0, turn.now_s, turn.now_s)
+            self.handoffs[event.handoff_id] = handoff
+            handoff.decline(event.reason, turn)
 
-    def _granted(self, event: Granted, turn: Turn) -> None:
-        is_known = self.leases.is_live(event.worker_id, event.message.term)
-        if event.message.handoff_id in self.handoffs:
-            self._one(event.message.handoff_id, lambda handoff: handoff.granted(event.message, is_known, turn))
+    def _is_new(self, handoff_id: HandoffId, turn: Turn) -> bool:
+        """Whether it was not seen before. If it was, its entry is settled."""
+        is_new = handoff_id not in self.seen
+        if is_new:
+            self.seen[handoff_id] = None
         else:
-            self._release_unknown(event.worker_id, event.message.handoff_id, turn)
+            turn.out.append(pe.Settle(handoff_id, EndReason.REQUEST_ENDED))
+        return is_new
 
-    def _cancelled(self, event: Cancelled, turn: Turn) -> None:
-        self._one(event.handoff_id, lambda handoff: handoff.stop(EndReason.REQUEST_ENDED, turn))
+    def _granted(self, event: pe.Granted, turn: Turn) -> None:
+        message, is_known = event.message, self.leases.is_live(event.worker_id, event.message.term)
+        if not self._one(message.handoff_id, lambda handoff: handoff.granted(message, is_known, turn)):
+            self._release_unknown(event.worker_id, message.handoff_id, turn)
 
-    def _claim_failed(self, event: ClaimFailed, turn: Turn) -> None:
-        self._one(event.handoff_id, lambda handoff: handoff.stop(EndReason.CLAIM_FAILED, turn))
-
-    def _unreachable(self, event: Unreachable, turn: Turn) -> None:
-        def apply(handoff: PrefillHandoff) -> None:
-            handoff.unreachable(self.leases.ended_s(handoff.decode_worker_id) is not None, turn)
-
-        self._one(event.handoff_id, apply)
-
-    def _refused(self, event: Refused, turn: Turn) -> None:
-        self._one(event.message.handoff_id, lambda handoff: handoff.refused(turn))
-
-    def _engine_refused(self, event: EngineRefused, turn: Turn) -> None:
-        self._one(event.handoff_id, lambda handoff: handoff.stop(EndReason.ENGINE_REFUSED, turn))
-
-    def _load_wanted(self, event: LoadWanted, turn: Turn) -> None:
-        if event.handoff_id in self.handoffs:
-            self._one(event.handoff_id, lambda handoff: handoff.load_wanted(event.blocks, turn))
-        else:
-            turn.out.append(TellLoaded(event.handoff_id, False))
-
-    def _chunk_computed(self, event: ChunkComputed, turn: Turn) -> None:
-        self._one(event.handoff_id, lambda handoff: handoff.chunk_computed(event, turn))
-
-    def _read_ended(self, event: ReadEnded, turn: Turn) -> None:
-        self._one(event.handoff_id, lambda handoff: handoff.read_ended(event.ok, turn))
-
-    def _hits_verified(self, event: HitsVerified, turn: Turn) -> None:
-        self._one(event.handoff_id, lambda handoff: handoff.hits_verified(event.ok, turn))
-
-    def _chunk_checksummed(self, event: ChunkChecksummed, turn: Turn) -> None:
-        self._one(event.handoff_id, lambda handoff: handoff.chunk_checksummed(event.checksums, turn))
-
-    def _written(self, event: Written, turn: Turn) -> None:
-        self._one(event.handoff_id, lambda handoff: handoff.written(event.ok, turn))
-
-    def _fetched(self, event: Fetched, turn: Turn) -> None:
-        self._one(event.message.handoff_id, lambda handoff: handoff.fetched(event.message.generation, turn))
-
-    def _release_heard(self, event: ReleaseHeard, turn: Turn) -> None:
-        self._one(event.handoff_id, PrefillHandoff.release_heard)
-
-    def _abandoned(self, event: Abandoned, turn: Turn) -> None:
-        if event.message.handoff_id in self.handoffs:
-            self._one(event.message.handoff_id, lambda handoff: handoff.abandoned(event.message.generation, turn))
-        else:
-            self._release_unknown(event.worker_id, event.message.handoff_id, turn)
+    def _abandoned(self, event: pe.Abandoned, turn: Turn) -> None:
+        message = event.message
+        if not self._one(message.handoff_id, lambda handoff: handoff.abandoned(message.generation, turn)):
+            self._release_unknown(event.worker_id, message.handoff_id, turn)
 
     def _release_unknown(self, worker_id: str, handoff_id: HandoffId, turn: Turn) -> None:
         """Sent once: the decode worker asks again if the release is lost."""
         self.seen[handoff_id] = None
         released = HandoffReleased(handoff_id, self.rules.worker_id, EndReason.ABANDONED.value)
-        turn.out.append(SayReleased(worker_id, released))
+        turn.out.append(pe.SayReleased(worker_id, released))
 
-    def _one(self, handoff_id: HandoffId, apply: Callable[[PrefillHandoff], None]) -> None:
+    def _unreachable(self, event: pe.Unreachable, turn: Turn) -> None:
+        def apply(handoff: PrefillHandoff) -> None:
+            handoff.unreachable(self.leases.ended_s(handoff.decode_worker_id) is not None, turn)
+
+        self._one(event.handoff_id, apply)
+
+    def _load_wanted(self, event: pe.LoadWanted, turn: Turn) -> None:
+        if not self._one(event.handoff_id, lambda handoff: handoff.load_wanted(event.blocks, turn)):
+            turn.out.append(pe.TellLoaded(event.handoff_id, False))
+
+    def _one(self, handoff_id: HandoffId, apply: Callable[[PrefillHandoff], None]) -> bool:
+        """False if it is unknown."""
         handoff = self.handoffs.get(handoff_id)
         if handoff is None:
-            return
+            return False
         apply(handoff)
-        self._drop_if_ended(handoff_id)
+        self._drop_if_ended(handoff)
+        return True
 
-    def _drop_if_ended(self, handoff_id: HandoffId) -> None:
-        handoff = self.handoffs[handoff_id]
+    def _drop_if_ended(self, handoff: PrefillHandoff) -> None:
         if handoff.state is PrefillState.ENDED:
-            del self.handoffs[handoff_id]
+            del self.handoffs[handoff.handoff_id]
             if handoff.reason is EndReason.UNREACHABLE:
-                self.seen.pop(handoff_id, None)
+                self.seen.pop(handoff.handoff_id, None)
 
     # -- all of a worker's --------------------------------------------------------------------------------------------
 
@@ -203,7 +140,7 @@ class PrefillLedger:
             if handoff.decode_worker_id == worker_id:
                 self._one(handoff.handoff_id, apply)
 
-    def _connection_lost(self, event: ConnectionLost, turn: Turn) -> None:
+    def _connection_lost(self, event: pe.ConnectionLost, turn: Turn) -> None:
         self._of(event.worker_id, lambda handoff: handoff.lost(EndReason.DECODE_WORKER_LOST, turn))
 
     def _registered(self, event: Registered, turn: Turn) -> None:
@@ -221,32 +158,54 @@ class PrefillLedger:
     def _tick(self, event: Tick, turn: Turn) -> None:
         for worker_id in self.leases.take_fenced(turn.now_s):
             self._of(worker_id, lambda handoff: handoff.fenced(turn))
-        for handoff_id, handoff in list(self.handoffs.items()):
+        for handoff in list(self.handoffs.values()):
             handoff.tick(self.leases.gone_s(handoff.decode_worker_id, handoff.over_s), turn)
-            self._drop_if_ended(handoff_id)
+            self._drop_if_ended(handoff)
 
 
-_HANDLERS: dict[type, Callable[[PrefillLedger, Any, Turn], None]] = {
-    Pulled: PrefillLedger._pulled,
-    Declined: PrefillLedger._declined,
-    Cancelled: PrefillLedger._cancelled,
-    ClaimFailed: PrefillLedger._claim_failed,
-    Unreachable: PrefillLedger._unreachable,
-    Granted: PrefillLedger._granted,
-    Refused: PrefillLedger._refused,
-    EngineRefused: PrefillLedger._engine_refused,
-    LoadWanted: PrefillLedger._load_wanted,
-    ChunkComputed: PrefillLedger._chunk_computed,
-    ReadEnded: PrefillLedger._read_ended,
-    HitsVerified: PrefillLedger._hits_verified,
-    ChunkChecksummed: PrefillLedger._chunk_checksummed,
-    Written: PrefillLedger._written,
-    Abandoned: PrefillLedger._abandoned,
-    Fetched: PrefillLedger._fetched,
-    ReleaseHeard: PrefillLedger._release_heard,
-    ConnectionLost: PrefillLedger._connection_lost,
-    Registered: PrefillLedger._registered,
-    LeaseEnded: PrefillLedger._lease_ended,
-    LeaseLost: PrefillLedger._lease_lost,
-    Tick: PrefillLedger._tick,
-}
+E = TypeVar("E", bound="pe.PrefillEvent")
+_Handler = Callable[[PrefillLedger, Any, Turn], None]
+
+
+def _by_all(kind: type[E], handle: Callable[[PrefillLedger, E, Turn], None]) -> tuple[type[E], _Handler]:
+    return kind, handle
+
+
+def _by_one(kind: type[E], apply: Callable[[PrefillHandoff, E, Turn], None]) -> tuple[type[E], _Handler]:
+    """An event of one hand-off: nothing happens if that is unknown."""
+
+    def handle(ledger: PrefillLedger, event: Any, turn: Turn) -> None:
+        handoff = ledger.handoffs.get(event.handoff_id)
+        if handoff is not None:
+            apply(handoff, event, turn)
+            ledger._drop_if_ended(handoff)
+
+    return kind, handle
+
+
+_HANDLERS: dict[type, _Handler] = dict(
+    (
+        _by_all(pe.Pulled, PrefillLedger._pulled),
+        _by_all(pe.Declined, PrefillLedger._declined),
+        _by_one(pe.Cancelled, lambda handoff, event, turn: handoff.stop(EndReason.REQUEST_ENDED, turn)),
+        _by_one(pe.ClaimFailed, lambda handoff, event, turn: handoff.stop(EndReason.CLAIM_FAILED, turn)),
+        _by_all(pe.Unreachable, PrefillLedger._unreachable),
+        _by_all(pe.Granted, PrefillLedger._granted),
+        _by_one(HandoffRefused, lambda handoff, event, turn: handoff.refused(turn)),
+        _by_one(pe.EngineRefused, lambda handoff, event, turn: handoff.stop(EndReason.ENGINE_REFUSED, turn)),
+        _by_all(pe.LoadWanted, PrefillLedger._load_wanted),
+        _by_one(pe.ChunkComputed, lambda handoff, event, turn: handoff.chunk_computed(event, turn)),
+        _by_one(pe.ReadEnded, lambda handoff, event, turn: handoff.read_ended(event.ok, turn)),
+        _by_one(pe.HitsVerified, lambda handoff, event, turn: handoff.hits_verified(event.ok, turn)),
+        _by_one(pe.ChunkChecksummed, lambda handoff, event, turn: handoff.chunk_checksummed(event.checksums, turn)),
+        _by_one(pe.Written, lambda handoff, event, turn: handoff.written(event.ok, turn)),
+        _by_all(pe.Abandoned, PrefillLedger._abandoned),
+        _by_one(HandoffFetched, lambda handoff, event, turn: handoff.fetched(event.generation, turn)),
+        _by_one(pe.ReleaseHeard, lambda handoff, event, turn: handoff.release_heard()),
+        _by_all(pe.ConnectionLost, PrefillLedger._connection_lost),
+        _by_all(Registered, PrefillLedger._registered),
+        _by_all(LeaseEnded, PrefillLedger._lease_ended),
+        _by_all(LeaseLost, PrefillLedger._lease_lost),
+        _by_all(Tick, PrefillLedger._tick),
+    )
+)

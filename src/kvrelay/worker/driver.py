@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvrelay.core.clock import Clock
+from kvrelay.handoff.base import Tick
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ E_contra = TypeVar("E_contra", contravariant=True)
 class Ledger(Protocol[E_contra]):
     """A ledger of ``kvrelay.handoff``."""
 
-    def handle(self, event: E_contra, now_s: float) -> list[Any]: ...
+    def handle(self, event: E_contra | Tick, now_s: float) -> list[Any]: ...
 
     def next_tick_s(self) -> float | None: ...
 
@@ -38,9 +39,8 @@ class Ledger(Protocol[E_contra]):
 class LedgerDriver(Generic[E]):
     """``carriers``: the function that carries out an action, by the action's type."""
 
-    def __init__(self, ledger: Ledger[E], tick: E, clock: Clock, carriers: dict[type, Callable[[Any], None]]) -> None:
+    def __init__(self, ledger: Ledger[E], clock: Clock, carriers: dict[type, Callable[[Any], None]]) -> None:
         self._ledger = ledger
-        self._tick_event = tick
         self._clock = clock
         self._carriers = carriers
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class LedgerDriver(Generic[E]):
         """Whether the ticks wait for ``_wake``. Guarded by the lock."""
         self._loop_thread = threading.get_ident()
 
-    def handle(self, event: E) -> None:
+    def handle(self, event: E | Tick) -> None:
         """Pass an event to the ledger, from any thread, and carry out the resulting actions."""
         with self._lock:
             actions = self._ledger.handle(event, self._clock.now())
@@ -67,7 +67,7 @@ class LedgerDriver(Generic[E]):
         with self._lock:
             return view()
 
-    def handled(self, event: E) -> None:
+    def handled(self, event: E | Tick) -> None:
         """For subclasses: called under the lock, after an event and before its actions are carried out."""
 
     async def tick_forever(self) -> None:
@@ -81,7 +81,7 @@ class LedgerDriver(Generic[E]):
                 self._wake.clear()
                 continue
             if due_s <= self._clock.now():
-                self.handle(self._tick_event)
+                self.handle(Tick())
             await asyncio.sleep(TICK_INTERVAL_S)
 
     def on_loop(self, function: Callable[..., None], *arguments: Any) -> None:

@@ -120,11 +120,9 @@ def _event(peer: Peer, message: _FromPrefillSide) -> de.DecodeEvent:
     match message:
         case HandoffClaim():
             return de.Claimed(message, peer)
-        case HandoffProgress():
-            return de.Progress(message)
         case HandoffDone():
             return de.Done(message, peer)
         case HandoffReady():
             return de.Ready(message, peer)
-        case HandoffReleased():
-            return de.Released(message)
+        case HandoffProgress() | HandoffReleased():
+            return message

@@ -21,17 +21,14 @@ from kvrelay.config import WorkerConfig
 from kvrelay.control.base import ControlPlane, Keys
 from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.event_log import KvEventLog
-from kvrelay.core.handoff import KvDirection
 from kvrelay.core.messages import AdminReply, AdminRequest
 from kvrelay.core.sealing import new_secret
 from kvrelay.core.tasks import TaskSet
 from kvrelay.core.workers import WorkerRole
 from kvrelay.engine.contract import EngineHost
 from kvrelay.engine.step import StepOutput
-from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.placement.threshold import DisaggPolicy
 from kvrelay.rpc.base import RpcServer
-from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.transfer.base import Transport
 from kvrelay.transfer.rates import TransferRates
 from kvrelay.transfer.thread import TransferThread
@@ -56,6 +53,7 @@ from kvrelay.worker.reporting.stats import by_reason, copied
 from kvrelay.worker.roles import FIRST_EPOCH, Roles
 from kvrelay.worker.runtime import follow_settings, warn_of_settings_in_vain
 from kvrelay.worker.shutdown import Ending
+from kvrelay.worker.surroundings import Surroundings
 from kvrelay.worker.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
@@ -114,9 +112,28 @@ class Worker:
             lambda worker_id: self._peers.kv_metadata(worker_id, self._membership.kv_compatibility),
         )
         self._refusals = Refusals(server)
-        self._prefill = self._build_prefill_side()
-        self._paired = self._build_paired_prefills()
-        self._decode = self._build_decode_side()
+        around = Surroundings(
+            settings,
+            identity,
+            engine,
+            control,
+            server,
+            self._membership,
+            self._transfer,
+            self._checksums,
+            self._peers,
+            self._memory,
+            self._refusals,
+        )
+        self._prefill = PrefillSide(around)
+        self._paired = PairedPrefills(around, self._prefill.handoffs, self._fleet.address_of)
+        self._decode = DecodeSide(
+            around,
+            self._policy,
+            num_prefill_workers=self._num_prefill_workers,
+            num_takers=lambda: self._fleet.num_takers,
+            give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
+        )
         self._peer_events.attach(self._transfer, self._memory, self._decode, self._prefill)
         self._roles = Roles(
             settings.role,
@@ -181,69 +198,6 @@ class Worker:
             on_no_prefill=self._peer_events.no_prefill_worker,
             transfer=self._transfer if has_bar else None,
         )
-
-    def _build_prefill_side(self) -> PrefillSide:
-        settings = self.settings
-        return PrefillSide(
-            worker_id=self.identity.worker_id,
-            model=settings.model,
-            layout=self._engine.facts.kv_layout,
-            kv_compatibility=self._membership.kv_compatibility,
-            engine=self._engine,
-            transfer=self._transfer,
-            checksums=self._checksums,
-            queue=self._control.prefill_queue,
-            peers=self._peers,
-            memory=self._memory,
-            term=lambda: self._membership.term,
-            detection_s=Heartbeat.for_lease(settings.control.lease_ttl_s).detection_s,
-        )
-
-    def _build_paired_prefills(self) -> PairedPrefills:
-        settings = self.settings
-        return PairedPrefills(
-            worker_id=self.identity.worker_id,
-            model=settings.model,
-            kv_compatibility=self._membership.kv_compatibility,
-            engine=self._engine,
-            server=self._server,
-            refusals=self._refusals,
-            handoffs=self._prefill.handoffs,
-            term=lambda: self._membership.term,
-            address_of=self._fleet.address_of,
-        )
-
-    def _build_decode_side(self) -> DecodeSide:
-        settings = self.settings
-        return DecodeSide(
-            worker_id=self.identity.worker_id,
-            model=settings.model,
-            address=lambda: self._server.address,
-            rules=DecodeRules(
-                block_size=self._engine.facts.kv_layout.block_size,
-                kv_compatibility=self._membership.kv_compatibility,
-                remote_prefill_timeout_s=settings.disagg.remote_prefill_timeout_s,
-                max_attempts=settings.disagg.max_handoff_attempts,
-                checksums=settings.transfer.kv_checksums,
-            ),
-            engine=self._engine,
-            transfer=self._transfer,
-            memory=self._memory,
-            direction=self._direction(),
-            checksums=self._checksums,
-            queue=self._control.prefill_queue,
-            server=self._server,
-            refusals=self._refusals,
-            policy=self._policy,
-            num_prefill_workers=self._num_prefill_workers,
-            num_takers=lambda: self._fleet.num_takers,
-            term=lambda: self._membership.term,
-            give_up_after_s=GIVE_UP_LEASES * settings.control.lease_ttl_s,
-        )
-
-    def _direction(self) -> KvDirection:
-        is_pull = self._engine.facts.moves_kv or self.settings.transfer.is_pull
-        return KvDirection.PULL if is_pull else KvDirection.PUSH
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -431,8 +385,8 @@ class Worker:
             num_open_handoffs=decode.num_open,
             num_grants=decode.num_grants,
             handoffs=copied(decode.counters),
-            decode=copied(self._decode.stats),
-            prefill=copied(self._prefill.stats),
+            decode=self._decode.counts(),
+            prefill=self._prefill.stats,
             transfer=self._transfer.stats(),
             remote=self._decode.cost_stats(),
             refusals=dict(self._refusals.counts),

@@ -23,7 +23,6 @@ from kvrelay.engine.contract import EngineHost, require
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk
 from kvrelay.engines.registry import build_host
-from kvrelay.handoff import decode_events as de
 from kvrelay.handoff.messages import HandoffReleased
 
 CONFIG = EngineConfig(num_blocks=512, max_num_seqs=16)
@@ -146,7 +145,7 @@ async def test_kv_that_no_request_needs_any_more_is_freed_through_the_decode_ser
         params = chunks[0].kv_transfer_params
         released = HandoffReleased(HandoffId(pair.decode.id, 77), pair.prefill.id, None, params)
         for _ in range(3):
-            pair.decode.worker._decode.handoffs.handle(de.Released(released))
+            pair.decode.worker._decode.handoffs.handle(released)
         await pair.cluster.until(lambda: not exchange.kept)
         await pair.decode.worker._engine.call(lambda engine: require(engine.moves).discard_kv(b"nonsense"))
         await pair.prefill.worker._engine.call(lambda engine: engine.sending_finished("r"))

@@ -14,7 +14,7 @@ from kvrelay.core.workers import KvMetadata
 from kvrelay.engine.contract import EngineHost
 from kvrelay.handoff import decode_events as de
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.base import EndReason, LeaseEnded, LeaseLost, Registered
 from kvrelay.rpc.wire import Message
 from kvrelay.transfer.thread import TransferThread
 from kvrelay.worker.cluster.callers import Caller, CallerKind, Callers
@@ -52,15 +52,13 @@ class PeerEvents:
         worker_id, ttl_s, term = metadata.worker_id, metadata.lease_ttl_s, metadata.term
         self._callers.learn(Caller(CallerKind.WORKER, worker_id), metadata.public_key)
         self._transfer.learn(worker_id, metadata.public_key)
-        self._decode.handoffs.handle(de.Registered(worker_id, ttl_s, term))
-        self._prefill.handoffs.handle(pe.Registered(worker_id, ttl_s, term))
+        self._tell_ledgers(Registered(worker_id, ttl_s, term))
 
     def lease_ended(self, worker_id: str) -> None:
         """A worker's lease has ended."""
         self._callers.forget(Caller(CallerKind.WORKER, worker_id))
         self._transfer.learn(worker_id, "")
-        self._decode.handoffs.handle(de.LeaseEnded(worker_id))
-        self._prefill.handoffs.handle(pe.LeaseEnded(worker_id))
+        self._tell_ledgers(LeaseEnded(worker_id))
         self._forget_memory(worker_id)
 
     def no_prefill_worker(self) -> None:
@@ -79,6 +77,12 @@ class PeerEvents:
         self._prefill.handoffs.handle(pe.ConnectionLost(worker_id))
         self._forget_memory(worker_id)
 
+    def _tell_ledgers(self, event: Registered | LeaseEnded) -> None:
+        """Each keeps the peers' leases itself: a lease and the hand-offs that depend on it change in one step, under
+        the lock of their driver."""
+        self._decode.handoffs.handle(event)
+        self._prefill.handoffs.handle(event)
+
     def _forget_memory(self, worker_id: str) -> None:
         self._memory.forget(worker_id)
         self._transfer.remove_peer(worker_id)
@@ -94,7 +98,7 @@ class PeerEvents:
         _log.warning("lease lost: abandoning hand-offs in progress")
         # The order matters: the first stops new submissions, the second withdraws submitted transfers.
         self._prefill.give_up_all(EndReason.LEASE_LOST)
-        self._decode.handoffs.handle(de.LeaseLost())
+        self._decode.handoffs.handle(LeaseLost())
         self._transfer.fail_all("lease lost")
 
     async def withdraw(self) -> None:

@@ -19,12 +19,12 @@ from functools import partial
 
 import numpy as np
 
-from kvrelay.core.clock import Clock
-from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection, RemotePrefillRequest
+from kvrelay.core.clock import MonotonicClock
+from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
 from kvrelay.core.latest import Latest
 from kvrelay.core.layout import BlockRun
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.contract import Engine, EngineHost, require
+from kvrelay.engine.contract import Engine, require
 from kvrelay.engine.step import StepOutput
 from kvrelay.errors import KvrelayError, PayloadTooLargeError, ProtocolError
 from kvrelay.handoff import decode_events as de
@@ -32,62 +32,51 @@ from kvrelay.handoff.conduct import MAX_FAILURES
 from kvrelay.handoff.decode_ledger import DecodeLedger
 from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.handoff.messages import HandoffDone
-from kvrelay.rpc.base import RpcServer
 from kvrelay.rpc.wire import decode_message
-from kvrelay.transfer.thread import TransferThread
 from kvrelay.transfer.values import GrantRef, Int64Array, TransferOp
-from kvrelay.worker.checksums import BlockChecksums
-from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.driver import LedgerDriver
 from kvrelay.worker.reporting.stats import DecodeStats
+from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
 
 MAX_FETCHED = 1024
 
 
-def _ignore(request_id: str, prefill_s: float) -> None:
-    """No one learns from it."""
-
-
 class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
-    """``direction``: who moves the KV of the hand-offs that this worker opens.
-
-    ``push(prefill)`` runs on the event loop for each prefill to be queued; if it fails, ``PushFailed`` follows.
-    ``term`` returns this worker's own; with pull, peers check it.
+    """``push(prefill)`` runs on the event loop for each prefill to be queued; if it fails, ``PushFailed`` follows.
 
     ``on_arrived(request_id, prefill_s)`` runs on the engine's thread when KV has arrived, before the request continues.
     """
 
     def __init__(
         self,
-        rules: DecodeRules,
-        *,
-        clock: Clock,
-        engine: EngineHost,
-        transfer: TransferThread,
-        memory: PeerMemory,
-        direction: KvDirection,
-        checksums: BlockChecksums,
-        server: RpcServer,
+        around: Surroundings,
         stats: DecodeStats,
+        *,
         push: Callable[[RemotePrefillRequest], None],
-        term: Callable[[], int] = lambda: 0,
-        on_arrived: Callable[[str, float], None] = _ignore,
+        on_arrived: Callable[[str, float], None],
     ) -> None:
+        settings, layout = around.settings, around.engine.facts.kv_layout
+        rules = DecodeRules(
+            block_size=layout.block_size,
+            kv_compatibility=around.kv_compatibility,
+            remote_prefill_timeout_s=settings.disagg.remote_prefill_timeout_s,
+            max_attempts=settings.disagg.max_handoff_attempts,
+            checksums=settings.transfer.kv_checksums,
+        )
         self.ledger = DecodeLedger(rules)
-        self._engine = engine
-        self._transfer = transfer
-        self._checksums = checksums
-        self._server = server
+        self._around = around
+        self._engine = around.engine
+        self._transfer = around.transfer
+        self._checksums = around.checksums
+        self._server = around.server
         self._stats = stats
         self._push = push
-        self._term = term
-        self._memory = memory
-        self._direction = direction
         self._tasks = TaskSet()
         self._on_arrived = on_arrived
-        self._block_bytes = engine.facts.kv_layout.block_bytes
+        self._direction = around.direction
+        self._block_bytes = layout.block_bytes
         self._prefills: dict[HandoffId, RemotePrefillRequest] = {}
         """Those that are being opened."""
         self._fetching: dict[HandoffId, int] = {}
@@ -96,11 +85,9 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         """Hand-offs whose KV was fetched or discarded, the latest of them: a release may be repeated. Of the engine
         thread."""
         self._num_polled_for = 0
-        self._num_stale = 0
         super().__init__(
             self.ledger,
-            de.Tick(),
-            clock,
+            MonotonicClock(),
             {
                 de.Push: self._queue,
                 de.Allocate: self._allocate,
@@ -125,13 +112,6 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
         for _ in range(num_grants, self._num_polled_for):
             self._transfer.close_handoff()
         self._num_polled_for = num_grants
-        num_stale = self.ledger.counters.num_stale
-        if isinstance(event, de.Done | de.Verified):
-            self._stats.num_stale += num_stale - self._num_stale
-        if isinstance(event, de.Verified) and num_stale == self._num_stale:
-            self._stats.num_verified_blocks += event.num_blocks if event.ok else 0
-            self._stats.num_kv_checksum_mismatches += not event.ok
-        self._num_stale = num_stale
 
     async def close(self) -> None:
         """Read nothing more."""
@@ -159,7 +139,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
                 order=order,
                 direction=self._direction,
                 claimant=claimant,
-                term=self._term(),
+                term=self._around.term,
                 num_tokens=len(prefill.token_ids),
             )
             self.handle(opened)
@@ -244,7 +224,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             self.handle(de.ReadEnded(action.handoff_id, action.generation, error is None))
 
         try:
-            await self._memory.connect(action.worker_id)
+            await self._around.memory.connect(action.worker_id)
         except KvrelayError as exc:
             ended(exc.message)
             return
@@ -254,7 +234,7 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
             return
         here = BlockRun(action.first_block, action.block_ids)
         there = BlockRun(action.remote_first_block, action.remote_block_ids)
-        plan = self._memory.plan(TransferOp.READ, action.worker_id, here, there, action.remote_block_size)
+        plan = self._around.memory.plan(TransferOp.READ, action.worker_id, here, there, action.remote_block_size)
         if plan is None:
             ended("its blocks do not fit the memory that it has registered")
             return
@@ -277,9 +257,12 @@ class IncomingHandoffs(LedgerDriver[de.DecodeEvent]):
 
     def _verify(self, action: de.Verify) -> None:
         def verified(damage: str | None) -> None:
-            if damage is not None:
+            if damage is None:
+                self._stats.num_verified_blocks += len(action.block_ids)
+            else:
+                self._stats.num_kv_checksum_mismatches += 1
                 _log.warning("KV of hand-off %s from %s is refused: %s", action.handoff_id, action.worker_id, damage)
-            self.handle(de.Verified(action.handoff_id, action.generation, damage is None, len(action.block_ids)))
+            self.handle(de.Verified(action.handoff_id, action.generation, damage is None))
 
         self._checksums.verify(action.block_ids, action.checksums, verified, action.num_units)
 

@@ -4,7 +4,7 @@
     RemotePrefillRequest ──> the hand-off ledger ──> push to the prefill queue
     TokenOutput ──> the frontend that asked
 
-It owns the peer of each request. ``incoming.py`` owns the hand-offs that bring KV from other workers, ``queued.py`` the
+It owns one record per request. ``handoffs.py`` owns the hand-offs that bring KV from other workers, ``queue.py`` the
 entries in the prefill queue.
 """
 
@@ -16,11 +16,10 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from kvrelay.control.base import PrefillQueue
 from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.handoff import HandoffId, HandoffOrder, KvDirection
+from kvrelay.core.handoff import HandoffId, HandoffOrder
 from kvrelay.core.messages import (
     AbortRequest,
     GenerateRequest,
@@ -33,7 +32,7 @@ from kvrelay.core.return_times import ReturnTimes
 from kvrelay.core.shortest_first import ShortestFirst
 from kvrelay.core.status import RefusalKind
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.contract import Engine, EngineHost
+from kvrelay.engine.contract import Engine
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.errors import (
     InvalidInputError,
@@ -45,20 +44,17 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.handoff import decode_events as de
-from kvrelay.handoff.decode_state import DecodeRules
 from kvrelay.placement.base import Decision, PlacementState, PrefillPlace
 from kvrelay.placement.cost import CostPlacement
 from kvrelay.placement.threshold import DisaggPolicy
-from kvrelay.rpc.base import Peer, RpcServer
-from kvrelay.transfer.thread import TransferThread
-from kvrelay.worker.checksums import BlockChecksums
-from kvrelay.worker.cluster.memory import PeerMemory
+from kvrelay.rpc.base import Peer
 from kvrelay.worker.decode.admission import AdmissionControl
 from kvrelay.worker.decode.handoffs import IncomingHandoffs
 from kvrelay.worker.decode.outputs import send_outputs
 from kvrelay.worker.decode.queue import QueuedPrefills
-from kvrelay.worker.decode.refusals import Refusals, refusal_of
-from kvrelay.worker.reporting.stats import DecodeStats, RemoteCostStats
+from kvrelay.worker.decode.refusals import refusal_of
+from kvrelay.worker.reporting.stats import DecodeStats, RemoteCostStats, copied
+from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
 
@@ -66,85 +62,69 @@ DRAIN_INTERVAL_S = 0.02
 TOO_LARGE = "the logprobs of one output are too large"
 
 
-class _Arrival(NamedTuple):
-    """A request on its way to the engine. ``handoff_id``: of one that came as half of a pair."""
+@dataclass(slots=True, eq=False)
+class _Served:
+    """One request, from its admission to its last token. ``number``: in order of arrival. ``handoff_id``: of one that
+    is half of a pair."""
 
+    number: int
     peer: Peer
     message: GenerateRequest
     handoff_id: HandoffId | None
 
 
 class DecodeSide:
-    """Serves frontends, and grants hand-offs to prefill workers."""
+    """Serves frontends, and grants hand-offs to prefill workers. ``num_takers``: workers that take requests."""
 
     def __init__(
         self,
-        *,
-        worker_id: str,
-        model: str,
-        address: Callable[[], str],
-        rules: DecodeRules,
-        engine: EngineHost,
-        transfer: TransferThread,
-        memory: PeerMemory,
-        direction: KvDirection,
-        checksums: BlockChecksums,
-        queue: PrefillQueue,
-        server: RpcServer,
-        refusals: Refusals,
+        around: Surroundings,
         policy: DisaggPolicy,
+        *,
         num_prefill_workers: Callable[[], int],
         num_takers: Callable[[], int],
-        term: Callable[[], int],
         give_up_after_s: float,
     ) -> None:
         self.stats = DecodeStats()
         self.accepting = True
-        self._worker_id = worker_id
-        self._address = address
-        self._engine = engine
-        self._admission = AdmissionControl(engine)
-        self._server = server
-        self._refusals = refusals
+        self._worker_id = around.worker_id
+        self._engine = around.engine
+        self._admission = AdmissionControl(around.engine)
+        self._server = around.server
+        self._refusals = around.refusals
         self._policy = policy
         self._num_prefill_workers = num_prefill_workers
         self._num_takers = num_takers
         self._returns = ReturnTimes(MonotonicClock())
         self._give_up_after_s = give_up_after_s
         self._queued = QueuedPrefills(
-            queue,
+            around.control.prefill_queue,
             policy,
-            model=model,
-            kv_compatibility=rules.kv_compatibility,
-            address=address,
+            model=around.settings.model,
+            kv_compatibility=around.kv_compatibility,
+            address=lambda: around.server.address,
             num_prefill_workers=num_prefill_workers,
             handle=self._handle,
         )
         self.placement = CostPlacement(policy, self._queued.fleet, self._count_place, MonotonicClock())
         self._loop = asyncio.get_running_loop()
         self.handoffs = IncomingHandoffs(
-            rules,
-            clock=MonotonicClock(),
-            engine=engine,
-            transfer=transfer,
-            memory=memory,
-            direction=direction,
-            checksums=checksums,
-            server=server,
-            stats=self.stats,
-            push=self._queued.push,
-            term=term,
-            on_arrived=self.placement.prefill_took,
+            around, self.stats, push=self._queued.push, on_arrived=self.placement.prefill_took
         )
-        self._arrivals: ShortestFirst[_Arrival] = ShortestFirst()
-        self._arrival_of: dict[str, int] = {}
+        self._arrivals: ShortestFirst[_Served] = ShortestFirst()
+        """Those that the engine has not taken in."""
         self._numbers = itertools.count(1)
-        self._peer_of: dict[str, Peer] = {}
-        self._handoff_of: dict[str, HandoffId] = {}
-        """Of requests that are half of a pair."""
+        self._served: dict[str, _Served] = {}
+        """By request id."""
         self._requests_of: defaultdict[Peer, set[str]] = defaultdict(set)
         self._tasks = TaskSet()
         self._tasks.spawn(self.handoffs.tick_forever())
+
+    def counts(self) -> DecodeStats:
+        """What was counted until now."""
+        counts = copied(self.stats)
+        counts.num_stale += self.handoffs.ledger.counters.num_stale
+        return counts
 
     def _handle(self, event: de.DecodeEvent) -> None:
         self.handoffs.handle(event)
@@ -163,7 +143,7 @@ class DecodeSide:
 
     @property
     def num_requests(self) -> int:
-        return len(self._peer_of)
+        return len(self._served)
 
     @property
     def push_error(self) -> str | None:
@@ -182,11 +162,11 @@ class DecodeSide:
             error = WorkerUnavailableError("the worker is draining")
             self._refuse(peer, refusal_of(message.request_id, error, kind=RefusalKind.DRAINING))
             return
-        if message.request_id in self._peer_of:
+        if message.request_id in self._served:
             self._refuse(peer, refusal_of(message.request_id, InvalidInputError("a request of this id is running")))
             return
         self.stats.num_requests += 1
-        if not self._peer_of:
+        if not self._served:
             self._returns.restart()
         try:
             handoff_id = self._paired_handoff(message)
@@ -194,16 +174,14 @@ class DecodeSide:
         except (InvalidInputError, OverloadedError) as exc:
             self._refuse_error(peer, message.request_id, exc)
             return
-        self._peer_of[message.request_id] = peer
+        served = _Served(next(self._numbers), peer, message, handoff_id)
+        self._served[message.request_id] = served
         self._requests_of[peer].add(message.request_id)
         if handoff_id is not None and message.pair is not None:
-            self._handoff_of[message.request_id] = handoff_id
             self.handoffs.handle(de.Expected(handoff_id, message.pair.prefill_worker_id))
         self._queued.watch()
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
-        # Known before it is there: the engine may take it at once.
-        number = self._arrival_of[message.request_id] = next(self._numbers)
-        self._arrivals.add(number, num_tokens, _Arrival(peer, message, handoff_id))
+        self._arrivals.add(served.number, num_tokens, served)
         self._engine.post(self._admit_next)
 
     def _paired_handoff(self, message: GenerateRequest) -> HandoffId | None:
@@ -214,7 +192,7 @@ class DecodeSide:
             pair_id = parse_pair_id(message.request_id)
         except ProtocolError as exc:
             raise InvalidInputError(exc.message, param="request_id") from exc
-        if (pair_id.decode_address, message.pair.decode_worker_id) != (self._address(), self._worker_id):
+        if (pair_id.decode_address, message.pair.decode_worker_id) != (self._server.address, self._worker_id):
             raise InvalidInputError(f"request {message.request_id} is for another decode worker", param="request_id")
         handoff_id = pair_id.handoff_id(self._worker_id)
         ledger = self.handoffs.ledger
@@ -224,44 +202,41 @@ class DecodeSide:
 
     def prefill_lost(self, peer: Peer, message: PrefillLost) -> None:
         """The frontend of a paired request reports that the prefill worker will not claim."""
-        handoff_id = self._handoff_of.get(message.request_id)
-        if handoff_id is not None and self._peer_of.get(message.request_id) == peer:
-            self.handoffs.handle(de.ClaimantGone(handoff_id))
+        served = self._served.get(message.request_id)
+        if served is not None and served.handoff_id is not None and served.peer == peer:
+            self.handoffs.handle(de.ClaimantGone(served.handoff_id))
 
     def abort(self, peer: Peer, message: AbortRequest) -> None:
         """The frontend has aborted the request."""
-        if self._peer_of.get(message.request_id) == peer:
-            self._forget(message.request_id)
-            self._abort(message.request_id)
+        served = self._served.get(message.request_id)
+        if served is not None and served.peer == peer:
+            self._abort(served)
 
     def peer_gone(self, peer: Peer) -> None:
         """A connection ended: cancel a frontend's requests; a prefill worker's hand-offs continue without the
         connection."""
         for request_id in list(self._requests_of.get(peer, ())):
-            self._forget(request_id)
-            self._abort(request_id)
+            self._abort(self._served[request_id])
         self.handoffs.handle(de.ConnectionLost(peer))
 
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, served: _Served) -> None:
+        self._forget(served.message.request_id)
         self.stats.num_aborted += 1
-        number = self._arrival_of.pop(request_id, 0)
-        self._engine.post(lambda core: self._abort_now(core, request_id, number))
+        self._engine.post(lambda core: self._abort_now(core, served))
 
-    def _abort_now(self, core: Engine, request_id: str, number: int) -> None:
+    def _abort_now(self, core: Engine, served: _Served) -> None:
         """On the engine thread; the engine may not have seen the request yet."""
-        arrival = self._arrivals.remove(number)
-        if arrival is None:
-            core.abort(request_id)
+        if self._arrivals.remove(served.number) is None:
+            core.abort(served.message.request_id)
             return
-        self._admission.received(arrival.message)
-        self._not_enqueued(arrival.handoff_id)
+        self._admission.received(served.message)
+        self._not_enqueued(served.handoff_id)
 
     def _admit_next(self, core: Engine) -> None:
         """On the engine thread: take in the next request, not necessarily the one that was posted."""
-        arrival = self._arrivals.take()
-        if arrival is not None:
-            self._arrival_of.pop(arrival.message.request_id, None)
-            self._admit(core, arrival.peer, arrival.message, arrival.handoff_id)
+        served = self._arrivals.take()
+        if served is not None:
+            self._admit(core, served.peer, served.message, served.handoff_id)
 
     def _admit(self, core: Engine, peer: Peer, message: GenerateRequest, handoff_id: HandoffId | None) -> None:
         """On the engine thread: decide where the prefill runs and add the request."""
@@ -345,13 +320,12 @@ class DecodeSide:
         self._refusals.send(peer, refusal)
 
     def _forget(self, request_id: str) -> None:
-        self._handoff_of.pop(request_id, None)
-        peer = self._peer_of.pop(request_id, None)
-        if peer is not None:
-            requests = self._requests_of[peer]
+        served = self._served.pop(request_id, None)
+        if served is not None:
+            requests = self._requests_of[served.peer]
             requests.discard(request_id)
             if not requests:
-                del self._requests_of[peer]
+                del self._requests_of[served.peer]
 
     # -- what a step produced -----------------------------------------------------------------------------------------
 
@@ -359,16 +333,17 @@ class DecodeSide:
         """On the event loop, once per step: tokens to frontends."""
         by_peer: defaultdict[Peer, list[TokenOutput]] = defaultdict(list)
         for output in outputs:
-            peer = self._peer_of.get(output.request_id)
-            if peer is None:
+            served = self._served.get(output.request_id)
+            if served is None:
                 continue
-            by_peer[peer].append(output)
+            by_peer[served.peer].append(output)
             if output.finish_reason is not None:
                 self._forget(output.request_id)
         for peer, batch in by_peer.items():
             for output in send_outputs(self._server, peer, batch):
-                self._forget(output.request_id)
-                self._abort(output.request_id)
+                served = self._served.get(output.request_id)
+                if served is not None:
+                    self._abort(served)
                 self._refuse(peer, refusal_of(output.request_id, PayloadTooLargeError(TOO_LARGE)))
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -377,7 +352,7 @@ class DecodeSide:
         """Accept no new requests; return when every request and every hand-off has ended. Wait ``give_up_after_s`` for
         a claimant that lives and does not answer ``HandoffAbandon``; then return, and its blocks stay quarantined."""
         self.accepting = False
-        while self._peer_of:
+        while self._served:
             await asyncio.sleep(DRAIN_INTERVAL_S)
         deadline_s = time.monotonic() + self._give_up_after_s
         ledger = self.handoffs.ledger

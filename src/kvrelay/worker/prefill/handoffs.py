@@ -14,19 +14,19 @@ HandoffDone only after the writes before it, and never if one of them has failed
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
-from kvrelay.core.clock import Clock
+from kvrelay.core.clock import MonotonicClock
 from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
-from kvrelay.core.layout import BlockRun, KVLayout
+from kvrelay.core.layout import BlockRun
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.core.tasks import TaskSet
-from kvrelay.engine.contract import Engine, EngineHost, require
+from kvrelay.engine.contract import Engine, require
 from kvrelay.engine.request import PrefillMode, Request
 from kvrelay.engine.step import HandoffChunk, KvLoad, StepOutput
 from kvrelay.errors import KvrelayError, WorkerUnavailableError
@@ -36,14 +36,12 @@ from kvrelay.handoff.messages import HandoffAbandon, HandoffFetched, HandoffGran
 from kvrelay.handoff.prefill_ledger import PrefillLedger
 from kvrelay.handoff.prefill_state import PrefillRules
 from kvrelay.rpc.wire import Message, encode_message
-from kvrelay.transfer.thread import TransferThread
 from kvrelay.transfer.values import GrantRef, TransferOp, TransferPlan
-from kvrelay.worker.checksums import BlockChecksums
-from kvrelay.worker.cluster.memory import PeerMemory
 from kvrelay.worker.driver import LedgerDriver
-from kvrelay.worker.prefill.connections import DecodePeer, DecodePeers
+from kvrelay.worker.prefill.connections import DecodePeer
 from kvrelay.worker.prefill.releases import Releases
 from kvrelay.worker.reporting.stats import PrefillStats
+from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
 
@@ -52,27 +50,35 @@ _CANCELLED = (EndReason.REQUEST_ENDED, EndReason.ABANDONED, EndReason.REFUSED)
 logged when it arrives."""
 
 
-def _nothing() -> None:
-    pass
+class Origin(Protocol):
+    """Where a prefill came from, and who hears of its progress. On the event loop, except for ``received``."""
+
+    order: HandoffOrder
+    may_return: bool
+    """Its queue entry may go back."""
+
+    def received(self) -> None:
+        """The engine receives it; on the engine's thread."""
+
+    def first(self, output: TokenOutput) -> None:
+        """The first token, before ``settled``."""
+
+    def computed(self) -> None:
+        """Nothing is left to compute; once."""
+
+    def settled(self) -> None:
+        """It is over; once, unless ``returned`` is."""
+
+    def returned(self) -> None:
+        """Its queue entry goes back."""
 
 
 @dataclass(slots=True)
 class Job:
-    """A prefill that this worker computes. ``on_computed`` and ``on_settled`` run on the event loop, once each.
-
-    ``on_returned``: its queue entry may go back; runs on the event loop instead of ``on_settled``.
-
-    Prefill-first: ``on_received`` runs on the engine's thread when the engine receives it, ``on_first`` on the event
-    loop with the first token, before ``on_settled``.
-    """
+    """A prefill that this worker computes."""
 
     request: RemotePrefillRequest
-    on_computed: Callable[[], None]
-    on_settled: Callable[[], None]
-    on_returned: Callable[[], None] | None = None
-    order: HandoffOrder = HandoffOrder.DECODE_FIRST
-    on_received: Callable[[], None] = _nothing
-    on_first: Callable[[TokenOutput], None] | None = None
+    origin: Origin
     num_bytes: int = 0
 
     @property
@@ -84,36 +90,23 @@ class Job:
 class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
     """All prefills that this worker computes for decode workers."""
 
-    def __init__(
-        self,
-        rules: PrefillRules,
-        *,
-        clock: Clock,
-        layout: KVLayout,
-        engine: EngineHost,
-        transfer: TransferThread,
-        checksums: BlockChecksums,
-        peers: DecodePeers,
-        memory: PeerMemory,
-        stats: PrefillStats,
-    ) -> None:
+    def __init__(self, around: Surroundings, rules: PrefillRules) -> None:
         self.ledger = PrefillLedger(rules)
         self.jobs: dict[HandoffId, Job] = {}
         self._by_name: dict[str, HandoffId] = {}
-        self._layout = layout
-        self._memory = memory
-        self._engine = engine
-        self._transfer = transfer
-        self._checksums = checksums
-        self._peers = peers
-        self._stats = stats
+        self._block_size = rules.block_size
+        self._memory = around.memory
+        self._engine = around.engine
+        self._transfer = around.transfer
+        self._checksums = around.checksums
+        self._peers = around.peers
+        self._num_sent_bytes = 0
         self._tasks = TaskSet()
         self._telling: set[HandoffId] = set()
-        self._releases = Releases(peers, lambda handoff_id: self.handle(pe.ReleaseHeard(handoff_id)))
+        self._releases = Releases(around.peers, lambda handoff_id: self.handle(pe.ReleaseHeard(handoff_id)))
         super().__init__(
             self.ledger,
-            pe.Tick(),
-            clock,
+            MonotonicClock(),
             {
                 pe.Compute: self._compute,
                 pe.SendClaim: lambda action: self.on_loop(self._begin_claim, action),
@@ -124,24 +117,28 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 pe.Write: self._write,
                 pe.StopComputing: self._stop_computing,
                 pe.FreeBlocks: self._free_blocks,
-                pe.Computed: lambda action: self.on_loop(self.jobs[action.handoff_id].on_computed),
+                pe.Computed: lambda action: self.on_loop(self.jobs[action.handoff_id].origin.computed),
                 pe.Settle: lambda action: self.on_loop(self._settle, action),
                 pe.Return: lambda action: self.on_loop(self._return, action),
-                pe.SendProgress: lambda action: self.on_loop(self._tell, action),
-                pe.SendDone: lambda action: self.on_loop(self._tell, action),
-                pe.SendReady: lambda action: self.on_loop(self._tell, action),
+                pe.Send: lambda action: self.on_loop(self._tell, action),
                 pe.SayReleased: lambda action: self.on_loop(self._releases.say, action.worker_id, action.message),
             },
         )
 
-    def handled(self, event: pe.PrefillEvent) -> None:
-        """The public counts."""
-        counters, stats = self.ledger.counters, self._stats
-        stats.num_prefills, stats.num_refused = counters.num_prefills, counters.num_refused
-        stats.num_failed, stats.num_abandoned = counters.num_failed, counters.num_abandoned
-        stats.num_returned = counters.num_returned
-        stats.num_verified_blocks = counters.num_verified_blocks
-        stats.num_kv_checksum_mismatches = counters.num_damaged
+    @property
+    def stats(self) -> PrefillStats:
+        """What was counted until now."""
+        counters = self.ledger.counters
+        return PrefillStats(
+            counters.num_prefills,
+            counters.num_refused,
+            counters.num_failed,
+            counters.num_abandoned,
+            counters.num_returned,
+            self._num_sent_bytes,
+            counters.num_verified_blocks,
+            counters.num_damaged,
+        )
 
     async def close(self) -> None:
         """Claim and release nothing more: the end of our lease has the same effect."""
@@ -156,7 +153,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         self._peers.remember(request.decode_worker_id, request.decode_address)
         self.jobs[request.handoff_id] = job
         self._by_name[job.name] = request.handoff_id
-        num_blocks = -(-len(request.token_ids) // self._layout.block_size)
+        num_blocks = -(-len(request.token_ids) // self._block_size)
         num_cached_tokens = request.num_cached_tokens
         self.handle(
             pe.Pulled(
@@ -165,9 +162,9 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
                 num_blocks,
                 num_cached_tokens,
                 term,
-                job.order,
+                job.origin.order,
                 num_tokens=len(request.token_ids),
-                may_return=job.on_returned is not None,
+                may_return=job.origin.may_return,
             )
         )
 
@@ -192,11 +189,11 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         elif isinstance(message, HandoffRefused):
             if message.reason != RefusalReason.UNKNOWN:
                 _log.warning("hand-off %s: %s refused the claim: %.100r", message.handoff_id, worker_id, message.reason)
-            self.handle(pe.Refused(message))
+            self.handle(message)
         elif isinstance(message, HandoffAbandon):
             self.handle(pe.Abandoned(worker_id, message))
         else:
-            self.handle(pe.Fetched(message))
+            self.handle(message)
 
     def _begin_claim(self, action: pe.SendClaim) -> None:
         self._tasks.spawn(self._claim(action))
@@ -218,14 +215,14 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
             _log.exception("claiming hand-off %s failed", handoff_id)
             self.handle(pe.ClaimFailed(handoff_id))
 
-    def _tell(self, action: pe.SendProgress | pe.SendDone | pe.SendReady) -> None:
+    def _tell(self, action: pe.Send) -> None:
         """Unless the last attempt still waits for a connection: the ledger says it again."""
         handoff_id = action.message.handoff_id
         if handoff_id not in self._telling:
             self._telling.add(handoff_id)
             self._tasks.spawn(self._send(action))
 
-    async def _send(self, action: pe.SendProgress | pe.SendDone | pe.SendReady) -> None:
+    async def _send(self, action: pe.Send) -> None:
         try:
             peer = await self._peers.get(action.worker_id)
             peer.client.send(action.message)
@@ -240,13 +237,12 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         if action.reason is not None:
             level = logging.INFO if action.reason in _CANCELLED else logging.WARNING
             _log.log(level, "hand-off %s: %s", action.handoff_id, action.reason)
-        job.on_settled()
+        job.origin.settled()
 
     def _return(self, action: pe.Return) -> None:
         job = self.jobs.pop(action.handoff_id)
         self._by_name.pop(job.name, None)
-        assert job.on_returned is not None, "only an entry that may return does"
-        job.on_returned()
+        job.origin.returned()
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
@@ -271,9 +267,9 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
         if handoff_id is None:
             return
         job = self.jobs.get(handoff_id)
-        if chunk.first_output is not None and job is not None and job.on_first is not None:
+        if chunk.first_output is not None and job is not None and job.origin.order is HandoffOrder.PREFILL_FIRST:
             # Before the ledger handles it, because a hand-off may settle at once.
-            self.on_loop(job.on_first, chunk.first_output)
+            self.on_loop(job.origin.first, chunk.first_output)
         token, params = None, chunk.kv_transfer_params
         if chunk.token_id is not None and params is None:
             # An engine that gets the KV by itself also samples the first token.
@@ -288,8 +284,8 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
 
     def _add_request(self, job: Job, core: Engine) -> None:
         request = job.request
-        job.on_received()
-        num_prompt, size = len(request.token_ids) - request.num_output_tokens, self._layout.block_size
+        job.origin.received()
+        num_prompt, size = len(request.token_ids) - request.num_output_tokens, self._block_size
         try:
             core.add_request(
                 Request(
@@ -371,7 +367,7 @@ class OutgoingHandoffs(LedgerDriver[pe.PrefillEvent]):
 
     def _count(self, job: Job, num_bytes: int) -> None:
         job.num_bytes += num_bytes
-        self._stats.num_sent_bytes += num_bytes
+        self._num_sent_bytes += num_bytes
 
     def _verify_hits(self, action: pe.VerifyHits) -> None:
         worker_id = self.jobs[action.handoff_id].request.decode_worker_id

@@ -4,21 +4,19 @@
     the last chunk's first token ──> TokenOutput to the frontend, while the KV is still being sent
 
 It owns the peer of each prefill until the first token is sent. The ledger owns the hand-off of the KV
-(``outgoing.py``). A request id contains addresses, which are compared with discovery and never trusted.
+(``handoffs.py``). A request id contains addresses, which are compared with discovery and never trusted.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 
 from kvrelay.core.handoff import HandoffId, HandoffOrder, RemotePrefillRequest
 from kvrelay.core.messages import GenerateRequest, OutputBatch, TokenOutput
 from kvrelay.core.pair_id import parse_pair_id
-from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import (
     InvalidInputError,
     KvrelayError,
@@ -27,10 +25,11 @@ from kvrelay.errors import (
     WorkerUnavailableError,
 )
 from kvrelay.handoff import prefill_events as pe
-from kvrelay.rpc.base import Peer, RpcServer
+from kvrelay.rpc.base import Peer
 from kvrelay.worker.decode.admission import AdmissionControl
-from kvrelay.worker.decode.refusals import Refusals, refusal_of
+from kvrelay.worker.decode.refusals import refusal_of
 from kvrelay.worker.prefill.handoffs import Job, OutgoingHandoffs
+from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
 
@@ -38,31 +37,16 @@ _log = logging.getLogger(__name__)
 class PairedPrefills:
     """The prefill halves of pairs. Everything runs on the event loop, except for ``AdmissionControl.received``.
 
-    ``address`` is this worker's own, ``address_of`` another worker's by discovery; ``term`` gives this worker's of now.
+    ``address_of``: another worker's address by discovery.
     """
 
     def __init__(
-        self,
-        *,
-        worker_id: str,
-        model: str,
-        kv_compatibility: str,
-        engine: EngineHost,
-        server: RpcServer,
-        refusals: Refusals,
-        handoffs: OutgoingHandoffs,
-        term: Callable[[], int],
-        address_of: Callable[[str], str | None],
+        self, around: Surroundings, handoffs: OutgoingHandoffs, address_of: Callable[[str], str | None]
     ) -> None:
         self.accepting = False
-        self._worker_id = worker_id
-        self._model = model
-        self._kv_compatibility = kv_compatibility
-        self._admission = AdmissionControl(engine)
-        self._server = server
-        self._refusals = refusals
+        self._around = around
+        self._admission = AdmissionControl(around.engine)
         self._handoffs = handoffs
-        self._term = term
         self._address_of = address_of
         self._waiting: dict[str, tuple[Peer, HandoffId]] = {}
         """By request id: the peer that waits for the first token."""
@@ -75,13 +59,13 @@ class PairedPrefills:
     def generate(self, peer: Peer, message: GenerateRequest) -> None:
         """Compute the prompt and the first token, or refuse."""
         try:
-            job = self._job(peer, message)
+            job = self._job(message)
             self._admission.admit(message)
         except KvrelayError as exc:
             self._refuse(peer, message.request_id, exc)
             return
         self._waiting[message.request_id] = (peer, job.request.handoff_id)
-        self._handoffs.take(job, self._term())
+        self._handoffs.take(job, self._around.term)
 
     def abort(self, peer: Peer, request_id: str) -> None:
         """The frontend has aborted the request. Once the first token is sent, only the decode worker can abandon the
@@ -97,9 +81,9 @@ class PairedPrefills:
             if other == peer:
                 self.abort(peer, request_id)
 
-    def _job(self, peer: Peer, message: GenerateRequest) -> Job:
+    def _job(self, message: GenerateRequest) -> Job:
         """Raises WorkerUnavailableError, InvalidInputError."""
-        if message.worker_id != self._worker_id:
+        if message.worker_id != self._around.worker_id:
             raise WorkerUnavailableError(f"worker {message.worker_id} is gone")
         if not self.accepting:
             raise WorkerUnavailableError("the worker takes no prefills")
@@ -108,25 +92,18 @@ class PairedPrefills:
             handoff_id=handoff_id,
             decode_worker_id=handoff_id.decode_worker_id,
             decode_address=decode_address,
-            model=self._model,
+            model=self._around.settings.model,
             request_id=message.request_id,
             token_ids=message.prompt_token_ids + message.output_token_ids,
             num_output_tokens=len(message.output_token_ids),
             sampling=message.sampling,
             block_ids=(),
             num_cached_tokens=0,
-            kv_compatibility=self._kv_compatibility,
+            kv_compatibility=self._around.kv_compatibility,
             priority=message.priority,
             tenant=message.tenant,
         )
-        return Job(
-            request,
-            on_computed=lambda: None,
-            on_settled=partial(self._settled, message.request_id),
-            order=HandoffOrder.PREFILL_FIRST,
-            on_received=partial(self._admission.received, message),
-            on_first=partial(self._first, message.request_id),
-        )
+        return Job(request, _Half(self, message))
 
     def _checked(self, message: GenerateRequest) -> tuple[HandoffId, str]:
         """The hand-off, and its decode worker's address. Raises WorkerUnavailableError, InvalidInputError."""
@@ -150,21 +127,52 @@ class PairedPrefills:
             raise InvalidInputError(f"hand-off {handoff_id} was taken here before", param="request_id")
         return handoff_id, known
 
-    def _first(self, request_id: str, output: TokenOutput) -> None:
+    def received(self, message: GenerateRequest) -> None:
+        """On the engine's thread."""
+        self._admission.received(message)
+
+    def first(self, request_id: str, output: TokenOutput) -> None:
+        """The first token: to the frontend."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is None:
             return
         try:
-            self._server.send(waiting[0], OutputBatch((msgspec.structs.replace(output, request_id=request_id),)))
+            self._around.server.send(waiting[0], OutputBatch((msgspec.structs.replace(output, request_id=request_id),)))
         except PayloadTooLargeError as exc:
             # The decode worker has the same limit, and reports it.
             self._refuse(waiting[0], request_id, exc)
 
-    def _settled(self, request_id: str) -> None:
+    def settled(self, request_id: str) -> None:
         """The hand-off is over. Without a first token the frontend waits only for the decode worker."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self._refuse(waiting[0], request_id, WorkerUnavailableError("the prefill was given up"))
 
     def _refuse(self, peer: Peer, request_id: str, error: KvrelayError) -> None:
-        self._refusals.send(peer, refusal_of(request_id, error))
+        self._around.refusals.send(peer, refusal_of(request_id, error))
+
+
+class _Half:
+    """The prefill half of a pair: the origin of a prefill. No queue entry waits for it."""
+
+    order = HandoffOrder.PREFILL_FIRST
+    may_return = False
+
+    def __init__(self, side: PairedPrefills, message: GenerateRequest) -> None:
+        self._side = side
+        self._message = message
+
+    def received(self) -> None:
+        self._side.received(self._message)
+
+    def first(self, output: TokenOutput) -> None:
+        self._side.first(self._message.request_id, output)
+
+    def computed(self) -> None:
+        """The frontend hears of its first token."""
+
+    def settled(self) -> None:
+        self._side.settled(self._message.request_id)
+
+    def returned(self) -> None:
+        raise AssertionError("no queue entry goes back")

@@ -1,7 +1,7 @@
 """A worker's prefill side: pull from the global queue, and compute for decode workers.
 
 It owns the pull loop, and each queue entry until it is acknowledged. The ledger (``kvrelay/handoff``), driven by
-``outgoing.py``, owns each hand-off; the engine schedules the prefills.
+``handoffs.py``, owns each hand-off; the engine schedules the prefills.
 
 One prefill computes while the next one is pulled and the last writes of the previous one are in flight, so the engine
 never waits for the queue. Claims are in flight while their prefills compute, so it does not wait for claims either.
@@ -12,24 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 
-from kvrelay.control.base import PrefillDelivery, PrefillQueue
+from kvrelay.control.base import PrefillDelivery
 from kvrelay.control.redelivery import KEEPALIVE_INTERVAL_S, return_delay_s
-from kvrelay.core.clock import MonotonicClock
-from kvrelay.core.layout import KVLayout
+from kvrelay.core.handoff import HandoffOrder
+from kvrelay.core.messages import TokenOutput
 from kvrelay.core.tasks import TaskSet, end_tasks
-from kvrelay.engine.contract import EngineHost
 from kvrelay.errors import KvrelayError
-from kvrelay.handoff import prefill_events as pe
-from kvrelay.handoff.base import EndReason
+from kvrelay.handoff.base import EndReason, LeaseLost
 from kvrelay.handoff.prefill_state import PrefillRules
-from kvrelay.transfer.thread import TransferThread
-from kvrelay.worker.checksums import BlockChecksums
-from kvrelay.worker.cluster.memory import PeerMemory
-from kvrelay.worker.prefill.connections import DecodePeers
+from kvrelay.rpc.heartbeat import Heartbeat
 from kvrelay.worker.prefill.handoffs import Job, OutgoingHandoffs
 from kvrelay.worker.reporting.stats import PrefillStats
+from kvrelay.worker.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
 
@@ -50,57 +46,33 @@ because frontends use the decode worker's lease, which may be longer than ours."
 
 
 class PrefillSide:
-    """Serves the prefill queue between ``start`` and ``stop``. ``term`` returns this worker's current term;
-    ``detection_s`` is how long a connection outlives a silent peer."""
+    """Serves the prefill queue between ``start`` and ``stop``."""
 
-    def __init__(
-        self,
-        *,
-        worker_id: str,
-        model: str,
-        layout: KVLayout,
-        kv_compatibility: str,
-        engine: EngineHost,
-        transfer: TransferThread,
-        checksums: BlockChecksums,
-        queue: PrefillQueue,
-        peers: DecodePeers,
-        memory: PeerMemory,
-        term: Callable[[], int],
-        detection_s: float,
-    ) -> None:
-        self.stats = PrefillStats()
+    def __init__(self, around: Surroundings) -> None:
+        detection_s = Heartbeat.for_lease(around.settings.control.lease_ttl_s).detection_s
         rules = PrefillRules(
-            worker_id=worker_id,
-            block_size=layout.block_size,
-            kv_compatibility=kv_compatibility,
+            worker_id=around.worker_id,
+            block_size=around.engine.facts.kv_layout.block_size,
+            kv_compatibility=around.kv_compatibility,
             claim_timeout_s=CLAIM_TIMEOUT_S,
             gone_for_s=max(GONE_FOR_DETECTIONS * detection_s, MIN_GONE_FOR_S),
-            checksums=checksums.required,
+            checksums=around.checksums.required,
         )
-        self.handoffs = OutgoingHandoffs(
-            rules,
-            clock=MonotonicClock(),
-            layout=layout,
-            engine=engine,
-            transfer=transfer,
-            checksums=checksums,
-            peers=peers,
-            memory=memory,
-            stats=self.stats,
-        )
-        self._model = model
-        self._kv_compatibility = kv_compatibility
-        self._queue = queue
-        self._term = term
+        self.handoffs = OutgoingHandoffs(around, rules)
+        self._around = around
+        self._kv_compatibility = around.kv_compatibility
+        self._queue = around.control.prefill_queue
         self._slots = asyncio.Semaphore(MAX_COMPUTING)
         self._pulling: asyncio.Task[None] | None = None
-        self._engine = engine
         self._preparing = TaskSet()
         """Entries whose grammars are being compiled; nothing is claimed for them yet."""
         self._settling = TaskSet()
         self._tasks = TaskSet()
         self._tasks.spawn(self.handoffs.tick_forever())
+
+    @property
+    def stats(self) -> PrefillStats:
+        return self.handoffs.stats
 
     @property
     def num_handoffs(self) -> int:
@@ -153,7 +125,7 @@ class PrefillSide:
         Submits nothing from now on, including hand-offs that are being claimed. The caller withdraws submitted
         transfers.
         """
-        self.handoffs.handle(pe.LeaseLost(reason))
+        self.handoffs.handle(LeaseLost(reason))
 
     async def _idle(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -178,67 +150,76 @@ class PrefillSide:
 
     def _take(self, delivery: PrefillDelivery) -> None:
         """One queue entry, from here to its acknowledgement."""
-        request, slot = delivery.request, _Slot(self._slots)
-        keepalives = self._tasks.spawn(_extend_ack_deadline(delivery))
-
-        delay_s = return_delay_s(delivery.num_deliveries)
-
-        def end(ending: Coroutine[None, None, None]) -> None:
-            slot.release()
-            keepalives.cancel()
-            self._settling.spawn(ending)
-
-        def settled() -> None:
-            end(_settle(delivery))
-
-        def returned() -> None:
-            assert delay_s is not None, "this entry may return"
-            end(_give_back(delivery, delay_s))
-
-        job = Job(request, slot.release, settled, None if delay_s is None else returned)
+        request, entry = delivery.request, _Entry(delivery, self._slots, self._tasks, self._settling)
+        job = Job(request, entry)
         if request.handoff_id.decode_worker_id != request.decode_worker_id:
             _log.warning("an entry of %s for hand-off %s was dropped", request.decode_worker_id, request.handoff_id)
-            settled()
+            entry.settled()
         elif request.handoff_id in self.handoffs.ledger.seen:
             _log.warning("hand-off %s was delivered again; it was handled here before", request.handoff_id)
-            settled()
+            entry.settled()
         elif delivery.is_expired:
             self.handoffs.decline(job, EndReason.EXPIRED)
-        elif request.model != self._model:
+        elif request.model != self._around.settings.model:
             self.handoffs.decline(job, EndReason.WRONG_MODEL)
         elif request.sampling.grammar is not None:
-            self._preparing.spawn(self._prepare_and_take(job, self._term()))
+            self._preparing.spawn(self._prepare_and_take(job, self._around.term))
         else:
-            self.handoffs.take(job, self._term())
+            self.handoffs.take(job, self._around.term)
 
     async def _prepare_and_take(self, job: Job, term: int) -> None:
         """Compile the grammar on a thread of its own, so that neither the loop nor the engine waits for it."""
         try:
-            await asyncio.to_thread(self._engine.prepare, job.request.sampling)
+            await asyncio.to_thread(self._around.engine.prepare, job.request.sampling)
         except KvrelayError as exc:
             _log.warning("hand-off %s is not computed: %s", job.request.handoff_id, exc)
             self.handoffs.decline(job, EndReason.ENGINE_REFUSED)
             return
         if job.request.handoff_id in self.handoffs.ledger.seen:
             _log.warning("hand-off %s was delivered again while its grammar was compiled", job.request.handoff_id)
-            job.on_settled()
-        elif self._term() != term:
+            job.origin.settled()
+        elif self._around.term != term:
             self.handoffs.decline(job, EndReason.LEASE_LOST)
         else:
             self.handoffs.take(job, term)
 
 
-class _Slot:
-    """One permit of the pull loop's semaphore, released only once."""
+class _Entry:
+    """A queue entry, from its pull to its acknowledgement: the origin of a prefill. It holds a permit of the pull loop
+    until it is computed."""
 
-    def __init__(self, semaphore: asyncio.Semaphore) -> None:
-        self._semaphore = semaphore
-        self._held = True
+    order = HandoffOrder.DECODE_FIRST
 
-    def release(self) -> None:
-        if self._held:
-            self._held = False
-            self._semaphore.release()
+    def __init__(self, delivery: PrefillDelivery, slots: asyncio.Semaphore, tasks: TaskSet, settling: TaskSet) -> None:
+        self._delivery = delivery
+        self._slot: asyncio.Semaphore | None = slots
+        self._delay_s = return_delay_s(delivery.num_deliveries)
+        self.may_return = self._delay_s is not None
+        self._settling = settling
+        self._keepalives = tasks.spawn(_extend_ack_deadline(delivery))
+
+    def received(self) -> None:
+        """The queue's part in admission was before the pull."""
+
+    def first(self, output: TokenOutput) -> None:
+        """The decode worker gets the first token with the KV."""
+
+    def computed(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.release()
+
+    def settled(self) -> None:
+        self._end(_settle(self._delivery))
+
+    def returned(self) -> None:
+        assert self._delay_s is not None, "only an entry that may return does"
+        self._end(_give_back(self._delivery, self._delay_s))
+
+    def _end(self, ending: Coroutine[None, None, None]) -> None:
+        self.computed()
+        self._keepalives.cancel()
+        self._settling.spawn(ending)
 
 
 async def _extend_ack_deadline(delivery: PrefillDelivery) -> None:

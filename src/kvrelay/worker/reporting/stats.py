@@ -59,7 +59,7 @@ class RemoteCostStats:
     num_trials: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PrefillStats:
     """Counters of the prefill side. ``num_returned`` counts queue entries that were given back because their decode
     worker could not be reached; the two counts of checksums concern the hit blocks that it reads."""
