@@ -8,10 +8,10 @@ refused, never ignored. ``tools/field_table.py`` writes these tables into the do
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -28,11 +28,24 @@ from kvrelay.frontend.responses.requests import ResponsesRequest
 
 _log = logging.getLogger(__name__)
 
+_Rule = TypeVar("_Rule")
 MAX_LOGGED = 1000
 _MAX_HARMLESS_BYTES = 64
 _NULL = b"null"
 _EMPTY = frozenset({_NULL, b"false", b"[]", b"{}", b'""'})
 """Values that ask for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """Our name for another server's field. An API that lacks our ``field`` refuses the other name without a hint.
+    ``hint`` replaces the name in the message; without a field it holds for every API."""
+
+    field: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return self.hint or self.field
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +62,7 @@ class FieldTable:
     """The fields of one API; each name is in one of the four at most. ``renamed`` are refused with our name."""
 
     done: frozenset[str]
-    renamed: Mapping[str, str]
+    renamed: Mapping[str, Ours]
     refused: Mapping[str, Refusal]
     advice: frozenset[str]
 
@@ -71,168 +84,128 @@ class FieldTable:
         raise InvalidInputError(f"{name} is not supported{reason}", param=name)
 
 
-RENAMED = {
-    "max_new_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop_sequences": "stop",
-    "repeat_penalty": "repetition_penalty",
-    "random_seed": "seed",
-    "sampling_seed": "seed",
-    "num_return_sequences": "n",
-    "stop_ids": "stop_token_ids",
-    "bad_words_ids": "bad_words",
-    "num_beams": "n, without beams",
-    "do_sample": "temperature, 0 for greedy",
-    "grammar": "structured_outputs.grammar",
-    "schema": "response_format",
-    "output_format": "response_format",
-    "betas": "the header anthropic-beta",
-    "functions": "tools",
-    "function_call": "tool_choice",
-    "extra_key": "cache_salt",
-    "no_stop_trim": "include_stop_str_in_output",
-    "return_prompt_token_ids": "return_token_ids",
-    "request_id": "the header x-request-id",
-    "rid": "the header x-request-id",
-    "input_ids": "/v1/completions with token ids as prompt",
-    "thinking": "chat_template_kwargs",
-}
-"""Other servers' names, and ours for the same: a field, or a hint that does not begin with a field's name. Where an API
-has no such field, the name is refused without it."""
+def _by_name(*rows: tuple[str, _Rule]) -> dict[str, _Rule]:
+    """Each row's names, separated by spaces, with its rule."""
+    return {name: rule for names, rule in rows for name in names.split()}
 
-_BEAMS = "there are no beams"
-_IMAGES = "only text is served"
-_KEPT = "nothing is kept between requests"
-_ROUTED = "the router chooses the workers"
 
-REFUSED = {
-    # OpenAI
-    "suffix": Refusal("a prompt is only continued at its end"),
-    "audio": Refusal(_IMAGES),
-    "modalities": Refusal("only text is served", harmless=["text"]),
-    "moderation": Refusal(),
-    "web_search_options": Refusal("there are no tools of the server's own"),
-    "image": Refusal(_IMAGES),
-    "access_programs": Refusal(),
-    # vLLM
-    "use_beam_search": Refusal(_BEAMS),
-    "length_penalty": Refusal(_BEAMS, harmless=1),
-    "early_stopping": Refusal(_BEAMS),
-    "logits_processors": Refusal(),
-    "prompt_embeds": Refusal("a prompt is text or token ids"),
-    "mm_processor_kwargs": Refusal(_IMAGES),
-    "media_io_kwargs": Refusal(_IMAGES),
-    "documents": Refusal("send them in a message"),
-    "chat_template": Refusal("the checkpoint's own is used"),
-    "guided_whitespace_pattern": Refusal("the model chooses white space, within JSON's bounds"),
-    "structural_tag": Refusal("use tools or a grammar"),
-    "kv_transfer_params": Refusal(_ROUTED),
-    "ec_transfer_params": Refusal(_ROUTED),
-    "thinking_token_budget": Refusal("max_tokens bounds the answer with its reasoning", harmless=-1),
-    "include_reasoning": Refusal("a reasoning parser separates it, and it is always returned", harmless=True),
-    "spaces_between_special_tokens": Refusal(harmless=True),
-    "truncation_side": Refusal("truncate_prompt_tokens keeps the last tokens", harmless="left"),
-    "logprob_token_ids": Refusal("ask for logprobs"),
-    "return_token_offsets": Refusal("logprobs have text_offset"),
-    "return_prompt_text": Refusal("return_token_ids returns the prompt's tokens"),
-    "routed_experts_prompt_start": Refusal(harmless=0),
-    "vllm_xargs": Refusal(),
-    "repetition_detection": Refusal("use repetition_penalty"),
-    "watermarking": Refusal(),
-    "enable_response_messages": Refusal(),
-    "previous_input_messages": Refusal("send the whole conversation as input"),
-    "previous_response": Refusal("send the whole conversation as input"),
-    # SGLang
-    "lora_path": Refusal("a model is served as it is"),
-    "session_params": Refusal(_KEPT),
-    "stop_regex": Refusal("use stop, or a grammar"),
-    "return_hidden_states": Refusal(),
-    "return_routed_experts": Refusal(),
-    "routed_experts_start_len": Refusal(harmless=0),
-    "return_cached_tokens_details": Refusal("usage has prompt_tokens_details"),
-    "return_meta_info": Refusal("usage and the headers have it"),
-    "stream_reasoning": Refusal("a stream has the reasoning as it comes", harmless=True),
-    "task": Refusal(),
-    "custom_logit_processor": Refusal(),
-    "custom_params": Refusal(),
-    "images_config": Refusal(_IMAGES),
-    "max_dynamic_patch": Refusal(_IMAGES),
-    "min_dynamic_patch": Refusal(_IMAGES),
-    "use_audio_in_video": Refusal(_IMAGES),
-    "bootstrap_host": Refusal(_ROUTED),
-    "bootstrap_port": Refusal(_ROUTED),
-    "bootstrap_room": Refusal(_ROUTED),
-    "routed_dp_rank": Refusal(_ROUTED),
-    "data_parallel_rank": Refusal(_ROUTED),
-    "ngram_corpus_id": Refusal(),
-    # llama.cpp, TGI and others
-    "typical_p": Refusal("use top_p or min_p", harmless=1),
-    "top_a": Refusal("use top_p or min_p", harmless=0),
-    "tfs": Refusal("use top_p or min_p", harmless=1),
-    "mirostat": Refusal("use top_p or min_p", harmless=0),
-    "min_p_decay": Refusal(),
-    "dry_multiplier": Refusal("use repetition_penalty", harmless=0),
-    "no_repeat_ngram_size": Refusal("use repetition_penalty", harmless=0),
-    "lora_request": Refusal("a model is served as it is"),
-    # Anthropic
-    "container": Refusal(_KEPT),
-    "mcp_servers": Refusal("call them in the client, as tools"),
-    "compaction": Refusal("send as much of the conversation as fits"),
-    "fallbacks": Refusal("one model answers"),
-    "thread": Refusal(_KEPT),
-    "inference_geo": Refusal("the server does not know where it runs"),
-    "speed": Refusal("there is one speed", harmless="standard"),
-    # OpenAI's responses
-    "previous_response_id": Refusal("no response is kept; send the whole conversation as input"),
-    "conversation": Refusal("no conversation is kept; send all of it as input"),
-    "background": Refusal("a response runs while its client waits for it"),
-    "context_management": Refusal("send as much of the conversation as fits"),
-    "truncation": Refusal("send as much of the conversation as fits", harmless="disabled"),
-}
-"""Fields that no API here does."""
+RENAMED = _by_name(
+    ("max_new_tokens max_output_tokens max_length n_predict num_predict", Ours("max_tokens")),
+    ("min_new_tokens", Ours("min_tokens")),
+    ("stop_sequences", Ours("stop")),
+    ("repeat_penalty", Ours("repetition_penalty")),
+    ("random_seed sampling_seed", Ours("seed")),
+    ("num_return_sequences", Ours("n")),
+    ("num_beams", Ours("n", "n, without beams")),
+    ("stop_ids", Ours("stop_token_ids")),
+    ("bad_words_ids", Ours("bad_words")),
+    ("do_sample", Ours("temperature", "temperature, 0 for greedy")),
+    ("grammar", Ours("structured_outputs", "structured_outputs.grammar")),
+    ("schema output_format", Ours("response_format")),
+    ("functions", Ours("tools")),
+    ("function_call", Ours("tool_choice")),
+    ("extra_key", Ours("cache_salt")),
+    ("no_stop_trim", Ours("include_stop_str_in_output")),
+    ("return_prompt_token_ids", Ours("return_token_ids")),
+    ("thinking", Ours("chat_template_kwargs")),
+    ("betas", Ours(hint="the header anthropic-beta")),
+    ("request_id rid", Ours(hint="the header x-request-id")),
+    ("input_ids", Ours(hint="/v1/completions with token ids as prompt")),
+)
+"""Other servers' names, and ours for the same."""
+
+_TEXT_ONLY, _WHOLE = "only text is served", "send the whole conversation as input"
+REFUSED = _by_name(
+    (
+        "moderation access_programs logits_processors vllm_xargs watermarking enable_response_messages "
+        "return_hidden_states return_routed_experts task custom_logit_processor custom_params min_p_decay",
+        Refusal(),
+    ),
+    ("routed_experts_prompt_start routed_experts_start_len", Refusal(harmless=0)),
+    ("spaces_between_special_tokens", Refusal(harmless=True)),
+    (
+        "audio image mm_processor_kwargs media_io_kwargs images_config max_dynamic_patch min_dynamic_patch "
+        "use_audio_in_video",
+        Refusal(_TEXT_ONLY),
+    ),
+    ("modalities", Refusal(_TEXT_ONLY, harmless=["text"])),
+    ("suffix", Refusal("a prompt is only continued at its end")),
+    ("web_search_options", Refusal("there are no tools of the server's own")),
+    ("mcp_servers", Refusal("call them in the client, as tools")),
+    ("use_beam_search early_stopping", Refusal("there are no beams")),
+    ("length_penalty", Refusal("there are no beams", harmless=1)),
+    ("prompt_embeds", Refusal("a prompt is text or token ids")),
+    ("documents", Refusal("send them in a message")),
+    ("chat_template", Refusal("the checkpoint's own is used")),
+    ("guided_whitespace_pattern", Refusal("the model chooses white space, within JSON's bounds")),
+    ("structural_tag", Refusal("use tools or a grammar")),
+    ("stop_regex", Refusal("use stop, or a grammar")),
+    ("kv_transfer_params ec_transfer_params", Refusal("the router chooses the workers")),
+    ("thinking_token_budget", Refusal("max_tokens bounds the answer with its reasoning", harmless=-1)),
+    ("include_reasoning", Refusal("a reasoning parser separates it, and it is always returned", harmless=True)),
+    ("stream_reasoning", Refusal("a stream has the reasoning as it comes", harmless=True)),
+    ("truncation_side", Refusal("truncate_prompt_tokens keeps the last tokens", harmless="left")),
+    ("logprob_token_ids", Refusal("ask for logprobs")),
+    ("return_token_offsets", Refusal("logprobs have text_offset")),
+    ("return_prompt_text", Refusal("return_token_ids returns the prompt's tokens")),
+    ("return_cached_tokens_details", Refusal("usage has prompt_tokens_details")),
+    ("return_meta_info", Refusal("usage and the headers have it")),
+    ("repetition_detection", Refusal("use repetition_penalty")),
+    ("dry_multiplier no_repeat_ngram_size", Refusal("use repetition_penalty", harmless=0)),
+    ("typical_p tfs", Refusal("use top_p or min_p", harmless=1)),
+    ("top_a mirostat", Refusal("use top_p or min_p", harmless=0)),
+    ("lora_path lora_request", Refusal("a model is served as it is")),
+    ("session_params container thread", Refusal("nothing is kept between requests")),
+    ("previous_input_messages previous_response", Refusal(_WHOLE)),
+    ("previous_response_id", Refusal("no response is kept; send the whole conversation as input")),
+    ("conversation", Refusal("no conversation is kept; send all of it as input")),
+    ("compaction context_management", Refusal("send as much of the conversation as fits")),
+    ("truncation", Refusal("send as much of the conversation as fits", harmless="disabled")),
+    ("background", Refusal("a response runs while its client waits for it")),
+    ("fallbacks", Refusal("one model answers")),
+    ("inference_geo", Refusal("the server does not know where it runs")),
+    ("speed", Refusal("there is one speed", harmless="standard")),
+)
+"""Fields that change an answer and that no API here does."""
 
 ADVICE = frozenset(
-    {
-        "service_tier", "store", "metadata", "user", "verbosity", "prediction", "prompt_cache_key",
-        "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "guided_decoding_backend",
-        "separate_reasoning", "cache_control", "session_id", "custom_labels", "disagg_prefill_dp_rank",
-        "stream_interval", "return_mm_kwargs", "diagnostics", "user_profile_id", "workspace_id", "billing_policy",
-        "fallback_credit_token",
-    }
-)  # fmt: skip
-"""Hints: the answer does not depend on them."""
+    _by_name(
+        (
+            "service_tier store metadata user verbosity prediction prompt_cache_key prompt_cache_options "
+            "prompt_cache_retention safety_identifier guided_decoding_backend separate_reasoning cache_control "
+            "session_id custom_labels stream_interval return_mm_kwargs diagnostics user_profile_id workspace_id "
+            "billing_policy fallback_credit_token bootstrap_host bootstrap_port bootstrap_room routed_dp_rank "
+            "data_parallel_rank disagg_prefill_dp_rank ngram_corpus_id",
+            None,
+        )
+    )
+)
+"""Hints to the server: the answer does not depend on them."""
 
 
 def _table(
     kind: type[msgspec.Struct],
-    renamed: Mapping[str, str] | None = None,
+    renamed: Mapping[str, Ours] | None = None,
     refused: Mapping[str, Refusal] | None = None,
     advice: frozenset[str] = frozenset(),
 ) -> FieldTable:
-    """The common tables, and this API's own entries. An API's struct goes before both."""
+    """The API's struct decides first, then its own entries, then the common tables."""
     done = frozenset(kind.__struct_fields__)
-    own = (renamed or {}).keys() | (refused or {}).keys() | advice
-    renamed = {name: ours for name, ours in {**RENAMED, **(renamed or {})}.items() if name not in done}
-    renamed = {name: ours for name, ours in renamed.items() if _first_name(ours) in done | _NO_NAMES}
+    renamed, refused = renamed or {}, refused or {}
+    own = renamed.keys() | refused.keys() | advice
+    renamed = {
+        name: ours
+        for name, ours in {**RENAMED, **renamed}.items()
+        if name not in done and (not ours.field or ours.field in done)
+    }
     common = {name: refusal for name, refusal in REFUSED.items() if name not in own}
-    refused = {name: refusal for name, refusal in {**common, **(refused or {})}.items() if name not in done}
+    refused = {name: refusal for name, refusal in {**common, **refused}.items() if name not in done}
     advice = (ADVICE - own | advice) - done
-    foreign = {name: Refusal("this API does not have it") for name in _ALL_DONE | RENAMED.keys()}
     settled = done | renamed.keys() | refused.keys() | advice
-    refused |= {name: refusal for name, refusal in foreign.items() if name not in settled}
-    return FieldTable(done, renamed, refused, advice)
+    foreign = dict.fromkeys((_ALL_DONE | RENAMED.keys()) - settled, Refusal("this API does not have it"))
+    return FieldTable(done, renamed, refused | foreign, advice)
 
 
-def _first_name(ours: str) -> str:
-    return re.split(r"\W", ours, maxsplit=1)[0]
-
-
-_NO_NAMES = frozenset({"", "a", "the"})
-"""How a hint may begin that does not name a field."""
 _KINDS: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest,
     ChatCompletionRequest,
@@ -242,58 +215,56 @@ _KINDS: tuple[type[msgspec.Struct], ...] = (
     TokenizeRequest,
 )
 _ALL_DONE = frozenset(name for kind in _KINDS for name in kind.__struct_fields__) - ADVICE
-_LENGTH = {name: "max_output_tokens" for name, ours in RENAMED.items() if ours == "max_tokens"}
-_MESSAGES_RENAMED = {
-    "max_completion_tokens": "max_tokens",
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-    "schema": "output_config.format",
-    "output_format": "output_config.format",
-    "instructions": "system",
-    "reasoning_effort": "output_config.effort",
-}
-_PROMPT = {"input": "messages", "prompt": "messages"}
+_MESSAGES_RENAMED = _by_name(
+    ("max_completion_tokens", Ours("max_tokens")),
+    ("stop", Ours("stop_sequences")),
+    ("response_format schema output_format", Ours("output_config", "output_config.format")),
+    ("reasoning_effort", Ours("output_config", "output_config.effort")),
+    ("instructions", Ours("system")),
+    ("input prompt", Ours("messages")),
+)
 _SAMPLING = frozenset(GenerationFields.__struct_fields__) - {"model", "add_special_tokens", "truncate_prompt_tokens"}
 """Fields that do not change the prompt's tokens."""
 
 TABLES: Mapping[type[msgspec.Struct], FieldTable] = {
     CompletionRequest: _table(
         CompletionRequest,
-        {
-            "max_completion_tokens": "max_tokens",
-            "top_logprobs": "logprobs, a number",
-            "messages": "/v1/chat/completions",
-            "input": "prompt",
-        },
+        _by_name(
+            ("max_completion_tokens", Ours("max_tokens")),
+            ("top_logprobs", Ours("logprobs", "logprobs, a number")),
+            ("messages", Ours(hint="/v1/chat/completions")),
+            ("input", Ours("prompt")),
+        ),
     ),
     ChatCompletionRequest: _table(
         ChatCompletionRequest,
-        {"prompt": "messages", "input": "messages", "system": "a message of role system", "instructions": "messages"},
+        _by_name(
+            ("prompt input instructions", Ours("messages")),
+            ("system", Ours("messages", "a message of role system")),
+        ),
     ),
     ResponsesRequest: _table(
         ResponsesRequest,
-        {
-            **_LENGTH,
-            "max_tokens": "max_output_tokens",
-            "max_completion_tokens": "max_output_tokens",
-            "messages": "input",
-            "system": "instructions",
-            "schema": "text.format",
-            "output_format": "text.format",
-            "response_format": "text.format",
-            "reasoning_effort": "reasoning.effort",
-            "thinking": "reasoning.effort",
-        },
+        _by_name(
+            (
+                "max_tokens max_completion_tokens max_new_tokens max_length n_predict num_predict",
+                Ours("max_output_tokens"),
+            ),
+            ("messages", Ours("input")),
+            ("system", Ours("instructions")),
+            ("schema output_format response_format", Ours("text", "text.format")),
+            ("reasoning_effort thinking", Ours("reasoning", "reasoning.effort")),
+        ),
         {"prompt": Refusal("no prompt template is kept; send instructions and input")},
         frozenset({"stream_options"}),
     ),
-    MessagesRequest: _table(MessagesRequest, {**_MESSAGES_RENAMED, **_PROMPT}),
+    MessagesRequest: _table(MessagesRequest, _MESSAGES_RENAMED),
     CountTokensRequest: _table(
         CountTokensRequest,
-        {**_MESSAGES_RENAMED, **_PROMPT},
+        _MESSAGES_RENAMED,
         advice=frozenset(MessagesRequest.__struct_fields__) - frozenset(CountTokensRequest.__struct_fields__),
     ),
-    TokenizeRequest: _table(TokenizeRequest, {"input": "prompt or messages"}, advice=_SAMPLING),
+    TokenizeRequest: _table(TokenizeRequest, {"input": Ours("prompt", "prompt or messages")}, advice=_SAMPLING),
     DetokenizeRequest: _table(DetokenizeRequest),
 }
 """By kind of body."""
