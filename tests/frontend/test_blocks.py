@@ -8,8 +8,7 @@ from tests.frontend.test_openai_tools import CALLS
 
 from kvrelay.core.status import FinishReason
 from kvrelay.frontend.blocks import BlockKind, Blocks, BlockStep
-from kvrelay.frontend.openai.answer import Choice, Finish
-from kvrelay.frontend.tools.base import OutputParser
+from kvrelay.frontend.openai.answer import Choice, Finish, OutputParser
 from kvrelay.frontend.tools.dialects import HERMES
 from kvrelay.frontend.tools.parsing import ToolParser
 from kvrelay.frontend.tools.reasoning import ReasoningParser

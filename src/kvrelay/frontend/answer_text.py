@@ -5,24 +5,16 @@ It does not know where the tokens come from, or how answers are sent.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
+from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import TokenOutput
 from kvrelay.core.status import FinishReason
 from kvrelay.frontend.detokenizer import NoText
-from kvrelay.frontend.openai.answer import Finish
+from kvrelay.frontend.openai.answer import Finish, Piece
 from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.stop_strings import StopMatch, StopStrings
 from kvrelay.frontend.tokenizer import Tokenizer
-
-
-class NewText(NamedTuple):
-    """What an output adds: the text that may be sent now, how many of the output's tokens belong to the answer, and the
-    finish if the answer ends here."""
-
-    text: str
-    num_used: int
-    finish: Finish | None
 
 
 class AnswerText:
@@ -34,22 +26,23 @@ class AnswerText:
         self._stops = StopStrings(plan.stops, plan.include_stop) if plan.stops else None
         self._min_tokens = min_tokens
 
-    def push(self, output: TokenOutput, num_tokens_before: int) -> NewText:
-        """Add an output, which follows ``num_tokens_before`` tokens of the answer."""
+    def push(self, output: TokenOutput, num_tokens_before: int) -> Piece:
+        """Add an output, which follows ``num_tokens_before`` tokens of the answer. The tokens of the piece are those of
+        the output that belong to the answer."""
         if self._stops is not None:
             return self._push_with_stops(self._stops, output, num_tokens_before)
         reason, token_ids = output.finish_reason, output.token_ids
         if reason is None:
-            return NewText(self._detokenizer.push(token_ids), len(token_ids), None)
+            return Piece(self._detokenizer.push(token_ids), token_ids, output.logprobs)
         is_hidden = self._hides_last(output)
         text = self._detokenizer.push(token_ids[:-1] if is_hidden else token_ids) + self._detokenizer.flush()
-        return NewText(text, len(token_ids), Finish(reason, output.stop_token))
+        return Piece(text, token_ids, output.logprobs, Finish(reason, output.stop_token))
 
-    def _push_with_stops(self, stops: StopStrings, output: TokenOutput, num_tokens_before: int) -> NewText:
-        reason, num_tokens = output.finish_reason, len(output.token_ids)
-        hidden = num_tokens - 1 if self._hides_last(output) else -1
+    def _push_with_stops(self, stops: StopStrings, output: TokenOutput, num_tokens_before: int) -> Piece:
+        reason, token_ids, logprobs = output.finish_reason, output.token_ids, output.logprobs
+        hidden = len(token_ids) - 1 if self._hides_last(output) else -1
         shown: list[str] = []
-        for number, token in enumerate(output.token_ids):
+        for number, token in enumerate(token_ids):
             if number == hidden:
                 continue
             text = self._detokenizer.push((token,))
@@ -58,15 +51,23 @@ class AnswerText:
                 continue
             found = stops.push(text)
             if isinstance(found, StopMatch):
-                return NewText("".join((*shown, found.text)), number + 1, Finish(FinishReason.STOP, found.stop))
+                used = slice(number + 1)
+                return _stopped(shown, found, token_ids[used], logprobs[used] if logprobs is not None else None)
             shown.append(found)
         if reason is None:
-            return NewText("".join(shown), num_tokens, None)
+            return Piece("".join(shown), token_ids, logprobs)
         found = stops.push(self._detokenizer.flush())
         if isinstance(found, StopMatch):
-            return NewText("".join((*shown, found.text)), num_tokens, Finish(FinishReason.STOP, found.stop))
-        return NewText("".join((*shown, found, stops.flush())), num_tokens, Finish(reason, output.stop_token))
+            return _stopped(shown, found, token_ids, logprobs)
+        return Piece("".join((*shown, found, stops.flush())), token_ids, logprobs, Finish(reason, output.stop_token))
 
     def _hides_last(self, output: TokenOutput) -> bool:
         """Whether the last token is a stop token, which is not part of the text."""
         return output.finish_reason is FinishReason.STOP and not self._includes_stop
+
+
+def _stopped(
+    shown: list[str], found: StopMatch, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] | None
+) -> Piece:
+    """The last piece, which a stop string ends."""
+    return Piece("".join((*shown, found.text)), token_ids, logprobs, Finish(FinishReason.STOP, found.stop))

@@ -9,11 +9,10 @@ import asyncio
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.errors import KvrelayError
 from kvrelay.frontend.access_log import Generated
 from kvrelay.frontend.loop_turns import START_COST, LoopTurns
-from kvrelay.frontend.openai.answer import AnswerFormat, Choice, Finish, PromptTokensDetails, Usage
+from kvrelay.frontend.openai.answer import AnsweredPrompt, AnswerFormat, Choice, Piece, PromptTokensDetails, Usage
 from kvrelay.frontend.openai.errors import Failure
 from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.sequence import Sequence
@@ -131,22 +130,14 @@ class StreamedAnswer(Answer):
         self._with_usage = plan.continuous_usage
         self._every_token = plan.return_token_ids or plan.continuous_usage
 
-    def deliver(
-        self,
-        sequence: Sequence,
-        text: str,
-        token_ids: Items[int],
-        logprobs: Items[PositionLogprobs] | None,
-        finish: Finish | None,
-    ) -> None:
+    def deliver(self, sequence: Sequence, piece: Piece) -> None:
         index = sequence.index
         data = b"" if index in self._opened else self._open(sequence)
-        if text or finish is not None or logprobs or self._every_token:
-            usage = self._usage_of(sequence) if self._with_usage else None
-            data += self._form.chunk(index, text, token_ids, logprobs, finish, usage)
+        if piece.text or piece.finish is not None or piece.logprobs or self._every_token:
+            data += self._form.chunk(index, piece, self._usage_of(sequence) if self._with_usage else None)
         if data:
             self._exchange.write(data)
-        if finish is not None:
+        if piece.finish is not None:
             self._one_finished()
 
     def finish(self) -> None:
@@ -164,9 +155,8 @@ class StreamedAnswer(Answer):
         if not self._exchange.is_started:
             self._exchange.start_stream(EVENT_STREAM, [*self._headers, *origin_headers(sequence)])
             self._exchange.last_words = lambda status, message: self._form.broken(Failure(status, message))
-        return self._form.opening(
-            sequence.index, sequence.prompt_token_ids, sequence.prompt_logprobs, sequence.num_cached_tokens
-        )
+        prompt = AnsweredPrompt(sequence.prompt_token_ids, sequence.prompt_logprobs, sequence.num_cached_tokens)
+        return self._form.opening(sequence.index, prompt)
 
     def _usage_of(self, sequence: Sequence) -> Usage:
         num_prompt, num_output = len(sequence.prompt_token_ids), len(sequence.output_token_ids)
@@ -180,24 +170,18 @@ class CollectedAnswer(Answer):
         super().__init__(plan)
         self._choices: dict[int, Choice] = {}
 
-    def deliver(
-        self,
-        sequence: Sequence,
-        text: str,
-        token_ids: Items[int],
-        logprobs: Items[PositionLogprobs] | None,
-        finish: Finish | None,
-    ) -> None:
+    def deliver(self, sequence: Sequence, piece: Piece) -> None:
         choice = self._choices.get(sequence.index)
         if choice is None:
             choice = Choice(sequence.index, sequence.prompt_token_ids, prompt_logprobs=sequence.prompt_logprobs)
             self._choices[sequence.index] = choice
-        choice.text.append(text)
-        choice.num_tokens.append(len(token_ids))
-        choice.token_ids += token_ids
-        choice.logprobs += logprobs or ()
-        if finish is not None:
-            choice.finish = finish
+        choice.text.append(piece.text)
+        choice.num_tokens.append(len(piece.token_ids))
+        choice.token_ids += piece.token_ids
+        if piece.logprobs:
+            choice.logprobs += piece.logprobs
+        if piece.finish is not None:
+            choice.finish = piece.finish
             self._one_finished()
 
     @property

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import enum
 import uuid
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.frontend.openai.answer import Choice
-from kvrelay.frontend.tools.base import CallDelta, Delta, OutputParser
+from kvrelay.frontend.openai.answer import AnswerContext, CallDelta, Choice, Delta, Finish, OutputParser, Piece, Usage
 
 
 class BlockKind(enum.Enum):
@@ -127,3 +127,40 @@ class Blocks:
         if self._open is not None:
             yield BlockEvent(BlockStep.CLOSED, self._open)
         self._open = None
+
+
+class BlockFormat(ABC):
+    """The half of an ``AnswerFormat`` that all APIs with blocks share; an answer has one choice."""
+
+    def __init__(self, context: AnswerContext) -> None:
+        self._context = context
+        self._blocks = Blocks(context.new_parser())
+        self._finish: Finish | None = None
+
+    def chunk(self, index: int, piece: Piece, usage: Usage | None) -> bytes:
+        """The events of the blocks that the piece opens, continues and closes."""
+        events = [self._event_of(event) for event in self._blocks.push(piece.text, len(piece.token_ids))]
+        if piece.finish is not None:
+            self._finish = piece.finish
+            events += map(self._event_of, self._blocks.end())
+        return b"".join(events)
+
+    def closing(self, usage: Usage) -> bytes:
+        """The last events."""
+        assert self._finish is not None
+        return self._end_of(self._finish, usage)
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        (choice,) = choices
+        assert choice.finish is not None
+        return self._whole_of(choice, choice.finish, Blocks.of(choice, self._context.new_parser()), usage)
+
+    @abstractmethod
+    def _event_of(self, event: BlockEvent) -> bytes: ...
+
+    @abstractmethod
+    def _end_of(self, finish: Finish, usage: Usage) -> bytes: ...
+
+    @abstractmethod
+    def _whole_of(self, choice: Choice, finish: Finish, blocks: Blocks, usage: Usage) -> bytes: ...

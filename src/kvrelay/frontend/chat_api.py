@@ -11,33 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvrelay.errors import InvalidInputError
-from kvrelay.frontend.openai.answer import AnswerFormat
+from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat
 from kvrelay.frontend.openai.chat import ChatFormat
 from kvrelay.frontend.openai.errors import RefusedError
-from kvrelay.frontend.openai.logprobs import TokenTexts
-from kvrelay.frontend.openai.parsed_chat import ParsedChatFormat
-from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.openai.requests import ChatCompletionRequest, FieldsCheck, parse_body
 from kvrelay.frontend.prompts import echoed_message
-from kvrelay.frontend.tools.base import OutputParser
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerContext:
-    """Facts of an answer when its prompt is ready. ``make_parser`` returns a parser per choice; None: the text is the
-    content. A call's id has ``call_id_chars``."""
-
-    answer_id: str
-    created_unix_s: int
-    model: str
-    texts: TokenTexts
-    plan: GenerationPlan
-    make_parser: Callable[[], OutputParser] | None
-    call_id_chars: int = 24
-
-    def new_parser(self) -> OutputParser | None:
-        """A parser for one more choice, if the text is to be parsed."""
-        return self.make_parser() if self.make_parser is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,35 +47,7 @@ class ChatApi:
 
 def _read_chat(body: bytes, check_fields: FieldsCheck) -> ChatTask:
     request = parse_body(body, ChatCompletionRequest, check_fields)
-    return ChatTask(request, lambda context: _chat_format(request, context))
-
-
-def _chat_format(request: ChatCompletionRequest, context: AnswerContext) -> AnswerFormat:
-    plan = context.plan
-    options = {
-        "return_token_ids": plan.return_token_ids,
-        "include_usage": plan.include_usage,
-        "continuous_usage": plan.continuous_usage,
-        "with_logprobs": bool(request.logprobs),
-    }
-    if context.make_parser is None:
-        return ChatFormat(
-            context.answer_id,
-            context.created_unix_s,
-            context.model,
-            context.texts,
-            echo=echoed_message(request),
-            **options,
-        )
-    return ParsedChatFormat(
-        context.answer_id,
-        context.created_unix_s,
-        context.model,
-        context.texts,
-        context.make_parser,
-        call_id_chars=context.call_id_chars,
-        **options,
-    )
+    return ChatTask(request, lambda context: ChatFormat(context, echoed_message(request)))
 
 
 CHAT_COMPLETIONS = ChatApi(_read_chat)

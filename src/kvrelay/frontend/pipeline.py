@@ -25,13 +25,13 @@ from kvrelay.frontend.access_log import AccessLog
 from kvrelay.frontend.admission import Admission
 from kvrelay.frontend.answers import ClientGoneError, CollectedAnswer, StreamedAnswer, origin_headers, require_client
 from kvrelay.frontend.api_keys import ApiKeys, cache_salt_of
-from kvrelay.frontend.chat_api import AnswerContext, ChatApi, ChatTask
+from kvrelay.frontend.chat_api import ChatApi, ChatTask
 from kvrelay.frontend.choices import sequences_of
 from kvrelay.frontend.cluster import Cluster
 from kvrelay.frontend.fields import RequestFields
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
-from kvrelay.frontend.openai.answer import AnswerFormat, encode_json
+from kvrelay.frontend.openai.answer import AnswerContext, AnswerFormat, encode_json
 from kvrelay.frontend.openai.completions import CompletionFormat
 from kvrelay.frontend.openai.errors import DeadlineError, failure_of
 from kvrelay.frontend.openai.logprobs import TokenIdTexts, TokenTexts
@@ -110,16 +110,8 @@ class Pipeline:
             if plan.echo:
                 echoes = [prompt.text or "" for prompt in prompts for _ in range(plan.n)]
             form = CompletionFormat(
-                request_id,
-                int(time.time()),
-                model.name,
-                _texts(request, model),
+                AnswerContext(request_id, int(time.time()), model.name, _texts(request, model), plan),
                 model.tokenizer.detokenizer,
-                skip_special_tokens=plan.skip_special_tokens,
-                return_token_ids=plan.return_token_ids,
-                include_usage=plan.include_usage,
-                continuous_usage=plan.continuous_usage,
-                with_logprobs=request.logprobs is not None,
                 with_prompt_logprobs=request.prompt_logprobs is not None,
                 echoes=echoes,
             )

@@ -19,12 +19,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence as Items
 from functools import partial
 from typing import Protocol
 
 from kvrelay.core.handoff import HandoffOrder
-from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import GenerateRequest, RequestRefused, TokenOutput
 from kvrelay.core.sampling import SamplingParams
 from kvrelay.core.status import FinishReason
@@ -39,7 +37,7 @@ from kvrelay.frontend.answer_text import AnswerText
 from kvrelay.frontend.loop_turns import START_COST
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
-from kvrelay.frontend.openai.answer import Finish, PromptLogprobs
+from kvrelay.frontend.openai.answer import Piece, PromptLogprobs
 from kvrelay.frontend.openai.errors import RefusedError, refusal_error
 from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.pairs import PrefillHalf, paired_request
@@ -57,14 +55,7 @@ REPLACEMENT_WAIT_S = 10.0
 class SequenceListener(Protocol):
     """The object that sends the answer. No call follows ``failed`` or a ``deliver`` with a finish."""
 
-    def deliver(
-        self,
-        sequence: Sequence,
-        text: str,
-        token_ids: Items[int],
-        logprobs: Items[PositionLogprobs] | None,
-        finish: Finish | None,
-    ) -> None: ...
+    def deliver(self, sequence: Sequence, piece: Piece) -> None: ...
 
     def failed(self, sequence: Sequence, error: KvrelayError) -> None: ...
 
@@ -306,29 +297,26 @@ class Sequence:
 
     def _take(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
         """Add what is new in an output of ``link``'s worker to the answer."""
-        if output.position != len(self.output_token_ids):
-            unseen = unseen_part(output, len(self.output_token_ids))
+        known = self.output_token_ids
+        if output.position != len(known):
+            unseen = unseen_part(output, len(known))
             if unseen is None:
                 return
             output = unseen
-        reason, token_ids, logprobs = output.finish_reason, output.token_ids, output.logprobs
         if not self._is_prefilled:
             self._on_prefilled(output, now_s, link)
-        elif token_ids:
+        elif output.token_ids:
             self._counts.itl.observe(now_s - self._last_s)
         self._last_s = now_s
         if link is not None:
-            link.tally.generated_tokens += len(token_ids)
-        text, num_used, finish = self._text.push(output, len(self.output_token_ids))
-        if num_used < len(token_ids):
-            token_ids = token_ids[:num_used]
-            logprobs = logprobs[:num_used] if logprobs is not None else None
-        self.output_token_ids += token_ids
-        if finish is not None:
+            link.tally.generated_tokens += len(output.token_ids)
+        piece = self._text.push(output, len(known))
+        known += piece.token_ids
+        if piece.finish is not None:
             # A decode worker whose prefill worker has brought the end knows nothing of it.
-            is_told = reason is not None and link is self._link
+            is_told = output.finish_reason is not None and link is self._link
             self._end(abort=not is_told, duration_s=now_s - self._started_s)
-        self._listener.deliver(self, text, token_ids, logprobs, finish)
+        self._listener.deliver(self, piece)
 
     def _on_prefilled(self, output: TokenOutput, now_s: float, link: WorkerLink | None) -> None:
         """Handle the first output of an attempt. On the first attempt it also carries the prompt's cached tokens."""

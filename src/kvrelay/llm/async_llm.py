@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.core.logprobs import PositionLogprobs
 from kvrelay.core.messages import AdminRequest
 from kvrelay.errors import EngineDeadError, InvalidInputError, KvrelayError, WorkerUnavailableError
 from kvrelay.frontend.answers import Answer, CollectedAnswer
@@ -22,7 +21,7 @@ from kvrelay.frontend.choices import sequences_of
 from kvrelay.frontend.loop_turns import LoopTurns
 from kvrelay.frontend.metrics import FrontendMetrics
 from kvrelay.frontend.models import Model
-from kvrelay.frontend.openai.answer import Choice, Finish
+from kvrelay.frontend.openai.answer import Choice, Piece
 from kvrelay.frontend.openai.plan import GenerationPlan
 from kvrelay.frontend.openai.requests import ChatMessage
 from kvrelay.frontend.prompts import Prompt, completion_prompts, render_chat
@@ -218,18 +217,13 @@ class _StreamedAnswer(Answer):
         self.num_open = plan.n
         self._pieces: asyncio.Queue[TextDelta | KvrelayError] = asyncio.Queue()
 
-    def deliver(
-        self,
-        sequence: Sequence,
-        text: str,
-        token_ids: Items[int],
-        logprobs: Items[PositionLogprobs] | None,
-        finish: Finish | None,
-    ) -> None:
+    def deliver(self, sequence: Sequence, piece: Piece) -> None:
+        finish = piece.finish
         reason = None if finish is None else finish.reason.value
         stop_reason = None if finish is None else finish.stop_reason
-        given = tuple(logprobs) if logprobs else None
-        self._pieces.put_nowait(TextDelta(sequence.index, text, tuple(token_ids), reason, stop_reason, given))
+        logprobs = tuple(piece.logprobs) if piece.logprobs else None
+        delta = TextDelta(sequence.index, piece.text, tuple(piece.token_ids), reason, stop_reason, logprobs)
+        self._pieces.put_nowait(delta)
 
     def failed(self, sequence: Sequence, error: KvrelayError) -> None:
         self._pieces.put_nowait(error)
